@@ -1,0 +1,1 @@
+"""Build-time tools: TileLang kernels -> CUDA sources -> objects. Nothing here is installed."""

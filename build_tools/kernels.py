@@ -1,0 +1,339 @@
+"""Lowers and compiles every kernel instance: `python -m build_tools.kernels --out build/kernels`.
+
+Kernel authors:
+- kernels_tl/<kernel>.py defines a function <kernel>(**params) that returns a TileLang PrimFunc with
+  one T.Kernel, and optionally PASS_CONFIGS, a dict for TileLang's PassContext.
+- kernels_tl/instances.py lists what is compiled: INSTANCES = [Instance("chunk_states",
+  {"dtype": "bfloat16"}), ...]. It must not import tilelang.
+- `--only NAME` (an instance, or a kernel for all of its instances) builds just that and prints its
+  registers, spills and shared memory. OUT/<instance>.cu is the generated source, OUT/<instance>.log
+  what the tools said.
+
+A full run leaves OUT/libkernels.a, OUT/kernels.h (argument structs and launchers for the host code,
+see build_tools/registry.py) and OUT/registry.cpp. OUT/<instance>.json holds the content hash that
+decides whether an instance is up to date: sources, parameters, flags and tool versions, never time
+stamps or absolute paths, so it survives pip's throw-away build environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import hashlib
+import importlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from build_tools import codegen, registry
+from build_tools.instance import Instance
+from build_tools.lower import Field
+from build_tools.registry import Compiled, Resources
+from build_tools.toolchain import (
+    ARCH,
+    NVCC_FLAGS,
+    BuildError,
+    Toolkit,
+    check_tilelang,
+    find_toolkit,
+    max_jobs,
+    nvcc_command,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNTIME_HEADER = ROOT / "csrc/kernel_runtime.h"
+# Besides the kernel's own files, what the generated code depends on.
+BUILD_SOURCES = [
+    ROOT / "build_tools/lower.py",
+    ROOT / "build_tools/codegen.py",
+    RUNTIME_HEADER,
+]
+# ptxas remarks that cost speed and would otherwise pass unseen.
+REMARKS = ("Potential Performance Loss", "setmaxnreg")
+
+
+class Builder:
+    def __init__(self, kernels: Path, out: Path):
+        self.kernels, self.out = kernels.resolve(), out.resolve()
+        self.tilelang = check_tilelang()
+        self.toolkit: Toolkit = find_toolkit()
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def package(self) -> str:
+        return self.kernels.name
+
+    def content_hash(self, instance: Instance) -> str:
+        digest = hashlib.sha256()
+        for path in [*self._imported(instance.kernel), *BUILD_SOURCES]:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        facts = [instance.name, instance.params, self.tilelang, self.toolkit.version, NVCC_FLAGS]
+        digest.update(json.dumps(facts).encode())
+        return digest.hexdigest()
+
+    def _imported(self, module: str) -> list[Path]:
+        """The kernel's file and the files of its package that it imports, directly or not."""
+        found, pending = {}, [module]
+        while pending:
+            name = pending.pop()
+            path = self.kernels / f"{name}.py"
+            if name in found or not path.is_file():
+                continue
+            found[name] = path
+            try:
+                tree = ast.parse(path.read_text())
+            except SyntaxError as error:
+                raise BuildError(f"kernel {module} does not lower: {error.msg} ({path}:{error.lineno})") from None
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    base = f"{self.package}.{node.module or ''}" if node.level else node.module
+                    names = [base, *(f"{base.rstrip('.')}.{alias.name}" for alias in node.names)]
+                else:
+                    continue
+                parts = [name.split(".") for name in names]
+                pending += [part[1] for part in parts if part[0] == self.package and len(part) > 1]
+        return [found[name] for name in sorted(found)]
+
+    def record(self, instance: Instance) -> dict:
+        """What building the instance stored."""
+        return json.loads((self.out / f"{instance.name}.json").read_text())
+
+    def valid_record(self, instance: Instance) -> dict | None:
+        """What an earlier build stored, if nothing has changed since."""
+        if not all((self.out / f"{instance.name}.{suffix}").is_file() for suffix in ("json", "o")):
+            return None
+        record = self.record(instance)
+        return record if record["hash"] == self.content_hash(instance) else None
+
+    def build(self, instance: Instance) -> None:
+        """Lowers and compiles; what it stores is read back by record()."""
+        name, content_hash = instance.name, self.content_hash(instance)
+        source, output = self.out / f"{name}.cu", self.out / f"{name}.o"
+        record_file, log = self.out / f"{name}.json", self.out / f"{name}.log"
+        for stale in (record_file, output, log):
+            stale.unlink(missing_ok=True)
+
+        start = time.monotonic()
+        lowered = self._lower(instance, log)
+        lower_seconds = time.monotonic() - start
+        source.write_text(codegen.kernel_source(instance, lowered))
+
+        start = time.monotonic()
+        command = nvcc_command(self.toolkit, source, output, RUNTIME_HEADER.parent)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        log.write_text(f"{shlex.join(command)}\n{result.stdout}")
+        if result.returncode != 0:
+            lines = result.stdout.splitlines()
+            reason = next((line for line in lines if "error" in line.lower()), "no message")
+            raise BuildError(
+                f"nvcc failed on kernel {name} (exit status {result.returncode}): {reason}\n"
+                f"repeat it with:\n  {shlex.join(command)}"
+            )
+        remarks = [line for line in result.stdout.splitlines() if any(r in line for r in REMARKS)]
+        record = {
+            "hash": content_hash,
+            "fields": [dataclasses.asdict(field) for field in lowered.fields],
+            "block": lowered.block,
+            "shared_bytes": lowered.shared_bytes,
+            "resources": dataclasses.asdict(registry.parse_ptxas(result.stdout)),
+            "remarks": remarks,
+            "lower_seconds": lower_seconds,
+            "compile_seconds": time.monotonic() - start,
+        }
+        write(record_file, json.dumps(record, indent=1))
+
+    def _lower(self, instance: Instance, log: Path):
+        from build_tools.lower import lower
+
+        try:
+            return lower(self.package, instance)
+        except Exception as error:
+            log.write_text(traceback.format_exc())
+            first_line = (str(error) or type(error).__name__).strip().splitlines()[0]
+            raise BuildError(f"kernel {instance.name} does not lower: {first_line}\nfull trace: {log}") from None
+
+    def compiled(self, instance: Instance, record: dict) -> Compiled:
+        return Compiled(
+            instance,
+            [Field(**field) for field in record["fields"]],
+            record["block"],
+            record["shared_bytes"],
+            Resources(**record["resources"]),
+        )
+
+    def write_library(self, compiled: list[Compiled]) -> None:
+        check_uniform(compiled)
+        write(self.out / "kernels.h", registry.header(compiled))
+        text = registry.registry(compiled, self.tilelang, self.toolkit.version, ARCH)
+        write(self.out / "registry.cpp", text)
+        objects = [str(self.out / f"{item.instance.name}.o") for item in compiled]
+        self._write_archive(objects)
+
+    def _write_archive(self, objects: list[str]) -> None:
+        archive, new = self.out / "libkernels.a", self.out / "libkernels.new.a"
+        new.unlink(missing_ok=True)
+        # D: no time stamps, so equal objects make an equal archive and nothing is linked again.
+        subprocess.run([shutil.which("ar") or "ar", "rcsD", str(new), *objects], check=True)
+        if archive.is_file() and archive.read_bytes() == new.read_bytes():
+            new.unlink()
+        else:
+            new.replace(archive)
+
+
+def write(path: Path, text: str) -> None:
+    """Leaves an unchanged file alone, so that nothing depending on it is built again."""
+    if path.is_file() and path.read_text() == text:
+        return
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def check_uniform(compiled: list[Compiled]) -> None:
+    """Instances of a kernel share their C++ structs, so they must agree on them."""
+    for variants in registry.by_kernel(compiled).values():
+        first = variants[0]
+        for other in variants[1:]:
+            for ours, theirs in zip(registry.structs(first), registry.structs(other), strict=True):
+                if ours != theirs:
+                    raise BuildError(
+                        f"{first.instance.name} and {other.instance.name} are instances of one kernel, but differ in\n"
+                        f"{ours}\n{theirs}"
+                    )
+
+
+def check_spills(compiled: list[Compiled]) -> None:
+    over = [
+        f"kernel {item.instance.name} spills {item.resources.spill_bytes} bytes,"
+        f" its budget is {item.instance.spill_budget}"
+        for item in compiled
+        if item.resources.spill_bytes > item.instance.spill_budget
+    ]
+    if over and os.environ.get("FLASH_QLA_ALLOW_SPILLS") != "1":
+        raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
+
+
+def load_instances(kernels: Path) -> list[Instance]:
+    sys.path.insert(0, str(kernels.resolve().parent))
+    instances = importlib.import_module(f"{kernels.resolve().name}.instances").INSTANCES
+    names = [instance.name for instance in instances]
+    doubled = {name for name in names if names.count(name) > 1}
+    if doubled:
+        raise BuildError(f"instances listed twice: {', '.join(sorted(doubled))}")
+    return instances
+
+
+def run(builder: Builder, instance: Instance, errors: multiprocessing.connection.Connection):
+    try:
+        builder.build(instance)
+    except BuildError as error:
+        errors.send(str(error))
+    except BaseException:
+        errors.send(f"kernel {instance.name}: {traceback.format_exc()}")
+
+
+def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
+    """Builds what is out of date, MAX_JOBS at a time.
+
+    Each instance has a forked process of its own: TileLang is imported once, and an instance that crashes the compiler
+    can be named. After a failure nothing new is started.
+    """
+    records = {instance.name: builder.valid_record(instance) for instance in instances}
+    pending = [instance for instance in instances if records[instance.name] is None]
+    jobs = max_jobs()
+    total, done = len(instances), 0
+
+    def report(instance: Instance, timing: str) -> None:
+        record = records[instance.name]
+        used = record["resources"]
+        shared = (record["shared_bytes"] + used["static_shared_bytes"]) / 1024
+        line = (
+            f"[{done}/{total}] {instance.name}: {timing}, {used['registers']} registers,"
+            f" {used['spill_bytes']} B spills, {shared:.0f} KB shared"
+        )
+        print("\n    ".join([line, *record["remarks"]]), flush=True)
+
+    for instance in instances:
+        if records[instance.name] is not None:
+            done += 1
+            report(instance, "cached")
+    if pending:
+        print("importing TileLang", flush=True)
+        import tilelang  # noqa: F401  the processes below inherit it
+
+    fork = multiprocessing.get_context("fork")
+    running, failures = {}, []
+    while running or (pending and not failures):
+        while pending and not failures and len(running) < jobs:
+            instance = pending.pop(0)
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=run, args=(builder, instance, sender))
+            process.start()
+            sender.close()
+            running[process.sentinel] = (instance, process, receiver)
+        for sentinel in multiprocessing.connection.wait(running):
+            instance, process, receiver = running.pop(sentinel)
+            process.join()
+            done += 1
+            if receiver.poll() and (message := _receive(receiver)):
+                failures.append(message)
+            elif process.exitcode != 0:
+                failures.append(f"kernel {instance.name} crashed the compiler (exit status {process.exitcode})")
+            else:
+                record = records[instance.name] = builder.record(instance)
+                timing = "lowered {lower_seconds:.1f} s, compiled {compile_seconds:.1f} s"
+                report(instance, timing.format(**record))
+    if failures:
+        raise BuildError("\n".join(failures))
+    return [builder.compiled(instance, records[instance.name]) for instance in instances]
+
+
+def _receive(receiver) -> str | None:
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
+
+
+def select(instances: list[Instance], only: str | None) -> list[Instance]:
+    if only is None:
+        return instances
+    selected = [item for item in instances if only in (item.name, item.kernel)]
+    if not selected:
+        names = ", ".join(item.name for item in instances)
+        raise BuildError(f"no instance or kernel is called {only}; there are: {names}")
+    return selected
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Lower and compile the kernel instances.")
+    parser.add_argument("--out", type=Path, default=Path("build/kernels"))
+    parser.add_argument("--kernels", type=Path, default=ROOT / "kernels_tl", help="kernel package")
+    parser.add_argument("--only", metavar="NAME", help="build this instance or kernel, no library")
+    options = parser.parse_args()
+    try:
+        instances = select(load_instances(options.kernels), options.only)
+        builder = Builder(options.kernels, options.out)
+        compiled = build_all(builder, instances)
+        check_spills(compiled)
+        if options.only is None:
+            builder.write_library(compiled)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""TileLang -> CUDA source plus everything a launcher must know, without a GPU.
+
+The result is plain data: C++ expressions over the fields of the kernel's argument struct, so that
+code generation needs neither TileLang nor TVM.
+
+TileLang's internals are read here and nowhere else; its version is pinned for that reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+
+from build_tools.instance import Instance
+from build_tools.toolchain import ARCH
+
+C_TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "bool": "bool",
+    "int8": "int8_t",
+    "int32": "int32_t",
+    "int64": "int64_t",
+    "uint32": "uint32_t",
+    "uint64": "uint64_t",
+}
+
+
+class LoweringError(Exception):
+    """A kernel that TileLang lowers, but that the launchers cannot express."""
+
+
+@dataclass
+class Field:
+    """A member of the kernel's argument struct. Integers and dimensions are int64_t there."""
+
+    name: str
+    c_type: str
+
+
+@dataclass
+class KernelArgument:
+    """A parameter of the device function; expression is None for a TMA descriptor."""
+
+    name: str
+    c_type: str
+    expression: str | None = None
+
+
+@dataclass
+class TensorMap:
+    """Arguments of cuTensorMapEncodeTiled, innermost dimension first, strides in bytes."""
+
+    name: str
+    tensor: str
+    dtype: int
+    sizes: list[str]
+    strides: list[str]
+    box: list[str]
+    element_strides: list[str]
+    interleave: int
+    swizzle: int
+    l2_promotion: int
+    oob_fill: int
+
+
+@dataclass
+class Lowered:
+    source: str
+    symbol: str
+    fields: list[Field]
+    arguments: list[KernelArgument]
+    tensor_maps: list[TensorMap]
+    grid: list[str]
+    block: list[int]
+    cluster: list[int] | None
+    shared_bytes: int
+    waits_for_predecessor: bool  # calls T.pdl_sync: safe to launch before its predecessor ends
+
+
+def lower(package: str, instance: Instance) -> Lowered:
+    import tilelang
+    from tilelang import tvm
+
+    module = importlib.import_module(f"{package}.{instance.kernel}")
+    prim_func = getattr(module, instance.kernel)(**instance.params)
+    target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
+    pass_configs = getattr(module, "PASS_CONFIGS", {})
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
+        artifact = tilelang.lower(prim_func, target=target)
+
+    device_functions = list(artifact.device_mod.functions.items())
+    if len(device_functions) != 1:
+        names = ", ".join(var.name_hint for var, _ in device_functions)
+        raise LoweringError(f"one T.Kernel per function is supported, found {names}")
+    symbol, device_function = device_functions[0][0].name_hint, device_functions[0][1]
+    (host_function,) = artifact.host_mod.functions.values()
+    attributes = device_function.attrs
+    if attributes.get("use_cooperative_groups", False):
+        raise LoweringError("grid-wide synchronisation (cooperative launch) is not supported")
+
+    # The packed call passes the device function's parameters, then the launch extents.
+    names = _parameter_names(artifact.kernel_source, symbol)
+    passed = dict(zip(names, _packed_call(host_function.body, symbol), strict=False))
+    # Descriptors are told apart as objects: two of the same tensor carry the same name.
+    descriptors = host_function.attrs.get("tma_descriptor_args", {})
+    tensor_maps = [_tensor_map(name, descriptors[value]) for name, value in passed.items() if value in descriptors]
+    extents = attributes["thread_extent"]
+    cluster = attributes.get("cluster_dims", None)
+
+    return Lowered(
+        source=artifact.kernel_source,
+        symbol=symbol,
+        fields=_fields(prim_func, artifact.kernel_source, tensor_maps),
+        arguments=[_kernel_argument(name, value, value in descriptors) for name, value in passed.items()],
+        tensor_maps=tensor_maps,
+        grid=[_cpp(extents.get(f"blockIdx.{axis}", 1)) for axis in "xyz"],
+        block=[_constant(extents.get(f"threadIdx.{axis}", 1), "block size") for axis in "xyz"],
+        cluster=[int(n) for n in cluster] if cluster is not None else None,
+        shared_bytes=int(attributes.get("dyn_shared_memory_buf", 0)),
+        waits_for_predecessor="has_cuda_pdl_sync" in attributes,
+    )
+
+
+def _parameter_names(source: str, symbol: str) -> list[str]:
+    declaration = re.search(rf"\b{symbol}\((.*)\);", source).group(1)
+    return [parameter.split()[-1] for parameter in declaration.split(",")]
+
+
+def _packed_call(body, symbol: str) -> list:
+    from tilelang import tvm
+
+    found = []
+
+    def visit(node):
+        is_call = isinstance(node, tvm.tirx.Call) and node.op.name == "tirx.tvm_call_packed"
+        if is_call and getattr(node.args[0], "value", None) == symbol:
+            found.append(list(node.args[1:]))
+
+    tvm.tirx.stmt_functor.post_order_visit(body, visit)
+    if len(found) != 1:
+        raise LoweringError(f"{symbol} is launched {len(found)} times, expected once")
+    return found[0]
+
+
+def _fields(prim_func, source: str, tensor_maps: list[TensorMap]) -> list[Field]:
+    """The PrimFunc's parameters in order, then the dynamic dimensions in order of appearance."""
+    from tilelang import tvm
+
+    fields, dimensions = [], {}
+    for param in prim_func.params:
+        if param not in prim_func.buffer_map:
+            fields.append(Field(param.name, _field_type(param)))
+            dimensions[param.name] = param
+            continue
+        buffer = prim_func.buffer_map[param]
+        written = _is_written(buffer.data.name, source, tensor_maps)
+        fields.append(Field(buffer.data.name, "void*" if written else "const void*"))
+        for extent in [*buffer.shape, *buffer.strides]:
+            if not isinstance(extent, tvm.tirx.Var):
+                continue
+            if not dimensions.setdefault(extent.name, extent).same_as(extent):
+                raise LoweringError(f"two different dimensions are called {extent.name}")
+    names = [field.name for field in fields]
+    return fields + [Field(name, "int64_t") for name in dimensions if name not in names]
+
+
+def _is_written(tensor: str, source: str, tensor_maps: list[TensorMap]) -> bool:
+    """Whether the kernel may write the tensor, through its pointer or through a TMA descriptor."""
+    if re.search(rf"(?<!const )\b\w+\* (__restrict__ )?{tensor}[,)]", source):
+        return True
+    names = "|".join(tma.name for tma in tensor_maps if tma.tensor == tensor)
+    uses = re.findall(rf"(\w+)(?:<[^()]*>)?\((?:{names})\b", source) if names else []
+    return any(not use.startswith(("tma_load", "prefetch")) for use in uses)
+
+
+def _kernel_argument(name: str, value, is_descriptor: bool) -> KernelArgument:
+    if is_descriptor:
+        return KernelArgument(name, "CUtensorMap")
+    if str(value.dtype) == "handle":
+        return KernelArgument(name, "const void*", f"args.{value.name}")
+    return KernelArgument(name, _c_type(value), _cpp(value))
+
+
+def _tensor_map(name: str, args) -> TensorMap:
+    function, _, dtype, rank, tensor, *rest = args
+    if function.value != "__tvm_tensormap_create_tiled":
+        raise LoweringError(f"TMA descriptor {name} is not tiled ({function.value})")
+    rank = _constant(rank, "rank")
+    sizes, strides, box, element_strides = (rest[i * rank : (i + 1) * rank] for i in range(4))
+    interleave, swizzle, l2_promotion, oob_fill = (_constant(v, name) for v in rest[4 * rank :])
+    return TensorMap(
+        name=name,
+        tensor=tensor.name,
+        dtype=_constant(dtype, "dtype"),
+        sizes=[_cpp(v) for v in sizes],
+        strides=[_cpp(v) for v in strides],
+        box=[_cpp(v) for v in box],
+        element_strides=[_cpp(v) for v in element_strides],
+        interleave=interleave,
+        swizzle=swizzle,
+        l2_promotion=l2_promotion,
+        oob_fill=oob_fill,
+    )
+
+
+def _field_type(var) -> str:
+    c_type = _c_type(var)
+    return "int64_t" if c_type in ("int32_t", "int64_t") else c_type
+
+
+def _c_type(value) -> str:
+    if str(value.dtype) not in C_TYPES:
+        raise LoweringError(f"scalar argument {value} has dtype {value.dtype}, which has no C type")
+    return C_TYPES[str(value.dtype)]
+
+
+def _constant(value, what: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise LoweringError(f"{what} must be a constant, got {value}") from None
+
+
+def _cpp(expression) -> str:
+    """A C++ expression over the argument struct.
+
+    It is evaluated in 64 bits throughout, where TileLang's own host code multiplies dimensions in 32. Dimensions are
+    not negative, so that C++'s truncating division is TIR's floor division.
+    """
+    from tilelang import tvm
+
+    tir = tvm.tirx
+    operators = {
+        tir.Add: "+",
+        tir.Sub: "-",
+        tir.Mul: "*",
+        tir.FloorDiv: "/",
+        tir.Div: "/",
+        tir.FloorMod: "%",
+        tir.Mod: "%",
+    }
+    functions = {tir.Min: "std::min", tir.Max: "std::max"}
+    node = type(expression)
+    if node is int:
+        return str(expression)
+    if node in (tir.IntImm, tir.FloatImm):
+        return str(expression.value)
+    if node is tir.Var:
+        return f"args.{expression.name}"
+    if node is tir.Cast:
+        return _cpp(expression.value)
+    if node in operators:
+        return f"({_cpp(expression.a)} {operators[node]} {_cpp(expression.b)})"
+    if node in functions:
+        return f"{functions[node]}<int64_t>({_cpp(expression.a)}, {_cpp(expression.b)})"
+    raise LoweringError(f"launch expression has no C++ form: {expression}")

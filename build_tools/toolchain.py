@@ -1,0 +1,168 @@
+"""Finds nvcc and what surrounds it, and says clearly when something is missing or too old.
+
+Order: $CUDA_HOME, PATH, then the PyPI toolkit packages (site-packages/nvidia/cu13), which are part
+of build-system.requires; the first nvcc that is new enough is taken.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MINIMUM_NVCC = (12, 8)
+TILELANG_VERSION = "0.1.15"  # build_tools/lower.py reads its internals
+ARCH = "sm_90a"
+
+
+class BuildError(Exception):
+    """A failure whose message is all that the user needs to see."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    nvcc: Path
+    version: str  # e.g. 13.0.88
+    root: Path
+
+    @property
+    def include(self) -> Path:
+        return self._first("cuda_runtime.h", "include", "targets/x86_64-linux/include")
+
+    @property
+    def static_runtime(self) -> Path:
+        name = "libcudart_static.a"
+        return self._first(name, "lib64", "lib", "targets/x86_64-linux/lib") / name
+
+    def _first(self, file: str, *folders: str) -> Path:
+        for folder in folders:
+            if (self.root / folder / file).is_file():
+                return self.root / folder
+        raise BuildError(f"{file} not found in {', '.join(folders)} of {self.root}")
+
+
+def find_toolkit() -> Toolkit:
+    looked_at = []
+    for origin, nvcc in _candidates():
+        if nvcc is None:
+            looked_at.append(f"{origin}: none")
+            continue
+        version = _nvcc_version(nvcc)
+        if version is None:
+            looked_at.append(f"{origin}: {nvcc} does not run")
+        elif tuple(map(int, version.split(".")[:2])) < MINIMUM_NVCC:
+            looked_at.append(f"{origin}: {nvcc} is {version}, too old")
+        else:
+            return Toolkit(nvcc, version, _toolkit_root(nvcc))
+    minimum = ".".join(map(str, MINIMUM_NVCC))
+    what = "nvcc is too old" if any("too old" in line for line in looked_at) else "no nvcc found"
+    raise BuildError(
+        f"{what}: {minimum} or newer is needed. Looked at\n  "
+        + "\n  ".join(looked_at)
+        + "\nInstall a CUDA toolkit and set CUDA_HOME, or: pip install nvidia-cuda-nvcc==13.0.88"
+        " nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96"
+        " nvidia-cuda-cccl==13.0.85"
+    )
+
+
+def _candidates() -> list[tuple[str, Path | None]]:
+    home = os.environ.get("CUDA_HOME")
+    in_home = Path(home, "bin/nvcc") if home else None
+    on_path = shutil.which("nvcc")
+    packages = importlib.util.find_spec("nvidia")
+    locations = packages.submodule_search_locations if packages else []
+    in_packages = [Path(location, "cu13/bin/nvcc") for location in locations]
+    return [
+        ("CUDA_HOME", in_home),
+        ("PATH", Path(on_path) if on_path else None),
+        ("PyPI packages", next((nvcc for nvcc in in_packages if nvcc.is_file()), None)),
+    ]
+
+
+def _nvcc_version(nvcc: Path) -> str | None:
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return None
+    match = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return match.group(1) if match else None
+
+
+def _toolkit_root(nvcc: Path) -> Path:
+    # nvcc may be a wrapper script elsewhere, so it is asked where its toolkit is.
+    command = [nvcc, "--dryrun", "-c", "unused.cu"]
+    text = subprocess.run(command, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ TOP=(.*)$", text, re.MULTILINE)
+    return Path(match.group(1) if match else nvcc.parent / "..").resolve()
+
+
+def check_tilelang() -> str:
+    try:
+        version = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if version != TILELANG_VERSION:
+        raise BuildError(
+            f"TileLang {TILELANG_VERSION} is needed, found {version}: the build reads interfaces"
+            f" that change between releases. pip install tilelang=={TILELANG_VERSION}"
+        )
+    return version
+
+
+def package_root(name: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise BuildError(f"the Python package {name} is needed to build and is not installed")
+    return Path(spec.origin).parent
+
+
+# The device code's fixed flags; the include paths differ between machines and come on top.
+NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xptxas=-v",
+    # TileLang declares variables that it does not always use, and annotates defaulted functions.
+    "--diag-suppress=177,20012",
+]
+
+
+def nvcc_command(toolkit: Toolkit, source: Path, output: Path, include: Path) -> list[str]:
+    tilelang = package_root("tilelang")
+    includes = [include, tilelang / "src", tilelang / "3rdparty/cutlass/include"]
+    return [
+        str(toolkit.nvcc),
+        *NVCC_FLAGS,
+        *(f"-I{path}" for path in includes),
+        "-c",
+        str(source),
+        "-o",
+        str(output),
+    ]
+
+
+def max_jobs() -> int:
+    return int(os.environ.get("MAX_JOBS") or 0) or len(os.sched_getaffinity(0))
+
+
+def main() -> None:
+    """What CMakeLists.txt asks for, as a CMake list. The first item changes when the kernels' tools do."""
+    toolkit = find_toolkit()
+    tools = f"TileLang {check_tilelang()}, nvcc {toolkit.version}"
+    pybind11 = package_root("pybind11") / "share/cmake/pybind11"
+    print(tools, toolkit.include, toolkit.static_runtime, package_root("torch"), pybind11, sep=";")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BuildError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,165 @@
+#include "kernel_runtime.h"
+
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <span>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace flash_qla::runtime {
+namespace {
+
+template <typename Extents>
+std::string join(const Extents& extents) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < std::size(extents); ++i) text << (i ? ", " : "") << extents[i];
+  text << "]";
+  return text.str();
+}
+
+[[noreturn]] void fail(const LaunchConfig& config, const std::string& reason) {
+  std::ostringstream text;
+  text << "flash_qla: kernel " << config.kernel << ": " << reason << " (grid " << join(config.grid) << ", block "
+       << join(config.block) << ", " << config.shared_bytes << " bytes of dynamic shared memory)";
+  throw std::runtime_error(text.str());
+}
+
+void check(const LaunchConfig& config, cudaError_t status, const char* action) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // reported here, so the next caller must not see it again
+  fail(config, std::string(action) + " failed: " + cudaGetErrorString(status));
+}
+
+int current_device() {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("flash_qla: no current CUDA device: ") + cudaGetErrorString(status));
+  }
+  return device;
+}
+
+void check_grid(const LaunchConfig& config) {
+  constexpr std::array<int64_t, 3> kMaxGrid = {std::numeric_limits<int32_t>::max(), 65535, 65535};
+  for (int axis = 0; axis < 3; ++axis) {
+    if (config.grid[axis] < 0 || config.grid[axis] > kMaxGrid[axis]) {
+      fail(config, std::string("grid dimension ") + "xyz"[axis] + " is " + std::to_string(config.grid[axis]) +
+                       ", the limit is " + std::to_string(kMaxGrid[axis]));
+    }
+  }
+}
+
+// Function attributes belong to a device. Setting one twice is harmless, so a race between two
+// threads costs a call and nothing else.
+void prepare(const LaunchConfig& config, DeviceMask& prepared) {
+  const int device = current_device();
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (prepared.load(std::memory_order_acquire) & bit) return;
+  check(config, cudaFuncSetAttribute(config.function, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
+        "reserving dynamic shared memory");
+  prepared.fetch_or(bit, std::memory_order_release);
+}
+
+// Through the runtime, so that the library links no libcuda and loads where there is no driver.
+PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+  static const auto function = [] {
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
+    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("flash_qla: the CUDA driver does not offer cuTensorMapEncodeTiled (CUDA 12.0 or newer)");
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(symbol);
+  }();
+  return function;
+}
+
+}  // namespace
+
+void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, cudaStream_t stream) {
+  check_grid(config);
+  prepare(config, prepared);
+
+  std::array<cudaLaunchAttribute, 2> attributes;
+  unsigned count = 0;
+  if (config.cluster != std::array<int, 3>{1, 1, 1}) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim = {static_cast<unsigned>(config.cluster[0]),
+                                        static_cast<unsigned>(config.cluster[1]),
+                                        static_cast<unsigned>(config.cluster[2])};
+    ++count;
+  }
+  if (config.overlaps_predecessor) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
+
+  cudaLaunchConfig_t launch_config = {};
+  launch_config.gridDim = dim3(config.grid[0], config.grid[1], config.grid[2]);
+  launch_config.blockDim = dim3(config.block[0], config.block[1], config.block[2]);
+  launch_config.dynamicSmemBytes = config.shared_bytes;
+  launch_config.stream = stream;
+  launch_config.attrs = attributes.data();
+  launch_config.numAttrs = count;
+  check(config, cudaLaunchKernelExC(&launch_config, config.function, arguments), "launch");
+}
+
+CUtensorMap encode_tensor_map(const TensorMap& map) {
+  std::array<cuuint64_t, TensorMap::kMaxRank> sizes, strides;
+  std::copy(map.sizes.begin(), map.sizes.end(), sizes.begin());
+  std::copy(map.strides.begin(), map.strides.end(), strides.begin());
+  CUtensorMap encoded;
+  const CUresult status = encode_function()(&encoded, map.dtype, map.rank, const_cast<void*>(map.address), sizes.data(),
+                                            strides.data() + 1, map.box.data(), map.element_strides.data(),
+                                            map.interleave, map.swizzle, map.l2_promotion, map.oob_fill);
+  if (status != CUDA_SUCCESS) {
+    std::ostringstream text;
+    text << "flash_qla: kernel " << map.kernel << ": cannot describe tensor " << map.tensor
+         << " to the TMA unit (CUDA driver error " << status << "; address " << map.address << ", sizes "
+         << join(std::span(map.sizes).first(map.rank)) << ", strides in bytes "
+         << join(std::span(map.strides).first(map.rank)) << ", box " << join(std::span(map.box).first(map.rank)) << ")";
+    throw std::runtime_error(text.str());
+  }
+  return encoded;
+}
+
+int32_t to_int32(const char* kernel, const char* argument, int64_t value) {
+  if (value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max()) {
+    throw std::runtime_error(std::string("flash_qla: kernel ") + kernel + ": " + argument + " is " +
+                             std::to_string(value) + ", which does not fit in 32 bits");
+  }
+  return static_cast<int32_t>(value);
+}
+
+const DeviceProperties& device_properties() {
+  static std::mutex mutex;
+  static std::deque<DeviceProperties> cache;  // by device; references stay valid as it grows
+  const int current = current_device();
+  const std::lock_guard lock(mutex);
+  while (static_cast<int>(cache.size()) <= current) {
+    const int device = static_cast<int>(cache.size());
+    const auto query = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      const cudaError_t status = cudaDeviceGetAttribute(&value, attribute, device);
+      if (status != cudaSuccess) {
+        throw std::runtime_error("flash_qla: CUDA device " + std::to_string(device) + ": " +
+                                 cudaGetErrorString(status));
+      }
+      return value;
+    };
+    cache.push_back({.major = query(cudaDevAttrComputeCapabilityMajor),
+                     .minor = query(cudaDevAttrComputeCapabilityMinor),
+                     .sm_count = query(cudaDevAttrMultiProcessorCount)});
+  }
+  return cache[current];
+}
+
+}  // namespace flash_qla::runtime

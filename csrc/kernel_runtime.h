@@ -1,0 +1,66 @@
+// What the generated launchers share: launch configuration, TMA descriptors, device properties.
+// Every failure throws std::runtime_error with the kernel's name.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace flash_qla::runtime {
+
+struct LaunchConfig {
+  const char* kernel;  // name for messages
+  const void* function;
+  std::array<int64_t, 3> grid;
+  std::array<int, 3> block;
+  int shared_bytes;  // dynamic
+  std::array<int, 3> cluster = {1, 1, 1};
+  // Programmatic dependent launch; only for kernels that wait for their predecessor themselves.
+  bool overlaps_predecessor = false;
+
+  bool is_empty() const { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
+};
+
+// The devices on which a kernel may already use its dynamic shared memory, one bit each.
+using DeviceMask = std::atomic<uint64_t>;
+
+// Launches on the current device. `arguments` are pointers to the kernel's arguments.
+void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, cudaStream_t stream);
+
+// The arguments of cuTensorMapEncodeTiled, innermost dimension first.
+struct TensorMap {
+  static constexpr int kMaxRank = 5;
+
+  const char* kernel;  // names for messages
+  const char* tensor;
+  const void* address;
+  int rank;
+  std::array<int64_t, kMaxRank> sizes;    // elements
+  std::array<int64_t, kMaxRank> strides;  // bytes; the innermost is one element
+  std::array<cuuint32_t, kMaxRank> box;   // elements
+  std::array<cuuint32_t, kMaxRank> element_strides;
+  CUtensorMapDataType dtype;
+  CUtensorMapInterleave interleave;
+  CUtensorMapSwizzle swizzle;
+  CUtensorMapL2promotion l2_promotion;
+  CUtensorMapFloatOOBfill oob_fill;
+};
+
+CUtensorMap encode_tensor_map(const TensorMap& map);
+
+// A kernel argument that the device code takes in 32 bits.
+int32_t to_int32(const char* kernel, const char* argument, int64_t value);
+
+struct DeviceProperties {
+  int major, minor;  // compute capability
+  int sm_count;
+};
+
+// Of the current device; queried once per device.
+const DeviceProperties& device_properties();
+
+}  // namespace flash_qla::runtime

@@ -1,0 +1,33 @@
+// What was compiled into the library: one entry per kernel instance, and the tools it came from.
+// Filled in by build_tools/codegen.py; read by the pybind11 module.
+
+#pragma once
+
+#include <span>
+
+#define FLASH_QLA_API __attribute__((visibility("default")))
+
+namespace flash_qla {
+
+struct KernelInfo {
+  const char* name;    // of the instance, e.g. chunk_states_bf16
+  const char* kernel;  // e.g. chunk_states
+  const char* params;  // "key=value key=value"
+  int threads;         // per block
+  int registers;       // per thread, as ptxas assigned them
+  int static_shared_bytes;
+  int dynamic_shared_bytes;
+  int spill_bytes;  // stores + loads
+  int stack_bytes;
+};
+
+struct Toolchain {
+  const char* tilelang;
+  const char* nvcc;
+  const char* arch;
+};
+
+FLASH_QLA_API std::span<const KernelInfo> kernel_registry();
+FLASH_QLA_API const Toolchain& toolchain();
+
+}  // namespace flash_qla

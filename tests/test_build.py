@@ -1,0 +1,337 @@
+"""The build: what it says when it fails, and that it builds nothing twice.
+
+Everything runs in subprocesses, as in a build, on a small kernel package of its own.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+needs_tilelang = pytest.mark.skipif(
+    importlib.util.find_spec("tilelang") is None, reason="needs TileLang (in the `test` extra)"
+)
+
+KERNELS = {
+    "instances.py": """
+from build_tools.instance import Instance
+
+INSTANCES = [Instance("scale", {"dtype": "bfloat16"}), Instance("scale", {"dtype": "float16"}), Instance("follow")]
+""",
+    "common.py": "THREADS = 128\n",
+    "scale.py": """
+import tilelang.language as T
+
+
+def scale(dtype):
+    N = T.dynamic("N")
+
+    @T.prim_func
+    def main(x: T.Tensor([N], dtype), factor: T.float32, y: T.Tensor([N], dtype)):
+        with T.Kernel(T.ceildiv(N, 128), threads=128) as i:
+            for j in T.Parallel(128):
+                y[i * 128 + j] = T.Cast(dtype, T.Cast("float32", x[i * 128 + j]) * factor)
+
+    return main
+""",
+    "follow.py": """
+import tilelang.language as T
+
+from fixture_kernels.common import THREADS
+
+
+def follow():
+    N = T.dynamic("N")
+
+    @T.prim_func
+    def main(x: T.Tensor([N], "float32")):
+        with T.Kernel(T.ceildiv(N, THREADS), threads=THREADS) as i:
+            T.pdl_sync()
+            for j in T.Parallel(THREADS):
+                x[i * THREADS + j] += 1.0
+
+    return main
+""",
+}
+
+# Not among the instances: lowered only.
+TILES = """
+import tilelang.language as T
+
+
+def tiles():
+    N, H = T.dynamic("N"), T.dynamic("H")
+
+    @T.prim_func
+    def main(x: T.Tensor([N, H, 128], "bfloat16"), y: T.Tensor([N, H, 128], "bfloat16")):
+        with T.Kernel(H, threads=128) as h:
+            large = T.alloc_shared([64, 128], "bfloat16")
+            small = T.alloc_shared([32, 128], "bfloat16")
+            for n in T.Pipelined(T.ceildiv(N, 64), num_stages=2):
+                T.copy(x[n * 64 : n * 64 + 64, h, 0:128], large)
+                T.copy(x[n * 64 : n * 64 + 32, h, 0:128], small)
+                for i, j in T.Parallel(32, 128):
+                    large[i, j] += small[i, j]
+                T.copy(large, y[n * 64 : n * 64 + 64, h, 0:128])
+
+    return main
+"""
+
+
+def write_package(folder: Path, files: dict[str, str]) -> Path:
+    package = folder / "fixture_kernels"
+    package.mkdir(parents=True)
+    for name, text in files.items():
+        (package / name).write_text(text)
+    return package
+
+
+def build_kernels(package: Path, *options: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "build_tools.kernels", "--kernels", package, "--out", package.parent / "out"]
+    return run([*command, *options], **environment)
+
+
+def run(command: list, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def fake_nvcc(folder: Path, version: str) -> str:
+    """A CUDA_HOME whose nvcc says its version and fails at everything else."""
+    nvcc = folder / "cuda/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in --version) echo "Cuda compilation tools, release, V{version}";;\n'
+        '*) echo "x.cu(1): error: no such thing" >&2; exit 2;; esac\n'
+    )
+    nvcc.chmod(0o755)
+    return str(nvcc.parent.parent)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The fixture package, built once. Tests that change it work on copies."""
+    package = write_package(tmp_path_factory.mktemp("build"), KERNELS)
+    result = build_kernels(package)
+    assert result.returncode == 0, result.stderr
+    for name in ("scale_bf16", "scale_fp16", "follow"):
+        progress = rf"\[\d/3\] {name}: lowered [\d.]+ s, compiled [\d.]+ s, \d+ registers, 0 B spills, \d+ KB shared"
+        assert re.search(progress, result.stdout)
+    return package
+
+
+@pytest.fixture
+def copy_of_built(built, tmp_path) -> Path:
+    shutil.copytree(built.parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / built.name
+
+
+@pytest.mark.build
+@needs_tilelang
+class TestCache:
+    def test_nothing_changed_builds_nothing(self, copy_of_built):
+        # Other time stamps and another folder, as in pip's throw-away environments.
+        for path in copy_of_built.iterdir():
+            os.utime(path)
+        library = copy_of_built.parent / "out/libkernels.a"
+        before = library.stat().st_mtime_ns
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 0, result.stderr
+        assert re.findall(r"(\w+): cached", result.stdout) == ["scale_bf16", "scale_fp16", "follow"]
+        assert "lowered" not in result.stdout
+        assert library.stat().st_mtime_ns == before
+
+    def test_a_changed_import_rebuilds_its_users_only(self, copy_of_built):
+        (copy_of_built / "common.py").write_text("THREADS = 256\n")
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 0, result.stderr
+        assert re.findall(r"(\w+): cached", result.stdout) == ["scale_bf16", "scale_fp16"]
+        assert re.findall(r"(\w+): lowered", result.stdout) == ["follow"]
+        registry = (copy_of_built.parent / "out/registry.cpp").read_text()
+        assert re.search(r'\{"follow", "follow", "", 256, ', registry)
+
+    def test_spills_over_the_budget_fail(self, copy_of_built):
+        self.edit_record(copy_of_built, "scale_bf16", lambda record: record["resources"].update(spill_bytes=48))
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 1
+        assert "kernel scale_bf16 spills 48 bytes, its budget is 0" in result.stderr
+        assert build_kernels(copy_of_built, FLASH_QLA_ALLOW_SPILLS="1").returncode == 0
+
+    def test_instances_of_a_kernel_share_their_arguments(self, copy_of_built):
+        self.edit_record(copy_of_built, "scale_fp16", lambda record: record["fields"].pop())
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 1
+        assert "scale_bf16 and scale_fp16 are instances of one kernel, but differ in" in result.stderr
+
+    @staticmethod
+    def edit_record(package: Path, name: str, edit) -> None:
+        path = package.parent / f"out/{name}.json"
+        record = json.loads(path.read_text())
+        edit(record)
+        path.write_text(json.dumps(record))
+
+
+@pytest.mark.build
+@needs_tilelang
+def test_only_kernels_that_wait_overlap_their_predecessor(built):
+    out = built.parent / "out"
+    assert ".overlaps_predecessor = true" in (out / "follow.cu").read_text()
+    assert ".overlaps_predecessor" not in (out / "scale_bf16.cu").read_text()
+
+
+@pytest.mark.build
+@needs_tilelang
+def test_a_tensor_has_a_descriptor_for_each_tile(tmp_path):
+    package = write_package(tmp_path, KERNELS | {"tiles.py": TILES})
+    code = (
+        f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
+        "from build_tools.instance import Instance\n"
+        "from build_tools.lower import lower\n"
+        "lowered = lower('fixture_kernels', Instance('tiles'))\n"
+        "print([(tma.tensor, tma.box[1], tma.strides[1:]) for tma in lowered.tensor_maps])\n"
+        "print([field.c_type for field in lowered.fields])\n"
+    )
+    result = run([sys.executable, "-c", code])
+    assert result.returncode == 0, result.stderr
+    strides = "['(args.H * 256)', '256']"
+    tiles, types = result.stdout.splitlines()[-2:]
+    assert sorted(re.findall(r"'(\w)', '(\d+)'", tiles)) == [("x", "32"), ("x", "64"), ("y", "64")]
+    assert tiles.count(strides) == 3
+    assert types == "['const void*', 'void*', 'int64_t', 'int64_t']"
+
+
+@pytest.mark.build
+@needs_tilelang
+class TestFailures:
+    def test_a_kernel_that_does_not_lower(self, tmp_path):
+        broken = KERNELS["scale.py"].replace("for j in T.Parallel(128)", "for j in T.Parallel(nowhere)")
+        result = build_kernels(write_package(tmp_path, KERNELS | {"scale.py": broken}), "--only", "scale_fp16")
+        assert result.returncode == 1
+        assert "error: kernel scale_fp16 does not lower: name 'nowhere' is not defined\n" in result.stderr
+        assert "Traceback" in (tmp_path / "out/scale_fp16.log").read_text()
+
+    def test_a_kernel_that_does_not_parse(self, tmp_path):
+        result = build_kernels(write_package(tmp_path, KERNELS | {"scale.py": "def scale(:\n"}))
+        assert result.returncode == 1
+        assert "error: kernel scale does not lower: invalid syntax" in result.stderr
+
+    def test_a_kernel_that_crashes_the_compiler(self, tmp_path):
+        crash = "import os\n\n\ndef scale(dtype):\n    os.abort()\n"
+        result = build_kernels(write_package(tmp_path, KERNELS | {"scale.py": crash}), "--only", "scale_bf16")
+        assert result.returncode == 1
+        assert "error: kernel scale_bf16 crashed the compiler (exit status -6)" in result.stderr
+
+    def test_a_compiler_that_fails_shows_its_command(self, tmp_path):
+        home = fake_nvcc(tmp_path, "13.0.88")
+        result = build_kernels(write_package(tmp_path, KERNELS), "--only", "follow", CUDA_HOME=home)
+        assert result.returncode == 1
+        assert "error: nvcc failed on kernel follow (exit status 2): x.cu(1): error: no such thing" in result.stderr
+        command = re.search(r"repeat it with:\n  (.*)", result.stderr).group(1)
+        repeated = run(["sh", "-c", command])
+        assert (repeated.returncode, repeated.stderr) == (2, "x.cu(1): error: no such thing\n")
+
+    def test_an_unknown_instance(self, tmp_path):
+        result = build_kernels(write_package(tmp_path, KERNELS), "--only", "scale_fp32")
+        assert result.returncode == 1
+        assert "no instance or kernel is called scale_fp32; there are: scale_bf16, scale_fp16, follow" in result.stderr
+
+
+class TestToolchain:
+    # The machine's own nvcc and packages are hidden as far as a test needs it.
+    NO_PACKAGES = "toolchain.importlib.util.find_spec = lambda name: None\n"
+
+    def find(self, hide: str, **environment: str) -> subprocess.CompletedProcess:
+        code = f"from build_tools import toolchain\n{hide}print(toolchain.find_toolkit().nvcc)"
+        return run([sys.executable, "-c", code], **environment)
+
+    def test_no_nvcc(self, tmp_path):
+        result = self.find(self.NO_PACKAGES, CUDA_HOME=str(tmp_path), PATH="/nowhere")
+        assert result.returncode != 0
+        assert "no nvcc found: 12.8 or newer is needed. Looked at" in result.stderr
+        assert f"CUDA_HOME: {tmp_path}/bin/nvcc does not run" in result.stderr
+        assert "PATH: none" in result.stderr and "PyPI packages: none" in result.stderr
+
+    def test_too_old_an_nvcc(self, tmp_path):
+        home = fake_nvcc(tmp_path, "12.4.131")
+        result = self.find(self.NO_PACKAGES, CUDA_HOME=home, PATH="/nowhere")
+        assert result.returncode != 0
+        assert "nvcc is too old: 12.8 or newer is needed" in result.stderr
+        assert f"CUDA_HOME: {home}/bin/nvcc is 12.4.131, too old" in result.stderr
+
+    @needs_tilelang
+    def test_an_old_nvcc_gives_way_to_the_packages(self, tmp_path):
+        result = self.find("", CUDA_HOME=fake_nvcc(tmp_path, "12.4.131"), PATH="/nowhere")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip().endswith("nvidia/cu13/bin/nvcc")
+
+    def test_wrong_tilelang(self):
+        code = (
+            "from build_tools import toolchain\n"
+            "toolchain.importlib.metadata.version = lambda name: '0.1.14'\n"
+            "toolchain.check_tilelang()"
+        )
+        result = run([sys.executable, "-c", code])
+        assert result.returncode != 0
+        assert re.search(r"TileLang \d+\.\d+\.\d+ is needed, found 0\.1\.14", result.stderr)
+
+
+class TestInstalled:
+    def test_registry_holds_every_instance(self):
+        from flash_qla import _C
+
+        code = (
+            "import json; from kernels_tl.instances import INSTANCES\n"
+            "print(json.dumps([[i.name, i.kernel, i.spill_budget] for i in INSTANCES]))"
+        )
+        listed = json.loads(run([sys.executable, "-c", code]).stdout)
+        kernels = _C.kernels()
+        assert [[row["name"], row["kernel"]] for row in kernels] == [row[:2] for row in listed]
+        for row, (_, _, spill_budget) in zip(kernels, listed, strict=True):
+            assert row["spill_bytes"] <= spill_budget
+            assert 0 < row["registers"] <= 255
+            assert 0 < row["threads"] <= 1024
+            assert row["static_shared_bytes"] + row["dynamic_shared_bytes"] <= 227 * 1024
+
+    def test_build_info(self):
+        import flash_qla
+        from flash_qla import _C
+
+        info = _C.build_info()
+        assert info["version"] == flash_qla.__version__ == importlib.metadata.version("flash-qla-aot")
+        assert info["arch"] == "sm_90a"
+        assert info["torch_target"] == "2.10"
+
+    def test_the_wheel_requires_torch_only(self):
+        required = [line for line in importlib.metadata.requires("flash-qla-aot") if "extra ==" not in line]
+        assert required == ["torch>=2.10"]
+
+    def test_the_command_prints_the_registry(self, tmp_path):
+        from flash_qla import _C
+
+        command = [sys.executable, "-m", "flash_qla"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        for row in _C.kernels():
+            assert re.search(rf"^{row['name']} .* {row['registers']} ", result.stdout, re.MULTILINE)
+
+
+def test_ci_runs_the_command_of_the_readme():
+    commands = re.findall(r"^pip install .* && pytest$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert len(commands) == 1
+    assert commands[0] in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_linters_have_one_version():
+    ci, hooks = (ROOT / ".ci/run").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
+    for tool in ("ruff", "clang-format"):
+        version = re.search(rf"{tool}==([\d.]+)", ci).group(1)
+        assert re.search(rf"{tool}(-pre-commit)?\n +rev: v{version}\n", hooks)
