@@ -1,0 +1,108 @@
+"""The plan: cu_seqlens -> one table of sequences and one of chunks, on the device.
+
+The host never reads cu_seqlens, so a captured CUDA graph may be replayed after they change in place.  Whatever they
+hold, the tables describe disjoint runs of rows inside [0, rows): the first offset is taken as 0, later ones are clipped
+to [0, rows] and replaced by their running maximum.
+
+    sequences [N, 3]   first row, tokens, first chunk slot
+    chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
+                       (sequence = PADDING), then unused slots (PADDING of 0 tokens)
+
+Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.common import (
+    CHUNK_LENGTH,
+    CHUNK_ROW,
+    CHUNK_SEQ,
+    PADDING,
+    SEQ_CHUNK,
+    SEQ_LENGTH,
+    SEQ_ROW,
+    TABLE_COLUMNS,
+    C,
+    dims,
+)
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS
+
+THREADS = 256  # sequences planned per step; one warp does the scans, so a wider step adds latency when they are few
+
+
+def chunk_plan(offset_dtype):
+    N, NT, offsets_size = dims("N", "NT", "offsets_size")
+
+    @T.prim_func
+    def main(
+        offsets: T.Tensor([offsets_size], offset_dtype),
+        sequences: T.Tensor([N, TABLE_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        rows: T.int32,
+        has_offsets: T.int32,
+        uniform_length: T.int32,
+    ):
+        with T.Kernel(1, threads=THREADS):
+            ends = T.alloc_shared([THREADS], "int32")  # of this step's sequences, a running maximum
+            counts = T.alloc_shared([THREADS], "int32")  # of their chunks, a running sum
+            tx = T.get_thread_binding()
+            begin = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            rows_before = T.alloc_var("int32", init=0)  # this step
+            chunks_before = T.alloc_var("int32", init=0)
+
+            for step in T.serial(T.ceildiv(N, THREADS)):
+                n = step * THREADS + tx
+                end = rows_before
+                if n < N:
+                    if has_offsets != 0:
+                        # Clipped in the offsets' own width: an int64 may hold anything.
+                        lowest = T.Cast(offset_dtype, rows_before)
+                        highest = T.Cast(offset_dtype, rows)
+                        end = T.Cast("int32", T.max(T.min(offsets[n + 1], highest), lowest))
+                    else:
+                        end = (n + 1) * uniform_length
+                ends[tx] = end
+                T.cummax(ends, dim=0)
+                begin = rows_before
+                if tx > 0:
+                    begin = ends[tx - 1]
+                end = ends[tx]
+                count = T.truncdiv(end - begin + (C - 1), C)
+                counts[tx] = count
+                T.cumsum(counts, dim=0)
+                if n < N:
+                    sequences[n, SEQ_ROW] = begin
+                    sequences[n, SEQ_LENGTH] = end - begin
+                    sequences[n, SEQ_CHUNK] = chunks_before + counts[tx] - count
+                rows_before = ends[THREADS - 1]
+                chunks_before = chunks_before + counts[THREADS - 1]
+                T.sync_threads()
+
+            low = T.alloc_var("int32")
+            high = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            for step in T.serial(T.ceildiv(NT, THREADS)):
+                slot = step * THREADS + tx
+                if slot < NT:
+                    if slot < chunks_before:
+                        # The last sequence whose first slot is <= slot: empty ones share theirs with their successor.
+                        low = 0
+                        high = N
+                        while high - low > 1:
+                            if sequences[(low + high) >> 1, SEQ_CHUNK] <= slot:
+                                low = (low + high) >> 1
+                            else:
+                                high = (low + high) >> 1
+                        first = (slot - sequences[low, SEQ_CHUNK]) * C
+                        chunks[slot, CHUNK_ROW] = sequences[low, SEQ_ROW] + first
+                        chunks[slot, CHUNK_LENGTH] = T.min(sequences[low, SEQ_LENGTH] - first, C)
+                        chunks[slot, CHUNK_SEQ] = low
+                    else:
+                        first = rows_before + (slot - chunks_before) * C
+                        chunks[slot, CHUNK_ROW] = T.min(first, rows)
+                        chunks[slot, CHUNK_LENGTH] = T.max(T.min(rows - first, C), 0)
+                        chunks[slot, CHUNK_SEQ] = PADDING
+
+    return main

@@ -1,0 +1,166 @@
+"""The states: the recurrence over the chunks of each sequence, with the state in registers from first to last chunk.
+
+Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A operand
+(D the gate matrix, M = (A * D) diag(beta) made by chunk_inverse):
+
+    h        = S                                     stored for chunk_output, V-first
+    R^T      = V^T - (S^T K^T) diag(gamma)
+    V_new^T  = R^T M^T                               stored for chunk_output, transposed
+    S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
+
+Each CTA owns one value tile (64 rows of S^T) of one head of one sequence: one consumer warpgroup that computes and one
+producer warp that keeps the next chunks' K, V, M and gates coming by TMA.  128 / 64 = 2 tiles a head give short
+sequences and few heads twice the CTAs; their common K and M come from L2.
+
+    shared memory a CTA: stages * (K 16 + V 8 + M 8 + gates 0.75 KB) + h 16 + V_new 8 KB = 90 KB, so 2 CTAs an SM
+
+Launched on [N, HV, value tiles].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.common import (
+    GATE_DECAY,
+    GATE_GAMMA,
+    GATE_ROWS,
+    SEQ_CHUNK,
+    SEQ_LENGTH,
+    SEQ_ROW,
+    TABLE_COLUMNS,
+    C,
+    D,
+    dims,
+    swizzled,
+)
+from kernels_tl.common import (
+    PASS_CONFIGS as PASS_CONFIGS,
+)
+
+VALUE_TILE = 64  # rows of S^T a CTA: the M of one warpgroup's WGMMA
+STAGES = 2
+CONSUMERS = 128  # one warpgroup
+PRODUCERS = 32  # one warp
+
+
+def chunk_states(dtype):
+    R, HK, HV, N, NT, h_slots, state_size = dims("R", "HK", "HV", "N", "NT", "h_slots", "state_size")
+
+    @T.prim_func
+    def main(
+        k: T.Tensor([R, HK, D], dtype),
+        v: T.Tensor([R, HV, D], dtype),
+        gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
+        gated_inverse: T.Tensor([NT, HV, C, C], dtype),
+        sequences: T.Tensor([N, TABLE_COLUMNS], "int32"),
+        initial_state: T.Tensor([state_size], "float32"),
+        final_state: T.Tensor([state_size], "float32"),
+        h: T.Tensor([h_slots, HV, D, D], dtype),
+        v_new: T.Tensor([NT, HV, D, C], dtype),
+        group: T.int32,  # HV / HK
+        state_stride_v: T.int32,  # of both states: the caller's layout is these two numbers
+        state_stride_k: T.int32,
+        has_initial_state: T.int32,
+        has_final_state: T.int32,
+    ):
+        with T.Kernel(N, HV, D // VALUE_TILE, threads=CONSUMERS + PRODUCERS) as (n, hv, tile):
+            K_s = T.alloc_shared([STAGES, C, D], dtype)
+            V_s = T.alloc_shared([STAGES, C, VALUE_TILE], dtype)
+            M_s = T.alloc_shared([STAGES, C, C], dtype)
+            gates_s = T.alloc_shared([STAGES, GATE_ROWS, C], "float32")
+            h_s = T.alloc_shared([VALUE_TILE, D], dtype)
+            V_new_s = T.alloc_shared([VALUE_TILE, C], dtype)
+            # V is read element by element, transposed: swizzled, so that a warp's rows meet different banks.
+            T.annotate_layout({V_s: swizzled(V_s)})
+
+            loaded = T.alloc_barrier([PRODUCERS] * STAGES)  # a stage's tiles have arrived
+            released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
+
+            tx = T.get_thread_binding()
+            v0 = tile * VALUE_TILE
+            row = sequences[n, SEQ_ROW]
+            length = sequences[n, SEQ_LENGTH]
+            first = sequences[n, SEQ_CHUNK]
+            chunks = T.truncdiv(length + (C - 1), C)
+            state = (T.Cast("int64", n) * HV + hv) * (D * D)
+
+            if tx < CONSUMERS:
+                S = T.alloc_fragment([VALUE_TILE, D], "float32")  # S^T
+                S_16 = T.alloc_fragment([VALUE_TILE, D], dtype)
+                V = T.alloc_fragment([VALUE_TILE, C], "float32")
+                acc = T.alloc_fragment([VALUE_TILE, C], "float32")  # S^T K^T, then V_new^T
+                R_16 = T.alloc_fragment([VALUE_TILE, C], dtype)  # R^T, then V_new^T
+                decayed = T.alloc_fragment([VALUE_TILE, C], dtype)  # V_new^T diag(gamma_C / gamma)
+
+                if has_initial_state != 0:
+                    for i, j in T.Parallel(VALUE_TILE, D):
+                        S[i, j] = initial_state[state + (v0 + i) * state_stride_v + j * state_stride_k]
+                else:
+                    T.clear(S)
+
+                for c in T.serial(chunks):
+                    s = c % STAGES
+                    valid = length - c * C
+                    T.barrier_wait(loaded[s], (c // STAGES) % 2)
+                    if valid < C:
+                        # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet
+                        # the zeros of V_new in the last product.
+                        for i, j in T.Parallel(C, D):
+                            if i >= valid:
+                                K_s[s, i, j] = 0
+                        T.fence_proxy_async()
+                        T.sync_threads(4, CONSUMERS)
+
+                    T.copy(S, S_16)
+                    T.wgmma_gemm(
+                        S_16, K_s[s, :, :], acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
+                    )
+                    for i, j in T.Parallel(VALUE_TILE, C):
+                        V[i, j] = V_s[s, j, i]
+                    T.tma_store_wait(1)  # the last chunk's h has left h_s (its V_new may still be leaving)
+                    T.copy(S_16, h_s)
+                    T.fence_proxy_async()
+                    T.tma_copy(h_s, h[first + c, hv, v0 : v0 + VALUE_TILE, :])
+                    T.wait_wgmma(0)
+
+                    for i, j in T.Parallel(VALUE_TILE, C):
+                        R_16[i, j] = T.if_then_else(j < valid, V[i, j] - gates_s[s, GATE_GAMMA, j] * acc[i, j], 0.0)
+                    T.wgmma_gemm(
+                        R_16, M_s[s, :, :], acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
+                    )
+                    for i, j in T.Parallel(VALUE_TILE, D):
+                        S[i, j] *= gates_s[s, GATE_GAMMA, C - 1]
+                    T.wait_wgmma(0)
+
+                    for i, j in T.Parallel(VALUE_TILE, C):
+                        decayed[i, j] = acc[i, j] * gates_s[s, GATE_DECAY, j]
+                    T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
+                    T.copy(acc, R_16)
+                    T.tma_store_wait(1)  # the last chunk's V_new has left V_new_s
+                    T.copy(R_16, V_new_s)
+                    T.fence_proxy_async()
+                    T.tma_copy(V_new_s, v_new[first + c, hv, v0 : v0 + VALUE_TILE, :])
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(released[s])
+
+                if has_final_state != 0:
+                    for i, j in T.Parallel(VALUE_TILE, D):
+                        final_state[state + (v0 + i) * state_stride_v + j * state_stride_k] = S[i, j]
+                T.tma_store_wait(0)
+            else:
+                for c in T.serial(chunks):
+                    s = c % STAGES
+                    t = row + c * C
+                    T.barrier_wait(released[s], ((c // STAGES) % 2) ^ 1)
+                    T.tma_copy(
+                        k[t : t + C, T.truncdiv(hv, group), :], K_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
+                    )
+                    T.tma_copy(
+                        v[t : t + C, hv, v0 : v0 + VALUE_TILE], V_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
+                    )
+                    T.tma_copy(
+                        gated_inverse[first + c, hv, :, :], M_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
+                    )
+                    T.tma_copy(gates[first + c, hv, :, :], gates_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                    T.barrier_arrive(loaded[s])
+
+    return main

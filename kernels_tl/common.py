@@ -1,0 +1,42 @@
+"""Constants and small macros that all kernels share.
+
+Symbols are those of the README's formula: C tokens a chunk, K = V = D channels a head, b the chunk-local cumulative
+sum of the log gate g, gamma = exp(b).  Sizes that only change grids, strides and descriptors are dynamic:
+
+    R   token rows, B * T            HK, HV  query/key and value heads
+    N   sequences                    NT      chunk slots: an upper bound for varlen batches, with room for padding
+    h_slots                          slots of h, which holds no padding: at most NT
+"""
+
+import tilelang
+import tilelang.language as T
+
+C = 64  # tokens a chunk: one WGMMA M tile, and the size whose inverse still fits a warpgroup
+D = 128  # head dimension, K = V
+
+# Rows of the gate table, [NT, HV, GATE_ROWS, C] fp32: everything that is exponential is computed once, by gate_cumsum.
+GATE_LOG, GATE_GAMMA, GATE_DECAY = 0, 1, 2  # b_i, exp(b_i), exp(b_C - b_i)
+GATE_ROWS = 3
+
+# Columns of the two tables that chunk_plan writes.
+SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK = 0, 1, 2  # of sequence n: first token row, tokens, first chunk slot
+CHUNK_ROW, CHUNK_LENGTH, CHUNK_SEQ = 0, 1, 2  # of chunk slot: first token row, tokens, sequence or PADDING
+TABLE_COLUMNS = 3
+PADDING = -1  # rows that no sequence covers: outputs there are zeros
+
+# Index arithmetic is in bounds by construction (the plan clamps), so the compiler's own bounds checks are not
+# wanted; warp specialisation is written out, never inferred.
+PASS_CONFIGS = {
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_warp_specialized": True,
+}
+
+
+def dims(*names):
+    """Dynamic (run-time) sizes by name."""
+    return tuple(T.dynamic(name) for name in names)
+
+
+def swizzled(buffer):
+    """The TMA/WGMMA swizzle as an explicit layout, for tiles that no gemm reads (those get it by themselves)."""
+    return tilelang.layout.make_swizzled_layout(buffer)

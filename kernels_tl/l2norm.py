@@ -1,0 +1,37 @@
+"""x / sqrt(sum(x^2) + 1e-6) over the head dimension, in fp32, rounded to the dtype of x; eps as in transformers.
+
+One warp a row of D = 128 channels.  Launched on [rows / 8]; rows = R * heads.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS
+from kernels_tl.common import D, dims
+
+ROWS = 8  # rows a CTA, one warp each
+LANES = 32
+EPS = 1e-6
+
+
+def l2norm(dtype):
+    (rows,) = dims("rows")
+
+    @T.prim_func
+    def main(x: T.Tensor([rows, D], dtype), y: T.Tensor([rows, D], dtype)):
+        with T.Kernel(T.ceildiv(rows, ROWS), threads=ROWS * LANES) as block:
+            tx = T.get_thread_binding()
+            row = block * ROWS + tx // LANES
+            column = tx % LANES * (D // LANES)
+            values = T.alloc_local([D // LANES], "float32")
+            total = T.alloc_var("float32", init=0.0)
+            if row < rows:
+                for i in T.vectorized(D // LANES):
+                    values[i] = x[row, column + i]
+                for i in T.unroll(D // LANES):
+                    total = total + values[i] * values[i]
+                for step in T.unroll(5):
+                    total = total + T.shfl_xor(total, 1 << step)
+                for i in T.vectorized(D // LANES):
+                    y[row, column + i] = values[i] * T.rsqrt(total + EPS)
+
+    return main
