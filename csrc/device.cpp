@@ -1,0 +1,77 @@
+#include "device.h"
+
+#include <cuda_runtime.h>
+
+#include <sstream>
+
+#include "checks.h"
+#include "kernel_runtime.h"
+
+namespace flash_qla {
+
+namespace {
+
+// A driver runs the code of every toolkit of its own major version or an older one.
+constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
+// The first driver of that major version, as NVIDIA numbers drivers.
+constexpr const char* kNeededDriverName = CUDART_VERSION >= 13000 ? "580" : "525";
+
+std::string cuda_version(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+}  // namespace
+
+int driver_cuda_version() {
+  static const int version = [] {
+    int found = 0;
+    return cudaDriverGetVersion(&found) == cudaSuccess ? found : 0;
+  }();
+  return version;
+}
+
+std::vector<Gpu> gpus() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();  // no GPU, or a driver older than this library: the next CUDA call shall not see it
+    return {};
+  }
+  std::vector<Gpu> found(count);
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, i) == cudaSuccess) {
+      found[i] = {properties.name, properties.major, properties.minor, properties.multiProcessorCount};
+    }
+  }
+  return found;
+}
+
+std::string obstacle(int driver_cuda_version, int major, int minor) {
+  std::ostringstream text;
+  if (driver_cuda_version < kNeededDriver) {
+    text << "the kernels were compiled with CUDA " << cuda_version(CUDART_VERSION) << " and need NVIDIA driver "
+         << kNeededDriverName << " or newer, but ";
+    if (driver_cuda_version == 0) {
+      text << "no driver was found";
+    } else {
+      text << "the driver supports CUDA up to " << cuda_version(driver_cuda_version);
+    }
+  } else if (major != 9 || minor != 0) {
+    text << "the kernels need a GPU of compute capability 9.0 (Hopper: H100, H200), but this one has " << major << "."
+         << minor;
+  }
+  return text.str();
+}
+
+void require_supported_gpu(const char* op) {
+  const int driver = driver_cuda_version();
+  // Asking an old driver for more than its version fails, with a worse message.
+  if (driver < kNeededDriver) {
+    fail(op, obstacle(driver, 0, 0), "; CPU tensors work without it");
+  }
+  const runtime::DeviceProperties& gpu = runtime::device_properties();
+  const std::string reason = obstacle(driver, gpu.major, gpu.minor);
+  check(reason.empty(), op, reason, "; CPU tensors work without it");
+}
+
+}  // namespace flash_qla

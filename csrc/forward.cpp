@@ -1,0 +1,56 @@
+#include "forward.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+namespace flash_qla {
+
+namespace {
+
+Tensor as_dtype(const Tensor& tensor, ScalarType dtype) {
+  return torch::stable::contiguous(tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype));
+}
+
+}  // namespace
+
+ForwardArgs canonicalize(const Problem& problem, ForwardArgs args) {
+  args.q = torch::stable::contiguous(args.q);
+  args.k = torch::stable::contiguous(args.k);
+  args.v = torch::stable::contiguous(args.v);
+  args.g = as_dtype(args.g, problem.compute_dtype);
+  args.beta = as_dtype(args.beta, problem.compute_dtype);
+  if (args.initial_state) {
+    args.initial_state = as_dtype(*args.initial_state, problem.compute_dtype);
+  }
+  if (args.cu_seqlens) {
+    args.cu_seqlens = torch::stable::contiguous(*args.cu_seqlens);
+  }
+  return args;
+}
+
+ForwardOutputs allocate_forward(const Problem& p, const ForwardArgs& args) {
+  const auto empty = [&](ScalarType dtype, std::vector<int64_t> shape) {
+    return torch::stable::new_empty(args.q, shape, dtype);
+  };
+  const auto empty_if = [&](bool wanted, ScalarType dtype, std::vector<int64_t> shape) {
+    return empty(dtype, wanted ? std::move(shape) : std::vector<int64_t>{0});
+  };
+  const int64_t rows = p.varlen ? 1 : p.B;
+  const int64_t chunks_per_row = p.varlen ? p.NT : (p.T + kChunk - 1) / kChunk;
+  ForwardOutputs out;
+  out.g_cumsum = empty_if(args.output_low_level, p.compute_dtype, {p.B, p.T, p.H_v});
+  out.A = empty_if(args.output_low_level, p.dtype, {p.B, p.T, p.H_v, kChunk});
+  out.o = empty(p.dtype, {p.B, p.T, p.H_v, p.V});
+  out.h = empty_if(args.output_h, p.dtype, {rows, chunks_per_row, p.H_v, p.V, p.K});
+  out.final_state =
+      empty_if(args.output_final_state, p.compute_dtype,
+               args.state_v_first ? std::vector{p.N, p.H_v, p.V, p.K} : std::vector{p.N, p.H_v, p.K, p.V});
+  return out;
+}
+
+Tensor h_as_returned(const ForwardArgs& args, const Tensor& h) {
+  return args.output_h && !args.state_v_first ? torch::stable::transpose(h, -2, -1) : h;
+}
+
+}  // namespace flash_qla

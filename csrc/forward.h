@@ -1,0 +1,130 @@
+// The forward pass of the Gated Delta Rule: what both devices share.
+//
+// An op's call runs check_forward, then forward_cpu or forward_cuda, which begin with canonicalize. The checks are
+// those that hold on every device; what only a GPU cannot do (head dims, dtypes, architecture) forward_cuda refuses
+// first.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace flash_qla {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Tokens per chunk, the C of the chunk form. The last chunk of a sequence may be shorter.
+inline constexpr int64_t kChunk = 64;
+
+struct ForwardArgs {
+  Tensor q;     // [B, T, H_k, K]
+  Tensor k;     // [B, T, H_k, K]
+  Tensor v;     // [B, T, H_v, V]
+  Tensor g;     // [B, T, H_v] log decay
+  Tensor beta;  // [B, T, H_v]
+  std::optional<double> scale;
+  std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
+  std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
+  bool output_final_state = false;
+  bool output_low_level = false;  // g_cumsum and A
+  bool output_h = false;
+  bool use_qk_l2norm = false;
+  bool state_v_first = false;
+  bool auto_cp = true;
+};
+
+// What was not asked for is an empty tensor of shape [0] with the dtype and device it would have had.
+struct ForwardOutputs {
+  Tensor g_cumsum;     // [B, T, H_v], compute dtype: inclusive sum of g within each chunk
+  Tensor A;            // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1
+  Tensor o;            // [B, T, H_v, V], dtype of q
+  Tensor h;            // state at each chunk's start, dtype of q; see allocate_forward for its layout
+  Tensor final_state;  // [N, H_v, K, V] or [N, H_v, V, K], compute dtype, contiguous
+};
+
+struct Problem {
+  const char* op;  // qualified name, for messages
+  int64_t B, T, H_k, H_v, K, V;
+  int64_t N;   // sequences
+  int64_t NT;  // chunks over the whole batch: B * ceil(T / kChunk), or if varlen the upper bound that needs only T, N
+  bool varlen;
+  double scale;
+  ScalarType dtype;          // of q, k, v, o, A, h
+  ScalarType compute_dtype;  // of g, beta, states and all arithmetic: double for double inputs, else float
+};
+
+// Checks everything that can be checked without reading data, and throws std::runtime_error naming the argument, what
+// was expected and what came. The args are as the caller gave them.
+Problem check_forward(const char* op, const ForwardArgs& args);
+
+// The args as kernels want them: all contiguous, g, beta and initial_state in the compute dtype, initial_state in the
+// caller's layout. Copies only what has to change.
+ForwardArgs canonicalize(const Problem& problem, ForwardArgs args);
+
+// Uninitialized outputs. h is always stored V-first, contiguous [B, NT / B, H_v, V, K] (varlen: [1, NT, H_v, V, K]),
+// and is in that order here; h_as_returned gives the caller's view of it.
+ForwardOutputs allocate_forward(const Problem& problem, const ForwardArgs& args);
+
+// Swaps h's last two dimensions (a view) unless state_v_first.
+Tensor h_as_returned(const ForwardArgs& args, const Tensor& h);
+
+// Both return h in storage order (V-first).
+ForwardOutputs forward_cpu(const Problem& problem, const ForwardArgs& args);
+ForwardOutputs forward_cuda(const Problem& problem, const ForwardArgs& args);
+
+// The ops' bodies, for TORCH_BOX. Parameters are those of the schemas in ops.cpp, in their order.
+template <auto Forward>
+std::tuple<Tensor, Tensor> chunk_gated_delta_rule_op(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
+                                                     std::optional<double> scale, std::optional<Tensor> initial_state,
+                                                     bool output_final_state, bool use_qk_l2norm_in_kernel,
+                                                     std::optional<Tensor> cu_seqlens, bool state_v_first,
+                                                     bool auto_cp) {
+  ForwardArgs args{
+      .q = q,
+      .k = k,
+      .v = v,
+      .g = g,
+      .beta = beta,
+      .scale = scale,
+      .initial_state = initial_state,
+      .cu_seqlens = cu_seqlens,
+      .output_final_state = output_final_state,
+      .use_qk_l2norm = use_qk_l2norm_in_kernel,
+      .state_v_first = state_v_first,
+      .auto_cp = auto_cp,
+  };
+  const Problem problem = check_forward("flash_qla::chunk_gated_delta_rule", args);
+  const ForwardOutputs out = Forward(problem, args);
+  return {out.o, out.final_state};
+}
+
+template <auto Forward>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op(
+    Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<double> scale,
+    std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool output_final_state, bool output_h,
+    bool auto_cp, bool state_v_first) {
+  ForwardArgs args{
+      .q = q,
+      .k = k,
+      .v = v,
+      .g = g,
+      .beta = beta,
+      .scale = scale,
+      .initial_state = initial_state,
+      .cu_seqlens = cu_seqlens,
+      .output_final_state = output_final_state,
+      .output_low_level = true,
+      .output_h = output_h,
+      .state_v_first = state_v_first,
+      .auto_cp = auto_cp,
+  };
+  const Problem problem = check_forward("flash_qla::chunk_gated_delta_rule_fwd", args);
+  const ForwardOutputs out = Forward(problem, args);
+  return {out.g_cumsum, out.A, out.o, h_as_returned(args, out.h), out.final_state};
+}
+
+}  // namespace flash_qla

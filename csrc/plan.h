@@ -1,0 +1,57 @@
+// Sizes of a forward call on the GPU, from shapes alone: nothing here depends on the contents of cu_seqlens.
+#pragma once
+
+#include <cstdint>
+
+#include "forward.h"
+
+namespace flash_qla {
+
+// The tables' and workspaces' layout; kernels_tl/common.py has the same constants.
+inline constexpr int64_t kHeadDim = 128;
+inline constexpr int64_t kTableColumns = 3;
+inline constexpr int64_t kGateRows = 3;
+
+struct ForwardPlan {
+  int64_t rows;  // B * T
+  int64_t
+      slots;  // chunks, an upper bound when varlen: every sequence and the padding behind them may end in a partial one
+
+  explicit ForwardPlan(const Problem& p)
+      : rows(p.B * p.T), slots(p.varlen ? (p.T + (kChunk - 1) * (p.N + 1)) / kChunk : p.NT) {}
+};
+
+// One allocation for everything that lives only during a call. Offsets are multiples of 256 bytes (TMA needs 16).
+class Workspace {
+ public:
+  template <typename T>
+  struct Region {
+    int64_t offset;
+  };
+
+  template <typename T>
+  Region<T> reserve(int64_t elements) {
+    const Region<T> region{bytes_};
+    bytes_ += (elements * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return region;
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+  void allocate(const Tensor& like) {
+    storage_ = torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);
+    base_ = static_cast<char*>(storage_->mutable_data_ptr());
+  }
+
+  template <typename T>
+  void* operator[](Region<T> region) const {
+    return base_ + region.offset;
+  }
+
+ private:
+  int64_t bytes_ = 0;
+  std::optional<Tensor> storage_;
+  char* base_ = nullptr;
+};
+
+}  // namespace flash_qla
