@@ -1,0 +1,88 @@
+"""`python -m flash_qla`: what is installed, what was compiled, and whether this machine's GPUs can run it."""
+
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+import flash_qla
+
+try:
+    from flash_qla import _C
+except ImportError as error:
+    _C, _C_ERROR = None, error
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def print_kernels() -> None:
+    header = ("kernel instance", "parameters", "threads", "registers", "spills (B)", "stack (B)", "shared (KB)")
+    rows = [
+        (
+            kernel["name"],
+            kernel["params"],
+            str(kernel["threads"]),
+            str(kernel["registers"]),
+            str(kernel["spill_bytes"]),
+            str(kernel["stack_bytes"]),
+            f"{(kernel['static_shared_bytes'] + kernel['dynamic_shared_bytes']) / 1024:.1f}",
+        )
+        for kernel in _C.kernels()
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        text = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        print("  ".join(text + numbers).rstrip())
+
+
+def print_driver(version: int) -> None:
+    number = re.search(r"\d+\.\d+(\.\d+)?", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
+    name = number.group() if number else "of unknown number"
+    print(f"driver   {name}, supports CUDA {version // 1000}.{version % 1000 // 10}")
+
+
+def obstacle(gpu: dict, driver: int) -> str:
+    """Why the kernels do not run on this GPU; empty if they do."""
+    reason = _C.obstacle(driver, gpu["major"], gpu["minor"])
+    if not reason and torch.version.cuda is None:
+        reason = f"PyTorch {torch.__version__} is a CPU build"
+    return reason
+
+
+def print_gpus() -> None:
+    driver = _C.driver_cuda_version()
+    if driver == 0:
+        print("GPU      no NVIDIA driver found; CPU tensors run on the C++ CPU implementation")
+        return
+    print_driver(driver)
+    gpus = _C.gpus()
+    if not gpus:
+        reason = _C.obstacle(driver, 9, 0) or "none found"
+        print(f"GPU      {reason}; CPU tensors run on the C++ CPU implementation")
+    for index, gpu in enumerate(gpus):
+        reason = obstacle(gpu, driver)
+        verdict = f"the kernels do not run: {reason}" if reason else "the kernels run"
+        print(f"GPU {index}    {gpu['name']}, {gpu['sm_count']} SMs: {verdict}")
+
+
+def main() -> None:
+    print(f"package  flash_qla {flash_qla.__version__} in {Path(flash_qla.__file__).parent}")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
+    if _C is None:
+        print(f"built    unknown: flash_qla._C does not load ({_C_ERROR}); the ops do not need it")
+        return
+    info = _C.build_info()
+    print(
+        f"built    version {info['version']}, kernels by TileLang {info['tilelang']} and nvcc {info['nvcc']}"
+        f" for {info['arch']}, C++ for the stable ABI of PyTorch {info['torch_target']} and newer"
+    )
+    print_gpus()
+    print()
+    print_kernels()
+
+
+if __name__ == "__main__":
+    main()

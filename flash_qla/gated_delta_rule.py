@@ -1,0 +1,159 @@
+"""The Gated Delta Rule, chunkwise, as functions. They are thin: torch.ops.flash_qla.* is the interface for
+TorchScript, torch.export and AOTInductor, and does all the work and all the checking.
+
+Per sequence and value head, with state S [K, V], log decay g_t <= 0 and step size beta_t:
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
+    o_t = scale * S_t^T q_t
+
+From: Songlin Yang, Jan Kautz, Ali Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+arXiv:2412.06464.
+"""
+
+import torch
+
+# Keywords of other implementations of this function that callers pass on without meaning anything by them. Each asks
+# for something this package does not do, unless it is None or False.
+_TOLERATED = frozenset(
+    {
+        "A_log",
+        "chunk_indices",
+        "cp_context",
+        "cu_seqlens_cpu",
+        "dt_bias",
+        "head_first",
+        "transpose_state_layout",
+        "use_beta_sigmoid_in_kernel",
+        "use_gate_in_kernel",
+    }
+)
+
+
+def _refuse(keywords):
+    for name, value in keywords.items():
+        if name not in _TOLERATED:
+            raise TypeError(f"chunk_gated_delta_rule() got an unexpected keyword argument {name!r}")
+        if value is not None and value is not False:
+            raise TypeError(
+                f"chunk_gated_delta_rule() got {name} of type {type(value).__name__}, which it does not support; "
+                "expected None or False"
+            )
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    head_first: bool = False,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    **ignored,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated Delta Rule over whole sequences (prefill, training); see the module for the formula and the paper.
+
+    Tensors may have any strides. q, k, v have one dtype: bfloat16 or float16, on the CPU also float32 and float64.
+    Arithmetic and states are in float32 (float64 for float64 inputs); g, beta and initial_state of another floating
+    dtype are converted to that. Value head h uses query/key head h // (H_v / H_k).
+
+    Args:
+        q, k: queries and keys, [B, T, H_k, K]. K = 128 on the GPU, any on the CPU.
+        v: values, [B, T, H_v, V], H_v a multiple of H_k. V = 128 on the GPU, any on the CPU.
+        g: log of the decay of each token, natural logarithm, [B, T, H_v]; at most 0 for a state that does not grow.
+        beta: step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues.
+        scale: factor on the output; K ** -0.5 by default.
+        initial_state: state before the first token of each sequence, [N, H_v, K, V], or [N, H_v, V, K] with
+            state_v_first; zero by default. N is B, or the number of sequences in cu_seqlens.
+        output_final_state: return the state after the last token of each sequence too.
+        use_qk_l2norm_in_kernel: replace each q_t and k_t by x * rsqrt(sum(x ** 2) + 1e-6), computed in float32. On the
+            GPU the result is rounded to the dtype of q, which the matrix units take; on the CPU it is not.
+        cu_seqlens: offsets of sequences packed along T, [N + 1], int32 or int64, on the device of q, from 0, not
+            decreasing, at most T; B must be 1. A sequence may be empty: its final state is its initial state. Tokens
+            from the last offset on belong to no sequence; their output is zero. On the GPU the offsets are never read
+            by the host, so bad ones are not reported but confined to the tensors (FLASH_QLA_CHECK=1 in the
+            environment reports them, and synchronizes); on the CPU they are always checked.
+        head_first: only False; the head dimension is the third.
+        state_v_first: states are [N, H_v, V, K], in and out.
+        auto_cp: on the GPU, let long sequences be split into segments that run side by side when there are too few
+            sequences and heads to fill it. The CPU ignores it.
+        **ignored: keywords that other implementations know, such as chunk_indices; None or False only.
+
+    Returns:
+        o: [B, T, H_v, V], in the dtype of q, contiguous.
+        final_state: of the shape of initial_state, contiguous, float32 (float64 for float64 inputs); None unless
+            output_final_state.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape, or contents of cu_seqlens are wrong (where they
+            are checked). The message names the argument, what was expected and what came.
+        TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
+        NotImplementedError: when backward() reaches the result; there is no backward pass yet.
+    """
+    _refuse({"head_first": head_first, **ignored})
+    o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        state_v_first,
+        auto_cp,
+    )
+    return o, final_state if output_final_state else None
+
+
+def chunk_gated_delta_rule_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    output_final_state: bool = True,
+    output_h: bool = False,
+    auto_cp: bool = True,
+    state_v_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The forward pass with its intermediate results, by chunks of C = 64 tokens of each sequence.
+
+    The arguments are those of chunk_gated_delta_rule; q and k are used as they come (no l2norm).
+
+    Args:
+        output_h: return the state at the start of each chunk too.
+
+    Returns:
+        g: [B, T, H_v], float32 (float64 for float64 inputs): sum of g from the chunk's first token to this one.
+        A: [B, T, H_v, 64], dtype of q: in row i of a chunk, row i of (I + stril(diag(beta) K K^T)) ** -1, where stril
+            is the part below the diagonal. No gates are in it. In a chunk of fewer than 64 tokens the columns beyond
+            them are zero. Entries stay within beta in size for |k_t| <= 1 and beta <= 2; longer keys may make
+            them large, and float16 overflow.
+        o: as chunk_gated_delta_rule.
+        h: states at the start of each chunk, dtype of q, [B, ceil(T / 64), H_v, K, V] or, with state_v_first,
+            [..., V, K]; None unless output_h. With cu_seqlens it is [1, (T + 63 * N) // 64, H_v, K, V]: the chunks of
+            the first sequence, then those of the second, and so on, then zeros; the first dimension after 1 is an
+            upper bound that depends on shapes only. In memory V always comes before K: without state_v_first this
+            is a transposed view.
+        final_state: as chunk_gated_delta_rule.
+
+        Tokens from the last offset of cu_seqlens on have zeros in g, A and o.
+
+    Raises:
+        RuntimeError, NotImplementedError: as chunk_gated_delta_rule.
+    """
+    g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first
+    )
+    return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
