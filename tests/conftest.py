@@ -1,0 +1,50 @@
+import json
+import platform
+from pathlib import Path
+
+import accuracy
+import pytest
+import torch
+
+
+def no_gpu_reason() -> str | None:
+    """Why the tests marked gpu cannot run here; None if they can."""
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU (sm_90): torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        return f"needs a Hopper GPU (sm_90): {torch.cuda.get_device_name()} is sm_{major}{minor}"
+    return None
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a Hopper GPU (sm_90)")
+
+
+def pytest_collection_modifyitems(items):
+    reason = no_gpu_reason()
+    if reason is not None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def pytest_addoption(parser):
+    parser.addoption("--errors-json", metavar="FILE", help="write the worst error of each tensor to this file")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rows = accuracy.worst_errors()
+    if rows:
+        terminalreporter.section("worst relative L2 error against fp64")
+    for row in rows:
+        terminalreporter.write_line("{device:4} {dtype:8} {tensor:12} {error:.2e}  {case}".format(**row))
+    if config.getoption("--errors-json"):
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        facts = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
+        Path(config.getoption("--errors-json")).write_text(json.dumps(facts | {"worst": rows}, indent=1))

@@ -1,0 +1,56 @@
+"""A short tour of every kernel instance, for compute-sanitizer: test_gpu_sanitizer.py runs it under each tool.
+
+Inputs are made on the CPU and outputs are checked there, so that nearly all instrumented kernels are ours. Run it with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, and memcheck sees accesses beyond it.
+"""
+
+import dataclasses
+
+import torch
+from cases import Case, make_inputs, run_forward
+
+import flash_qla
+
+CASES = (
+    Case(lengths=(65, 0, 7, 130), padding=9),
+    Case(B=2, T=100, state_v_first=True, dtype=torch.float16, initial_state=None, H_k=1, H_v=3),
+    Case(T=64, keys="raw", use_qk_l2norm_in_kernel=True, H_k=1, H_v=1),
+    Case(
+        lengths=(70, 1),
+        keys="raw",
+        use_qk_l2norm_in_kernel=True,
+        dtype=torch.float16,
+        cu_dtype=torch.int64,
+        H_k=1,
+        H_v=2,
+    ),
+    Case(T=700, H_k=1, H_v=1, gate="logsigmoid"),
+    Case(T=0),
+    Case(lengths=(0, 0), padding=3),
+)
+BAD_OFFSETS = ([0, 100, 50, 300], [-7, 100, 2**31 - 1, 9], [0, -1, -(2**31), 500], [300, 200, 100, 0])
+
+
+def finite(outputs) -> bool:
+    return all(x.cpu().isfinite().all() for x in outputs if x is not None)
+
+
+for case in CASES:
+    inputs = make_inputs(case, "cuda")
+    for low_level_only in (False, True):
+        if low_level_only and case.use_qk_l2norm_in_kernel:
+            continue
+        outputs = (
+            run_forward(inputs)
+            if low_level_only
+            else flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        )
+        assert finite(outputs), case
+    print("done:", case, flush=True)
+
+inputs = make_inputs(dataclasses.replace(CASES[0], lengths=(100, 100, 100), padding=0), "cuda")
+for offsets in BAD_OFFSETS:
+    inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32).cuda()
+    assert finite(run_forward(inputs)), offsets
+    print("done:", offsets, flush=True)
+print("driver finished", flush=True)

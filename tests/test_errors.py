@@ -1,0 +1,239 @@
+"""Wrong input raises before anything is launched, and says which argument, what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+from cases import Case, make_inputs
+
+import flash_qla
+
+OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd")
+
+
+def call(op: str, inputs: dict):
+    inputs = dict(inputs)
+    if op.endswith("_fwd"):
+        del inputs["use_qk_l2norm_in_kernel"]
+    return getattr(flash_qla, op)(**inputs)
+
+
+def good(device: str, **case) -> dict:
+    return make_inputs(Case(**{"T": 64, **case}), device)
+
+
+def check_raises(op: str, inputs: dict, argument: str, *parts: str):
+    """The message names op and argument, and holds every part."""
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] if inputs["q"].is_cuda else 0
+    with pytest.raises(RuntimeError) as error:
+        call(op, inputs)
+    message = str(error.value)
+    assert f"flash_qla::{op}:" in message
+    assert re.search(rf"\b{argument}\b", message), message
+    for part in ("expected", *parts):
+        assert part in message, message
+    if inputs["q"].is_cuda:
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations, "raised after an allocation"
+
+
+def replaced(name, make):
+    """An edit that replaces one argument by make(argument)."""
+    return lambda inputs: {**inputs, name: make(inputs[name])}
+
+
+# What is wrong -> (the edit, the argument named, texts that the message must hold). Inputs have B=1, T=64, H_k=2,
+# H_v=4, K=V=128.
+WRONG = {
+    "q rank": (replaced("q", lambda x: x[0]), "q", ["3", "[64, 2, 128]", "4"]),
+    "k rank": (replaced("k", lambda x: x[0]), "k", ["[64, 2, 128]", "[1, 64, 2, 128]"]),
+    "v rank": (replaced("v", lambda x: x[None]), "v", ["5", "[1, 1, 64, 4, 128]", "4"]),
+    "g rank": (replaced("g", lambda x: x[..., None]), "g", ["[1, 64, 4, 1]", "[1, 64, 4]"]),
+    "beta rank": (replaced("beta", lambda x: x[0]), "beta", ["[64, 4]", "[1, 64, 4]"]),
+    "k heads": (replaced("k", lambda x: x.repeat(1, 1, 2, 1)), "k", ["[1, 64, 4, 128]", "[1, 64, 2, 128]"]),
+    "k head dim": (replaced("k", lambda x: x[..., :64]), "k", ["[1, 64, 2, 64]", "[1, 64, 2, 128]"]),
+    "k tokens": (replaced("k", lambda x: x[:, :63]), "k", ["[1, 63, 2, 128]", "[1, 64, 2, 128]"]),
+    "v tokens": (replaced("v", lambda x: x[:, :63]), "v", ["[1, 63, 4, 128]", "[1, 64, 4, 128]"]),
+    "v batch": (replaced("v", lambda x: x.repeat(2, 1, 1, 1)), "v", ["[2, 64, 4, 128]", "[1, 64, 4, 128]"]),
+    "v heads not a multiple": (replaced("v", lambda x: x[:, :, :3]), "v", ["3", "multiple", "2"]),
+    "no v heads": (replaced("v", lambda x: x[:, :, :0]), "v", ["0", "multiple", "2"]),
+    "g heads": (replaced("g", lambda x: x[..., :2]), "g", ["[1, 64, 2]", "[1, 64, 4]"]),
+    "g tokens": (replaced("g", lambda x: x[:, :1]), "g", ["[1, 1, 4]", "[1, 64, 4]"]),
+    "g heads first": (replaced("g", lambda x: x.transpose(1, 2)), "g", ["[1, 4, 64]", "[1, 64, 4]"]),
+    "beta heads": (replaced("beta", lambda x: x[..., :2]), "beta", ["[1, 64, 2]", "[1, 64, 4]"]),
+    "q integer": (replaced("q", lambda x: x.int()), "q", ["int32", "bfloat16"]),
+    "k dtype": (replaced("k", lambda x: x.half()), "k", ["float16", "bfloat16"]),
+    "v dtype": (replaced("v", lambda x: x.float()), "v", ["float32", "bfloat16"]),
+    "g integer": (replaced("g", lambda x: x.long()), "g", ["int64", "float32"]),
+    "beta bool": (replaced("beta", lambda x: x > 0), "beta", ["ool", "float32"]),
+    "state count": (
+        replaced("initial_state", lambda x: x.repeat(2, 1, 1, 1)),
+        "initial_state",
+        ["[2, 4, 128, 128]", "[1, 4, 128, 128]"],
+    ),
+    "state rank": (replaced("initial_state", lambda x: x[0]), "initial_state", ["[4, 128, 128]", "[1, 4, 128, 128]"]),
+    "state heads": (
+        replaced("initial_state", lambda x: x[:, :2]),
+        "initial_state",
+        ["[1, 2, 128, 128]", "[1, 4, 128, 128]"],
+    ),
+    "state integer": (replaced("initial_state", lambda x: x.int()), "initial_state", ["int32", "float32"]),
+}
+
+WRONG_VARLEN = {
+    "cu_seqlens dtype": (replaced("cu_seqlens", lambda x: x.float()), "cu_seqlens", ["float32", "int32", "int64"]),
+    "cu_seqlens int16": (replaced("cu_seqlens", lambda x: x.short()), "cu_seqlens", ["int32", "int64"]),
+    "cu_seqlens rank": (replaced("cu_seqlens", lambda x: x[None]), "cu_seqlens", ["2", "[1, 3]", "1"]),
+    "cu_seqlens scalar": (replaced("cu_seqlens", lambda x: x[0]), "cu_seqlens", ["0", "[]", "1"]),
+    "cu_seqlens empty": (replaced("cu_seqlens", lambda x: x[:0]), "cu_seqlens", ["[0]"]),
+    "state for the batch": (
+        replaced("initial_state", lambda x: x[:1]),
+        "initial_state",
+        ["[1, 4, 128, 128]", "[2, 4, 128, 128]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_input(device, op, wrong):
+    edit, argument, parts = WRONG[wrong]
+    check_raises(op, edit(good(device)), argument, *parts)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("wrong", WRONG_VARLEN)
+def test_wrong_varlen_input(device, op, wrong):
+    edit, argument, parts = WRONG_VARLEN[wrong]
+    check_raises(op, edit(good(device, lengths=(60, 4))), argument, *parts)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_batch_with_cu_seqlens(device, op):
+    inputs = {**good(device, B=2), "cu_seqlens": torch.tensor([0, 64], device=device)}
+    check_raises(op, inputs, "q", "2", "1", "cu_seqlens")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("empty", ((slice(None), slice(None), slice(0, 0)), (..., slice(0, 0))), ids=("heads", "dims"))
+def test_no_key_heads_or_dims(device, op, empty):
+    inputs = good(device, initial_state=None)
+    inputs.update(q=inputs["q"][empty], k=inputs["k"][empty])
+    check_raises(op, inputs, "q", str(list(inputs["q"].shape)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_state_in_the_other_layout(op):
+    """Shows where K != V, so on the CPU only."""
+    inputs = good("cpu", K=16, V=8)
+    check_raises(
+        op, {**inputs, "state_v_first": True}, "initial_state", "[1, 4, 16, 8]", "[1, 4, 8, 16]", "state_v_first"
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("offsets", "parts"),
+    (
+        ([1, 64], ["1", "0"]),
+        ([-3, 64], ["-3", "0"]),
+        ([0, 65], ["65", "64"]),
+        ([0, 40, 20, 64], ["40", "20"]),
+        ([0, -5, 64], ["-5"]),
+        ([0, 2**40, 64], [str(2**40)]),
+    ),
+    ids=str,
+)
+def test_cu_seqlens_contents_on_cpu(op, offsets, parts):
+    inputs = {**good("cpu", T=64, initial_state=None), "cu_seqlens": torch.tensor(offsets)}
+    check_raises(op, inputs, "cu_seqlens", *parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ("k", "v", "g", "beta", "initial_state", "cu_seqlens"))
+def test_argument_on_the_cpu(op, name):
+    inputs = good("cuda", lengths=(60, 4))
+    inputs[name] = inputs[name].cpu()
+    check_raises(op, inputs, name, "cpu", "cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("K", "V", "argument", "got"), ((64, 128, "q", 64), (128, 64, "v", 64), (256, 256, "q", 256)))
+def test_head_dims_of_the_gpu(op, K, V, argument, got):
+    check_raises(op, good("cuda", K=K, V=V), argument, str(got), "128")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_dtypes_of_the_gpu(op, dtype):
+    check_raises(op, good("cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
+
+
+# The Python functions' keywords
+
+DEFAULT_KEYWORDS = {
+    "head_first": False,
+    "chunk_indices": None,
+    "cp_context": None,
+    "transpose_state_layout": False,
+    "use_gate_in_kernel": False,
+    "A_log": None,
+    "dt_bias": None,
+}
+
+
+@pytest.mark.parametrize("name", DEFAULT_KEYWORDS)
+def test_other_libraries_keywords_at_their_default(name):
+    inputs = good("cpu", T=5)
+    expected = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs, **{name: DEFAULT_KEYWORDS[name]})[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    (
+        ("head_first", True),
+        ("chunk_indices", torch.tensor([[0, 0]])),
+        ("cp_context", object()),
+        ("transpose_state_layout", True),
+        ("use_gate_in_kernel", True),
+        ("A_log", torch.zeros(4)),
+        ("dt_bias", torch.zeros(4)),
+        ("no_such_keyword", None),
+        ("no_such_keyword", 1),
+    ),
+    ids=str,
+)
+def test_keywords_that_would_change_the_result_raise(name, value):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=name):
+        flash_qla.chunk_gated_delta_rule(**good("cpu", T=5), **{name: value})
+
+
+def test_unknown_keywords_of_the_low_level_function_raise():
+    inputs = good("cpu", T=5)
+    del inputs["use_qk_l2norm_in_kernel"]
+    with pytest.raises(TypeError, match="no_such_keyword"):
+        flash_qla.chunk_gated_delta_rule_fwd(**inputs, no_such_keyword=None)
+
+
+def test_missing_argument_raises():
+    inputs = good("cpu", T=5)
+    del inputs["beta"]
+    with pytest.raises(TypeError, match="beta"):
+        flash_qla.chunk_gated_delta_rule(**inputs)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta", "initial_state"))
+def test_backward_says_that_it_is_missing(name):
+    """Never a silent zero gradient. The forward itself works with inputs that require gradients."""
+    inputs = good("cpu", T=5, dtype=torch.float32)
+    inputs[name].requires_grad_()
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert o.requires_grad and final_state.requires_grad
+    for output in (o, final_state):
+        with pytest.raises(NotImplementedError, match="backward"):
+            output.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not flash_qla.chunk_gated_delta_rule(**inputs)[0].requires_grad

@@ -1,0 +1,391 @@
+"""Every argument of the forward on every device, against the fp64 recurrence."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from accuracy import check
+from cases import Case, check_forward, make_inputs, reference_of, run_forward
+
+import flash_qla
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def parametrize(*cases: Case):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+# Lengths
+
+TINY = tuple(random.Random(0).choices((0, 1, 2, 3, 5), k=150))
+
+
+@parametrize(
+    *(Case(B=B, T=T) for B, T in ((1, 0), (0, 64), (2, 1), (1, 63), (2, 64), (1, 65), (3, 127), (1, 128))),
+    *(Case(B=B, T=T, gate="logsigmoid", dtype=FP16) for B, T in ((1, 1), (1, 63), (2, 65), (2, 192))),
+)
+def test_dense_lengths(device, case):
+    check_forward(case, device)
+
+
+@parametrize(
+    Case(lengths=()),
+    Case(lengths=(), padding=3),
+    Case(lengths=(0,)),
+    Case(lengths=(0, 0, 0), padding=65),
+    Case(lengths=(1,)),
+    Case(lengths=(64,)),
+    Case(lengths=(63, 1, 64, 65, 0, 127)),
+    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True),
+    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=FP16),
+    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
+    Case(lengths=TINY, H_k=1, H_v=2, gate="zero", initial_state=None, cu_dtype=torch.int64),
+)
+def test_varlen_lengths(device, case):
+    check_forward(case, device)
+
+
+@parametrize(
+    Case(T=4095, H_k=1, H_v=2),
+    Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True),
+    Case(lengths=(2500, 1, 600), H_k=1, H_v=2, gate="logsigmoid", padding=3),
+)
+def test_long(device, case):
+    check_forward(case, device)
+
+
+@pytest.mark.gpu
+@parametrize(
+    Case(T=8192, H_k=2, H_v=8),
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid"),
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid", auto_cp=False),
+    Case(lengths=(4095, 3000, 64, 0, 1000), H_k=8, H_v=32, gate="zero", padding=100),
+    Case(B=4, T=2048, H_k=16, H_v=32, gate="logsigmoid", dtype=FP16),
+    Case(lengths=(1024,) * 8, H_k=16, H_v=64, gate="logsigmoid"),
+)
+def test_long_on_gpu(case):
+    check_forward(case, "cuda")
+
+
+# Gates
+
+GATES = ("softplus", "logsigmoid", "tiny", "underflow", "zero")
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(device, gate, dtype):
+    check_forward(Case(B=2, T=200, H_k=2, H_v=4, gate=gate, dtype=dtype), device)
+    check_forward(Case(lengths=(130, 64, 1), H_k=1, H_v=2, gate=gate, dtype=dtype, initial_state=None), device)
+
+
+@pytest.mark.parametrize("auto_cp", (True, False))
+def test_gates_near_the_context_parallel_threshold(device, auto_cp):
+    """Long sequences on few heads, whose start still shows at their end by factors from e^-4 to e^-48 and more; small
+    beta and a large initial state make the state's own decay the thing that is tested."""
+    case = Case(T=2048, H_k=1, H_v=4, gate="near_threshold", beta="0.01", state_scale=30, auto_cp=auto_cp)
+    check_forward(case, device)
+    if device == "cuda":
+        check_forward(dataclasses.replace(case, T=4096, H_v=16), device)
+
+
+@pytest.mark.parametrize("gate", ("underflow", "softplus"))
+def test_strong_decay_forgets_without_nan(device, gate):
+    """A huge state before a run of strong gates leaves no trace, and no 0 * inf."""
+    case = Case(T=192, H_k=1, H_v=1, gate=gate, state_scale=1e4)
+    inputs = make_inputs(case, device)
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    reference = reference_of(inputs)
+    check("final_state", final_state, reference.final_state, BF16, str(case))
+    check("o", o[:, 64:], reference.o[:, 64:], BF16, str(case))
+
+
+# Heads
+
+HEADS = ((1, 1), (3, 3), (2, 4), (8, 24), (1, 4), (4, 16), (16, 16))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}x{heads[1]}")
+def test_grouped_value_heads(device, heads):
+    H_k, H_v = heads
+    check_forward(Case(B=2, T=70, H_k=H_k, H_v=H_v), device)
+    check_forward(Case(lengths=(100, 20), H_k=H_k, H_v=H_v, gate="logsigmoid"), device)
+
+
+# State
+
+
+@pytest.mark.parametrize("lengths", (None, (65, 0, 130, 2)), ids=("dense", "varlen"))
+@pytest.mark.parametrize("state_v_first", (False, True), ids=("k_first", "v_first"))
+@pytest.mark.parametrize("initial_state", (None, FP32, BF16), ids=str)
+def test_state_layouts_and_dtypes(device, initial_state, state_v_first, lengths):
+    case = Case(B=2, T=100, lengths=lengths, initial_state=initial_state, state_v_first=state_v_first)
+    check_forward(case, device)
+
+
+@pytest.mark.parametrize("state_v_first", (False, True), ids=("k_first", "v_first"))
+def test_non_contiguous_initial_state(device, state_v_first):
+    inputs = make_inputs(Case(B=2, T=100, state_v_first=state_v_first), device)
+    expected = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    inputs["initial_state"] = inputs["initial_state"].mT.contiguous().mT
+    actual = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_zero_length_sequences_pass_the_state_through(device):
+    inputs = make_inputs(Case(lengths=(0, 70, 0)), device)
+    _, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert torch.equal(final_state[0::2], inputs["initial_state"][0::2])
+    inputs["initial_state"] = None
+    _, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert not final_state[0::2].any()
+
+
+def test_continuing_from_the_final_state(device):
+    """Two halves with the state handed over are the whole."""
+    case = Case(B=2, T=200, gate="logsigmoid")
+    inputs = make_inputs(case, device)
+    expected = reference_of(inputs)
+    parts, state = [], inputs["initial_state"]
+    for tokens in (slice(0, 77), slice(77, 200)):
+        part = {name: x[:, tokens] if name in ("q", "k", "v", "g", "beta") else x for name, x in inputs.items()}
+        part["initial_state"] = state
+        o, state = flash_qla.chunk_gated_delta_rule(**part, output_final_state=True)
+        parts.append(o)
+    check("o", torch.cat(parts, 1), expected.o, BF16, str(case))
+    check("final_state", state, expected.final_state, BF16, str(case))
+
+
+def test_only_what_is_asked_for(device):
+    inputs = make_inputs(Case(T=70), device)
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs)
+    assert final_state is None
+    o_fwd, h, final_state = run_forward(inputs, output_h=False, output_final_state=False)[2:]
+    assert h is None and final_state is None
+    expected = reference_of(inputs)
+    check("o", o, expected.o, BF16, "o alone")
+    check("o", o_fwd, expected.o, BF16, "o, g_cumsum and A")
+    assert flash_qla.chunk_gated_delta_rule_fwd(*(inputs[name] for name in ("q", "k", "v", "g", "beta")))[4] is not None
+
+
+def test_inputs_are_left_alone_and_not_aliased(device):
+    inputs = make_inputs(Case(lengths=(0, 70), initial_state=FP32), device)
+    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    outputs = [*flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True), *run_forward(inputs)]
+    storages = {x.untyped_storage().data_ptr() for x in inputs.values() if isinstance(x, torch.Tensor)}
+    for x in outputs:
+        assert x.untyped_storage().data_ptr() not in storages
+        x.zero_()
+    for name, x in before.items():
+        assert torch.equal(inputs[name], x), name
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("cu_dtype", (torch.int32, torch.int64), ids=str)
+def test_cu_seqlens_dtypes(device, cu_dtype):
+    check_forward(Case(lengths=(3, 64, 0, 100), cu_dtype=cu_dtype, padding=2), device)
+
+
+def test_non_contiguous_cu_seqlens(device):
+    inputs = make_inputs(Case(lengths=(3, 64, 0, 100)), device)
+    expected = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    inputs["cu_seqlens"] = inputs["cu_seqlens"].repeat_interleave(3)[::3]
+    assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("scale", (1.0, 0.3, -2.0, 0.0))
+def test_scale(device, scale):
+    check_forward(Case(T=130, scale=scale), device)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_l2norm_in_kernel(device, dtype):
+    check_forward(Case(B=2, T=130, keys="raw", use_qk_l2norm_in_kernel=True, dtype=dtype), device)
+    case = Case(
+        lengths=(64, 0, 65), keys="raw", use_qk_l2norm_in_kernel=True, dtype=dtype, padding=4, gate="logsigmoid"
+    )
+    check_forward(case, device)
+
+
+def test_l2norm_of_zero_and_tiny_vectors(device):
+    """eps = 1e-6 under the root: zero stays zero, and a vector of length 1e-3 comes out with length 1/sqrt(2)."""
+    inputs = make_inputs(Case(T=70, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid"), device)
+    inputs["q"][:, 3] = 0
+    inputs["k"][:, 5] = 0
+    for x in (inputs["q"][:, 10:20], inputs["k"][:, 15:25]):
+        x *= 1e-3 / x.norm(dim=-1, keepdim=True)
+    expected = reference_of(inputs)
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    check("o", o, expected.o, BF16, "tiny q and k")
+    check("final_state", final_state, expected.final_state, BF16, "tiny q and k")
+    assert not o[:, 3].any()
+
+
+@pytest.mark.parametrize("beta_dtype", (BF16, FP16, FP32, FP64), ids=str)
+@pytest.mark.parametrize("g_dtype", (BF16, FP32, FP64), ids=str)
+def test_gate_and_beta_dtypes(device, g_dtype, beta_dtype):
+    check_forward(Case(T=130, g_dtype=g_dtype, beta_dtype=beta_dtype), device)
+
+
+@pytest.mark.parametrize("strides", ("heads_first", "packed", "reversed_dims"))
+def test_strides(device, strides):
+    check_forward(Case(B=2, T=100, strides=strides), device)
+    check_forward(Case(lengths=(3, 97), padding=2, strides=strides, state_v_first=True), device)
+
+
+def test_misaligned_inputs(device):
+    """Contiguous tensors one element into their storage: no 16-byte address, which vector and TMA loads need."""
+    inputs = make_inputs(Case(lengths=(70, 0, 3)), device)
+    expected = run_forward(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, torch.Tensor):
+            inputs[name] = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+            assert inputs[name].is_contiguous() and inputs[name].data_ptr() % 16 != 0
+    assert all(torch.equal(x, y) for x, y in zip(run_forward(inputs), expected, strict=True))
+
+
+def test_expanded_inputs(device):
+    """Stride 0 over heads, tokens and batch."""
+    inputs = make_inputs(Case(B=1, T=1, H_k=1, H_v=1, initial_state=None), device)
+    shapes = {"q": (2, 70, 2, 128), "k": (2, 70, 2, 128), "v": (2, 70, 4, 128), "g": (2, 70, 4), "beta": (2, 70, 4)}
+    expanded = {name: inputs[name].expand(shape) for name, shape in shapes.items()}
+    expanded["initial_state"] = torch.ones((), device=device).expand(2, 4, 128, 128)
+    expected = reference_of(expanded)
+    o, final_state = flash_qla.chunk_gated_delta_rule(**expanded, output_final_state=True)
+    check("o", o, expected.o, BF16, "expanded")
+    check("final_state", final_state, expected.final_state, BF16, "expanded")
+
+
+# Keys and beta
+
+
+@parametrize(
+    # Longer keys need a smaller beta: where beta |k|^2 > 2 the rule itself expands the state at each token, and A's
+    # entries grow as products of beta k_i k_j (beyond what fp16 holds first). No bar could be promised there.
+    Case(T=200, keys="long", beta="stable"),
+    Case(T=200, keys="long", beta="stable", gate="zero"),
+    Case(lengths=(65, 130), keys="long", beta="stable", gate="logsigmoid", dtype=FP16),
+    Case(T=200, beta="two", gate="logsigmoid"),
+    Case(T=200, beta="two", gate="zero", dtype=FP16),
+    Case(T=200, keys="repeated", gate="logsigmoid"),
+    Case(T=200, keys="repeated", gate="zero"),
+    Case(T=200, keys="repeated", beta="1", gate="tiny"),
+    Case(T=200, keys="repeated", gate="softplus", dtype=FP16),
+    Case(T=130, keys="zero"),
+    Case(T=130, beta="0"),
+    Case(T=130, beta="0", gate="zero", initial_state=None),
+    Case(T=130, beta="1"),
+)
+def test_keys_and_beta(device, case):
+    check_forward(case, device)
+
+
+# Isolation: nothing crosses from padding or from one sequence to another
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_nan_stays_in_its_sequence(device, bad):
+    lengths = (70, 64, 100)
+    starts = (0, 70, 134, 234)
+    inputs = make_inputs(Case(lengths=lengths, padding=3), device)
+    clean = [flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True), run_forward(inputs)]
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name][:, starts[bad] : starts[bad + 1]] = float("nan")
+    inputs["initial_state"][bad] = float("nan")
+    dirty = [flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True), run_forward(inputs)]
+    others = [row for n in range(3) if n != bad for row in range(starts[n], starts[n + 1])]
+    other_chunks = [[2, 3, 4], [0, 1, 3, 4], [0, 1, 2]][bad]
+    other_states = [n for n in range(3) if n != bad]
+    assert dirty[0][0][:, starts[bad] : starts[bad + 1]].isnan().all()
+    for (o, state), (clean_o, clean_state) in ((dirty[0], clean[0]), (dirty[1][2::2], clean[1][2::2])):
+        assert torch.equal(o[:, others], clean_o[:, others])
+        assert torch.equal(state[other_states], clean_state[other_states])
+    for i in (0, 1):  # g_cumsum, A
+        assert torch.equal(dirty[1][i][:, others], clean[1][i][:, others])
+    assert torch.equal(dirty[1][3][:, other_chunks], clean[1][3][:, other_chunks])
+    assert not dirty[0][0][:, 234:].any()
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta", "initial_state"))
+def test_nan_stays_in_its_head_and_batch_row(device, name):
+    """A NaN of one q/k head or value head shows in the heads that read it and in no other."""
+    inputs = make_inputs(Case(B=2, T=70, H_k=2, H_v=4), device)
+    clean = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    if name == "initial_state":
+        inputs[name][1, 3] = float("nan")
+    else:
+        inputs[name][1, :, 1 if name in ("q", "k") else 3] = float("nan")
+    touched = torch.zeros(2, 4, dtype=torch.bool, device=device)
+    touched[1, 2:] = name in ("q", "k")
+    touched[1, 3] = True
+    dirty = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert torch.equal(dirty[0].transpose(1, 2)[~touched], clean[0].transpose(1, 2)[~touched])
+    assert torch.equal(dirty[1][~touched], clean[1][~touched])
+    assert dirty[0].transpose(1, 2)[touched].isnan().any()
+
+
+def test_tokens_do_not_look_ahead(device):
+    """Changing token t changes no output before t, not by a bit, within its chunk included."""
+    inputs = make_inputs(Case(T=150, gate="logsigmoid"), device)
+    before = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name][:, 100:] *= 0.5
+    after = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    assert torch.equal(after[:, :100], before[:, :100])
+    assert (after[:, 100:] != before[:, 100:]).any(-1).all()
+
+
+def test_same_bits_twice(device):
+    inputs = make_inputs(Case(lengths=(300, 65, 0, 7), H_k=2, H_v=4, gate="logsigmoid"), device)
+    first = run_forward(inputs)
+    for _ in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(run_forward(inputs), first, strict=True))
+
+
+def test_same_bits_for_any_number_of_cpu_threads():
+    inputs = make_inputs(Case(lengths=(300, 65, 0, 7)), "cpu")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run_forward(inputs)
+        torch.set_num_threads(3)
+        three = run_forward(inputs)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for x, y in zip(one, three, strict=True))
+
+
+# What the CPU has beyond the GPU: fp32 and fp64, any head dimension
+
+
+@parametrize(
+    Case(B=2, T=130, dtype=FP32),
+    Case(B=2, T=130, dtype=FP64, g_dtype=FP64, beta_dtype=FP64, initial_state=FP64),
+    Case(T=1030, H_k=1, H_v=2, dtype=FP32, gate="logsigmoid"),
+    Case(T=1030, H_k=1, H_v=2, dtype=FP64, gate="zero", g_dtype=FP64, beta_dtype=FP64, initial_state=FP64),
+    *(Case(T=70, dtype=FP32, gate=gate) for gate in GATES),
+    *(
+        Case(T=130, H_k=1, K=K, V=V, dtype=FP64)
+        for K, V in ((1, 1), (1, 7), (3, 1), (64, 64), (48, 80), (129, 33), (256, 128))
+    ),
+    *(Case(lengths=(65, 0, 3), K=K, V=V, state_v_first=True) for K, V in ((16, 24), (100, 36))),
+    Case(T=130, dtype=FP32, keys="raw", use_qk_l2norm_in_kernel=True),
+    Case(T=130, dtype=FP64, keys="raw", use_qk_l2norm_in_kernel=True),
+    Case(T=200, dtype=FP32, keys="long", beta="stable", gate="zero"),
+    Case(T=200, dtype=FP64, keys="repeated", gate="zero"),
+)
+def test_cpu_dtypes_and_head_dims(case):
+    check_forward(case, "cpu")
+
+
+def test_fp64_gates_are_not_rounded_for_fp64_inputs():
+    inputs = make_inputs(
+        Case(T=100, dtype=FP64, g_dtype=FP64, beta_dtype=FP64, initial_state=FP64, gate="logsigmoid"), "cpu"
+    )
+    exact = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    rounded = flash_qla.chunk_gated_delta_rule(**{**inputs, "g": inputs["g"].float()})[0]
+    assert 1e-10 < (exact - rounded).abs().max() < 1e-5

@@ -1,0 +1,237 @@
+"""The ops as PyTorch's machinery sees them: schemas, fake implementations, autograd, compile, export, TorchScript."""
+
+import statistics
+import time
+
+import accuracy
+import pytest
+import torch
+from cases import Case, make_inputs
+from subprocesses import run_python
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_qla
+
+ops = torch.ops.flash_qla
+INPUTS = ("q", "k", "v", "g", "beta")
+
+CASES = (
+    Case(B=2, T=70, K=16, V=8, dtype=torch.float32),
+    Case(T=130, K=16, V=8, dtype=torch.float64, state_v_first=True, g_dtype=torch.float64),
+    Case(lengths=(65, 0, 3), padding=2, K=16, V=8, dtype=torch.float32, initial_state=None),
+    Case(lengths=(65, 0, 3), K=16, V=8, dtype=torch.float32, cu_dtype=torch.int64, state_v_first=True, scale=0.5),
+    Case(B=2, T=70),
+    Case(lengths=(65, 0, 3), initial_state=torch.bfloat16, dtype=torch.float16, beta_dtype=torch.float16),
+    Case(T=70, strides="heads_first"),
+)
+
+
+def split(inputs: dict, op: str) -> tuple[tuple, dict]:
+    kwargs = {name: x for name, x in inputs.items() if name not in INPUTS}
+    if op == "chunk_gated_delta_rule_fwd":
+        del kwargs["use_qk_l2norm_in_kernel"]
+    return tuple(inputs[name] for name in INPUTS), kwargs
+
+
+def op_calls(op: str):
+    """The combinations of optional outputs."""
+    if op == "chunk_gated_delta_rule":
+        return [{"output_final_state": x} for x in (False, True)]
+    return [{"output_final_state": x, "output_h": y} for x in (False, True) for y in (False, True)]
+
+
+OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd")
+
+
+def for_device(case: Case, device: str):
+    if device == "cuda" and (case.K != 128 or case.dtype in (torch.float32, torch.float64)):
+        pytest.skip("the GPU has K = V = 128 in bf16 and fp16")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck(device, op, case):
+    for_device(case, device)
+    args, kwargs = split(make_inputs(case, device), op)
+    for flags in op_calls(op):
+        torch.library.opcheck(getattr(ops, op).default, args, {**kwargs, **flags})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_with_inputs_that_require_gradients(device, op):
+    args, kwargs = split(make_inputs(Case(T=70), device), op)
+    for x in args:
+        x.requires_grad_()
+    torch.library.opcheck(
+        getattr(ops, op).default,
+        args,
+        kwargs,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fake_outputs_are_like_the_real_ones(device, op, case):
+    """Shape, strides and dtype; a graph compiled for wrong strides reads the wrong elements."""
+    for_device(case, device)
+    args, kwargs = split(make_inputs(case, device), op)
+    for flags in op_calls(op):
+        real = getattr(ops, op)(*args, **kwargs, **flags)
+        with FakeTensorMode() as mode:
+            to_fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+            fake = getattr(ops, op)(*(mode.from_tensor(x) for x in args), **to_fake, **flags)
+        assert len(real) == len(fake)
+        for x, y in zip(real, fake, strict=True):
+            assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+def test_outputs_not_asked_for_are_empty(device):
+    args, kwargs = split(make_inputs(Case(B=2, T=70), device), "chunk_gated_delta_rule_fwd")
+    h, final_state = ops.chunk_gated_delta_rule_fwd(*args, **kwargs, output_final_state=False, output_h=False)[3:]
+    assert h.shape == final_state.shape == (0,)
+    assert h.dtype == torch.bfloat16 and final_state.dtype == torch.float32
+    assert h.device == final_state.device == args[0].device
+
+
+def test_meta_tensors():
+    """Shapes without data, on any machine."""
+    inputs = {
+        name: x.to("meta") if isinstance(x, torch.Tensor) else x
+        for name, x in make_inputs(Case(B=2, T=70), "cpu").items()
+    }
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert o.shape == (2, 70, 4, 128) and final_state.shape == (2, 4, 128, 128)
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compile_once_for_all_lengths(device, backend):
+    """fullgraph: no Python object between the graph and the kernel. T and the number of sequences are symbols."""
+
+    def layer(q, k, v, g, beta, initial_state, cu_seqlens):
+        o, state = flash_qla.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            -g.exp(),
+            beta.sigmoid(),
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+        return o * 2, state
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    names = (*INPUTS, "initial_state", "cu_seqlens")
+    with torch.no_grad():
+        # No two sizes are equal in the first call: the compiler would take them for one symbol.
+        for seed, lengths in enumerate(((65, 30, 1, 0, 4), (3, 200, 64, 2, 7, 0, 1, 70), (30, 0, 5, 9, 0, 0, 8))):
+            inputs = make_inputs(Case(lengths=lengths, seed=seed), device)
+            tensors = [inputs[name] for name in names]
+            actual, expected = compiled(*tensors), layer(*tensors)
+            # Not equal: a fused -g.exp() is rounded differently.
+            for x, y in zip(actual, expected, strict=True):
+                assert accuracy.relative_error(x, y.double()) <= accuracy.BF16_BAR
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("flags", op_calls("chunk_gated_delta_rule_fwd"), ids=str)
+def test_compile_the_low_level_function(device, flags):
+    torch._dynamo.reset()
+    args, kwargs = split(make_inputs(Case(B=2, T=70), device), "chunk_gated_delta_rule_fwd")
+    compiled = torch.compile(flash_qla.chunk_gated_delta_rule_fwd, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        actual = compiled(*args, **kwargs, **flags)
+        expected = flash_qla.chunk_gated_delta_rule_fwd(*args, **kwargs, **flags)
+    for x, y in zip(actual, expected, strict=True):
+        assert (x is None and y is None) or torch.equal(x, y)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v, g, beta, cu_seqlens):
+        return flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def tensors_for(lengths, device) -> tuple:
+    inputs = make_inputs(Case(lengths=lengths, initial_state=None), device)
+    return tuple(inputs[name] for name in (*INPUTS, "cu_seqlens"))
+
+
+def test_export_with_dynamic_lengths(device, tmp_path):
+    # Two sequences or more: PyTorch makes a graph of its own for a dimension of size 1, here that of final_state.
+    T, N1 = torch.export.Dim("T", min=2, max=1 << 20), torch.export.Dim("N1", min=3, max=1 << 16)
+    shapes = {key: {1: T} for key in INPUTS} | {"cu_seqlens": {0: N1}}
+    with torch.no_grad():
+        program = torch.export.export(Layer(), tensors_for((65, 30, 4), device), dynamic_shapes=shapes)
+    assert "flash_qla.chunk_gated_delta_rule" in str(program.graph)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for lengths in ((65, 30, 4), (200, 0), (1, 2, 3, 4, 64)):
+        tensors = tensors_for(lengths, device)
+        assert all(torch.equal(x, y) for x, y in zip(loaded(*tensors), Layer()(*tensors), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchscript(device, tmp_path):
+    @torch.jit.script
+    def scripted(q, k, v, g, beta, cu_seqlens: torch.Tensor | None):
+        o, state = torch.ops.flash_qla.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=0.5, output_final_state=True, cu_seqlens=cu_seqlens
+        )
+        return o, state
+
+    scripted.save(str(tmp_path / "layer.pt"))
+    loaded = torch.jit.load(str(tmp_path / "layer.pt"))
+    for case in (Case(lengths=(65, 3), initial_state=None, scale=0.5), Case(B=2, T=70, initial_state=None, scale=0.5)):
+        inputs = make_inputs(case, device)
+        expected = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        actual = loaded(*(inputs[name] for name in (*INPUTS, "cu_seqlens")))
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_inference_mode(device):
+    inputs = make_inputs(Case(T=70), device)
+    expected = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    with torch.inference_mode():
+        assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs)[0], expected)
+
+
+def test_import_time():
+    """At most 0.3 s on top of importing torch."""
+    code = "import time, torch; start = time.perf_counter(); import flash_qla; print(time.perf_counter() - start)"
+    seconds = [float(run_python(code)) for _ in range(3)]
+    assert statistics.median(seconds) <= 0.3, seconds
+
+
+def test_import_does_not_touch_the_gpu():
+    """A process that only imports the package may fork, and a broken driver does not break the import."""
+    code = "import torch, flash_qla; print(torch.cuda.is_initialized(), torch.backends.cuda.is_built())"
+    assert run_python(code).split()[0] == "False"
+
+
+def test_slow_path_notice_comes_once():
+    code = """
+import torch, flash_qla
+x = torch.zeros(1, 3, 1, 4)
+for _ in range(3):
+    flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])
+    flash_qla.chunk_gated_delta_rule_fwd(x, x, x, x[..., 0], x[..., 0])
+"""
+    assert run_python(code, FLASH_QLA_QUIET="").count("slow path") == 1
+
+
+def test_cpu_speed():
+    """T=1024, 4 heads, K=V=128, fp32 in under a second on 2 cores. The best of three, as other processes may run."""
+    inputs = make_inputs(Case(T=1024, H_k=4, H_v=4, dtype=torch.float32), "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    assert min(seconds) < 1.0, seconds
