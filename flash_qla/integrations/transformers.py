@@ -1,0 +1,228 @@
+"""Run the Gated DeltaNet layers of a Hugging Face transformers model through flash_qla.
+
+    from flash_qla.integrations.transformers import restore, use_flash_qla
+
+    use_flash_qla(model)            # from here on, prefill runs flash_qla.chunk_gated_delta_rule
+    restore(model)                  # as it was
+
+    with use_flash_qla(model):      # the same for one block
+        model(input_ids)
+
+Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
+variants, ...). Only the layers of the given model change, so other models in the process keep what
+they use. Decoding one token at a time stays with the model's own recurrent function, which continues
+from flash_qla's final state. On a GPU the model must be in bf16 or fp16.
+
+A layer reaches its chunk function in one of two ways, depending on the transformers release:
+
+  4.57 to 5.14   the instance attribute `chunk_gated_delta_rule`, which is replaced;
+  from 5.15      `forward` calls the function `torch_chunk_gated_delta_rule` of its module (which itself
+                 picks FLA or plain torch). The layer gets a copy of its `forward` that is the same
+                 byte code with that one name changed, so the module's own function stays untouched.
+"""
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+
+import torch
+
+import flash_qla
+from flash_qla.gated_delta_rule import _TOLERATED
+
+_ATTRIBUTE = "chunk_gated_delta_rule"
+_FUNCTION = "torch_chunk_gated_delta_rule"
+_FUNCTION_RENAMED = "flash_qla_chunk_gated_delta_rule"
+
+# Where a layer's forward may be kept: accelerate's hooks move it to `_old_forward`.
+_FORWARDS = ("_old_forward", "forward")
+
+# Attribute of a switched layer: (attribute name, what it held, whether on the instance, what it holds).
+_RECORD = "_flash_qla_replaced"
+
+# Keywords that mean something to the operator, if only that it refuses their value.
+_KEYWORDS = _TOLERATED | {
+    name
+    for name, parameter in inspect.signature(flash_qla.chunk_gated_delta_rule).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+}
+
+
+def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
+    """flash_qla.chunk_gated_delta_rule under the argument names that transformers uses.
+
+    The layers hand on every keyword that the model was called with (position_ids, max_length_q, ...).
+    Those that say nothing to the operator are left out here, as transformers itself does for FLA.
+    """
+    if kwargs.get("seq_idx") is not None and kwargs.get("cu_seqlens") is None:
+        raise ValueError(
+            "the model was given packed sequences as seq_idx without cu_seq_lens_q; flash_qla needs "
+            "cu_seq_lens_q (the cumulative sequence lengths) to keep them apart"
+        )
+    kwargs = {name: value for name, value in kwargs.items() if name in _KEYWORDS}
+    return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **kwargs)
+
+
+class Switched:
+    """The layers that one `use_flash_qla` call has switched; leaving the `with` block restores them."""
+
+    def __init__(self, layers: dict[str, torch.nn.Module]):
+        self.layers = layers
+
+    def restore(self) -> None:
+        for name, layer in self.layers.items():
+            _restore_layer(name, layer)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.restore()
+
+    def __repr__(self):
+        return f"Switched({', '.join(self.layers) or 'no layer'})"
+
+
+def use_flash_qla(model: torch.nn.Module) -> Switched:
+    """Switch all Gated DeltaNet layers of `model` to flash_qla's chunk function.
+
+    Args:
+        model: a loaded transformers model, or any module that contains one (a torch.compile'd model
+            included; it recompiles). Layers that are switched already stay as they are.
+
+    Returns:
+        the newly switched layers, usable as a context manager that restores them at its end.
+
+    Raises:
+        ValueError: the model has no Gated DeltaNet layer.
+        RuntimeError: this transformers release resolves the chunk function in a way unknown to
+            flash_qla. Nothing has been changed then.
+    """
+    plan = {}
+    unknown = []
+    switched_before = False
+    for name, layer in model.named_modules():
+        if _RECORD in layer.__dict__ and not _is_switched(layer):
+            _restore_layer(name, layer)
+        if _RECORD in layer.__dict__:
+            switched_before = True
+            continue
+        replacement = _replacement(layer)
+        if replacement is not None:
+            plan[name] = (layer, replacement)
+        elif "GatedDelta" in type(layer).__name__ and "Norm" not in type(layer).__name__:
+            unknown.append((name, layer))
+
+    if unknown:
+        name, layer = unknown[0]
+        raise RuntimeError(
+            f"flash_qla cannot hook the layer {name!r} ({type(layer).__module__}.{type(layer).__name__}, "
+            f"transformers {_transformers_version()}): looked for an instance attribute {_ATTRIBUTE!r} "
+            f"(transformers 4.57 to 5.14) and for a forward that calls {_FUNCTION!r} (from 5.15, known to "
+            f"5.23), found neither"
+        )
+    if not plan and not switched_before:
+        raise ValueError(
+            f"{type(model).__name__} has no Gated DeltaNet layer: looked for modules with the attribute "
+            f"{_ATTRIBUTE!r} and for modules whose forward calls {_FUNCTION!r} "
+            f"(transformers {_transformers_version()})"
+        )
+    for layer, (attribute, new) in plan.values():
+        on_instance = attribute in layer.__dict__
+        layer.__dict__[_RECORD] = (attribute, getattr(layer, attribute), on_instance, new)
+        setattr(layer, attribute, new)
+    return Switched({name: layer for name, (layer, _) in plan.items()})
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Give all layers of `model` that `use_flash_qla` has switched what they had before."""
+    for name, layer in model.named_modules():
+        _restore_layer(name, layer)
+
+
+def _is_switched(layer: torch.nn.Module) -> bool:
+    """False for a layer that was switched when its whole model was pickled: pickle restores a method by
+    its name, which yields the forward of the class."""
+    _, _, _, new = layer.__dict__[_RECORD]
+    return new is chunk_gated_delta_rule or new.__func__ in _copies
+
+
+def _restore_layer(name: str, layer: torch.nn.Module) -> None:
+    record = layer.__dict__.get(_RECORD)
+    if record is None:
+        return
+    attribute, original, on_instance, new = record
+    # accelerate's hooks may have come or gone since, and then the forward has moved.
+    candidates = _FORWARDS if attribute in _FORWARDS else (attribute,)
+    holder = next((c for c in candidates if layer.__dict__.get(c) == new), None)
+    if holder is None:
+        raise RuntimeError(
+            f"cannot restore the layer {name!r}: its {attribute!r} has been replaced by something else "
+            "since use_flash_qla; undo that first"
+        )
+    if holder == attribute and not on_instance:
+        delattr(layer, holder)
+    else:
+        setattr(layer, holder, original)
+    del layer.__dict__[_RECORD]
+
+
+def _replacement(layer: torch.nn.Module):
+    """(attribute name, new value) that switches `layer`, or None where there is no known way."""
+    if callable(layer.__dict__.get(_ATTRIBUTE)):
+        return _ATTRIBUTE, chunk_gated_delta_rule
+    attribute = next((a for a in _FORWARDS if a in layer.__dict__), "forward")
+    forward = getattr(layer, attribute)
+    if not inspect.ismethod(forward) or not inspect.isfunction(forward.__func__):
+        return None
+    renamed = _with_flash_qla(forward.__func__)
+    return None if renamed is None else (attribute, types.MethodType(renamed, layer))
+
+
+_copies = weakref.WeakSet()
+
+
+# Cached, so that all layers of a class share one function, and torch.compile one compilation.
+@functools.cache
+def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> types.FunctionType | None:
+    """A copy of `function` that calls flash_qla where `function`, or one that it decorates, calls _FUNCTION.
+
+    None where neither does. The copy keeps the module's globals, in which torch.compile looks names up;
+    they gain _FUNCTION_RENAMED and lose nothing.
+
+    Args:
+        function: a forward, or a function in the closure of the last of `decorators`.
+        decorators: the functions passed on the way, none of which is entered again.
+    """
+    code, closure = function.__code__, function.__closure__
+    if _FUNCTION in code.co_names:
+        function.__globals__[_FUNCTION_RENAMED] = chunk_gated_delta_rule
+        names = (_FUNCTION_RENAMED if name == _FUNCTION else name for name in code.co_names)
+        code = code.replace(co_names=tuple(names))
+    else:
+        decorators += (function,)
+        closure = tuple(_cell_with_flash_qla(cell, decorators) for cell in closure or ())
+        if closure == (function.__closure__ or ()):
+            return None
+    copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    _copies.add(copy)
+    return functools.update_wrapper(copy, function)
+
+
+def _cell_with_flash_qla(cell: types.CellType, decorators: tuple) -> types.CellType:
+    """A cell with the copy of the function in `cell`, or `cell` itself where there is nothing to change."""
+    try:
+        inner = cell.cell_contents
+    except ValueError:  # an empty cell
+        return cell
+    if not inspect.isfunction(inner) or inner in decorators:
+        return cell
+    copy = _with_flash_qla(inner, decorators)
+    return cell if copy is None else types.CellType(copy)
+
+
+def _transformers_version() -> str:
+    return getattr(sys.modules.get("transformers"), "__version__", "not imported")

@@ -1,0 +1,353 @@
+"""The hook for Hugging Face transformers, on small random Qwen3-Next and Qwen3.5 models, and the examples.
+
+The reference is the model's own torch implementation. Only rounding may differ, so in float32 results agree to
+FP32_TOLERANCE, and in bfloat16 flash_qla may be at most BF16_RATIO times as far from the same weights computed in
+float32 as torch is.
+"""
+
+import copy
+import functools
+import importlib.util
+import io
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_qla
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FP32_TOLERANCE = 1e-5
+BF16_RATIO = 1.25
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def import_models_without_fla(names):
+    """So that the models' own implementation is plain torch even where flash-linear-attention is installed."""
+    fla = sys.modules.get("fla", ...)
+    sys.modules["fla"] = None
+    for name in names:
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    del sys.modules["fla"]
+    if fla is not ...:
+        sys.modules["fla"] = fla
+
+
+example = load_example("transformers_model")
+import_models_without_fla(example.MODELS)
+
+from flash_qla.integrations.transformers import chunk_gated_delta_rule, restore, use_flash_qla  # noqa: E402
+
+all_models = pytest.mark.parametrize("name", example.MODELS)
+
+
+def small_model(name="qwen3_5", **arguments):
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return example.build_model(name, **layers, **arguments)
+
+
+def text(length, rows=1, device="cpu"):
+    source = Path(functools.__file__).read_bytes()
+    return torch.tensor([list(source[i * length : (i + 1) * length]) for i in range(rows)], device=device)
+
+
+def gated_delta_nets(model):
+    return [layer for layer in model.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The keywords of each call of flash_qla.chunk_gated_delta_rule."""
+    made = []
+    original = flash_qla.chunk_gated_delta_rule
+
+    def recorded(*args, **kwargs):
+        made.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(flash_qla, "chunk_gated_delta_rule", recorded)
+    return made
+
+
+@torch.no_grad()
+def assert_same_as_torch(name, device, dtype, length):
+    model = small_model(name, device=device, dtype=dtype)
+    prompt, rest = text(length + 8, device=device).split([length, 8], dim=1)
+    torch_values, torch_written, _ = example.run(model, prompt, rest)
+    with use_flash_qla(model):
+        our_values, our_written, _ = example.run(model, prompt, rest)
+    if dtype == torch.float32:
+        for key, value in our_values.items():
+            assert example.relative_error(value, torch_values[key]) < FP32_TOLERANCE, key
+        assert torch.equal(our_written, torch_written)
+        return
+    exact_values, _, _ = example.run(model.float(), prompt, rest)
+    for key, exact in exact_values.items():
+        ours, theirs = (example.relative_error(v[key], exact) for v in (our_values, torch_values))
+        assert ours < BF16_RATIO * theirs, f"{key}: {ours:.2e} from fp32, torch {theirs:.2e}"
+
+
+@all_models
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_as_torch(name, dtype):
+    assert_same_as_torch(name, "cpu", dtype, length=130)
+
+
+@pytest.mark.gpu
+@all_models
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_same_as_torch_on_gpu(name, dtype):
+    assert_same_as_torch(name, "cuda", dtype, length=2000)
+
+
+@all_models
+@torch.no_grad()
+def test_decoding_continues_like_one_prefill(name, calls):
+    model = small_model(name)
+    prompt, rest = text(110).split([100, 10], dim=1)
+    use_flash_qla(model)
+    out, _ = example.prefill(model, prompt)
+    assert len(calls) == 1
+    assert calls[0]["output_final_state"]
+    decoded = example.decode(model, out.past_key_values, rest)
+    assert len(calls) == 1  # decoding is the model's own
+    longer, _ = example.prefill(model, torch.cat([prompt, rest], dim=1))
+    assert example.relative_error(decoded, longer.logits[:, 100:]) < FP32_TOLERANCE
+
+
+@torch.no_grad()
+def test_prefill_in_two_pieces_starts_from_the_first_ones_state(calls):
+    model = small_model()
+    use_flash_qla(model)
+    tokens = text(150)
+    cache = model(tokens[:, :70], use_cache=True).past_key_values
+    second = model(tokens[:, 70:], past_key_values=cache, use_cache=True)
+    assert calls[0]["initial_state"] is None
+    assert calls[1]["initial_state"].shape == (1, 4, 128, 128)
+    whole = model(tokens, use_cache=True)
+    assert example.relative_error(second.logits, whole.logits[:, 70:]) < FP32_TOLERANCE
+    states = [example.recurrent_states(out.past_key_values) for out in (second, whole)]
+    assert example.relative_error(*states) < FP32_TOLERANCE
+
+
+@torch.no_grad()
+def test_left_padded_batch():
+    model = small_model()
+    short, long = text(70), text(100)
+    tokens = torch.cat([torch.nn.functional.pad(short, (30, 0)), long])
+    mask = torch.ones_like(tokens)
+    mask[0, :30] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    own = model(tokens, attention_mask=mask, position_ids=positions).logits
+    use_flash_qla(model)
+    ours = model(tokens, attention_mask=mask, position_ids=positions).logits
+    assert example.relative_error(ours[mask.bool()], own[mask.bool()]) < FP32_TOLERANCE
+    assert example.relative_error(ours[:1, 30:], model(short).logits) < FP32_TOLERANCE
+
+
+@torch.no_grad()
+def test_restore_is_exact(calls):
+    model = small_model()
+    (layer,) = gated_delta_nets(model)
+    before, own = dict(vars(layer)), model(text(20)).logits
+
+    switched = use_flash_qla(model)
+    assert list(switched.layers.values()) == [layer]
+    model(text(20))
+    assert len(calls) == 1
+
+    restore(model)
+    assert vars(layer) == before
+    assert torch.equal(model(text(20)).logits, own)
+    assert len(calls) == 1
+    restore(model)  # nothing left to do
+    assert vars(layer) == before
+
+
+@torch.no_grad()
+def test_with_block_restores_only_what_it_switched(calls):
+    model = small_model()
+    with use_flash_qla(model):
+        with use_flash_qla(model) as inner:
+            assert not inner.layers
+        model(text(20))
+        assert len(calls) == 1
+    model(text(20))
+    assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_only_the_given_model_changes(calls):
+    model, other = small_model(), small_model()
+    use_flash_qla(model)
+    other(text(20))
+    assert not calls
+    copied = copy.deepcopy(model)
+    restore(model)
+    model(text(20))
+    assert not calls
+    assert torch.equal(copied(text(20)).logits, copied(text(20)).logits)
+    assert len(calls) == 2
+    restore(copied)
+    copied(text(20))
+    assert len(calls) == 2
+
+
+@torch.no_grad()
+def test_switching_after_pickling(calls):
+    model = small_model()
+    use_flash_qla(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    use_flash_qla(loaded)
+    loaded(text(20))
+    assert len(calls) == 1
+    restore(loaded)
+    loaded(text(20))
+    assert len(calls) == 1
+
+
+def hook_like_accelerate(layer):
+    layer._old_forward = layer.forward
+    layer.forward = lambda *args, **kwargs: layer._old_forward(*args, **kwargs)
+
+
+def unhook_like_accelerate(layer):
+    layer.forward = layer.__dict__.pop("_old_forward")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrapped", ["before", "after", "while switched", "until switched"])
+def test_layers_that_accelerate_has_wrapped(wrapped, calls):
+    model = small_model()
+    (layer,) = gated_delta_nets(model)
+    if wrapped in ("before", "until switched"):
+        hook_like_accelerate(layer)
+    use_flash_qla(model)
+    if wrapped in ("after", "while switched"):
+        hook_like_accelerate(layer)
+    if wrapped == "until switched":
+        unhook_like_accelerate(layer)
+    model(text(20))
+    assert len(calls) == 1
+    if wrapped == "while switched":
+        unhook_like_accelerate(layer)
+    restore(model)
+    model(text(20))
+    assert len(calls) == 1
+
+
+def test_restore_refuses_what_was_replaced_since():
+    model = small_model()
+    (layer,) = gated_delta_nets(model)
+    use_flash_qla(model)
+    for attribute in ("forward", "chunk_gated_delta_rule"):
+        if attribute in vars(layer):
+            setattr(layer, attribute, lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match=r"cannot restore the layer '.*linear_attn'.*replaced"):
+        restore(model)
+
+
+@torch.no_grad()
+def test_torch_compile(calls):
+    """A compiled layer notices both switches."""
+    model = small_model()
+    (layer,) = gated_delta_nets(model)
+    compiled = torch.compile(layer, backend="eager")
+    hidden = torch.randn(1, 70, layer.hidden_size)
+    own = layer(hidden)
+    assert torch.equal(compiled(hidden), own)
+    use_flash_qla(compiled)
+    ours = layer(hidden)
+    made = len(calls)
+    assert torch.equal(compiled(hidden), ours)
+    assert len(calls) == made + 1
+    restore(compiled)
+    assert torch.equal(compiled(hidden), own)
+    assert len(calls) == made + 1
+
+
+@torch.no_grad()
+def test_torch_compile_has_no_graph_break():
+    model = small_model()
+    use_flash_qla(model)
+    (layer,) = gated_delta_nets(model)
+    hidden = torch.randn(1, 70, layer.hidden_size)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(hidden), layer(hidden))
+
+
+@torch.no_grad()
+def test_packed_sequences(calls):
+    q, k = torch.randn(2, 1, 90, 2, 128).unbind()
+    v = torch.randn(1, 90, 4, 128)
+    g, beta = -torch.rand(1, 90, 4), torch.rand(1, 90, 4)
+    common = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    offsets = torch.tensor([0, 30, 90])
+    o, state = chunk_gated_delta_rule(
+        q, k, v, g=g, beta=beta, cu_seqlens=offsets, seq_idx=torch.zeros(1, 90), max_length_q=60, **common
+    )
+    pieces = [
+        chunk_gated_delta_rule(*(x[:, a:b] for x in (q, k, v)), g=g[:, a:b], beta=beta[:, a:b], **common)
+        for a, b in ((0, 30), (30, 90))
+    ]
+    assert torch.equal(o, torch.cat([piece[0] for piece in pieces], dim=1))
+    assert torch.equal(state, torch.cat([piece[1] for piece in pieces]))
+    with pytest.raises(ValueError, match="seq_idx without cu_seq_lens_q"):
+        chunk_gated_delta_rule(q, k, v, g=g, beta=beta, seq_idx=torch.zeros(1, 90))
+
+    model = small_model()
+    use_flash_qla(model)
+    calls.clear()
+    model(text(90), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=60, max_length_k=60, use_cache=False)
+    assert calls[0]["cu_seqlens"] is offsets
+
+
+def test_keywords_that_ask_for_something_else_are_refused():
+    x, gate = torch.randn(1, 4, 1, 8), torch.zeros(1, 4, 1)
+    with pytest.raises(TypeError, match="use_gate_in_kernel"):
+        chunk_gated_delta_rule(x, x, x, gate, gate, use_gate_in_kernel=True)
+
+
+def test_unknown_release(monkeypatch):
+    class NextGatedDeltaNet(torch.nn.Module):
+        def forward(self, x):
+            return self.kernels["gated_delta_rule"](x)
+
+    model = small_model()
+    before = dict(vars(gated_delta_nets(model)[0]))
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__="9.1.0"))
+    message = r"NextGatedDeltaNet, transformers 9.1.0.*'chunk_gated_delta_rule'.*'torch_chunk_gated_delta_rule'"
+    with pytest.raises(RuntimeError, match=message):
+        use_flash_qla(torch.nn.ModuleList([model, NextGatedDeltaNet()]))
+    assert vars(gated_delta_nets(model)[0]) == before
+
+
+def test_model_without_gated_delta_net():
+    with pytest.raises(ValueError, match="Linear has no Gated DeltaNet layer"):
+        use_flash_qla(torch.nn.Linear(2, 2))
+
+
+def test_importing_flash_qla_does_not_import_transformers(tmp_path):
+    code = "import sys, flash_qla, flash_qla.integrations.transformers as _; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)  # not in the checkout, which would hide it
+
+
+def test_transformers_example():
+    command = [sys.executable, EXAMPLES / "transformers_model.py", "--device=cpu", "--model=qwen3_5"]
+    output = subprocess.run([*command, "--tokens=65", "--new-tokens=4"], check=True, text=True, capture_output=True)
+    assert "Qwen3_5ForCausalLM: 3 linear of 4 layers, torch.float32" in output.stdout
+    assert "4 of 4" in output.stdout
