@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace flash_qla {
 namespace {
 
-py::list kernels() {
+py::list kernel_rows() {
   py::list rows;
   for (const KernelInfo& kernel : kernel_registry()) {
     py::dict row;
@@ -37,9 +37,9 @@ py::dict build_info() {
   return info;
 }
 
-py::list gpus() {
+py::list gpu_rows() {
   py::list rows;
-  for (const Gpu& gpu : flash_qla::gpus()) {
+  for (const Gpu& gpu : gpus()) {
     py::dict row;
     row["name"] = gpu.name;
     row["major"] = gpu.major;
@@ -55,12 +55,12 @@ py::list gpus() {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The compiled kernels of flash_qla, how they were built, and whether they run here.";
-  module.def("kernels", &flash_qla::kernels, "One dict per kernel instance, as in csrc/registry.h.");
+  module.def("kernels", &flash_qla::kernel_rows, "One dict per kernel instance, as in csrc/registry.h.");
   module.def("build_info", &flash_qla::build_info,
              "Versions: the package, TileLang, nvcc, the GPU architecture, the oldest PyTorch (stable ABI target).");
   module.def("driver_cuda_version", &flash_qla::driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
-  module.def("gpus", &flash_qla::gpus, "One dict per GPU: name, compute capability (major, minor), sm_count.");
+  module.def("gpus", &flash_qla::gpu_rows, "One dict per GPU: name, compute capability (major, minor), sm_count.");
   module.def("obstacle", &flash_qla::obstacle, py::arg("driver_cuda_version"), py::arg("major"), py::arg("minor"),
              "Why the kernels do not run under such a driver on such a GPU, as a sentence; empty if they do.");
 }

@@ -7,7 +7,8 @@ import torch
 
 from flash_qla import chunk_gated_delta_rule
 
-device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+device, dtype = ("cuda", torch.bfloat16) if hopper else ("cpu", torch.float32)
 torch.manual_seed(0)
 T, H_k, H_v, D = 1000, 2, 4, 128  # tokens, query/key heads, value heads, head size
 q = torch.randn(1, T, H_k, D, device=device, dtype=dtype)

@@ -263,20 +263,21 @@ def test_restore_refuses_what_was_replaced_since():
 
 @torch.no_grad()
 def test_torch_compile(calls):
-    """A compiled layer notices both switches."""
+    """A compiled layer notices both switches. (Numbers are close, not equal: torch's matrix products may round
+    differently with other alignments of the same data.)"""
     model = small_model()
     (layer,) = gated_delta_nets(model)
     compiled = torch.compile(layer, backend="eager")
     hidden = torch.randn(1, 70, layer.hidden_size)
     own = layer(hidden)
-    assert torch.equal(compiled(hidden), own)
+    torch.testing.assert_close(compiled(hidden), own)
     use_flash_qla(compiled)
     ours = layer(hidden)
     made = len(calls)
-    assert torch.equal(compiled(hidden), ours)
+    torch.testing.assert_close(compiled(hidden), ours)
     assert len(calls) == made + 1
     restore(compiled)
-    assert torch.equal(compiled(hidden), own)
+    torch.testing.assert_close(compiled(hidden), own)
     assert len(calls) == made + 1
 
 
@@ -287,7 +288,7 @@ def test_torch_compile_has_no_graph_break():
     (layer,) = gated_delta_nets(model)
     hidden = torch.randn(1, 70, layer.hidden_size)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(hidden), layer(hidden))
+    torch.testing.assert_close(compiled(hidden), layer(hidden))
 
 
 @torch.no_grad()
