@@ -167,7 +167,8 @@ def compare(name, device, dtype, text, new_tokens):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    parser.add_argument("--device", default="cuda" if hopper else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--tokens", type=int, help="prompt length; default: 512 on a CPU, else 8192")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens to decode")
