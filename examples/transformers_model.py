@@ -106,16 +106,29 @@ def decode(model, cache, tokens):
 
 
 def greedy(model, out, count):
-    """`count` tokens after the prefill `out`, each the most likely one."""
-    tokens = [out.logits[:, -1:].argmax(-1)]
-    while len(tokens) < count:
-        out = model(tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-        tokens.append(out.logits[:, -1:].argmax(-1))
-    return torch.cat(tokens, dim=1)
+    """Logits of `count` tokens after the prefill `out`, each token the most likely one."""
+    logits = [out.logits[:, -1:]]
+    while len(logits) < count:
+        out = model(logits[-1].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits[:, -1:])
+    return torch.cat(logits, dim=1)
+
+
+def print_greedy(reference, logits):
+    """How long both choose the same tokens, and, where they part, how near to a tie the choice was."""
+    same = int((reference.argmax(-1) == logits.argmax(-1)).int().cumprod(-1).sum())
+    count = reference.shape[1]
+    print(f"  {'same greedy tokens':38}{'':12}{f'{same} of {count}':>12}")
+    if same < count:
+        best, second = reference[0, same].float().topk(2).values.tolist()
+        difference = (reference[0, same] - logits[0, same]).abs().max().item()
+        print(
+            f"    there torch's best two logits are {best - second:.1e} apart, logits differ by up to {difference:.1e}"
+        )
 
 
 def run(model, prompt, rest):
-    """What the model computes for the prompt and after it, the tokens it would write, and its speed."""
+    """What the model computes for the prompt and after it, the logits of what it would write, and its speed."""
     out, first = prefill(model, prompt)
     values = {
         "last hidden state": out.hidden_states[-1],
@@ -160,8 +173,7 @@ def compare(name, device, dtype, text, new_tokens):
         for v in (torch_values, our_values)
     ]
     print(f"  {'logits':38}{errors[0]:12.1e}{errors[1]:12.1e}")
-    same = int((torch_written == our_written).int().cumprod(-1).sum())
-    print(f"  {'same greedy tokens':38}{'':12}{f'{same} of {new_tokens}':>12}")
+    print_greedy(torch_written, our_written)
 
 
 def main():
