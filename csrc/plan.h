@@ -1,7 +1,10 @@
 // Sizes of a forward call on the GPU, from shapes alone: nothing here depends on the contents of cu_seqlens.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdint>
+#include <optional>
 
 #include "forward.h"
 
@@ -13,9 +16,8 @@ inline constexpr int64_t kTableColumns = 3;
 inline constexpr int64_t kGateRows = 3;
 
 struct ForwardPlan {
-  int64_t rows;  // B * T
-  int64_t
-      slots;  // chunks, an upper bound when varlen: every sequence and the padding behind them may end in a partial one
+  int64_t rows;   // B * T
+  int64_t slots;  // chunks; when varlen an upper bound: each sequence, and the padding, may end in a partial chunk
 
   explicit ForwardPlan(const Problem& p)
       : rows(p.B * p.T), slots(p.varlen ? (p.T + (kChunk - 1) * (p.N + 1)) / kChunk : p.NT) {}
@@ -35,8 +37,6 @@ class Workspace {
     bytes_ += (elements * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
     return region;
   }
-
-  int64_t bytes() const { return bytes_; }
 
   void allocate(const Tensor& like) {
     storage_ = torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);

@@ -138,8 +138,8 @@ def chunk_gated_delta_rule_fwd(
         g: [B, T, H_v], float32 (float64 for float64 inputs): sum of g from the chunk's first token to this one.
         A: [B, T, H_v, 64], dtype of q: in row i of a chunk, row i of (I + stril(diag(beta) K K^T)) ** -1, where stril
             is the part below the diagonal. No gates are in it. In a chunk of fewer than 64 tokens the columns beyond
-            them are zero. Entries stay within beta in size for |k_t| <= 1 and beta <= 2; longer keys may make
-            them large, and float16 overflow.
+            them are zero. Below the unit diagonal entries stay within beta in size for |k_t| <= 1 and beta <= 2; longer
+            keys may make them large, and float16 overflow.
         o: as chunk_gated_delta_rule.
         h: states at the start of each chunk, dtype of q, [B, ceil(T / 64), H_v, K, V] or, with state_v_first,
             [..., V, K]; None unless output_h. With cu_seqlens it is [1, (T + 63 * N) // 64, H_v, K, V]: the chunks of

@@ -7,8 +7,8 @@
 
 The inverse is blockwise, in fp32 on the CUDA cores: the four 16 x 16 diagonal blocks by forward substitution, one
 thread a column; then 16 -> 32 -> 64 by X21 = -X22 (L21 X11).
-With |k| <= 1 and beta <= 2 no entry of A exceeds beta, so 16 bits hold it; with larger keys entries grow like the
-product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
+With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it; with larger keys
+entries grow like the product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
 
     shared memory a CTA: K 16 + L 17 + X 17 KB = 50 KB, so 4 CTAs an SM hide each other's latencies
 
@@ -24,13 +24,11 @@ from kernels_tl.common import (
     GATE_LOG,
     GATE_ROWS,
     PADDING,
+    PASS_CONFIGS as PASS_CONFIGS,
     TABLE_COLUMNS,
     C,
     D,
     dims,
-)
-from kernels_tl.common import (
-    PASS_CONFIGS as PASS_CONFIGS,
 )
 
 THREADS = 128

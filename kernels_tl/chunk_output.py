@@ -17,14 +17,12 @@ from kernels_tl.common import (
     GATE_LOG,
     GATE_ROWS,
     PADDING,
+    PASS_CONFIGS as PASS_CONFIGS,
     TABLE_COLUMNS,
     C,
     D,
     dims,
     swizzled,
-)
-from kernels_tl.common import (
-    PASS_CONFIGS as PASS_CONFIGS,
 )
 
 THREADS = 128

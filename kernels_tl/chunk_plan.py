@@ -18,6 +18,7 @@ from kernels_tl.common import (
     CHUNK_ROW,
     CHUNK_SEQ,
     PADDING,
+    PASS_CONFIGS as PASS_CONFIGS,
     SEQ_CHUNK,
     SEQ_LENGTH,
     SEQ_ROW,
@@ -25,7 +26,6 @@ from kernels_tl.common import (
     C,
     dims,
 )
-from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS
 
 THREADS = 256  # sequences planned per step; one warp does the scans, so a wider step adds latency when they are few
 

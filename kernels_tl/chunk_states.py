@@ -23,6 +23,7 @@ from kernels_tl.common import (
     GATE_DECAY,
     GATE_GAMMA,
     GATE_ROWS,
+    PASS_CONFIGS as PASS_CONFIGS,
     SEQ_CHUNK,
     SEQ_LENGTH,
     SEQ_ROW,
@@ -31,9 +32,6 @@ from kernels_tl.common import (
     D,
     dims,
     swizzled,
-)
-from kernels_tl.common import (
-    PASS_CONFIGS as PASS_CONFIGS,
 )
 
 VALUE_TILE = 64  # rows of S^T a CTA: the M of one warpgroup's WGMMA
@@ -116,7 +114,9 @@ def chunk_states(dtype):
                     )
                     for i, j in T.Parallel(VALUE_TILE, C):
                         V[i, j] = V_s[s, j, i]
-                    T.tma_store_wait(1)  # the last chunk's h has left h_s (its V_new may still be leaving)
+                    # The last chunk's h has left h_s (its V_new may still be leaving). One thread issued the store and
+                    # waits here; the barrier that the compiler puts before the copy tells the others.
+                    T.tma_store_wait(1)
                     T.copy(S_16, h_s)
                     T.fence_proxy_async()
                     T.tma_copy(h_s, h[first + c, hv, v0 : v0 + VALUE_TILE, :])
@@ -135,7 +135,7 @@ def chunk_states(dtype):
                         decayed[i, j] = acc[i, j] * gates_s[s, GATE_DECAY, j]
                     T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
                     T.copy(acc, R_16)
-                    T.tma_store_wait(1)  # the last chunk's V_new has left V_new_s
+                    T.tma_store_wait(1)  # likewise, the last chunk's V_new has left V_new_s
                     T.copy(R_16, V_new_s)
                     T.fence_proxy_async()
                     T.tma_copy(V_new_s, v_new[first + c, hv, v0 : v0 + VALUE_TILE, :])

@@ -19,12 +19,10 @@ from kernels_tl.common import (
     GATE_LOG,
     GATE_ROWS,
     PADDING,
+    PASS_CONFIGS as PASS_CONFIGS,
     TABLE_COLUMNS,
     C,
     dims,
-)
-from kernels_tl.common import (
-    PASS_CONFIGS as PASS_CONFIGS,
 )
 
 HEADS = 32  # heads a CTA: one warp

@@ -5,8 +5,7 @@ One warp a row of D = 128 channels.  Launched on [rows / 8]; rows = R * heads.
 
 import tilelang.language as T
 
-from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS
-from kernels_tl.common import D, dims
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, D, dims
 
 ROWS = 8  # rows a CTA, one warp each
 LANES = 32

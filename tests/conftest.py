@@ -1,5 +1,7 @@
 import json
+import os
 import platform
+import subprocess
 from pathlib import Path
 
 import accuracy
@@ -38,6 +40,22 @@ def pytest_addoption(parser):
     parser.addoption("--errors-json", metavar="FILE", help="write the worst error of each tensor to this file")
 
 
+def environment() -> dict:
+    """What the errors were measured on; COMMIT names the commit where there is no git checkout."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    git = ["git", "rev-parse", "HEAD"]
+    return {
+        "gpu": output_of(query) if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": os.environ.get("COMMIT") or output_of(git),
+    }
+
+
+def output_of(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def pytest_terminal_summary(terminalreporter, config):
     rows = accuracy.worst_errors()
     if rows:
@@ -45,6 +63,4 @@ def pytest_terminal_summary(terminalreporter, config):
     for row in rows:
         terminalreporter.write_line("{device:4} {dtype:8} {tensor:12} {error:.2e}  {case}".format(**row))
     if config.getoption("--errors-json"):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        facts = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
-        Path(config.getoption("--errors-json")).write_text(json.dumps(facts | {"worst": rows}, indent=1))
+        Path(config.getoption("--errors-json")).write_text(json.dumps(environment() | {"worst": rows}, indent=1))
