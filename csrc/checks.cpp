@@ -34,7 +34,10 @@ void check_defined(const char* op, const char* name, const Tensor& tensor) {
   check(tensor.defined(), op, name, " is None, expected a tensor");
 }
 
+}  // namespace
+
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& q) {
+  check_defined(op, name, tensor);
   check(tensor.device() == q.device(), op, name, " is on ", device_string(tensor), ", expected ", device_string(q),
         ", the device of q");
 }
@@ -48,8 +51,6 @@ void check_same_dtype(const char* op, const char* name, const Tensor& tensor, co
   check(tensor.scalar_type() == q.scalar_type(), op, name, " has dtype ", dtype_string(tensor.scalar_type()),
         ", expected ", dtype_string(q.scalar_type()), ", the dtype of q");
 }
-
-}  // namespace
 
 std::string shape_string(std::span<const int64_t> shape) {
   std::ostringstream text;
@@ -91,11 +92,16 @@ std::string dtype_string(ScalarType dtype) {
   }
 }
 
-void check_shape(const char* op, const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected,
+void check_shape(const char* op, const char* name, const Tensor& tensor, const std::vector<int64_t>& expected,
                  const char* symbols) {
   const auto shape = shape_of(tensor);
   check(std::equal(shape.begin(), shape.end(), expected.begin(), expected.end()), op, name, " has shape ",
-        shape_string(shape), ", expected ", shape_string({expected.begin(), expected.size()}), " (", symbols, ")");
+        shape_string(shape), ", expected ", shape_string(expected), " (", symbols, ")");
+}
+
+void check_state_shape(const Problem& p, const char* name, const Tensor& tensor, bool state_v_first) {
+  check_shape(p.op, name, tensor, state_shape(p, state_v_first),
+              state_v_first ? "[N, H_v, V, K], state_v_first" : "[N, H_v, K, V]");
 }
 
 Problem check_forward(const char* op, const ForwardArgs& args) {
@@ -103,7 +109,6 @@ Problem check_forward(const char* op, const ForwardArgs& args) {
   check_defined(op, "q", q);
   for (const auto& [name, tensor] :
        {std::pair<const char*, const Tensor&>{"k", k}, {"v", v}, {"g", g}, {"beta", beta}}) {
-    check_defined(op, name, tensor);
     check_device(op, name, tensor, q);
   }
   if (args.initial_state) {
@@ -156,11 +161,7 @@ Problem check_forward(const char* op, const ForwardArgs& args) {
 
   if (args.initial_state) {
     check_floating(op, "initial_state", *args.initial_state);
-    if (args.state_v_first) {
-      check_shape(op, "initial_state", *args.initial_state, {p.N, p.H_v, p.V, p.K}, "[N, H_v, V, K], state_v_first");
-    } else {
-      check_shape(op, "initial_state", *args.initial_state, {p.N, p.H_v, p.K, p.V}, "[N, H_v, K, V]");
-    }
+    check_state_shape(p, "initial_state", *args.initial_state, args.state_v_first);
   }
 
   // Kernels index tokens and chunks with 32 bits; offsets in elements are 64-bit. The first two bounds keep the

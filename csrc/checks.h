@@ -6,11 +6,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace flash_qla {
 
@@ -34,8 +34,15 @@ std::string shape_string(std::span<const int64_t> shape);        // [1, 64, 4, 1
 std::string device_string(const torch::stable::Tensor& tensor);  // cuda:0
 std::string dtype_string(torch::headeronly::ScalarType dtype);   // bfloat16
 
+// Each fails unless the argument is as the function's name says.
+void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,
+                  const torch::stable::Tensor& q);
+void check_floating(const char* op, const char* name, const torch::stable::Tensor& tensor);
+void check_same_dtype(const char* op, const char* name, const torch::stable::Tensor& tensor,
+                      const torch::stable::Tensor& q);
+
 // Fails unless tensor has exactly this shape. symbols says what the dimensions are, e.g. "[B, T, H_v]".
 void check_shape(const char* op, const char* name, const torch::stable::Tensor& tensor,
-                 std::initializer_list<int64_t> expected, const char* symbols);
+                 const std::vector<int64_t>& expected, const char* symbols);
 
 }  // namespace flash_qla

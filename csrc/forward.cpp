@@ -2,26 +2,24 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <vector>
-
 namespace flash_qla {
 
-namespace {
-
-Tensor as_dtype(const Tensor& tensor, ScalarType dtype) {
+Tensor contiguous_as(const Tensor& tensor, ScalarType dtype) {
   return torch::stable::contiguous(tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype));
 }
 
-}  // namespace
+std::vector<int64_t> state_shape(const Problem& p, bool state_v_first) {
+  return state_v_first ? std::vector{p.N, p.H_v, p.V, p.K} : std::vector{p.N, p.H_v, p.K, p.V};
+}
 
 ForwardArgs canonicalize(const Problem& problem, ForwardArgs args) {
   args.q = torch::stable::contiguous(args.q);
   args.k = torch::stable::contiguous(args.k);
   args.v = torch::stable::contiguous(args.v);
-  args.g = as_dtype(args.g, problem.compute_dtype);
-  args.beta = as_dtype(args.beta, problem.compute_dtype);
+  args.g = contiguous_as(args.g, problem.compute_dtype);
+  args.beta = contiguous_as(args.beta, problem.compute_dtype);
   if (args.initial_state) {
-    args.initial_state = as_dtype(*args.initial_state, problem.compute_dtype);
+    args.initial_state = contiguous_as(*args.initial_state, problem.compute_dtype);
   }
   if (args.cu_seqlens) {
     args.cu_seqlens = torch::stable::contiguous(*args.cu_seqlens);
@@ -43,9 +41,7 @@ ForwardOutputs allocate_forward(const Problem& p, const ForwardArgs& args) {
   out.A = empty_if(args.output_low_level, p.dtype, {p.B, p.T, p.H_v, kChunk});
   out.o = empty(p.dtype, {p.B, p.T, p.H_v, p.V});
   out.h = empty_if(args.output_h, p.dtype, {rows, chunks_per_row, p.H_v, p.V, p.K});
-  out.final_state =
-      empty_if(args.output_final_state, p.compute_dtype,
-               args.state_v_first ? std::vector{p.N, p.H_v, p.V, p.K} : std::vector{p.N, p.H_v, p.K, p.V});
+  out.final_state = empty_if(args.output_final_state, p.compute_dtype, state_shape(p, args.state_v_first));
   return out;
 }
 

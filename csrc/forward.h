@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace flash_qla {
 
@@ -40,7 +41,7 @@ struct ForwardArgs {
 // What was not asked for is an empty tensor of shape [0] with the dtype and device it would have had.
 struct ForwardOutputs {
   Tensor g_cumsum;     // [B, T, H_v], compute dtype: inclusive sum of g within each chunk
-  Tensor A;            // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1
+  Tensor A;            // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1, K after any l2norm
   Tensor o;            // [B, T, H_v, V], dtype of q
   Tensor h;            // state at each chunk's start, dtype of q; see allocate_forward for its layout
   Tensor final_state;  // [N, H_v, K, V] or [N, H_v, V, K], compute dtype, contiguous
@@ -61,6 +62,9 @@ struct Problem {
 // was expected and what came. The args are as the caller gave them.
 Problem check_forward(const char* op, const ForwardArgs& args);
 
+// Fails unless tensor has the shape of a state. name is the argument's.
+void check_state_shape(const Problem& problem, const char* name, const Tensor& tensor, bool state_v_first);
+
 // The args as kernels want them: all contiguous, g, beta and initial_state in the compute dtype, initial_state in the
 // caller's layout. Copies only what has to change.
 ForwardArgs canonicalize(const Problem& problem, ForwardArgs args);
@@ -68,6 +72,12 @@ ForwardArgs canonicalize(const Problem& problem, ForwardArgs args);
 // Uninitialized outputs. h is always stored V-first, contiguous [B, NT / B, H_v, V, K] (varlen: [1, NT, H_v, V, K]),
 // and is in that order here; h_as_returned gives the caller's view of it.
 ForwardOutputs allocate_forward(const Problem& problem, const ForwardArgs& args);
+
+// [N, H_v, V, K] with state_v_first, else [N, H_v, K, V].
+std::vector<int64_t> state_shape(const Problem& problem, bool state_v_first);
+
+// Contiguous and of this dtype; the tensor itself where it is both.
+Tensor contiguous_as(const Tensor& tensor, ScalarType dtype);
 
 // Swaps h's last two dimensions (a view) unless state_v_first.
 Tensor h_as_returned(const ForwardArgs& args, const Tensor& h);
@@ -106,7 +116,7 @@ template <auto Forward>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op(
     Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<double> scale,
     std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool output_final_state, bool output_h,
-    bool auto_cp, bool state_v_first) {
+    bool auto_cp, bool state_v_first, bool use_qk_l2norm_in_kernel) {
   ForwardArgs args{
       .q = q,
       .k = k,
@@ -119,6 +129,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op
       .output_final_state = output_final_state,
       .output_low_level = true,
       .output_h = output_h,
+      .use_qk_l2norm = use_qk_l2norm_in_kernel,
       .state_v_first = state_v_first,
       .auto_cp = auto_cp,
   };

@@ -1,58 +1,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstdlib>
-#include <string_view>
-#include <vector>
 
 #include "cpu/recurrence.h"
-#include "forward.h"
-#include "offsets.h"
+#include "cpu_call.h"
 
 namespace flash_qla {
 
 namespace {
-
-static_assert(cpu::kChunk == kChunk);
-
-void say_once_that_this_is_slow(const char* op) {
-  static const char* const quiet = std::getenv("FLASH_QLA_QUIET");
-  static std::atomic<bool> said = quiet != nullptr && std::string_view(quiet) == "1";
-  if (!said.exchange(true)) {
-    aoti_torch_warn(op, __FILE__, __LINE__,
-                    "flash_qla: the tensors are on the CPU, so the plain recurrence runs, which is the slow path. The "
-                    "fast kernels need a Hopper GPU (sm_90). This is said once per process; FLASH_QLA_QUIET=1 in the "
-                    "environment silences it.");
-  }
-}
-
-std::vector<cpu::Sequence> list_sequences(const Problem& p, const ForwardArgs& args) {
-  const auto chunks = [](int64_t tokens) { return (tokens + kChunk - 1) / kChunk; };
-  std::vector<cpu::Sequence> sequences(p.N);
-  if (p.varlen) {
-    const std::vector<int64_t> offsets = checked_offsets(p, *args.cu_seqlens);
-    int64_t chunk = 0;
-    for (int64_t n = 0; n < p.N; ++n) {
-      sequences[n] = {.index = n, .begin = offsets[n], .end = offsets[n + 1], .first_chunk = chunk};
-      chunk += chunks(offsets[n + 1] - offsets[n]);
-    }
-  } else {
-    for (int64_t n = 0; n < p.N; ++n) {
-      sequences[n] = {.index = n, .begin = n * p.T, .end = (n + 1) * p.T, .first_chunk = n * chunks(p.T)};
-    }
-  }
-  return sequences;
-}
-
-// Zeroes rows [first, end of tensor) of a contiguous tensor that has `rows` rows.
-template <typename T>
-void zero_from(T* data, int64_t first, int64_t rows, int64_t row_size) {
-  std::fill(data + first * row_size, data + rows * row_size, T(0));
-}
 
 template <typename T, typename CT>
 void run(const Problem& p, const ForwardArgs& args, const ForwardOutputs& out) {
@@ -80,7 +34,7 @@ void run(const Problem& p, const ForwardArgs& args, const ForwardOutputs& out) {
 
   // What no sequence covers: tokens after the last offset, and the slack in the bound on the number of chunks.
   if (p.varlen) {
-    const int64_t tokens = sequences.empty() ? 0 : sequences.back().end;
+    const int64_t tokens = covered_tokens(sequences);
     zero_from(forward.o, tokens, p.T, p.H_v * p.V);
     if (args.output_low_level) {
       zero_from(forward.g_cumsum, tokens, p.T, p.H_v);
@@ -90,7 +44,7 @@ void run(const Problem& p, const ForwardArgs& args, const ForwardOutputs& out) {
       int64_t chunks = 0;
       if (!sequences.empty()) {
         const cpu::Sequence& last = sequences.back();
-        chunks = last.first_chunk + (last.end - last.begin + kChunk - 1) / kChunk;
+        chunks = last.first_chunk + cpu::chunk_count(last.end - last.begin);
       }
       zero_from(forward.h, chunks, p.NT, p.H_v * p.K * p.V);
     }
@@ -110,19 +64,7 @@ ForwardOutputs forward_cpu(const Problem& problem, const ForwardArgs& given) {
   say_once_that_this_is_slow(problem.op);
   const ForwardArgs args = canonicalize(problem, given);
   const ForwardOutputs out = allocate_forward(problem, args);
-  switch (problem.dtype) {
-    case ScalarType::BFloat16:
-      run<c10::BFloat16, float>(problem, args, out);
-      break;
-    case ScalarType::Half:
-      run<c10::Half, float>(problem, args, out);
-      break;
-    case ScalarType::Float:
-      run<float, float>(problem, args, out);
-      break;
-    default:
-      run<double, double>(problem, args, out);
-  }
+  with_types(problem, [&]<typename T, typename CT>() { run<T, CT>(problem, args, out); });
   return out;
 }
 

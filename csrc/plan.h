@@ -1,4 +1,4 @@
-// Sizes of a forward call on the GPU, from shapes alone: nothing here depends on the contents of cu_seqlens.
+// Sizes of a call on the GPU, from shapes alone: nothing here depends on the contents of cu_seqlens.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,13 +13,18 @@ namespace flash_qla {
 // The tables' and workspaces' layout; kernels_tl/common.py has the same constants.
 inline constexpr int64_t kHeadDim = 128;
 inline constexpr int64_t kTableColumns = 3;
-inline constexpr int64_t kGateRows = 3;
+inline constexpr int64_t kGateRows = 5;
+inline constexpr int64_t kPassedParts = 8;  // of <S, dS'>, which chunk_states_bwd adds up by warps
 
-struct ForwardPlan {
+inline constexpr int64_t kSquare = kHeadDim * kHeadDim;  // elements of a state
+inline constexpr int64_t kTile = kHeadDim * kChunk;      // of a chunk of one head
+inline constexpr int64_t kMatrix = kChunk * kChunk;      // of a chunk's matrices: A * D, the attention
+
+struct Plan {
   int64_t rows;   // B * T
   int64_t slots;  // chunks; when varlen an upper bound: each sequence, and the padding, may end in a partial chunk
 
-  explicit ForwardPlan(const Problem& p)
+  explicit Plan(const Problem& p)
       : rows(p.B * p.T), slots(p.varlen ? (p.T + (kChunk - 1) * (p.N + 1)) / kChunk : p.NT) {}
 };
 

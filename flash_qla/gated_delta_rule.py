@@ -60,7 +60,13 @@ def chunk_gated_delta_rule(
 
     Tensors may have any strides. q, k, v have one dtype: bfloat16 or float16, on the CPU also float32 and float64.
     Arithmetic and states are in float32 (float64 for float64 inputs); g, beta and initial_state of another floating
-    dtype are converted to that. Value head h uses query/key head h // (H_v / H_k).
+    dtype are converted to that. Value head h uses query/key head h // (H_v / H_k). Under torch.autocast q, k and v are
+    cast to its dtype first, unless they are float64; g, beta and initial_state are not.
+
+    o and final_state can be differentiated, once, with respect to q, k, v, g, beta and initial_state; each gradient has
+    the dtype of its tensor. Besides these inputs and cu_seqlens, what is kept for the backward is, per token and value
+    head, 64 elements of the dtype of q (A) and one of float32, or float64 (g), see chunk_gated_delta_rule_fwd. Calls
+    that need no gradients make and keep neither.
 
     Args:
         q, k: queries and keys, [B, T, H_k, K]. K = 128 on the GPU, any on the CPU.
@@ -93,7 +99,7 @@ def chunk_gated_delta_rule(
         RuntimeError: an argument has the wrong device, dtype or shape, or contents of cu_seqlens are wrong (where they
             are checked). The message names the argument, what was expected and what came.
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
-        NotImplementedError: when backward() reaches the result; there is no backward pass yet.
+        NotImplementedError: when gradients made with create_graph=True are differentiated again.
     """
     _refuse({"head_first": head_first, **ignored})
     o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(
@@ -126,10 +132,12 @@ def chunk_gated_delta_rule_fwd(
     output_h: bool = False,
     auto_cp: bool = True,
     state_v_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The forward pass with its intermediate results, by chunks of C = 64 tokens of each sequence.
 
-    The arguments are those of chunk_gated_delta_rule; q and k are used as they come (no l2norm).
+    The arguments are those of chunk_gated_delta_rule, and so is autocast. o and final_state can be differentiated
+    likewise; g, A and h do not require gradients.
 
     Args:
         output_h: return the state at the start of each chunk too.
@@ -137,10 +145,10 @@ def chunk_gated_delta_rule_fwd(
     Returns:
         g: [B, T, H_v], float32 (float64 for float64 inputs): sum of g from the chunk's first token to this one.
         A: [B, T, H_v, 64], dtype of q: in row i of a chunk, row i of (I + stril(diag(beta) K K^T)) ** -1, where stril
-            is the part below the diagonal. No gates are in it. In a chunk of fewer than 64 tokens the columns beyond
-            them are zero. Below the unit diagonal entries stay within beta in size for |k_t| <= 1 and beta <= 2; longer
-            keys may make them large, and float16 overflow.
-        o: as chunk_gated_delta_rule.
+            is the part below the diagonal and K the chunk's keys, after the l2norm if there is one. No gates are in
+            it. In a chunk of fewer than 64 tokens the columns beyond them are zero. Below the unit diagonal entries
+            stay within beta in size for |k_t| <= 1 and beta <= 2; longer keys may make them large, and float16
+            overflow.
         h: states at the start of each chunk, dtype of q, [B, ceil(T / 64), H_v, K, V] or, with state_v_first,
             [..., V, K]; None unless output_h. With cu_seqlens it is [1, (T + 63 * N) // 64, H_v, K, V]: the chunks of
             the first sequence, then those of the second, and so on, then zeros; the first dimension after 1 is an
@@ -154,6 +162,87 @@ def chunk_gated_delta_rule_fwd(
         RuntimeError, NotImplementedError: as chunk_gated_delta_rule.
     """
     g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        cu_seqlens,
+        output_final_state,
+        output_h,
+        auto_cp,
+        state_v_first,
+        use_qk_l2norm_in_kernel,
     )
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
+
+
+def chunk_gated_delta_rule_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The backward pass of chunk_gated_delta_rule_fwd. Autograd calls it; so may an implementation of one's own.
+
+    Token by token from the last, with S_t = a_t S_{t-1} + k_t w_t^T, a_t = exp(g_t), w_t = beta_t e_t, e_t = v_t - a_t
+    S_{t-1}^T k_t, and dS, at first dht, the gradient that reaches S_t from the tokens after t:
+
+        dS   <- dS + scale q_t do_t^T               dq_t = scale S_t do_t
+        dw   =  dS^T k_t                            dv_t = beta_t dw          db_t = dw . e_t
+        dS'  =  a_t (dS - k_t dv_t^T)               dk_t = dS w_t - a_t S_{t-1} dv_t
+        dg_t =  <dS', S_{t-1}>                      dS  <- dS'
+
+    which is the chain rule applied to the formula of the module; the dS that remains is dh0. The GPU computes the same
+    by chunks, from A and from states that it computes again. The CPU needs the states only and ignores A.
+
+    Args:
+        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: those of the
+            forward call.
+        g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: not g but its sum within each chunk.
+        A: [B, T, H_v, 64], dtype of q, its second result.
+        do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
+        dht: gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
+
+    Returns:
+        dq, dk: [B, T, H_k, K], dtype of q, each summed over the value heads that share the query/key head. With
+            use_qk_l2norm_in_kernel they are with respect to q and k before the normalization.
+        dv: [B, T, H_v, V], dtype of q.
+        db, dg: gradients of beta and of g itself, not of its sum; [B, T, H_v], float32 (float64 for float64 inputs).
+        dh0: gradient of initial_state, in its shape, float32 (float64 for float64 inputs); None without it. Of an
+            empty sequence it is dht.
+
+        All are contiguous, do not require gradients, and are zero at tokens from the last offset of cu_seqlens on.
+
+    Raises:
+        RuntimeError: as chunk_gated_delta_rule.
+    """
+    dq, dk, dv, db, dg, dh0 = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A,
+        do,
+        dht,
+        scale,
+        initial_state,
+        cu_seqlens,
+        state_v_first,
+        auto_cp,
+        use_qk_l2norm_in_kernel,
+    )
+    return dq, dk, dv, db, dg, None if initial_state is None else dh0

@@ -1,7 +1,6 @@
 """Loads libflash_qla.so and gives its ops, torch.ops.flash_qla.*, what only Python can: fake implementations (for
-torch.compile and torch.export) and autograd. Schemas and kernels are in the library, which works without this module.
-
-torch.autocast leaves the ops alone: q, k, v, g and beta are used in the dtypes in which they come.
+torch.compile and torch.export), autograd and autocast. Schemas and kernels are in the library, which works without this
+module.
 """
 
 from pathlib import Path
@@ -18,6 +17,10 @@ if not _LIBRARY.exists():
         "or build this tree with `pip install -e .`."
     )
 torch.ops.load_library(_LIBRARY)
+_forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
+_forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
+_backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+_ARGUMENTS = len(_forward_low_level._schema.arguments)
 
 
 def _check_device(op, q, **tensors):
@@ -40,10 +43,8 @@ def _check_shape(op, name, tensor, expected, symbols):
         )
 
 
-def _fake_forward(
-    op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, output_final_state, output_low_level, output_h
-):
-    """(g_cumsum, A, o, h, final_state), as allocate_forward in csrc/forward.cpp makes them."""
+def _check_inputs(op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first):
+    """Returns the shape of a state and the dtype of g, beta, states and all arithmetic."""
     _check_device(op, q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     torch._check(
         q.dim() == 4 and v.dim() == 4,
@@ -58,18 +59,28 @@ def _fake_forward(
     torch._check(
         H_v % H_k == 0, lambda: f"flash_qla::{op}: v has {H_v} heads, expected a multiple of the {H_k} of q and k"
     )
-    if cu_seqlens is None:
-        N, rows, chunks = B, B, (T + _CHUNK - 1) // _CHUNK
-    else:
+    if cu_seqlens is not None:
         torch._check(B == 1, lambda: f"flash_qla::{op}: q has batch size {B}, expected 1 with cu_seqlens")
-        N = cu_seqlens.shape[0] - 1
-        rows, chunks = 1, (T + (_CHUNK - 1) * N) // _CHUNK
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state_shape = (N, H_v, V, K) if state_v_first else (N, H_v, K, V)
     if initial_state is not None:
-        symbols = "[N, H_v, V, K], state_v_first" if state_v_first else "[N, H_v, K, V]"
-        _check_shape(op, "initial_state", initial_state, state_shape, symbols)
+        _check_shape(op, "initial_state", initial_state, state_shape, _state_symbols(state_v_first))
+    return state_shape, torch.float64 if q.dtype == torch.float64 else torch.float32
 
-    compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+
+def _state_symbols(state_v_first):
+    return "[N, H_v, V, K], state_v_first" if state_v_first else "[N, H_v, K, V]"
+
+
+def _fake_forward(
+    op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, output_final_state, output_low_level, output_h
+):
+    """(g_cumsum, A, o, h, final_state), as allocate_forward in csrc/forward.cpp makes them."""
+    state_shape, compute_dtype = _check_inputs(op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    B, T, _, K = q.shape
+    _, _, H_v, V = v.shape
+    N = state_shape[0]
+    rows, chunks = (B, (T + _CHUNK - 1) // _CHUNK) if cu_seqlens is None else (1, (T + (_CHUNK - 1) * N) // _CHUNK)
 
     def empty(wanted, shape, dtype):
         return q.new_empty(shape if wanted else (0,), dtype=dtype)
@@ -132,6 +143,7 @@ def _(
     output_h=False,
     auto_cp=True,
     state_v_first=False,
+    use_qk_l2norm_in_kernel=False,
 ):
     return _fake_forward(
         "chunk_gated_delta_rule_fwd",
@@ -149,15 +161,189 @@ def _(
     )
 
 
-def _register_missing_backward(op):
+@torch.library.register_fake("flash_qla::chunk_gated_delta_rule_bwd")
+def _(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A,
+    do,
+    dht=None,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    state_v_first=False,
+    auto_cp=True,
+    use_qk_l2norm_in_kernel=False,
+):
+    op = "chunk_gated_delta_rule_bwd"
+    state_shape, compute_dtype = _check_inputs(op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    _check_device(op, q, A=A, do=do, dht=dht)
+    _check_shape(op, "A", A, (*g.shape, _CHUNK), "[B, T, H_v, 64]")
+    _check_shape(op, "do", do, v.shape, "[B, T, H_v, V], like v")
+    if dht is not None:
+        _check_shape(op, "dht", dht, state_shape, _state_symbols(state_v_first))
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(k.shape),
+        q.new_empty(v.shape),
+        q.new_empty(beta.shape, dtype=compute_dtype),
+        q.new_empty(g.shape, dtype=compute_dtype),
+        q.new_empty((0,) if initial_state is None else state_shape, dtype=compute_dtype),
+    )
+
+
+# Autograd. chunk_gated_delta_rule_fwd is what has a formula, because the backward needs its g_cumsum and A. Where
+# gradients are wanted chunk_gated_delta_rule calls it; elsewhere it stays what it is and makes neither. The results of
+# chunk_gated_delta_rule_bwd do not require gradients.
+
+
+def _forward_for_backward(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+    state_v_first=False,
+    auto_cp=True,
+):
+    _, _, o, _, final_state = _forward_low_level(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        cu_seqlens,
+        output_final_state,
+        False,
+        auto_cp,
+        state_v_first,
+        use_qk_l2norm_in_kernel,
+    )
+    return o, final_state
+
+
+@torch.library.impl("flash_qla::chunk_gated_delta_rule", "Autograd")
+def _(*args):
+    # Every call on tensors that are not inference tensors comes here, so this is kept short.
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return _forward_for_backward(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward(*args)
+
+
+def _save_for_backward(ctx, inputs, output):
+    (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        cu_seqlens,
+        output_final_state,
+        _,
+        auto_cp,
+        state_v_first,
+        use_qk_l2norm_in_kernel,
+    ) = inputs
+    g_cumsum, A, _, h, final_state = output
+    ctx.save_for_backward(q, k, v, g_cumsum, beta, A, initial_state, cu_seqlens)
+    ctx.g_dtype = g.dtype
+    ctx.scale = scale
+    ctx.flags = (state_v_first, auto_cp, use_qk_l2norm_in_kernel)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(g_cumsum, A, h, *(() if output_final_state else (final_state,)))
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """chunk_gated_delta_rule_bwd for backward(create_graph=True): the error comes when the results are differentiated,
+    not when they are made, as the graph may be wanted for the sake of other parts of a model."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return _backward(*args)
+
+    @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(
-            f"flash_qla::{op} has no backward pass yet. Call it under torch.no_grad() or torch.inference_mode(), "
-            "or on tensors that do not require gradients."
+            "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
         )
 
-    torch.library.register_autograd(f"flash_qla::{op}", backward)
+
+def _differentiate(ctx, dg_cumsum, dA, do, dh, dht):
+    if do is None and dht is None:
+        return (None,) * _ARGUMENTS
+    q, k, v, g_cumsum, beta, A, initial_state, cu_seqlens = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(v)
+    state_v_first, auto_cp, use_qk_l2norm_in_kernel = ctx.flags
+    backward = _OnceDifferentiable.apply if torch.is_grad_enabled() else _backward
+    dq, dk, dv, db, dg, dh0 = backward(
+        q,
+        k,
+        v,
+        g_cumsum,
+        beta,
+        A,
+        do,
+        dht,
+        ctx.scale,
+        initial_state,
+        cu_seqlens,
+        state_v_first,
+        auto_cp,
+        use_qk_l2norm_in_kernel,
+    )
+    # As long as the arguments that came: the dispatcher leaves out defaults at the end.
+    needed = ctx.needs_input_grad
+    return (
+        dq if needed[0] else None,
+        dk if needed[1] else None,
+        dv if needed[2] else None,
+        dg.to(ctx.g_dtype) if needed[3] else None,
+        db.to(beta.dtype) if needed[4] else None,
+        None,
+        dh0.to(initial_state.dtype) if initial_state is not None and needed[6] else None,
+        *(None,) * (_ARGUMENTS - 7),
+    )
 
 
-_register_missing_backward("chunk_gated_delta_rule")
-_register_missing_backward("chunk_gated_delta_rule_fwd")
+torch.library.register_autograd(
+    "flash_qla::chunk_gated_delta_rule_fwd", _differentiate, setup_context=_save_for_backward
+)
+torch.library.impl("flash_qla::chunk_gated_delta_rule_bwd", "Autograd", torch.library.fallthrough_kernel)
+
+
+# Autocast: q, k and v come to the autocast dtype, like the factors of a matrix product. The ops convert the rest to
+# their compute dtype.
+
+
+def _register_autocast(op, device_type, dispatch_key):
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+
+    def cast(x, dtype):
+        # float64 is left alone, as by PyTorch's own ops.
+        wanted = x is not None and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if wanted else x
+
+    @torch.library.impl(op._schema.name, dispatch_key)
+    def _(q, k, v, *args):
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *args)
+
+
+for _op in (_forward, _forward_low_level):
+    _register_autocast(_op, "cuda", "AutocastCUDA")
+    _register_autocast(_op, "cpu", "AutocastCPU")

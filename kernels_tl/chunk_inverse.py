@@ -1,9 +1,10 @@
-"""The chunk inverse A = (I + stril(diag(beta) K K^T))^-1, gate-free, and the matrix M = (A * D) diag(beta) made of it.
+"""The chunk inverse A = (I + stril(diag(beta) K K^T))^-1, gate-free, and its gated form A * D - I.
 
     A              [R, HV, C]      the op's output: row i of a chunk's A at token i; zero on padding rows.  In a partial
                                    chunk the columns behind its last token are zero
-    gated_inverse  [NT, HV, C, C]  M, with D_ij = exp(b_i - b_j) for i >= j and 0 above: what V_new = M (V - ...) needs.
-                                   diag(gamma) A diag(1/gamma) = A * D, so the gates never enter the inverse
+    gated_inverse  [NT, HV, C, C]  A * D - I, with D_ij = exp(b_i - b_j) for i >= j and 0 above: what V_new needs. A * D
+                                   is diag(gamma) A diag(1/gamma), so the gates never enter the inverse; its unit
+                                   diagonal is left out, so that products with it round only what is small
 
 The inverse is blockwise, in fp32 on the CUDA cores: the four 16 x 16 diagonal blocks by forward substitution, one
 thread a column; then 16 -> 32 -> 64 by X21 = -X22 (L21 X11).
@@ -21,6 +22,7 @@ from kernels_tl.common import (
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
+    GATE_BETA,
     GATE_LOG,
     GATE_ROWS,
     PADDING,
@@ -65,7 +67,6 @@ def chunk_inverse(dtype):
     @T.prim_func
     def main(
         k: T.Tensor([R, HK, D], dtype),
-        beta: T.Tensor([R, HV], "float32"),
         gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
         chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
         A: T.Tensor([R, HV, C], dtype),
@@ -95,7 +96,7 @@ def chunk_inverse(dtype):
                 T.tma_copy(k[row : row + C, T.truncdiv(hv, group), :], K_s, barrier=loaded)
                 T.barrier_arrive(loaded)
                 if tx < C:
-                    beta_s[tx] = T.if_then_else(tx < length, beta[row + tx, hv], 0.0)
+                    beta_s[tx] = gates[slot, hv, GATE_BETA, tx]
                     b_s[tx] = gates[slot, hv, GATE_LOG, tx]
                 T.barrier_wait(loaded, 0)
                 T.wgmma_gemm(K_s, K_s, KK, transpose_B=True, clear_accum=True)
@@ -139,7 +140,7 @@ def chunk_inverse(dtype):
                     j = tx % (C // 4) * 4
                     for c in T.unroll(4):
                         entries[c] = T.if_then_else(
-                            (i >= j + c) & (i < length), X_s[i, j + c] * T.exp(b_s[i] - b_s[j + c]) * beta_s[j + c], 0.0
+                            (i > j + c) & (i < length), X_s[i, j + c] * T.exp(b_s[i] - b_s[j + c]), 0.0
                         )
                     for c in T.vectorized(4):
                         gated_inverse[slot, hv, i, j + c] = entries[c]

@@ -1,18 +1,22 @@
 """The states: the recurrence over the chunks of each sequence, with the state in registers from first to last chunk.
 
 Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A operand
-(D the gate matrix, M = (A * D) diag(beta) made by chunk_inverse):
+(D the gate matrix; L = A * D - I, strictly lower triangular, is made by chunk_inverse):
 
     h        = S                                     stored for chunk_output, V-first
-    R^T      = V^T - (S^T K^T) diag(gamma)
-    V_new^T  = R^T M^T                               stored for chunk_output, transposed
+    R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
+    V_new^T  = R^T + R^T L^T                         stored for chunk_output, transposed
     S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
-Each CTA owns one value tile (64 rows of S^T) of one head of one sequence: one consumer warpgroup that computes and one
-producer warp that keeps the next chunks' K, V, M and gates coming by TMA.  128 / 64 = 2 tiles a head give short
-sequences and few heads twice the CTAs; their common K and M come from L2.
+update: "rounded" takes the factor V_new^T diag(gamma_C / gamma) of the last line in 16 bits, which makes the largest
+error of S; "exact" adds what the rounding left in a second product. That is for the backward, which makes the states
+again: its dg hangs on them.
 
-    shared memory a CTA: stages * (K 16 + V 8 + M 8 + gates 0.75 KB) + h 16 + V_new 8 KB = 90 KB, so 2 CTAs an SM
+Each CTA owns one value tile (64 rows of S^T) of one head of one sequence: one consumer warpgroup that computes and one
+producer warp that keeps the next chunks' K, V, L and gates coming by TMA.  128 / 64 = 2 tiles a head give short
+sequences and few heads twice the CTAs; their common K and L come from L2.
+
+    shared memory a CTA: stages * (K 16 + V 8 + L 8 + gates 1.25 KB) + h 16 + V_new 8 KB = 90 KB, so 2 CTAs an SM
 
 Launched on [N, HV, value tiles].
 """
@@ -20,6 +24,7 @@ Launched on [N, HV, value tiles].
 import tilelang.language as T
 
 from kernels_tl.common import (
+    GATE_BETA,
     GATE_DECAY,
     GATE_GAMMA,
     GATE_ROWS,
@@ -40,7 +45,7 @@ CONSUMERS = 128  # one warpgroup
 PRODUCERS = 32  # one warp
 
 
-def chunk_states(dtype):
+def chunk_states(dtype, update):
     R, HK, HV, N, NT, h_slots, state_size = dims("R", "HK", "HV", "N", "NT", "h_slots", "state_size")
 
     @T.prim_func
@@ -63,7 +68,7 @@ def chunk_states(dtype):
         with T.Kernel(N, HV, D // VALUE_TILE, threads=CONSUMERS + PRODUCERS) as (n, hv, tile):
             K_s = T.alloc_shared([STAGES, C, D], dtype)
             V_s = T.alloc_shared([STAGES, C, VALUE_TILE], dtype)
-            M_s = T.alloc_shared([STAGES, C, C], dtype)
+            L_s = T.alloc_shared([STAGES, C, C], dtype)
             gates_s = T.alloc_shared([STAGES, GATE_ROWS, C], "float32")
             h_s = T.alloc_shared([VALUE_TILE, D], dtype)
             V_new_s = T.alloc_shared([VALUE_TILE, C], dtype)
@@ -84,10 +89,12 @@ def chunk_states(dtype):
             if tx < CONSUMERS:
                 S = T.alloc_fragment([VALUE_TILE, D], "float32")  # S^T
                 S_16 = T.alloc_fragment([VALUE_TILE, D], dtype)
-                V = T.alloc_fragment([VALUE_TILE, C], "float32")
-                acc = T.alloc_fragment([VALUE_TILE, C], "float32")  # S^T K^T, then V_new^T
-                R_16 = T.alloc_fragment([VALUE_TILE, C], dtype)  # R^T, then V_new^T
+                acc = T.alloc_fragment([VALUE_TILE, C], "float32")  # S^T K^T
+                V = T.alloc_fragment([VALUE_TILE, C], "float32")  # V^T, R^T, V_new^T in turn
+                V_16 = T.alloc_fragment([VALUE_TILE, C], dtype)
                 decayed = T.alloc_fragment([VALUE_TILE, C], dtype)  # V_new^T diag(gamma_C / gamma)
+                if update == "exact":
+                    rest = T.alloc_fragment([VALUE_TILE, C], dtype)  # what rounding took from it
 
                 if has_initial_state != 0:
                     for i, j in T.Parallel(VALUE_TILE, D):
@@ -123,20 +130,25 @@ def chunk_states(dtype):
                     T.wait_wgmma(0)
 
                     for i, j in T.Parallel(VALUE_TILE, C):
-                        R_16[i, j] = T.if_then_else(j < valid, V[i, j] - gates_s[s, GATE_GAMMA, j] * acc[i, j], 0.0)
-                    T.wgmma_gemm(
-                        R_16, M_s[s, :, :], acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-                    )
+                        V[i, j] = T.if_then_else(
+                            j < valid, gates_s[s, GATE_BETA, j] * (V[i, j] - gates_s[s, GATE_GAMMA, j] * acc[i, j]), 0.0
+                        )
+                    T.copy(V, V_16)
+                    T.wgmma_gemm(V_16, L_s[s, :, :], V, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for i, j in T.Parallel(VALUE_TILE, D):
                         S[i, j] *= gates_s[s, GATE_GAMMA, C - 1]
                     T.wait_wgmma(0)
 
                     for i, j in T.Parallel(VALUE_TILE, C):
-                        decayed[i, j] = acc[i, j] * gates_s[s, GATE_DECAY, j]
+                        decayed[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j]
                     T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
-                    T.copy(acc, R_16)
+                    if update == "exact":
+                        for i, j in T.Parallel(VALUE_TILE, C):
+                            rest[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j] - T.Cast("float32", decayed[i, j])
+                        T.wgmma_gemm(rest, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
+                    T.copy(V, V_16)
                     T.tma_store_wait(1)  # likewise, the last chunk's V_new has left V_new_s
-                    T.copy(R_16, V_new_s)
+                    T.copy(V_16, V_new_s)
                     T.fence_proxy_async()
                     T.tma_copy(V_new_s, v_new[first + c, hv, v0 : v0 + VALUE_TILE, :])
                     T.wait_wgmma(0)
@@ -158,7 +170,7 @@ def chunk_states(dtype):
                         v[t : t + C, hv, v0 : v0 + VALUE_TILE], V_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
                     )
                     T.tma_copy(
-                        gated_inverse[first + c, hv, :, :], M_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
+                        gated_inverse[first + c, hv, :, :], L_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
                     )
                     T.tma_copy(gates[first + c, hv, :, :], gates_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
                     T.barrier_arrive(loaded[s])

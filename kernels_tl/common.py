@@ -14,9 +14,12 @@ import tilelang.language as T
 C = 64  # tokens a chunk: one WGMMA M tile, and the size whose inverse still fits a warpgroup
 D = 128  # head dimension, K = V
 
-# Rows of the gate table, [NT, HV, GATE_ROWS, C] fp32: everything that is exponential is computed once, by gate_cumsum.
-GATE_LOG, GATE_GAMMA, GATE_DECAY = 0, 1, 2  # b_i, exp(b_i), exp(b_C - b_i)
-GATE_ROWS = 3
+# Rows of the gate table, [NT, HV, GATE_ROWS, C] fp32, which gate_cumsum writes: what a token brings to its head besides
+# its vectors, chunk by chunk, with every exponential computed once.
+GATE_LOG, GATE_GAMMA, GATE_DECAY, GATE_FADE, GATE_BETA = range(
+    5
+)  # b_i, exp(b_i), exp(b_C - b_i), exp(b_i - b_1), beta_i
+GATE_ROWS = 5
 
 # Columns of the two tables that chunk_plan writes.
 SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK = 0, 1, 2  # of sequence n: first token row, tokens, first chunk slot

@@ -1,4 +1,5 @@
-"""x / sqrt(sum(x^2) + 1e-6) over the head dimension, in fp32, rounded to the dtype of x; eps as in transformers.
+"""y = x * rstd, rstd = 1 / sqrt(sum(x^2) + 1e-6) over the head dimension, in fp32; y is rounded to the dtype of x. The
+backward wants rstd too (has_rstd). eps as in transformers.
 
 One warp a row of D = 128 channels.  Launched on [rows / 8]; rows = R * heads.
 """
@@ -16,7 +17,12 @@ def l2norm(dtype):
     (rows,) = dims("rows")
 
     @T.prim_func
-    def main(x: T.Tensor([rows, D], dtype), y: T.Tensor([rows, D], dtype)):
+    def main(
+        x: T.Tensor([rows, D], dtype),
+        y: T.Tensor([rows, D], dtype),
+        rstd: T.Tensor([rows], "float32"),
+        has_rstd: T.int32,
+    ):
         with T.Kernel(T.ceildiv(rows, ROWS), threads=ROWS * LANES) as block:
             tx = T.get_thread_binding()
             row = block * ROWS + tx // LANES
@@ -30,7 +36,10 @@ def l2norm(dtype):
                     total = total + values[i] * values[i]
                 for step in T.unroll(5):
                     total = total + T.shfl_xor(total, 1 << step)
+                total = T.rsqrt(total + EPS)
                 for i in T.vectorized(D // LANES):
-                    y[row, column + i] = values[i] * T.rsqrt(total + EPS)
+                    y[row, column + i] = values[i] * total
+                if (has_rstd != 0) & (column == 0):
+                    rstd[row] = total
 
     return main

@@ -7,13 +7,22 @@ nothing is rounded to 16 bits; what adds up is the length of the sums and of the
 inverse, stored in the dtype of q: up to u for the stored value alone, so the same bar holds. The gate cumsum is fp32
 whatever 16-bit dtype q has: 64 additions, each off by at most half an ulp of a partial sum.
 
+Gradients have bars of 8e-3 (dq, dk, dv, dh0) and 1e-2 (db, dg) in bf16 and an eighth of that in fp16: their way is the
+forward's and about as much again. In fp32 and fp64 the gates' cumulative sum adds a part of its own, see gradient_bar.
+
 A mean over everything hides one bad token among thousands, so each block of 64 tokens x 1 head (each head's state) must
-also stay within BLOCK_FACTOR times the bar. One wrong token in a block is an error of 12%.
+also stay within BLOCK_FACTOR times the bar. One wrong token in a block is an error of 12%. db and dg have one number
+per token and head, and 64 of them may be small against what they are differences of; their blocks are whole heads, and
+each single number must be right to TOKEN_FACTOR times the bar, of its own size or the head's root mean square.
+
+db and dg are dot products. Where few of them are compared their norm may be small by luck, while the rounding of their
+terms is not; it counts as at least their `size`, what it would be for terms of random signs (reference.Gradients).
 """
 
 from __future__ import annotations
 
 import torch
+from reference import Gradients, one_thread
 
 BF16_BAR = 5e-3
 BARS = {
@@ -23,48 +32,106 @@ BARS = {
     torch.float64: 1e-12,
 }
 CUMSUM_BARS = {torch.float32: 64 * 2.0**-24, torch.float64: 64 * 2.0**-53}
+GRADIENT_BF16_BARS = {"dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "db": 1e-2, "dg": 1e-2, "dh0": 8e-3}
 BLOCK_FACTOR = 4
+TOKEN_FACTOR = 16
 MIN_BLOCK = 256  # smaller blocks are a few numbers that may cancel; the bar over the whole tensor holds for them too
 
 worst: dict[tuple[str, str, str], tuple[float, str]] = {}  # (tensor, dtype, device) -> (error, case)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|actual - expected|_2 / |expected|_2; the plain |actual|_2 where expected is zero. NaN if anything is NaN."""
+def gradient_bar(name: str, dtype: torch.dtype, g_cumsum: torch.Tensor) -> float:
+    """The bar of a gradient; dtype is that of q, g_cumsum the reference's.
+
+    The backward gets the gates as their cumulative sum b. What b_t - b_{t-1} gives back is off by half an ulp of b_t,
+    at most 2^-24 |b_t| in fp32, and the decay e^{b_t - b_{t-1}} by as much of itself. Where |b| is large, little is
+    remembered for more than a few tokens; over four of them such errors, added up in quadrature, are twice as large.
+    In 16 bits this is nothing beside the rounding of q, k and v, as long as |b| stays in the thousands.
+    """
+    if dtype == torch.bfloat16:
+        return GRADIENT_BF16_BARS[name]
+    if dtype == torch.float16:
+        return GRADIENT_BF16_BARS[name] / 8
+    half_ulp = torch.finfo(dtype).eps / 2
+    largest = g_cumsum.abs().max().item() if g_cumsum.numel() else 0.0
+    return BARS[dtype] + 2 * half_ulp * largest
+
+
+def smallest_norm(actual: torch.Tensor, elements: int) -> float:
+    """Below this the dtype has no relative precision: every element at its smallest normal number."""
+    return torch.finfo(actual.dtype).tiny * elements**0.5
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, size: torch.Tensor | None = None) -> float:
+    """|actual - expected|_2 / |expected|_2. NaN if anything is NaN."""
     difference = torch.linalg.vector_norm(actual.double() - expected).item()
-    norm = torch.linalg.vector_norm(expected).item()
-    return difference / norm if norm > 0 else difference
+    norms = [torch.linalg.vector_norm(x).item() for x in (expected, size) if x is not None]
+    return difference / max(*norms, smallest_norm(actual, actual.numel()))
 
 
-def worst_block(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
+def worst_block(actual: torch.Tensor, expected: torch.Tensor, size: torch.Tensor | None = None) -> tuple[float, int]:
     """Largest relative error over the leading dimension, and where.
 
     A block's norm counts as at least a hundredth of the mean block's: smaller ones are what cancellation or decay left.
     """
-    actual, expected = actual.double().flatten(1), expected.flatten(1)
-    difference = (actual - expected).norm(dim=1)
-    norms = expected.norm(dim=1)
-    floor = 0.01 * norms.square().mean().sqrt()
-    error = difference / torch.maximum(norms, floor)
-    error = torch.where(difference == 0, 0.0, error)
-    index = int(error.nan_to_num(nan=float("inf")).argmax())
-    return error[index].item(), index
+    difference = (actual.double() - expected).flatten(1).norm(dim=1)
+    norms = expected.flatten(1).norm(dim=1)
+    floor = (0.01 * norms.square().mean().sqrt()).clamp_min(smallest_norm(actual, actual[0].numel()))
+    norms = torch.maximum(norms, floor)
+    if size is not None:
+        norms = torch.maximum(norms, size.flatten(1).norm(dim=1))
+    return largest(difference / norms)
+
+
+def worst_token(actual: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> tuple[float, int]:
+    """Largest error of a number of [heads, T], relative to itself or its head's root mean square, and where."""
+    least = torch.maximum(expected.square().mean(1, keepdim=True), size.square().mean(1, keepdim=True)).sqrt()
+    norms = torch.maximum(expected.abs(), least).clamp_min(smallest_norm(actual, 1))
+    return largest(((actual.double() - expected).abs() / norms).flatten())
+
+
+def largest(errors: torch.Tensor) -> tuple[float, int]:
+    index = int(errors.nan_to_num(nan=float("inf")).argmax())
+    return errors[index].item(), index
 
 
 def token_blocks(x: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, D] -> [B * ceil(T / 64) * H, 64, D], zero-padded."""
-    B, T, H, D = x.shape
-    padding = -T % 64
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
-    return x.reshape(B * ((T + padding) // 64), 64, H, D).transpose(1, 2).flatten(0, 1)
+    """[B, T, H, D] -> [B * ceil(T / 64) * H, 64, D].
+
+    The last block is the last 64 tokens, some of them a second time: a block of a few tokens is a few numbers that may
+    cancel. Fewer tokens than 64 are padded with zeros.
+    """
+    T = x.shape[1]
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, max(0, 64 - T)))
+    starts = [*range(0, T - 64, 64), max(0, T - 64)]
+    return torch.stack([x[:, start : start + 64].transpose(1, 2) for start in starts], 1).flatten(0, 2)
 
 
 def state_blocks(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -3)
 
 
+def head_blocks(x: torch.Tensor) -> torch.Tensor:
+    """[B, T, H] -> [B * H, T]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+BLOCKS = {
+    **dict.fromkeys(("o", "A", "dq", "dk", "dv"), token_blocks),
+    **dict.fromkeys(("h", "final_state", "dh0"), state_blocks),
+    **dict.fromkeys(("db", "dg"), head_blocks),
+}
+
+
+@one_thread()
 def check(
-    name: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, case: str, bar: float | None = None
+    name: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    case: str,
+    bar: float | None = None,
+    size: torch.Tensor | None = None,
 ):
     """Assert shape and accuracy of one output; dtype is that of q and picks the bar."""
     assert actual.shape == expected.shape, f"{name} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
@@ -72,7 +139,7 @@ def check(
         bar = CUMSUM_BARS[actual.dtype] if name == "g_cumsum" else BARS[dtype]
     if actual.numel() == 0:
         return
-    error = relative_error(actual, expected)
+    error = relative_error(actual, expected, size)
     key = (name, str(dtype).removeprefix("torch."), actual.device.type)
     if not error <= worst.get(key, (-1.0, ""))[0]:
         worst[key] = (error, case)
@@ -84,16 +151,34 @@ def check(
         )
     if not expected.any():
         assert not actual.any(), f"{name}: expected exactly zero [{case}]"
-    blocks = token_blocks if name in ("o", "A") else state_blocks if name in ("h", "final_state") else None
-    if blocks is not None:
-        actual, expected = blocks(actual), blocks(expected)
-        if actual[0].numel() >= MIN_BLOCK:
-            error, index = worst_block(actual, expected)
-            if not error <= BLOCK_FACTOR * bar:
-                raise AssertionError(
-                    f"{name}: relative L2 error {error:.3e} > {BLOCK_FACTOR * bar:.1e} "
-                    f"in block {index} of {len(actual)} [{case}]"
-                )
+    if name not in BLOCKS:
+        return
+    actual, expected, size = (x if x is None else BLOCKS[name](x) for x in (actual, expected, size))
+    if actual[0].numel() >= MIN_BLOCK:
+        error, index = worst_block(actual, expected, size)
+        if not error <= BLOCK_FACTOR * bar:
+            raise AssertionError(
+                f"{name}: relative L2 error {error:.3e} > {BLOCK_FACTOR * bar:.1e} "
+                f"in block {index} of {len(actual)} [{case}]"
+            )
+    if size is not None:
+        error, index = worst_token(actual, expected, size)
+        if not error <= TOKEN_FACTOR * bar:
+            head, token = divmod(index, actual.shape[1])
+            raise AssertionError(
+                f"{name}: error {error:.3e} > {TOKEN_FACTOR * bar:.1e} at token {token} of head {head} [{case}]"
+            )
+
+
+@one_thread()
+def check_gradients(actual: dict, expected: Gradients, dtype: torch.dtype, case: str, g_cumsum: torch.Tensor):
+    """Every gradient in `actual`, by name, against the reference's; g_cumsum is that of the reference too."""
+    for name, x in actual.items():
+        wanted = getattr(expected, name)
+        check(name, x, wanted, dtype, case, gradient_bar(name, dtype, g_cumsum), expected.sizes.get(name))
+        # dg sums over pairs of tokens in the chunk form, and may come to zero by cancellation only.
+        if name != "dg":
+            assert not x[wanted == 0].any(), f"{name}: expected exactly zero in some elements [{case}]"
 
 
 def worst_errors() -> list[dict]:

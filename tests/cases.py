@@ -1,5 +1,5 @@
-"""Inputs for the forward tests: a Case says everything about a call, make_inputs builds it, check_forward runs both
-public functions over poisoned memory and compares every output with the fp64 reference."""
+"""Inputs for the tests: a Case says everything about a call, make_inputs and make_gradients build it, check_forward and
+check_backward run the public functions over poisoned memory and compare every output with the fp64 reference."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ import torch.nn.functional as F
 from poison import poisoned
 
 import flash_qla
+
+# The differentiable arguments, and what the backward calls their gradients, in the order in which it returns them
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
+# o's gradients add up to about this size in the state's over some hundred tokens, so that both sources matter.
+DHT_SCALE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Case:
     use_qk_l2norm_in_kernel: bool = False
     auto_cp: bool = True
     strides: str = "contiguous"
+    do_strides: str = "contiguous"
+    dht: torch.dtype | None = torch.float32
     seed: int = 0
 
     def __str__(self):
@@ -59,6 +66,9 @@ def gates(kind: str, shape, generator) -> torch.Tensor:
         return F.logsigmoid(x) / 16
     if kind == "near_threshold":  # over 1024 tokens a factor of e^-4 to e^-24: neither negligible nor certain to matter
         return (-torch.linspace(4, 24, H_v, dtype=torch.float64) / 1024).expand(shape).clone()
+    if kind == "resets":  # slow decay, and one token in ten that forgets everything
+        resets = torch.rand(shape, generator=generator, dtype=torch.float64) < 0.1
+        return torch.where(resets, -50.0, F.logsigmoid(x) / 16)
     constant = {"tiny": -1e-6, "underflow": -50.0, "zero": 0.0}[kind]
     return torch.full(shape, constant, dtype=torch.float64)
 
@@ -109,15 +119,25 @@ def restride(x: torch.Tensor, kind: str) -> torch.Tensor:
     raise ValueError(kind)
 
 
+def shapes(case: Case) -> tuple[int, int, int]:
+    """B, T and the number of sequences."""
+    if case.lengths is None:
+        return case.B, case.T, case.B
+    return 1, sum(case.lengths) + case.padding, len(case.lengths)
+
+
+def state_shape(case: Case) -> tuple[int, ...]:
+    N = shapes(case)[2]
+    return (N, case.H_v, case.V, case.K) if case.state_v_first else (N, case.H_v, case.K, case.V)
+
+
 def make_inputs(case: Case, device: str) -> dict:
     """Keyword arguments that chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have in common. Made on the CPU, so
     that both devices see the same numbers."""
     generator = torch.Generator().manual_seed(case.seed)
-    if case.lengths is None:
-        B, T, N = case.B, case.T, case.B
-        cu_seqlens = None
-    else:
-        B, T, N = 1, sum(case.lengths) + case.padding, len(case.lengths)
+    B, T, _ = shapes(case)
+    cu_seqlens = None
+    if case.lengths is not None:
         offsets = list(itertools.accumulate(case.lengths, initial=0))
         cu_seqlens = torch.tensor(offsets, dtype=case.cu_dtype, device=device)
     q = torch.randn(B, T, case.H_k, case.K, generator=generator, dtype=torch.float64)
@@ -129,8 +149,7 @@ def make_inputs(case: Case, device: str) -> dict:
     g = gates(case.gate, (B, T, case.H_v), generator)
     initial_state = None
     if case.initial_state is not None:
-        shape = (N, case.H_v, case.V, case.K) if case.state_v_first else (N, case.H_v, case.K, case.V)
-        initial_state = case.state_scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        initial_state = case.state_scale * torch.randn(state_shape(case), generator=generator, dtype=torch.float64)
         initial_state = initial_state.to(device, case.initial_state)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     dtypes = {"q": case.dtype, "k": case.dtype, "v": case.dtype, "g": case.g_dtype, "beta": case.beta_dtype}
@@ -149,42 +168,119 @@ def make_inputs(case: Case, device: str) -> dict:
     )
 
 
+def make_gradients(case: Case, device: str) -> dict:
+    """The gradients of o, in its dtype, and of the final state, which is None where the case has none. Made on the CPU
+    too, by a generator of their own, so that the inputs are the forward's."""
+    generator = torch.Generator().manual_seed(case.seed + 1_000_003)
+    B, T, _ = shapes(case)
+    shape = (B, T, case.H_v, case.V)
+    if case.do_strides == "expanded":  # the same for all tokens and heads, as from a mean over them
+        do = torch.randn(case.V, generator=generator, dtype=torch.float64).to(device, case.dtype).expand(shape)
+    else:
+        do = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if case.padding:
+            do[:, T - case.padding :] = float("nan")
+        do = restride(do.to(device, case.dtype), case.do_strides)
+    dht = None
+    if case.dht is not None:
+        dht = DHT_SCALE * torch.randn(state_shape(case), generator=generator, dtype=torch.float64)
+        dht = dht.to(device, case.dht)
+    return {"do": do, "dht": dht}
+
+
 def reference_of(inputs: dict) -> reference.Reference:
     return reference.gated_delta_rule(**{name: x for name, x in inputs.items() if name != "auto_cp"})
 
 
+def reference_gradients(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None) -> reference.Gradients:
+    inputs = {name: x for name, x in inputs.items() if name != "auto_cp"}
+    return reference.gated_delta_rule_bwd(**inputs, do=do, dht=dht)
+
+
 def run_forward(inputs: dict, output_h: bool = True, output_final_state: bool = True):
-    """The low-level function, which does not normalise q and k: (g_cumsum, A, o, h, final_state)."""
-    inputs = {name: x for name, x in inputs.items() if name != "use_qk_l2norm_in_kernel"}
+    """The low-level function: (g_cumsum, A, o, h, final_state)."""
     return flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=output_h, output_final_state=output_final_state)
+
+
+def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None, intermediates=None) -> dict:
+    """The low-level function: the gradients by name, dh0 only where there is an initial state. intermediates are the
+    forward's g_cumsum and A."""
+    g_cumsum, A = intermediates or run_forward(inputs, output_h=False, output_final_state=False)[:2]
+    outputs = flash_qla.chunk_gated_delta_rule_bwd(**{**inputs, "g": g_cumsum}, A=A, do=do, dht=dht)
+    gradients = dict(zip(GRADIENT_OF.values(), outputs, strict=True))
+    if inputs["initial_state"] is None:
+        assert gradients.pop("dh0") is None
+    return gradients
+
+
+def run_autograd(inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(GRADIENT_OF)) -> dict:
+    """The gradients of the inputs named in `of` through chunk_gated_delta_rule. An output whose gradient is None is not
+    used."""
+    of = [name for name in of if inputs[name] is not None]
+    leaves = {name: inputs[name].detach().requires_grad_() for name in of}
+    outputs = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=dht is not None)
+    used = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if dx is not None]
+    gradients = torch.autograd.grad([x for x, _ in used], list(leaves.values()), [dx for _, dx in used])
+    return dict(zip((GRADIENT_OF[name] for name in of), gradients, strict=True))
+
+
+def make_arguments(case: Case, device: str) -> dict:
+    return {**make_inputs(case, device), **make_gradients(case, device)}
+
+
+def run_all(arguments: dict) -> dict:
+    """Every output of every function, by name."""
+    gradients = {name: arguments[name] for name in ("do", "dht")}
+    inputs = {name: x for name, x in arguments.items() if name not in gradients}
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    low_level = run_forward(inputs)
+    return {
+        "o": o,
+        "final_state": final_state,
+        **dict(zip(("g_cumsum", "A", "low-level o", "h", "low-level final_state"), low_level, strict=True)),
+        **run_backward(inputs, **gradients, intermediates=low_level[:2]),
+        **{f"autograd's {name}": x for name, x in run_autograd(inputs, **gradients).items()},
+    }
+
+
+def equal(actual: dict, expected: dict) -> bool:
+    """The same names, the same bits."""
+    return actual.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in actual.items())
+
+
+def compute_dtype(case: Case) -> torch.dtype:
+    return torch.float64 if case.dtype == torch.float64 else torch.float32
+
+
+def covered_tokens(case: Case) -> int:
+    return case.T if case.lengths is None else sum(case.lengths)
 
 
 def check_forward(case: Case, device: str) -> None:
     """Both public functions against the reference, every output."""
     inputs = make_inputs(case, device)
     expected = reference_of(inputs)
-    covered = sum(case.lengths) if case.lengths is not None else case.T
-    compute_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    covered = covered_tokens(case)
 
     with poisoned(device):
         o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    assert o.dtype == case.dtype and final_state.dtype == compute_dtype
+    assert o.dtype == case.dtype and final_state.dtype == compute_dtype(case)
     assert o.is_contiguous() and final_state.is_contiguous()
     accuracy.check("o", o, expected.o, case.dtype, str(case))
     accuracy.check("final_state", final_state, expected.final_state, case.dtype, str(case))
     assert not o[:, covered:].any()
 
-    if case.use_qk_l2norm_in_kernel:
-        return
     with poisoned(device):
         g_cumsum, A, o, h, final_state = run_forward(inputs)
-    assert o.dtype == A.dtype == case.dtype and final_state.dtype == g_cumsum.dtype == compute_dtype
+    assert o.dtype == A.dtype == case.dtype and final_state.dtype == g_cumsum.dtype == compute_dtype(case)
     accuracy.check("o", o, expected.o, case.dtype, str(case))
     accuracy.check("final_state", final_state, expected.final_state, case.dtype, str(case))
     accuracy.check("h", h, expected.h, case.dtype, str(case))
     expected_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
     accuracy.check("g_cumsum", g_cumsum, expected_cumsum, case.dtype, str(case))
-    expected_A = reference.chunk_inverse(inputs["k"], inputs["beta"], inputs["cu_seqlens"])
+    expected_A = reference.chunk_inverse(
+        inputs["k"], inputs["beta"], inputs["cu_seqlens"], case.use_qk_l2norm_in_kernel
+    )
     accuracy.check("A", A, expected_A, case.dtype, str(case))
     # Above the diagonal, beyond a chunk's end and outside the sequences A is zero, not merely small.
     position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
@@ -192,3 +288,27 @@ def check_forward(case: Case, device: str) -> None:
     assert not A.transpose(1, 2)[outside[:, None].expand(-1, case.H_v, -1, -1)].any()
     for x in (o, g_cumsum, A):
         assert not x[:, covered:].any()
+
+
+def check_backward(case: Case, device: str) -> None:
+    """The low-level function's gradients against the reference, and autograd's against those, bit by bit."""
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected = reference_gradients(inputs, **gradients)
+    covered = covered_tokens(case)
+
+    with poisoned(device):
+        actual = run_backward(inputs, **gradients)
+    for name, x in actual.items():
+        dtype = case.dtype if name in ("dq", "dk", "dv") else compute_dtype(case)
+        assert x.dtype == dtype and x.is_contiguous(), f"{name} is {x.dtype} with strides {x.stride()} [{case}]"
+        assert name == "dh0" or not x[:, covered:].any(), f"{name}: not zero in padding [{case}]"
+    g_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
+    accuracy.check_gradients(actual, expected, case.dtype, str(case), g_cumsum)
+
+    with poisoned(device):
+        through_autograd = run_autograd(inputs, **gradients)
+    assert through_autograd.keys() == actual.keys()
+    for argument, name in GRADIENT_OF.items():
+        if name in actual:  # autograd's has the dtype of the input
+            same = torch.equal(through_autograd[name], actual[name].to(inputs[argument].dtype))
+            assert same, f"{name}: autograd's is another [{case}]"

@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-FRESH_BYTES = 256 << 20  # more free memory than a call of the tests' sizes asks for
+FRESH_BYTES = 1 << 30  # more free memory than a call of the tests' sizes asks for
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def fill_free_cuda_blocks():
         for block in segment["blocks"]
         if block["state"] == "inactive"
     ]
-    sizes += [FRESH_BYTES] + [512 << (i % 8) for i in range(256)]
+    sizes += [max(0, FRESH_BYTES - sum(sizes))] + [512 << (i % 8) for i in range(256)]
     # Largest first: the allocator takes the smallest block that fits, so each request gets the block it was read from.
     blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(sizes, reverse=True)]
     for block in blocks:

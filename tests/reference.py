@@ -29,6 +29,20 @@ class Reference:
 
 
 @dataclasses.dataclass
+class Gradients:
+    """All fp64, of the shapes of q, k, v, beta, g and the initial state. Rows that belong to no sequence are zero."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    db: torch.Tensor
+    dg: torch.Tensor
+    dh0: torch.Tensor
+    # Of db and dg, each number a dot product x . y of n terms: |x| |y| / sqrt(n), what random signs would make of it
+    sizes: dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
 class Layout:
     """Where each sequence lies in the flattened [B * T] token axis and in the flattened chunk axis."""
 
@@ -76,6 +90,83 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
 
 
+def l2norm_bwd(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """Gradient of x, from that of y = l2norm(x)."""
+    r = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
+    y = x * r
+    return r * (dy - y * (y * dy).sum(-1, keepdim=True))
+
+
+def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x[..., :, None] * y[..., None, :]
+
+
+def vecmat(x: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+    return (x[..., None, :] @ S)[..., 0, :]
+
+
+def matvec(S: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (S @ y[..., :, None])[..., 0]
+
+
+class Recurrence:
+    """The inputs in fp64, with a row per token and a head per value head, and the sequences in the order in which they
+    run: longest first, so that those still running at step t are the first ones and their states S[:n] a view."""
+
+    def __init__(self, q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first):
+        B, T, H_v, V = v.shape
+        self.B, self.T, self.H_v, self.V = B, T, H_v, V
+        self.H_k, self.K = k.shape[2:]
+        self.scale = self.K**-0.5 if scale is None else scale
+        self.state_v_first = state_v_first
+        rows = [x.double().reshape(B * T, *x.shape[2:]) for x in (q, k, v, g, beta)]
+        self.q_in, self.k_in, self.v, g, self.beta = rows
+        self.decay = g.exp()
+        # value head h reads q/k head h // groups
+        self.q, self.k = (
+            (l2norm(x) if use_qk_l2norm_in_kernel else x).repeat_interleave(H_v // self.H_k, 1)
+            for x in (self.q_in, self.k_in)
+        )
+
+        self.layout = Layout.of(B, T, cu_seqlens)
+        N = len(self.layout.lengths)
+        order = sorted(range(N), key=lambda n: -self.layout.lengths[n])
+        self.lengths = [self.layout.lengths[n] for n in order]
+        self.order = self.index(order)
+        self.starts = self.index(self.layout.starts)[self.order]
+        self.initial_state = self.states_in(initial_state)
+
+    def index(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.v.device)
+
+    def states_in(self, states: torch.Tensor | None) -> torch.Tensor:
+        """The caller's states, or zeros, in the order of this class."""
+        if states is None:
+            return self.v.new_zeros(len(self.lengths), self.H_v, self.K, self.V)
+        states = states.mT if self.state_v_first else states
+        return states.double()[self.order]
+
+    def states_out(self, S: torch.Tensor) -> torch.Tensor:
+        states = torch.empty_like(S)
+        states[self.order] = S
+        return states.mT if self.state_v_first else states
+
+    def steps(self) -> list[torch.Tensor]:
+        """For each step t, the rows of token t of the sequences that have one."""
+        n, rows = len(self.lengths), []
+        for t in range(max(self.lengths, default=0)):
+            while self.lengths[n - 1] <= t:
+                n -= 1
+            rows.append(self.starts[:n] + t)
+        return rows
+
+    def advance(self, S: torch.Tensor, rows: torch.Tensor) -> None:
+        """S_{t-1} becomes S_t."""
+        k = self.k[rows]
+        S *= self.decay[rows][..., None, None]
+        S += outer(k, self.beta[rows][..., None] * (self.v[rows] - vecmat(k, S)))
+
+
 @one_thread()
 def gated_delta_rule(
     q,
@@ -89,53 +180,94 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel=False,
     state_v_first=False,
 ) -> Reference:
-    B, T, H_v, V = v.shape
-    K = k.shape[-1]
-    groups = H_v // k.shape[2]
-    layout = Layout.of(B, T, cu_seqlens)
-    N = len(layout.lengths)
-    scale = K**-0.5 if scale is None else scale
-
-    q, k, v, g, beta = (x.double().reshape(B * T, *x.shape[2:]) for x in (q, k, v, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    q = q.repeat_interleave(groups, 1)  # value head h reads q/k head h // groups
-    k = k.repeat_interleave(groups, 1)
-    decay = g.exp()
-
-    o = v.new_zeros(B * T, H_v, V)
-    h = v.new_zeros(layout.h_shape[0] * layout.h_shape[1], H_v, K, V)
-    S = v.new_zeros(N, H_v, K, V)
-    if initial_state is not None:
-        S += initial_state.double().mT if state_v_first else initial_state.double()
-
-    # Longest first: the sequences still running at step t are then the first n, and S[:n] is a view.
-    order = sorted(range(N), key=lambda n: -layout.lengths[n])
-    lengths = [layout.lengths[n] for n in order]
-    order_index = torch.tensor(order, dtype=torch.int64, device=v.device)
-    starts = torch.tensor(layout.starts, dtype=torch.int64, device=v.device)[order_index]
-    chunk_starts = torch.tensor(layout.chunk_starts, dtype=torch.int64, device=v.device)
-    chunk_starts = chunk_starts[order_index]
-    S = S[order_index]
-    n = N
-    for t in range(max(lengths, default=0)):
-        while lengths[n - 1] <= t:
-            n -= 1
-        rows = starts[:n] + t
-        S_n, k_t = S[:n], k[rows]
+    p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
+    o = torch.zeros_like(p.v)
+    h = p.v.new_zeros(p.layout.h_shape[0] * p.layout.h_shape[1], p.H_v, p.K, p.V)
+    chunk_starts = p.index(p.layout.chunk_starts)[p.order]
+    S = p.initial_state
+    for t, rows in enumerate(p.steps()):
+        S_n = S[: len(rows)]
         if t % CHUNK == 0:
-            h[chunk_starts[:n] + t // CHUNK] = S_n
-        S_n *= decay[rows][..., None, None]
-        v_new = beta[rows][..., None] * (v[rows] - (k_t[..., None, :] @ S_n)[..., 0, :])
-        S_n += k_t[..., :, None] * v_new[..., None, :]
-        o[rows] = scale * (q[rows][..., None, :] @ S_n)[..., 0, :]
+            h[chunk_starts[: len(rows)] + t // CHUNK] = S_n
+        p.advance(S_n, rows)
+        o[rows] = p.scale * vecmat(p.q[rows], S_n)
+    h = h.reshape(*p.layout.h_shape, p.H_v, p.K, p.V)
+    return Reference(o.reshape(v.shape), p.states_out(S), h.mT if state_v_first else h)
 
-    final_state = torch.empty_like(S)
-    final_state[order_index] = S
-    h = h.reshape(*layout.h_shape, H_v, K, V)
-    if state_v_first:
-        final_state, h = final_state.mT, h.mT
-    return Reference(o.reshape(B, T, H_v, V), final_state, h)
+
+@one_thread()
+def gated_delta_rule_bwd(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    do,
+    dht=None,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False,
+    state_v_first=False,
+) -> Gradients:
+    """The recurrence in reverse. With a = e^{g_t}, e = v_t - a S_{t-1}^T k_t, u = beta_t e: S_t = a S_{t-1} + k_t u^T.
+    At first dS is dht; before step t it is the gradient of S_t but for what comes through o_t = scale * S_t^T q_t:
+
+        dS  <- dS + scale q_t do_t^T                dq_t = scale * S_t do_t
+        du   = dS^T k_t                             db_t = du . e
+        dv_t = beta_t du                            dk_t = dS u - a S_{t-1} dv_t
+        dS  <- a (dS - k_t dv_t^T)                  dg_t = <dS, S_{t-1}>
+
+    and the last dS is that of S_{t-1}, in the end dh0. States are kept at every 64th token, those between made again.
+    """
+    p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
+    do = do.double().reshape(p.v.shape)
+    dq, dk, dv, db, dg = (torch.zeros_like(x) for x in (p.q, p.k, p.v, p.beta, p.decay))
+    db_size, dg_size = torch.zeros_like(db), torch.zeros_like(dg)
+    steps = p.steps()
+    S = p.initial_state
+    chunk_states = []
+    for t, rows in enumerate(steps):
+        if t % CHUNK == 0:
+            chunk_states.append(S[: len(rows)].clone())
+        p.advance(S[: len(rows)], rows)
+
+    dS = p.states_in(dht)
+    for first in reversed(range(0, len(steps), CHUNK)):
+        S = chunk_states.pop()
+        states = [S.clone()]
+        for rows in steps[first : first + CHUNK]:
+            p.advance(S[: len(rows)], rows)
+            states.append(S[: len(rows)].clone())
+        for t in reversed(range(first, first + len(states) - 1)):
+            rows = steps[t]
+            S_t, S_before, dS_n = states.pop(), states[-1][: len(rows)], dS[: len(rows)]
+            k_t, do_t, a, b = p.k[rows], do[rows], p.decay[rows][..., None], p.beta[rows][..., None]
+            e = p.v[rows] - a * vecmat(k_t, S_before)
+            dS_n += outer(p.scale * p.q[rows], do_t)
+            du = vecmat(k_t, dS_n)
+            dv_t = b * du
+            dq[rows] = p.scale * matvec(S_t, do_t)
+            dk[rows] = matvec(dS_n, b * e) - a * matvec(S_before, dv_t)
+            dv[rows] = dv_t
+            db[rows] = (du * e).sum(-1)
+            db_size[rows] = du.norm(dim=-1) * e.norm(dim=-1) * p.V**-0.5
+            dS_n -= outer(k_t, dv_t)
+            dS_n *= a[..., None]
+            dg[rows] = (dS_n * S_before).sum((-2, -1))
+            dg_size[rows] = dS_n.norm(dim=(-2, -1)) * S_before.norm(dim=(-2, -1)) * (p.K * p.V) ** -0.5
+
+    dq, dk = (x.unflatten(1, (p.H_k, p.H_v // p.H_k)).sum(2) for x in (dq, dk))
+    if use_qk_l2norm_in_kernel:
+        # Rows of no sequence may hold NaN, and have a gradient of zero.
+        covered = torch.zeros(p.B * p.T, 1, 1, dtype=torch.bool, device=dq.device)
+        for rows in steps:
+            covered[rows] = True
+        dq, dk = (torch.where(covered, l2norm_bwd(x, dy), dy) for x, dy in ((p.q_in, dq), (p.k_in, dk)))
+    dq, dk, dv, db, dg, db_size, dg_size = (
+        x.reshape(p.B, p.T, *x.shape[1:]) for x in (dq, dk, dv, db, dg, db_size, dg_size)
+    )
+    return Gradients(dq, dk, dv, db, dg, p.states_out(dS), {"db": db_size, "dg": dg_size})
 
 
 def position_in_chunk(B: int, T: int, cu_seqlens=None) -> torch.Tensor:

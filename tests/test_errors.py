@@ -4,29 +4,28 @@ import re
 
 import pytest
 import torch
-from cases import Case, make_inputs
+from cases import Case, make_gradients, make_inputs
 
 import flash_qla
 
-OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd")
+OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 
 
-def call(op: str, inputs: dict):
-    inputs = dict(inputs)
-    if op.endswith("_fwd"):
-        del inputs["use_qk_l2norm_in_kernel"]
-    return getattr(flash_qla, op)(**inputs)
-
-
-def good(device: str, **case) -> dict:
-    return make_inputs(Case(**{"T": 64, **case}), device)
+def good(op: str, device: str, **case) -> dict:
+    """Arguments that op accepts. For the backward, g and A need not be what a forward returned: nothing is computed."""
+    case = Case(**{"T": 64, **case})
+    inputs = make_inputs(case, device)
+    if op.endswith("_bwd"):
+        A = inputs["q"].new_zeros((*inputs["beta"].shape, 64))
+        inputs |= {"A": A, **make_gradients(case, device)}
+    return inputs
 
 
 def check_raises(op: str, inputs: dict, argument: str, *parts: str):
     """The message names op and argument, and holds every part."""
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] if inputs["q"].is_cuda else 0
     with pytest.raises(RuntimeError) as error:
-        call(op, inputs)
+        getattr(flash_qla, op)(**inputs)
     message = str(error.value)
     assert f"flash_qla::{op}:" in message
     assert re.search(rf"\b{argument}\b", message), message
@@ -93,41 +92,80 @@ WRONG_VARLEN = {
 }
 
 
+# Of the backward alone
+WRONG_GRADIENT = {
+    "A rank": (replaced("A", lambda x: x[0]), "A", ["[64, 4, 64]", "[1, 64, 4, 64]"]),
+    "A heads": (replaced("A", lambda x: x[:, :, :2]), "A", ["[1, 64, 2, 64]", "[1, 64, 4, 64]"]),
+    "A of another chunk size": (replaced("A", lambda x: x[..., :32]), "A", ["[1, 64, 4, 32]", "[1, 64, 4, 64]"]),
+    "A dtype": (replaced("A", lambda x: x.float()), "A", ["float32", "bfloat16"]),
+    "A integer": (replaced("A", lambda x: x.int()), "A", ["int32", "bfloat16"]),
+    "do rank": (replaced("do", lambda x: x[0]), "do", ["[64, 4, 128]", "[1, 64, 4, 128]"]),
+    "do heads first": (replaced("do", lambda x: x.transpose(1, 2)), "do", ["[1, 4, 64, 128]", "[1, 64, 4, 128]"]),
+    "do tokens": (replaced("do", lambda x: x[:, :63]), "do", ["[1, 63, 4, 128]", "[1, 64, 4, 128]"]),
+    "do head dim": (replaced("do", lambda x: x[..., :64]), "do", ["[1, 64, 4, 64]", "[1, 64, 4, 128]"]),
+    "do integer": (replaced("do", lambda x: x.int()), "do", ["int32", "float32"]),
+    "dht count": (replaced("dht", lambda x: x.repeat(2, 1, 1, 1)), "dht", ["[2, 4, 128, 128]", "[1, 4, 128, 128]"]),
+    "dht rank": (replaced("dht", lambda x: x[0]), "dht", ["[4, 128, 128]", "[1, 4, 128, 128]"]),
+    "dht heads": (replaced("dht", lambda x: x[:, :2]), "dht", ["[1, 2, 128, 128]", "[1, 4, 128, 128]"]),
+    "dht integer": (replaced("dht", lambda x: x.int()), "dht", ["int32", "float32"]),
+}
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_input(device, op, wrong):
     edit, argument, parts = WRONG[wrong]
-    check_raises(op, edit(good(device)), argument, *parts)
+    check_raises(op, edit(good(op, device)), argument, *parts)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("wrong", WRONG_VARLEN)
 def test_wrong_varlen_input(device, op, wrong):
     edit, argument, parts = WRONG_VARLEN[wrong]
-    check_raises(op, edit(good(device, lengths=(60, 4))), argument, *parts)
+    check_raises(op, edit(good(op, device, lengths=(60, 4))), argument, *parts)
+
+
+@pytest.mark.parametrize("wrong", WRONG_GRADIENT)
+def test_wrong_gradient(device, wrong):
+    edit, argument, parts = WRONG_GRADIENT[wrong]
+    check_raises("chunk_gated_delta_rule_bwd", edit(good("chunk_gated_delta_rule_bwd", device)), argument, *parts)
+
+
+def test_final_state_gradient_for_the_batch(device):
+    """With cu_seqlens there is one for each sequence."""
+    inputs = good("chunk_gated_delta_rule_bwd", device, lengths=(60, 4), initial_state=None)
+    inputs["dht"] = inputs["dht"][:1]
+    check_raises("chunk_gated_delta_rule_bwd", inputs, "dht", "[1, 4, 128, 128]", "[2, 4, 128, 128]")
+
+
+@pytest.mark.parametrize("name", ("A", "do"))
+def test_none_for_what_the_backward_needs(name):
+    inputs = good("chunk_gated_delta_rule_bwd", "cpu", T=5)
+    with pytest.raises((RuntimeError, TypeError), match=rf"\b{name}\b"):
+        flash_qla.chunk_gated_delta_rule_bwd(**{**inputs, name: None})
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_batch_with_cu_seqlens(device, op):
-    inputs = {**good(device, B=2), "cu_seqlens": torch.tensor([0, 64], device=device)}
+    inputs = {**good(op, device, B=2), "cu_seqlens": torch.tensor([0, 64], device=device)}
     check_raises(op, inputs, "q", "2", "1", "cu_seqlens")
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("empty", ((slice(None), slice(None), slice(0, 0)), (..., slice(0, 0))), ids=("heads", "dims"))
 def test_no_key_heads_or_dims(device, op, empty):
-    inputs = good(device, initial_state=None)
+    inputs = good(op, device, initial_state=None)
     inputs.update(q=inputs["q"][empty], k=inputs["k"][empty])
     check_raises(op, inputs, "q", str(list(inputs["q"].shape)))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_state_in_the_other_layout(op):
+@pytest.mark.parametrize(("op", "name"), [(op, "initial_state") for op in OPS] + [(OPS[2], "dht")])
+def test_state_in_the_other_layout(op, name):
     """Shows where K != V, so on the CPU only."""
-    inputs = good("cpu", K=16, V=8)
-    check_raises(
-        op, {**inputs, "state_v_first": True}, "initial_state", "[1, 4, 16, 8]", "[1, 4, 8, 16]", "state_v_first"
-    )
+    inputs = good(op, "cpu", K=16, V=8)
+    if name == "dht":
+        inputs["initial_state"] = None
+    check_raises(op, {**inputs, "state_v_first": True}, name, "[1, 4, 16, 8]", "[1, 4, 8, 16]", "state_v_first")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -144,15 +182,18 @@ def test_state_in_the_other_layout(op):
     ids=str,
 )
 def test_cu_seqlens_contents_on_cpu(op, offsets, parts):
-    inputs = {**good("cpu", T=64, initial_state=None), "cu_seqlens": torch.tensor(offsets)}
+    inputs = {**good(op, "cpu", initial_state=None, dht=None), "cu_seqlens": torch.tensor(offsets)}
     check_raises(op, inputs, "cu_seqlens", *parts)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", ("k", "v", "g", "beta", "initial_state", "cu_seqlens"))
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op in OPS for name in ("k", "v", "g", "beta", "initial_state", "cu_seqlens")]
+    + [(OPS[2], name) for name in ("A", "do", "dht")],
+)
 def test_argument_on_the_cpu(op, name):
-    inputs = good("cuda", lengths=(60, 4))
+    inputs = good(op, "cuda", lengths=(60, 4))
     inputs[name] = inputs[name].cpu()
     check_raises(op, inputs, name, "cpu", "cuda:0")
 
@@ -161,14 +202,14 @@ def test_argument_on_the_cpu(op, name):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("K", "V", "argument", "got"), ((64, 128, "q", 64), (128, 64, "v", 64), (256, 256, "q", 256)))
 def test_head_dims_of_the_gpu(op, K, V, argument, got):
-    check_raises(op, good("cuda", K=K, V=V), argument, str(got), "128")
+    check_raises(op, good(op, "cuda", K=K, V=V), argument, str(got), "128")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_dtypes_of_the_gpu(op, dtype):
-    check_raises(op, good("cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
+    check_raises(op, good(op, "cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
 
 
 # The Python functions' keywords
@@ -186,7 +227,7 @@ DEFAULT_KEYWORDS = {
 
 @pytest.mark.parametrize("name", DEFAULT_KEYWORDS)
 def test_other_libraries_keywords_at_their_default(name):
-    inputs = good("cpu", T=5)
+    inputs = good("chunk_gated_delta_rule", "cpu", T=5)
     expected = flash_qla.chunk_gated_delta_rule(**inputs)[0]
     assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs, **{name: DEFAULT_KEYWORDS[name]})[0], expected)
 
@@ -208,32 +249,18 @@ def test_other_libraries_keywords_at_their_default(name):
 )
 def test_keywords_that_would_change_the_result_raise(name, value):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=name):
-        flash_qla.chunk_gated_delta_rule(**good("cpu", T=5), **{name: value})
+        flash_qla.chunk_gated_delta_rule(**good("chunk_gated_delta_rule", "cpu", T=5), **{name: value})
 
 
-def test_unknown_keywords_of_the_low_level_function_raise():
-    inputs = good("cpu", T=5)
-    del inputs["use_qk_l2norm_in_kernel"]
+@pytest.mark.parametrize("op", OPS[1:])
+def test_unknown_keywords_of_the_low_level_functions_raise(op):
     with pytest.raises(TypeError, match="no_such_keyword"):
-        flash_qla.chunk_gated_delta_rule_fwd(**inputs, no_such_keyword=None)
+        getattr(flash_qla, op)(**good(op, "cpu", T=5), no_such_keyword=None)
 
 
-def test_missing_argument_raises():
-    inputs = good("cpu", T=5)
-    del inputs["beta"]
-    with pytest.raises(TypeError, match="beta"):
-        flash_qla.chunk_gated_delta_rule(**inputs)
-
-
-@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta", "initial_state"))
-def test_backward_says_that_it_is_missing(name):
-    """Never a silent zero gradient. The forward itself works with inputs that require gradients."""
-    inputs = good("cpu", T=5, dtype=torch.float32)
-    inputs[name].requires_grad_()
-    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    assert o.requires_grad and final_state.requires_grad
-    for output in (o, final_state):
-        with pytest.raises(NotImplementedError, match="backward"):
-            output.sum().backward(retain_graph=True)
-    with torch.no_grad():
-        assert not flash_qla.chunk_gated_delta_rule(**inputs)[0].requires_grad
+@pytest.mark.parametrize(("op", "name"), [(op, "beta") for op in OPS] + [(OPS[2], "A"), (OPS[2], "do")])
+def test_missing_argument_raises(op, name):
+    inputs = good(op, "cpu", T=5)
+    del inputs[name]
+    with pytest.raises(TypeError, match=name):
+        getattr(flash_qla, op)(**inputs)

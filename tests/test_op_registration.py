@@ -1,4 +1,5 @@
-"""The ops as PyTorch's machinery sees them: schemas, fake implementations, autograd, compile, export, TorchScript."""
+"""The ops as PyTorch's machinery sees them: schemas, fake implementations, compile, export, TorchScript. What builds on
+autograd is in test_autograd.py."""
 
 import statistics
 import time
@@ -6,7 +7,7 @@ import time
 import accuracy
 import pytest
 import torch
-from cases import Case, make_inputs
+from cases import Case, make_gradients, make_inputs, run_forward
 from subprocesses import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,25 +24,33 @@ CASES = (
     Case(lengths=(65, 0, 3), K=16, V=8, dtype=torch.float32, cu_dtype=torch.int64, state_v_first=True, scale=0.5),
     Case(B=2, T=70),
     Case(lengths=(65, 0, 3), initial_state=torch.bfloat16, dtype=torch.float16, beta_dtype=torch.float16),
-    Case(T=70, strides="heads_first"),
+    Case(T=70, strides="heads_first", do_strides="heads_first"),
 )
 
-
-def split(inputs: dict, op: str) -> tuple[tuple, dict]:
-    kwargs = {name: x for name, x in inputs.items() if name not in INPUTS}
-    if op == "chunk_gated_delta_rule_fwd":
-        del kwargs["use_qk_l2norm_in_kernel"]
-    return tuple(inputs[name] for name in INPUTS), kwargs
+OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 
 
-def op_calls(op: str):
+def op_arguments(op: str, case: Case, device: str) -> tuple[tuple, dict]:
+    """Tensors that the op requires, and the other arguments by name."""
+    inputs = make_inputs(case, device)
+    args = [inputs.pop(name) for name in INPUTS]
+    if op == "chunk_gated_delta_rule_bwd":
+        gradients = make_gradients(case, device)
+        g_cumsum, A = run_forward({**dict(zip(INPUTS, args, strict=True)), **inputs})[:2]
+        args = [*args[:3], g_cumsum, args[4], A, gradients["do"]]
+        inputs["dht"] = gradients["dht"]
+    return tuple(args), inputs
+
+
+def flags_of(op: str):
     """The combinations of optional outputs."""
-    if op == "chunk_gated_delta_rule":
-        return [{"output_final_state": x} for x in (False, True)]
-    return [{"output_final_state": x, "output_h": y} for x in (False, True) for y in (False, True)]
-
-
-OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd")
+    return {
+        "chunk_gated_delta_rule": [{"output_final_state": x} for x in (False, True)],
+        "chunk_gated_delta_rule_fwd": [
+            {"output_final_state": x, "output_h": y} for x in (False, True) for y in (False, True)
+        ],
+        "chunk_gated_delta_rule_bwd": [{}],
+    }[op]
 
 
 def for_device(case: Case, device: str):
@@ -53,22 +62,21 @@ def for_device(case: Case, device: str):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck(device, op, case):
     for_device(case, device)
-    args, kwargs = split(make_inputs(case, device), op)
-    for flags in op_calls(op):
+    args, kwargs = op_arguments(op, case, device)
+    for flags in flags_of(op):
         torch.library.opcheck(getattr(ops, op).default, args, {**kwargs, **flags})
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck_with_inputs_that_require_gradients(device, op):
-    args, kwargs = split(make_inputs(Case(T=70), device), op)
-    for x in args:
-        x.requires_grad_()
-    torch.library.opcheck(
-        getattr(ops, op).default,
-        args,
-        kwargs,
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
+@pytest.mark.parametrize("case", CASES[1::2], ids=str)
+def test_opcheck_with_inputs_that_require_gradients(device, op, case):
+    for_device(case, device)
+    args, kwargs = op_arguments(op, case, device)
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    for flags in flags_of(op):
+        torch.library.opcheck(getattr(ops, op).default, args, {**kwargs, **flags})
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -76,8 +84,8 @@ def test_opcheck_with_inputs_that_require_gradients(device, op):
 def test_fake_outputs_are_like_the_real_ones(device, op, case):
     """Shape, strides and dtype; a graph compiled for wrong strides reads the wrong elements."""
     for_device(case, device)
-    args, kwargs = split(make_inputs(case, device), op)
-    for flags in op_calls(op):
+    args, kwargs = op_arguments(op, case, device)
+    for flags in flags_of(op):
         real = getattr(ops, op)(*args, **kwargs, **flags)
         with FakeTensorMode() as mode:
             to_fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
@@ -88,21 +96,24 @@ def test_fake_outputs_are_like_the_real_ones(device, op, case):
 
 
 def test_outputs_not_asked_for_are_empty(device):
-    args, kwargs = split(make_inputs(Case(B=2, T=70), device), "chunk_gated_delta_rule_fwd")
+    args, kwargs = op_arguments("chunk_gated_delta_rule_fwd", Case(B=2, T=70), device)
     h, final_state = ops.chunk_gated_delta_rule_fwd(*args, **kwargs, output_final_state=False, output_h=False)[3:]
     assert h.shape == final_state.shape == (0,)
     assert h.dtype == torch.bfloat16 and final_state.dtype == torch.float32
     assert h.device == final_state.device == args[0].device
+    args, kwargs = op_arguments("chunk_gated_delta_rule_bwd", Case(B=2, T=70, initial_state=None), device)
+    dh0 = ops.chunk_gated_delta_rule_bwd(*args, **kwargs)[5]
+    assert dh0.shape == (0,) and dh0.dtype == torch.float32 and dh0.device == args[0].device
 
 
-def test_meta_tensors():
+@pytest.mark.parametrize("op", OPS)
+def test_meta_tensors(op):
     """Shapes without data, on any machine."""
-    inputs = {
-        name: x.to("meta") if isinstance(x, torch.Tensor) else x
-        for name, x in make_inputs(Case(B=2, T=70), "cpu").items()
-    }
-    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    assert o.shape == (2, 70, 4, 128) and final_state.shape == (2, 4, 128, 128)
+    args, kwargs = op_arguments(op, Case(B=2, T=70), "cpu")
+    real = getattr(ops, op)(*args, **kwargs)
+    to_meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+    meta = getattr(ops, op)(*(x.to("meta") for x in args), **to_meta)
+    assert [x.shape for x in meta] == [x.shape for x in real] and all(x.is_meta for x in meta)
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
@@ -138,14 +149,16 @@ def test_compile_once_for_all_lengths(device, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("flags", op_calls("chunk_gated_delta_rule_fwd"), ids=str)
-def test_compile_the_low_level_function(device, flags):
+@pytest.mark.parametrize(
+    ("op", "flags"), [(op, flags) for op in OPS[1:] for flags in flags_of(op)], ids=lambda x: str(x)
+)
+def test_compile_the_low_level_functions(device, op, flags):
     torch._dynamo.reset()
-    args, kwargs = split(make_inputs(Case(B=2, T=70), device), "chunk_gated_delta_rule_fwd")
-    compiled = torch.compile(flash_qla.chunk_gated_delta_rule_fwd, fullgraph=True, backend="aot_eager")
+    args, kwargs = op_arguments(op, Case(B=2, T=70), device)
+    function = getattr(flash_qla, op)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        actual = compiled(*args, **kwargs, **flags)
-        expected = flash_qla.chunk_gated_delta_rule_fwd(*args, **kwargs, **flags)
+        actual, expected = compiled(*args, **kwargs, **flags), function(*args, **kwargs, **flags)
     for x, y in zip(actual, expected, strict=True):
         assert (x is None and y is None) or torch.equal(x, y)
 

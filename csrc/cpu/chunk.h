@@ -36,6 +36,51 @@ struct ValueBlock {
 void advance(const ValueBlock<float>& block);
 void advance(const ValueBlock<double>& block);
 
+template <typename CT>
+struct ReplayBlock {
+  int64_t tokens;
+  int64_t padded_k;
+  const CT* k;      // [tokens, padded_k]
+  const CT* v;      // [tokens, kBlockV]
+  const CT* decay;  // [tokens] e^g
+  const CT* beta;   // [tokens]
+  CT* states;       // [tokens + 1, padded_k, kBlockV]: the first is given, the others are written
+  CT* error;        // [tokens, kBlockV] v - a S^T k, to be written
+};
+
+// The states of advance, all of them.
+void replay(const ReplayBlock<float>& block);
+void replay(const ReplayBlock<double>& block);
+
+template <typename CT>
+struct ReverseBlock {
+  int64_t tokens;
+  int64_t padded_k;
+  const CT* q;       // [tokens, padded_k]
+  const CT* k;       // [tokens, padded_k]
+  const CT* grad_o;  // [tokens, kBlockV], times scale
+  const CT* decay;   // [tokens] e^g
+  const CT* beta;    // [tokens]
+  const CT* states;  // [tokens + 1, padded_k, kBlockV], from replay
+  const CT* error;   // [tokens, kBlockV], from replay
+  CT* grad_state;    // [padded_k, kBlockV], in and out
+  CT* dq;            // [tokens, padded_k], added to
+  CT* dk;            // [tokens, padded_k], added to
+  CT* dv;            // [tokens, kBlockV], written
+  CT* db;            // [tokens], added to
+  CT* dg;            // [tokens], added to
+};
+
+// Token by token from the last. With S_t = a S_{t-1} + k v_new^T, v_new = beta e, e = v - a S_{t-1}^T k, and dS the
+// gradient of S_t from the tokens after t:
+//     dS <- dS + scale q do^T          dq = scale S_t do
+//     dv_new = dS^T k                  db = dv_new . e          dv = beta dv_new
+//     dS' = a (dS - k dv^T)            dk = dS v_new - a S_{t-1} dv
+//     dg = <dS', S_{t-1}>
+// and dS' is the dS of t - 1.
+void reverse(const ReverseBlock<float>& block);
+void reverse(const ReverseBlock<double>& block);
+
 // A [tokens, kChunk] = (I + stril(diag(beta) K K^T))^-1, by forward substitution; columns from `tokens` on are zero.
 // k is [tokens, padded_k], k_transposed [padded_k, kChunk] with zeros from column `tokens` on.
 void chunk_inverse(int64_t tokens, int64_t padded_k, const float* k, const float* k_transposed, const float* beta,

@@ -2,7 +2,7 @@
 
     from flash_qla.integrations.transformers import restore, use_flash_qla
 
-    use_flash_qla(model)            # from here on, prefill runs flash_qla.chunk_gated_delta_rule
+    use_flash_qla(model)            # from here on, prefill and training run flash_qla.chunk_gated_delta_rule
     restore(model)                  # as it was
 
     with use_flash_qla(model):      # the same for one block
@@ -11,7 +11,8 @@
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, ...). Only the layers of the given model change, so other models in the process keep what
 they use. Decoding one token at a time stays with the model's own recurrent function, which continues
-from flash_qla's final state. On a GPU the model must be in bf16 or fp16.
+from flash_qla's final state. On a GPU the model must be in bf16 or fp16, or run under torch.autocast.
+Gradients and gradient checkpointing work as with the model's own function.
 
 A layer reaches its chunk function in one of two ways, depending on the transformers release:
 

@@ -1,0 +1,45 @@
+#include "cpu_call.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+
+#include "offsets.h"
+
+namespace flash_qla {
+
+void say_once_that_this_is_slow(const char* op) {
+  static const char* const quiet = std::getenv("FLASH_QLA_QUIET");
+  static std::atomic<bool> said = quiet != nullptr && std::string_view(quiet) == "1";
+  if (!said.exchange(true)) {
+    aoti_torch_warn(op, __FILE__, __LINE__,
+                    "flash_qla: the tensors are on the CPU, so the plain recurrence runs, which is the slow path. The "
+                    "fast kernels need a Hopper GPU (sm_90). This is said once per process; FLASH_QLA_QUIET=1 in the "
+                    "environment silences it.");
+  }
+}
+
+std::vector<cpu::Sequence> list_sequences(const Problem& p, const ForwardArgs& args) {
+  std::vector<cpu::Sequence> sequences(p.N);
+  if (p.varlen) {
+    const std::vector<int64_t> offsets = checked_offsets(p, *args.cu_seqlens);
+    int64_t chunk = 0;
+    for (int64_t n = 0; n < p.N; ++n) {
+      sequences[n] = {.index = n, .begin = offsets[n], .end = offsets[n + 1], .first_chunk = chunk};
+      chunk += cpu::chunk_count(offsets[n + 1] - offsets[n]);
+    }
+  } else {
+    for (int64_t n = 0; n < p.N; ++n) {
+      sequences[n] = {.index = n, .begin = n * p.T, .end = (n + 1) * p.T, .first_chunk = n * cpu::chunk_count(p.T)};
+    }
+  }
+  return sequences;
+}
+
+int64_t covered_tokens(const std::vector<cpu::Sequence>& sequences) {
+  return sequences.empty() ? 0 : sequences.back().end;
+}
+
+}  // namespace flash_qla

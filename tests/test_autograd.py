@@ -1,0 +1,327 @@
+"""The ops under autograd and what builds on it: gradcheck, torch.compile, checkpointing, autocast, TorchScript, DDP."""
+
+import accuracy
+import pytest
+import torch
+from cases import GRADIENT_OF, Case, make_gradients, make_inputs, run_autograd, run_backward
+from reference import one_thread
+from subprocesses import run_side_by_side
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import flash_qla
+
+FP64 = torch.float64
+ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "initial_state": FP64, "dht": FP64}
+INPUTS = ("q", "k", "v", "g", "beta")
+
+
+def both_functions(inputs: dict):
+    """(o, final_state) of each, as functions of the differentiable inputs in the order of GRADIENT_OF."""
+
+    def high_level(*leaves):
+        arguments = {**inputs, **dict(zip(GRADIENT_OF, leaves, strict=True))}
+        return flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
+
+    def low_level(*leaves):
+        arguments = {**inputs, **dict(zip(GRADIENT_OF, leaves, strict=True))}
+        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_fwd(**arguments)
+        return o, final_state
+
+    return high_level, low_level
+
+
+def leaves_of(inputs: dict) -> list[torch.Tensor]:
+    return [inputs[name].detach().requires_grad_() for name in GRADIENT_OF]
+
+
+# The formula
+
+
+@pytest.mark.parametrize(
+    ("fast_mode", "case"),
+    (
+        (False, Case(B=2, T=3, H_k=1, H_v=2, K=3, V=2, **ALL_FP64)),
+        (False, Case(lengths=(2, 0, 3), H_k=2, H_v=2, K=2, V=3, state_v_first=True, scale=0.7, **ALL_FP64)),
+        (False, Case(T=4, H_k=1, H_v=3, K=2, V=2, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_FP64)),
+        (True, Case(B=2, T=70, H_k=2, H_v=4, K=5, V=3, gate="logsigmoid", **ALL_FP64)),
+        (True, Case(lengths=(66, 0, 3), H_k=1, H_v=2, K=4, V=9, state_v_first=True, **ALL_FP64)),
+        (True, Case(lengths=(66, 5), H_k=1, H_v=3, K=4, V=4, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_FP64)),
+    ),
+    ids=str,
+)
+def test_gradcheck(fast_mode, case):
+    """With each output's gradient undefined in turn, too."""
+    inputs = make_inputs(case, "cpu")
+    with one_thread():
+        for function in both_functions(inputs):
+            assert torch.autograd.gradcheck(function, leaves_of(inputs), fast_mode=fast_mode)
+
+
+def test_both_functions_have_the_same_gradients(device):
+    case = Case(lengths=(70, 3))
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected = run_backward(inputs, **gradients)
+    for function in both_functions(inputs):
+        leaves = leaves_of(inputs)
+        actual = torch.autograd.grad(function(*leaves), leaves, tuple(gradients.values()))
+        assert all(torch.equal(dx, expected[name]) for dx, name in zip(actual, GRADIENT_OF.values(), strict=True))
+
+
+def test_what_requires_a_gradient(device):
+    inputs = make_inputs(Case(T=70), device)
+    inputs["k"].requires_grad_()
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert o.requires_grad and final_state.requires_grad
+    g_cumsum, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    assert o.requires_grad and final_state.requires_grad
+    assert not any(x.requires_grad for x in (g_cumsum, A, h))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not flash_qla.chunk_gated_delta_rule(**inputs)[0].requires_grad
+
+
+def test_double_backward_says_that_it_is_missing(device):
+    """First derivatives with create_graph are what they are without."""
+    case = Case(T=70)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    leaves = leaves_of(inputs)
+    outputs = both_functions(inputs)[0](*leaves)
+    first = torch.autograd.grad(outputs, leaves, tuple(gradients.values()), create_graph=True)
+    expected = run_backward(inputs, **gradients)
+    assert all(torch.equal(dx, expected[name]) for dx, name in zip(first, GRADIENT_OF.values(), strict=True))
+    for dx in first:
+        with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule.*double backward"):
+            dx.sum().backward(retain_graph=True)
+
+
+# Memory and time that only training pays
+
+
+@pytest.mark.parametrize(
+    "case",
+    (Case(B=2, T=70), Case(lengths=(70, 0, 3), padding=2, H_v=6, keys="raw", use_qk_l2norm_in_kernel=True)),
+    ids=str,
+)
+def test_what_is_saved_for_backward(device, case):
+    """Beside the inputs a row of A and a cumulative gate for each token and value head."""
+    inputs = make_inputs(case, device)
+    leaves = leaves_of(inputs)
+    own = {x.untyped_storage().data_ptr() for x in (*leaves, inputs["cu_seqlens"]) if x is not None}
+    saved = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    for function in both_functions(inputs):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            function(*leaves)
+        rows = inputs["g"].numel()
+        extra = sum(size for pointer, size in saved.items() if pointer not in own)
+        assert extra == rows * (64 * inputs["q"].element_size() + 4)
+
+
+def test_inference_does_not_make_what_only_the_backward_needs(device):
+    inputs = make_inputs(Case(T=70), device)
+
+    def ops_called(inputs):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            flash_qla.chunk_gated_delta_rule(**inputs)
+        return {event.name for event in profile.events() if event.name.startswith("flash_qla::")}
+
+    training = {**inputs, "v": inputs["v"].detach().requires_grad_()}
+    assert ops_called(inputs) == {"flash_qla::chunk_gated_delta_rule"}
+    with torch.no_grad():
+        assert ops_called(training) == {"flash_qla::chunk_gated_delta_rule"}
+    assert "flash_qla::chunk_gated_delta_rule_fwd" in ops_called(training)
+
+
+# torch.compile
+
+
+def layer(q, k, v, g, beta, initial_state, cu_seqlens):
+    """Something before and after the op, for the compiler to fuse."""
+    o, state = flash_qla.chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        -g.exp(),
+        beta.sigmoid(),
+        initial_state=initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+    )
+    return o * 2, state
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compile_training_once_for_all_lengths(device, backend):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    # No two sizes are equal in the first call: the compiler would take them for one symbol.
+    for seed, lengths in enumerate(((65, 30, 1, 0, 4), (3, 200, 64, 2, 7, 0, 1, 70), (30, 0, 5, 9, 0, 0, 8))):
+        case = Case(lengths=lengths, seed=seed)
+        inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+        results = []
+        for function in (compiled, layer):
+            leaves = [inputs[name].detach().requires_grad_() for name in (*INPUTS, "initial_state")]
+            outputs = function(*leaves, inputs["cu_seqlens"])
+            results.append((*outputs, *torch.autograd.grad(outputs, leaves, tuple(gradients.values()))))
+        # Not equal: a fused -g.exp() is rounded differently.
+        for x, y in zip(*results, strict=True):
+            assert x.dtype == y.dtype
+            assert accuracy.relative_error(x, y.double()) <= accuracy.BF16_BAR
+    assert counter.frame_count == 1
+
+
+def test_compile_a_loss_and_its_gradients(device):
+    """Dense, and with the backward's expanded gradient inside the graph."""
+
+    def loss(q, k, v, g, beta):
+        return flash_qla.chunk_gated_delta_rule(q, k, v, g, beta)[0].float().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    inputs = make_inputs(Case(B=2, T=70, initial_state=None), device)
+    results = []
+    for function in (compiled, loss):
+        leaves = [inputs[name].detach().requires_grad_() for name in INPUTS]
+        results.append(torch.autograd.grad(function(*leaves), leaves))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+# Recomputation
+
+
+@pytest.mark.parametrize("use_reentrant", (True, False), ids=("reentrant", "not_reentrant"))
+def test_checkpoint(device, use_reentrant):
+    """The same bits as without."""
+    case = Case(lengths=(70, 3), keys="raw")
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    names = (*INPUTS, "initial_state")
+    results = []
+    for recompute in (False, True):
+        leaves = [inputs[name].detach().requires_grad_() for name in names]
+        arguments = (*leaves, inputs["cu_seqlens"])
+        outputs = checkpoint(layer, *arguments, use_reentrant=use_reentrant) if recompute else layer(*arguments)
+        torch.autograd.backward(outputs, tuple(gradients.values()))
+        results.append([*outputs, *(x.grad for x in leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_autocast(device, dtype):
+    """q, k and v come to the autocast dtype; g, beta and states stay. Gradients have the dtypes of the inputs."""
+    case = Case(T=70, dtype=torch.float32)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    inputs["v"] = inputs["v"].to(torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)
+    gradients["do"] = gradients["do"].to(dtype)
+    cast = {name: x.to(dtype) if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    expected = run_backward(cast, **gradients)
+    expected_o = flash_qla.chunk_gated_delta_rule(**cast)[0]
+    for function in both_functions(inputs):
+        leaves = leaves_of(inputs)
+        with torch.autocast(device, dtype=dtype):
+            o, final_state = function(*leaves)
+        assert o.dtype == dtype and final_state.dtype == torch.float32
+        assert accuracy.relative_error(o, expected_o.double()) <= accuracy.BARS[dtype]
+        actual = torch.autograd.grad((o, final_state), leaves, tuple(gradients.values()))
+        for leaf, dx, name in zip(leaves, actual, GRADIENT_OF.values(), strict=True):
+            assert dx.dtype == leaf.dtype
+            assert torch.equal(dx, expected[name].to(leaf.dtype)), name
+
+
+def test_autocast_leaves_fp64_alone():
+    inputs = make_inputs(Case(T=5, K=4, V=4, **ALL_FP64), "cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = flash_qla.chunk_gated_delta_rule(**inputs)[0]
+    assert torch.equal(o, flash_qla.chunk_gated_delta_rule(**inputs)[0])
+
+
+# TorchScript
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchscript_differentiates(device, tmp_path):
+    """Its executor may rewrite the graph after the first calls."""
+
+    @torch.jit.script
+    def scripted(q, k, v, g, beta, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None):
+        o, state = torch.ops.flash_qla.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens
+        )
+        return o, state
+
+    scripted.save(str(tmp_path / "layer.pt"))
+    loaded = torch.jit.load(str(tmp_path / "layer.pt"))
+    for seed in range(4):
+        case = Case(lengths=(65, 3), seed=seed)
+        inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+        names = (*INPUTS, "initial_state")
+        leaves = {name: inputs[name].detach().requires_grad_() for name in names}
+        outputs = loaded(*leaves.values(), inputs["cu_seqlens"])
+        actual = torch.autograd.grad(outputs, list(leaves.values()), tuple(gradients.values()))
+        expected = run_autograd(inputs, **gradients)
+        for name, dx in zip(names, actual, strict=True):
+            assert torch.equal(dx, expected[GRADIENT_OF[name]]), name
+
+
+# Several processes
+
+DDP = """
+import datetime, os
+import torch
+import torch.distributed as dist
+import flash_qla
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 2 * (8 + 8 + 8) + 4)
+
+    def forward(self, x):
+        q, k, v, gates = self.project(x).split((16, 16, 16, 4), -1)
+        q, k, v = (y.unflatten(-1, (2, 8)) for y in (q, k, v))
+        g, beta = torch.nn.functional.logsigmoid(gates).chunk(2, -1)
+        return flash_qla.chunk_gated_delta_rule(q, k, v, g, beta.exp(), use_qk_l2norm_in_kernel=True)[0]
+
+def gradients(module, x):
+    module(x).square().mean().backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+x = torch.randn(4, 70, 16, dtype=torch.float64)
+joint, layer = (Layer().double() for _ in range(2))
+layer.load_state_dict(joint.state_dict())
+rank = int(os.environ["RANK"])
+dist.init_process_group(
+    "gloo",
+    init_method="file://" + os.environ["STORE"],
+    rank=rank,
+    world_size=2,
+    timeout=datetime.timedelta(seconds=60),
+)
+parallel = torch.nn.parallel.DistributedDataParallel(layer)
+for expected, actual in zip(gradients(joint, x), gradients(parallel, x[rank::2])):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-14)
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_distributed_data_parallel(tmp_path):
+    """Two processes on the CPU, half of the batch each, end up with the gradients of the whole. They meet in a file and
+    talk over the loopback interface."""
+    environment = {"STORE": str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo", "FLASH_QLA_QUIET": "1"}
+    outputs = run_side_by_side(DDP, [{**environment, "RANK": str(rank)} for rank in range(2)])
+    assert [output.split() for output in outputs] == [["equal"]] * 2, outputs

@@ -1,0 +1,442 @@
+"""Every argument of the backward on every device, against the fp64 recurrence in reverse."""
+
+import dataclasses
+import random
+
+import accuracy
+import pytest
+import torch
+from cases import (
+    GRADIENT_OF,
+    Case,
+    check_backward,
+    equal,
+    make_gradients,
+    make_inputs,
+    reference_gradients,
+    run_autograd,
+    run_backward,
+    run_forward,
+)
+
+import flash_qla
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "initial_state": FP64, "dht": FP64}
+INPUTS = ("q", "k", "v", "g", "beta")
+BY_TOKEN = ("dq", "dk", "dv", "db", "dg")
+
+
+def parametrize(*cases: Case):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+# Lengths
+
+TINY = tuple(random.Random(0).choices((0, 1, 2, 3, 5), k=80))
+
+
+@parametrize(
+    *(Case(B=B, T=T) for B, T in ((1, 0), (0, 64), (2, 1), (1, 63), (2, 64), (1, 65), (2, 127), (1, 128), (1, 129))),
+    *(Case(B=B, T=T, gate="logsigmoid", dtype=FP16) for B, T in ((1, 1), (1, 63), (2, 65), (1, 192))),
+)
+def test_dense_lengths(device, case):
+    check_backward(case, device)
+
+
+@parametrize(
+    Case(lengths=()),
+    Case(lengths=(), padding=3),
+    Case(lengths=(0,)),
+    Case(lengths=(0, 0, 0), padding=65),
+    Case(lengths=(1,)),
+    Case(lengths=(64,)),
+    Case(lengths=(63, 1, 64, 65, 0, 127)),
+    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True),
+    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=FP16),
+    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
+    Case(lengths=TINY, H_k=1, H_v=1, gate="zero", initial_state=None, cu_dtype=torch.int64),
+)
+def test_varlen_lengths(device, case):
+    check_backward(case, device)
+
+
+@parametrize(
+    Case(T=4095, H_k=1, H_v=2),
+    Case(T=2000, H_k=1, H_v=1, gate="logsigmoid", dtype=FP16, state_v_first=True),
+    Case(lengths=(1500, 1, 600), H_k=1, H_v=2, gate="logsigmoid", padding=3),
+)
+def test_long(device, case):
+    check_backward(case, device)
+
+
+@pytest.mark.gpu
+@parametrize(
+    Case(T=8192, H_k=2, H_v=8),
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid"),
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid", auto_cp=False),
+    Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True),
+    Case(lengths=(4095, 3000, 64, 0, 1000), H_k=8, H_v=32, gate="zero", padding=100),
+    Case(B=4, T=2048, H_k=16, H_v=32, gate="logsigmoid", dtype=FP16),
+    Case(lengths=(1024,) * 8, H_k=16, H_v=64, gate="logsigmoid"),
+)
+def test_long_on_gpu(case):
+    check_backward(case, "cuda")
+
+
+# Gates
+
+GATES = ("softplus", "logsigmoid", "tiny", "underflow", "zero", "resets")
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(device, gate, dtype):
+    check_backward(Case(T=200, H_k=2, H_v=4, gate=gate, dtype=dtype), device)
+    check_backward(Case(lengths=(130, 64, 1), H_k=1, H_v=2, gate=gate, dtype=dtype, initial_state=None), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("auto_cp", (True, False))
+def test_gates_near_the_context_parallel_threshold(auto_cp):
+    """Long sequences on few heads, whose ends still show at their starts by factors from e^-4 to e^-48 and more; a
+    small beta makes the decay of the state's gradient the thing that is tested."""
+    case = Case(T=2048, H_k=1, H_v=4, gate="near_threshold", beta="0.01", state_scale=30, auto_cp=auto_cp)
+    check_backward(case, "cuda")
+    check_backward(dataclasses.replace(case, T=4096, H_v=16), "cuda")
+
+
+@pytest.mark.parametrize("gate", ("underflow", "softplus"))
+def test_strong_decay_forgets_without_nan(device, gate):
+    """Huge states and gradients of states at the two ends leave no trace 64 tokens further, and no 0 * inf."""
+    case = Case(T=192, H_k=1, H_v=1, gate=gate, state_scale=1e4)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    gradients["dht"] *= 1e5
+    expected = reference_gradients(inputs, **gradients)
+    actual = run_backward(inputs, **gradients)
+    assert all(x.isfinite().all() for x in actual.values())
+    for name in BY_TOKEN:
+        size = expected.sizes[name][:, 64:128] if name in expected.sizes else None
+        middle = actual[name][:, 64:128], getattr(expected, name)[:, 64:128]
+        accuracy.check(name, *middle, BF16, str(case), accuracy.GRADIENT_BF16_BARS[name], size)
+    accuracy.check("dh0", actual["dh0"], expected.dh0, BF16, str(case), accuracy.GRADIENT_BF16_BARS["dh0"])
+
+
+# Heads
+
+
+@pytest.mark.parametrize("heads", ((1, 1), (3, 3), (2, 4), (2, 6), (1, 4), (1, 8)), ids=lambda heads: f"{heads}")
+def test_grouped_value_heads(device, heads):
+    H_k, H_v = heads
+    check_backward(Case(T=70, H_k=H_k, H_v=H_v), device)
+    check_backward(Case(lengths=(65, 20), H_k=H_k, H_v=H_v, gate="logsigmoid"), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", ((8, 24), (16, 16), (4, 32), (16, 64)), ids=lambda heads: f"{heads}")
+def test_many_heads_on_gpu(heads):
+    H_k, H_v = heads
+    check_backward(Case(B=2, T=130, H_k=H_k, H_v=H_v), "cuda")
+    check_backward(Case(lengths=(100, 20), H_k=H_k, H_v=H_v, gate="logsigmoid"), "cuda")
+
+
+# States and their gradients
+
+
+@pytest.mark.parametrize("lengths", (None, (65, 0, 30, 2)), ids=("dense", "varlen"))
+@pytest.mark.parametrize("state_v_first", (False, True), ids=("k_first", "v_first"))
+@pytest.mark.parametrize(
+    ("initial_state", "dht"), ((None, None), (None, FP32), (FP32, None), (FP32, BF16), (BF16, FP32)), ids=str
+)
+def test_state_layouts_and_dtypes(device, initial_state, dht, state_v_first, lengths):
+    case = Case(B=2, T=70, lengths=lengths, initial_state=initial_state, dht=dht, state_v_first=state_v_first)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    if dht != BF16:
+        check_backward(case, device)
+    else:  # which autograd never passes on
+        wide = run_backward(inputs, gradients["do"], gradients["dht"].float())
+        assert equal(run_backward(inputs, **gradients), wide)
+
+
+@pytest.mark.parametrize("state_v_first", (False, True), ids=("k_first", "v_first"))
+def test_non_contiguous_states(device, state_v_first):
+    case = Case(B=2, T=70, state_v_first=state_v_first)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected = run_backward(inputs, **gradients)
+    inputs["initial_state"] = inputs["initial_state"].mT.contiguous().mT
+    gradients["dht"] = gradients["dht"].mT.contiguous().mT
+    actual = run_backward(inputs, **gradients)
+    assert equal(actual, expected) and actual["dh0"].is_contiguous()
+    gradients["dht"] = torch.full((), 0.1, device=device).expand(gradients["dht"].shape)
+    assert equal(run_backward(inputs, **gradients), run_backward(inputs, gradients["do"], gradients["dht"].clone()))
+
+
+def test_zero_length_sequences_pass_the_gradient_through(device):
+    case = Case(lengths=(0, 70, 0))
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    dh0 = run_backward(inputs, **gradients)["dh0"]
+    assert torch.equal(dh0[0::2], gradients["dht"][0::2])
+    assert not run_backward(inputs, gradients["do"])["dh0"][0::2].any()
+    for case in (Case(lengths=(0, 0), padding=3), Case(B=2, T=0)):
+        inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+        dh0 = run_backward(inputs, **gradients)["dh0"]
+        assert torch.equal(dh0, gradients["dht"])
+        assert dh0.untyped_storage().data_ptr() != gradients["dht"].untyped_storage().data_ptr()
+        assert not run_backward(inputs, gradients["do"])["dh0"].any()
+
+
+def test_only_the_final_state_is_used(device):
+    case = Case(B=2, T=70, gate="logsigmoid")
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    zeros = torch.zeros_like(gradients["do"])
+    expected = run_backward(inputs, zeros, gradients["dht"])
+    assert equal(run_autograd(inputs, None, gradients["dht"]), expected)
+    assert not expected["dq"].any()
+    reference = reference_gradients(inputs, zeros, gradients["dht"])
+    for name, x in expected.items():
+        bar = accuracy.GRADIENT_BF16_BARS[name]
+        accuracy.check(name, x, getattr(reference, name), BF16, "no do", bar, reference.sizes.get(name))
+
+
+def test_only_the_output_is_used(device):
+    """The final state is asked for, and nothing is done with it."""
+    inputs = make_inputs(Case(B=2, T=70), device)
+    leaves = {name: inputs[name].requires_grad_() for name in INPUTS}
+    o, _ = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    do = torch.randn_like(o)
+    actual = torch.autograd.grad(o, list(leaves.values()), do)
+    expected = run_backward({name: x.detach() if name in INPUTS else x for name, x in inputs.items()}, do)
+    assert all(torch.equal(x, expected[GRADIENT_OF[name]]) for name, x in zip(leaves, actual, strict=True))
+
+
+# The gradient of o
+
+
+@pytest.mark.parametrize("do_strides", ("heads_first", "packed", "reversed_dims", "expanded"))
+def test_strides_of_the_gradient(device, do_strides):
+    check_backward(Case(B=2, T=70, do_strides=do_strides), device)
+    check_backward(Case(lengths=(3, 67), padding=2, do_strides=do_strides, state_v_first=True), device)
+
+
+def test_sum_as_loss(device):
+    """o.sum() hands over one number with stride 0 everywhere."""
+    inputs = make_inputs(Case(B=2, T=70), device)
+    expected = run_backward(inputs, torch.ones_like(inputs["v"]))
+    leaves = [inputs[name].requires_grad_() for name in GRADIENT_OF]
+    flash_qla.chunk_gated_delta_rule(**inputs)[0].sum().backward()
+    assert all(torch.equal(x.grad, expected[name]) for x, name in zip(leaves, GRADIENT_OF.values(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", (FP16, FP32, FP64), ids=str)
+def test_dtype_of_the_gradient(device, dtype):
+    case = Case(B=2, T=70)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    do = (gradients["do"] * 16).round() / 16  # which no conversion changes
+    assert equal(run_backward(inputs, do.to(dtype)), run_backward(inputs, do))
+
+
+def test_misaligned_gradients(device):
+    """Contiguous tensors one element into their storage: no 16-byte address, which vector and TMA loads need."""
+    case = Case(lengths=(70, 0, 3))
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    g_cumsum, A = run_forward(inputs)[:2]
+    arguments = {**inputs, **gradients, "g": g_cumsum, "A": A}
+    expected = flash_qla.chunk_gated_delta_rule_bwd(**arguments)
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            arguments[name] = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+            assert arguments[name].is_contiguous() and arguments[name].data_ptr() % 16 != 0
+    actual = flash_qla.chunk_gated_delta_rule_bwd(**arguments)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+# Arguments of the forward
+
+
+@pytest.mark.parametrize("cu_dtype", (torch.int32, torch.int64), ids=str)
+def test_cu_seqlens_dtypes(device, cu_dtype):
+    case = Case(lengths=(3, 64, 0, 30), cu_dtype=cu_dtype, padding=2)
+    check_backward(case, device)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected = run_backward(inputs, **gradients)
+    inputs["cu_seqlens"] = inputs["cu_seqlens"].repeat_interleave(3)[::3]
+    assert equal(run_backward(inputs, **gradients), expected)
+
+
+@pytest.mark.parametrize("scale", (1.0, -2.0, 0.0))
+def test_scale(device, scale):
+    check_backward(Case(T=100, scale=scale), device)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_l2norm_in_kernel(device, dtype):
+    case = Case(B=2, T=100, keys="raw", use_qk_l2norm_in_kernel=True, dtype=dtype)
+    check_backward(case, device)
+    check_backward(dataclasses.replace(case, lengths=(64, 0, 65), padding=4, H_v=6, gate="logsigmoid"), device)
+
+
+def test_l2norm_of_zero_and_tiny_vectors(device):
+    """eps = 1e-6 under the root: the gradient of a zero vector is a thousand times that of its norm's, not NaN."""
+    case = Case(T=70, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid")
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    inputs["q"][:, 3] = 0
+    inputs["k"][:, 5] = 0
+    for x in (inputs["q"][:, 10:20], inputs["k"][:, 15:25]):
+        x *= 1e-3 / x.norm(dim=-1, keepdim=True)
+    expected = reference_gradients(inputs, **gradients)
+    actual = run_backward(inputs, **gradients)
+    for name, x in actual.items():
+        bar = accuracy.GRADIENT_BF16_BARS[name]
+        accuracy.check(name, x, getattr(expected, name), BF16, "tiny q and k", bar, expected.sizes.get(name))
+    for tokens in (slice(3, 4), slice(4, 10), slice(10, 20), slice(25, 70)):  # sizes differ by a factor of a thousand
+        for name in ("dq", "dk"):
+            x, y = actual[name][:, tokens], getattr(expected, name)[:, tokens]
+            accuracy.check(name, x, y, BF16, f"tiny q and k, {tokens}", accuracy.GRADIENT_BF16_BARS[name])
+
+
+@pytest.mark.parametrize(("g_dtype", "beta_dtype"), ((BF16, BF16), (FP32, FP16), (FP64, BF16), (BF16, FP64)), ids=str)
+def test_gate_and_beta_dtypes(device, g_dtype, beta_dtype):
+    check_backward(Case(T=100, g_dtype=g_dtype, beta_dtype=beta_dtype), device)
+
+
+@pytest.mark.parametrize("strides", ("heads_first", "packed", "reversed_dims"))
+def test_strides(device, strides):
+    check_backward(Case(B=2, T=70, strides=strides), device)
+    check_backward(Case(lengths=(3, 67), padding=2, strides=strides, state_v_first=True), device)
+
+
+def test_expanded_inputs(device):
+    """Stride 0 over heads, tokens and batch; each element has its own gradient, as if it were another number."""
+    inputs = make_inputs(Case(B=1, T=1, H_k=1, H_v=1, initial_state=None), device)
+    shapes = {"q": (2, 70, 2, 128), "k": (2, 70, 2, 128), "v": (2, 70, 4, 128), "g": (2, 70, 4), "beta": (2, 70, 4)}
+    expanded = {name: inputs[name].expand(shape) for name, shape in shapes.items()}
+    expanded["initial_state"] = torch.ones((), device=device).expand(2, 4, 128, 128)
+    inputs |= expanded
+    gradients = make_gradients(Case(B=2, T=70), device)
+    copies = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    assert equal(run_backward(inputs, **gradients), run_backward(copies, **gradients))
+
+
+# Keys and beta
+
+
+@parametrize(
+    Case(T=130, keys="long", beta="stable"),
+    Case(T=130, keys="long", beta="stable", gate="zero"),
+    Case(lengths=(65, 130), keys="long", beta="stable", gate="logsigmoid", dtype=FP16),
+    Case(T=130, beta="two", gate="logsigmoid"),
+    Case(T=130, beta="two", gate="zero", dtype=FP16),
+    Case(T=130, keys="repeated", gate="logsigmoid"),
+    Case(T=130, keys="repeated", gate="zero"),
+    Case(T=130, keys="repeated", beta="1", gate="tiny"),
+    Case(T=130, keys="repeated", gate="softplus", dtype=FP16),
+    Case(T=70, keys="zero"),
+    Case(T=70, beta="0"),
+    Case(T=70, beta="0", gate="zero", initial_state=None),
+    Case(T=130, beta="1"),
+)
+def test_keys_and_beta(device, case):
+    check_backward(case, device)
+
+
+# Which gradients are made
+
+
+@pytest.mark.parametrize(
+    "of", (*((name,) for name in GRADIENT_OF), ("q", "k"), ("v", "g", "initial_state")), ids="+".join
+)
+def test_some_inputs_require_gradients(device, of):
+    """The same bits as when all do, and nothing for the others."""
+    case = Case(lengths=(70, 3), K=16, V=8) if device == "cpu" else Case(lengths=(70, 3))
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected = run_backward(inputs, **gradients)
+    actual = run_autograd(inputs, **gradients, of=of)
+    assert equal(actual, {GRADIENT_OF[name]: expected[GRADIENT_OF[name]] for name in GRADIENT_OF if name in of})
+
+
+def test_no_gradient_of_what_does_not_require_one(device):
+    inputs = make_inputs(Case(T=70), device)
+    for name in ("v", "g"):
+        inputs[name].requires_grad_()
+    flash_qla.chunk_gated_delta_rule(**inputs)[0].float().square().sum().backward()
+    for name in GRADIENT_OF:
+        assert (inputs[name].grad is not None) == (name in ("v", "g"))
+
+
+def test_backward_twice(device):
+    """The graph is kept, and the second time gives the same bits, added to the first."""
+    inputs = make_inputs(Case(T=70), device)
+    leaves = [inputs[name].requires_grad_() for name in GRADIENT_OF]
+    loss = flash_qla.chunk_gated_delta_rule(**inputs)[0].float().square().sum()
+    loss.backward(retain_graph=True)
+    once = [x.grad.clone() for x in leaves]
+    loss.backward()
+    assert all(torch.equal(x.grad, dx + dx) for x, dx in zip(leaves, once, strict=True))
+
+
+def test_inputs_are_left_alone_and_not_aliased(device):
+    case = Case(lengths=(0, 70))
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    g_cumsum, A = run_forward(inputs)[:2]
+    arguments = {**inputs, **gradients, "g": g_cumsum, "A": A}
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    before = {name: x.clone() for name, x in tensors.items()}
+    outputs = flash_qla.chunk_gated_delta_rule_bwd(**arguments)
+    storages = [x.untyped_storage().data_ptr() for x in (*tensors.values(), *outputs)]
+    assert len(set(storages)) == len(storages)
+    for x in outputs:
+        x.zero_()
+    for name, x in before.items():
+        assert torch.equal(tensors[name], x), name
+
+
+# What the CPU has beyond the GPU: fp32 and fp64, any head dimension
+
+
+@parametrize(
+    Case(B=2, T=130, dtype=FP32),
+    Case(B=2, T=130, **ALL_FP64),
+    Case(T=1030, H_k=1, H_v=1, dtype=FP32, gate="logsigmoid"),
+    Case(T=1030, H_k=1, H_v=1, gate="zero", **ALL_FP64),
+    *(Case(T=70, H_k=1, H_v=2, dtype=FP32, gate=gate) for gate in GATES),
+    Case(T=130, K=16, V=16, gate="resets", **ALL_FP64),
+    *(
+        Case(T=130, H_k=1, K=K, V=V, dtype=FP64)
+        for K, V in ((1, 1), (1, 7), (3, 1), (64, 64), (48, 80), (129, 33), (256, 128))
+    ),
+    *(Case(lengths=(65, 0, 3), K=K, V=V, state_v_first=True) for K, V in ((16, 24), (100, 36))),
+    Case(T=130, dtype=FP32, keys="raw", use_qk_l2norm_in_kernel=True),
+    Case(T=130, dtype=FP64, keys="raw", use_qk_l2norm_in_kernel=True),
+    Case(T=130, dtype=FP32, keys="long", beta="stable", gate="zero"),
+    Case(T=130, dtype=FP64, keys="repeated", gate="zero"),
+)
+def test_cpu_dtypes_and_head_dims(case):
+    check_backward(case, "cpu")
+
+
+def test_fp64_gradients_are_not_rounded():
+    """Gates, beta and states in fp64 reach fp64 gradients as they are."""
+    case = Case(T=70, gate="logsigmoid", **ALL_FP64)
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    exact = run_backward(inputs, **gradients)
+    for name in ("g", "beta", "initial_state"):
+        rounded = run_backward({**inputs, name: inputs[name].float()}, **gradients)
+        assert 1e-10 < (exact["dk"] - rounded["dk"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", GRADIENT_OF)
+def test_finite_differences(name):
+    """The slope of a loss in a random direction, from two forward passes; nothing of the tests' reference is in it."""
+    case = Case(lengths=(70, 0, 3), H_k=1, H_v=2, K=5, V=3, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_FP64)
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    direction = torch.randn(inputs[name].shape, generator=torch.Generator().manual_seed(1), dtype=FP64)
+
+    def loss(step):
+        moved = {**inputs, name: inputs[name] + step * direction}
+        o, final_state = flash_qla.chunk_gated_delta_rule(**moved, output_final_state=True)
+        return (o * gradients["do"]).sum() + (final_state * gradients["dht"]).sum()
+
+    step = 1e-5
+    slope = (loss(step) - loss(-step)) / (2 * step)
+    gradient = run_autograd(inputs, **gradients)[GRADIENT_OF[name]]
+    assert abs((gradient * direction).sum() - slope) <= 1e-8 * gradient.norm() * direction.norm()

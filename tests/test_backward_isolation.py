@@ -1,0 +1,144 @@
+"""What a gradient does not depend on: other sequences, heads and batch rows, padding, earlier outputs, scheduling.
+Everything here compares bits."""
+
+import pytest
+import torch
+from cases import (
+    GRADIENT_OF,
+    Case,
+    equal,
+    make_arguments,
+    make_gradients,
+    make_inputs,
+    run_all,
+    run_autograd,
+    run_backward,
+)
+
+STARTS = (0, 70, 134, 234)  # of three sequences, and their end
+BY_TOKEN = ("dq", "dk", "dv", "db", "dg")
+
+
+def poison(x: torch.Tensor, where) -> torch.Tensor:
+    x = x.clone()
+    x[where] = float("nan")
+    return x
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_nan_stays_in_its_sequence(device, bad):
+    case = Case(lengths=(70, 64, 100), padding=3)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    clean = run_backward(inputs, **gradients)
+    own = slice(STARTS[bad], STARTS[bad + 1])
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name] = poison(inputs[name], (0, own))
+    inputs["initial_state"] = poison(inputs["initial_state"], bad)
+    gradients = {"do": poison(gradients["do"], (0, own)), "dht": poison(gradients["dht"], bad)}
+    others = [row for n in range(3) if n != bad for row in range(STARTS[n], STARTS[n + 1])]
+    for dirty in (run_backward(inputs, **gradients), run_autograd(inputs, **gradients)):
+        for name in BY_TOKEN:
+            assert torch.equal(dirty[name][:, others], clean[name][:, others]), name
+            assert dirty[name][:, own].isnan().all(), name
+            assert not dirty[name][:, STARTS[3] :].any(), name
+        other_states = [n for n in range(3) if n != bad]
+        assert torch.equal(dirty["dh0"][other_states], clean["dh0"][other_states])
+
+
+@pytest.mark.parametrize("lengths", ((70, 64, 100), (64, 64, 106)), ids=str)
+@pytest.mark.parametrize("name", ("do", "dht", "v"))
+def test_nan_of_one_kind_stays_in_its_sequence(device, lengths, name):
+    case = Case(lengths=lengths)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    clean = run_backward(inputs, **gradients)
+    own = slice(lengths[0], lengths[0] + lengths[1])
+    where = 1 if name == "dht" else (0, own)
+    if name in gradients:
+        gradients[name] = poison(gradients[name], where)
+    else:
+        inputs[name] = poison(inputs[name], where)
+    dirty = run_backward(inputs, **gradients)
+    assert any(dirty[of][:, own].isnan().any() for of in BY_TOKEN)
+    for of in BY_TOKEN:
+        dirty[of][:, own] = clean[of][:, own] = 0
+        assert torch.equal(dirty[of], clean[of]), of
+    assert torch.equal(dirty["dh0"][0::2], clean["dh0"][0::2])
+
+
+@pytest.mark.parametrize("name", (*GRADIENT_OF, "do", "dht"))
+def test_nan_stays_in_its_head_and_batch_row(device, name):
+    """Two q/k heads, each read by two value heads. A NaN shows in the value heads that read it, and in the q/k heads
+    that those read."""
+    case = Case(B=2, T=70, H_k=2, H_v=4)
+    arguments = make_arguments(case, device)
+    clean = run_all(arguments)
+    head = 1 if name in ("q", "k") else 3
+    where = (1, head) if name in ("initial_state", "dht") else (1, slice(None), head)
+    arguments[name] = poison(arguments[name], where)
+    dirty = run_all(arguments)
+    value_heads = torch.zeros(2, 4, dtype=torch.bool, device=device)
+    value_heads[1, 2 if name in ("q", "k") else 3 :] = True
+    key_heads = torch.zeros(2, 2, dtype=torch.bool, device=device)
+    key_heads[1, 1] = True
+    for of in GRADIENT_OF.values():
+        heads = key_heads if of in ("dq", "dk") else value_heads
+        actual, expected = dirty[of], clean[of]
+        if of != "dh0":
+            actual, expected = actual.transpose(1, 2), expected.transpose(1, 2)
+        assert torch.equal(actual[~heads], expected[~heads]), of
+    assert any(dirty[of].isnan().any() for of in GRADIENT_OF.values())
+
+
+def test_padding_is_not_read(device):
+    """NaN in the padding of every input and of do, against numbers there."""
+    case = Case(lengths=(70, 3), padding=67)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    assert all(inputs[name][:, 73:].isnan().all() for name in ("q", "k", "v", "g", "beta"))
+    assert gradients["do"][:, 73:].isnan().all()
+    numbers = {name: x.nan_to_num(1.0) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    expected = run_backward(numbers, gradients["do"].nan_to_num(1.0), gradients["dht"])
+    assert equal(run_backward(inputs, **gradients), expected)
+
+
+def test_gradients_do_not_look_back_at_outputs(device):
+    """Without a gradient of the final state, that of token t depends on do from t on, within its chunk too."""
+    case = Case(T=150, gate="logsigmoid", dht=None)
+    inputs, do = make_inputs(case, device), make_gradients(case, device)["do"]
+    before = run_backward(inputs, do)
+    do[:, :100] *= -0.5
+    after = run_backward(inputs, do)
+    for name in BY_TOKEN:
+        assert torch.equal(after[name][:, 100:], before[name][:, 100:]), name
+        assert (after[name][:, :100] != before[name][:, :100]).any(), name
+
+
+def test_outputs_after_which_nothing_matters(device):
+    """do is zero from token 100 on: later tokens have gradients of exactly zero, in the same chunk and behind it."""
+    case = Case(T=200, gate="logsigmoid", dht=None)
+    inputs, do = make_inputs(case, device), make_gradients(case, device)["do"]
+    do[:, 100:] = 0
+    for name, x in run_backward(inputs, do).items():
+        assert name == "dh0" or (x[:, :100].any() and not x[:, 100:].any()), name
+
+
+@pytest.mark.parametrize("gate", ("logsigmoid", "softplus"))
+def test_same_bits_twice(device, gate):
+    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=4, gate=gate)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    first = run_backward(inputs, **gradients)
+    for _ in range(3):
+        assert equal(run_backward(inputs, **gradients), first)
+
+
+def test_same_bits_for_any_number_of_cpu_threads():
+    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=6)
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run_backward(inputs, **gradients)
+        torch.set_num_threads(3)
+        three = run_backward(inputs, **gradients)
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(one, three)

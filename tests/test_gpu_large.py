@@ -1,0 +1,135 @@
+"""Sizes at which 32 bits or a grid's dimensions would not do."""
+
+import accuracy
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from cases import DHT_SCALE, Case, make_gradients, make_inputs, run_backward
+
+import flash_qla
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+H_K, H_V, D = 4, 64, 128
+LENGTHS = (270_016, 300)
+LAST = LENGTHS[0]  # first token of the second sequence
+T = sum(LENGTHS)
+# A chunk that lies just before the element 2^31 of v, o and their gradients, and one near the end of its sequence
+CHUNKS = (2**31 // (64 * H_V * D) - 2, LAST // 64 - 8)
+
+
+def require_free(gigabytes: int):
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GiB of free GPU memory")
+
+
+def randn(generator, *shape, dtype=BF16):
+    return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+
+def large_inputs() -> dict:
+    """v has 2.2e9 elements, and the states at the chunks' starts 4.4e9: offsets need 64 bits."""
+    assert T * H_V * D > 2**31
+    generator = torch.Generator("cuda").manual_seed(0)
+    return {
+        "q": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
+        "k": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
+        "v": randn(generator, 1, T, H_V, D),
+        "g": F.logsigmoid(randn(generator, 1, T, H_V, dtype=torch.float32)) / 16,
+        "beta": randn(generator, 1, T, H_V, dtype=torch.float32).sigmoid(),
+        "initial_state": randn(generator, 2, H_V, D, D, dtype=torch.float32),
+        "cu_seqlens": torch.tensor([0, *LENGTHS], device="cuda").cumsum(0),
+    }
+
+
+def part(inputs: dict, tokens: slice, initial_state: torch.Tensor) -> dict:
+    """The call on some tokens of one sequence, which had this state before them."""
+    return {
+        **{name: inputs[name][:, tokens] for name in ("q", "k", "v", "g", "beta")},
+        "initial_state": initial_state,
+    }
+
+
+def test_forward_of_more_than_2_31_elements():
+    """The recurrence need not be run over all tokens to check the far end: the second sequence starts afresh there, and
+    in the first h says from where to go on."""
+    require_free(70)
+    inputs = large_inputs()
+    _, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    assert h.numel() > 2**32
+    assert o[0, -64:].isfinite().all() and A[0, -64:].isfinite().all()
+    assert (o.abs().amax(-1) > 0).all()  # every row was written, and none with garbage
+    assert o.abs().amax() < 100
+
+    name = "second sequence, beyond 2^31 elements"
+    second = reference.gated_delta_rule(**part(inputs, slice(LAST, T), inputs["initial_state"][1:]))
+    accuracy.check("o", o[:, LAST:], second.o, BF16, name)
+    accuracy.check("final_state", final_state[1:], second.final_state, BF16, name)
+    accuracy.check("h", h[:, LAST // 64 : LAST // 64 + 5], second.h, BF16, name)
+    for chunk in CHUNKS:
+        tokens = slice(chunk * 64, chunk * 64 + 256)
+        expected = reference.gated_delta_rule(**part(inputs, tokens, h[0, chunk][None]))
+        accuracy.check("o", o[:, tokens], expected.o, BF16, f"from chunk {chunk} of the first sequence")
+    del o, A, h
+    torch.cuda.empty_cache()
+    o, final_state_again = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    accuracy.check("o", o[:, LAST:], second.o, BF16, name)
+    accuracy.check("final_state", final_state_again, final_state.double(), BF16, "both functions")
+
+
+def test_backward_of_more_than_2_31_elements():
+    """Where the reference starts in the middle of the first sequence it takes the state from h; where it ends there,
+    what follows is 768 tokens away from those that are compared, a decay of e^-38."""
+    require_free(90)
+    inputs = large_inputs()
+    generator = torch.Generator("cuda").manual_seed(1)
+    do = randn(generator, 1, T, H_V, D)
+    dht = DHT_SCALE * randn(generator, 2, H_V, D, D, dtype=torch.float32)
+    g_cumsum, A, _, h, _ = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    states = {chunk: h[0, chunk][None].clone() for chunk in CHUNKS}
+    del h, _
+    torch.cuda.empty_cache()
+    actual = run_backward(inputs, do, dht, (g_cumsum, A))
+    for name in ("dq", "dk", "dv"):  # every row was written, and none with garbage
+        largest = actual[name].abs().amax(-1)
+        assert largest.isfinite().all() and (largest > 0).all() and largest.max() < 100, name
+    for name in ("db", "dg"):  # a sum may be zero, but not many are
+        assert actual[name].isfinite().all() and (actual[name] == 0).float().mean() < 1e-4, name
+
+    def compare(tokens: slice, initial_state, dht, compared: int, name: str):
+        """The first `compared` of these tokens."""
+        arguments = part(inputs, tokens, initial_state)
+        expected = reference.gated_delta_rule_bwd(**arguments, do=do[:, tokens], dht=dht)
+        for of in ("dq", "dk", "dv", "db", "dg"):
+            x, y = actual[of][:, tokens][:, :compared], getattr(expected, of)[:, :compared]
+            size = expected.sizes[of][:, :compared] if of in expected.sizes else None
+            accuracy.check(of, x, y, BF16, name, accuracy.GRADIENT_BF16_BARS[of], size)
+        return expected.dh0
+
+    name = "second sequence, beyond 2^31 elements"
+    dh0 = compare(slice(LAST, T), inputs["initial_state"][1:], dht[1:], LENGTHS[1], name)
+    accuracy.check("dh0", actual["dh0"][1:], dh0, BF16, name, accuracy.GRADIENT_BF16_BARS["dh0"])
+    middle, end = CHUNKS
+    compare(slice(end * 64, LAST), states[end], dht[:1], LAST - end * 64, "end of the first sequence")
+    compare(slice(middle * 64, middle * 64 + 1024), states[middle], None, 256, "around 2^31 elements")
+
+
+def test_many_sequences():
+    """More sequences than the 65535 blocks of a grid's second dimension. Only the last 600 are compared."""
+    lengths = (1, 0, 2) * 22_000
+    case = Case(lengths=lengths, H_k=1, H_v=1, initial_state=None, dht=None, gate="logsigmoid")
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    actual = run_backward(inputs, **gradients)
+    tail = {name: inputs[name][:, -600:] for name in ("q", "k", "v", "g", "beta")}
+    tail["cu_seqlens"] = torch.tensor([0, *lengths[-600:]]).cumsum(0)
+    expected = reference.gated_delta_rule(**tail)
+    accuracy.check("o", o[:, -600:], expected.o, BF16, "66000 sequences")
+    accuracy.check("final_state", final_state[-600:], expected.final_state, BF16, "66000 sequences")
+    expected = reference.gated_delta_rule_bwd(**tail, do=gradients["do"][:, -600:])
+    actual = {name: x[:, -600:] for name, x in actual.items()}
+    g_cumsum = reference.chunk_cumsum(tail["g"], tail["cu_seqlens"])
+    accuracy.check_gradients(actual, expected, BF16, "66000 sequences", g_cumsum)
