@@ -1,8 +1,8 @@
 """The hook for Hugging Face transformers, on small random Qwen3-Next and Qwen3.5 models, and the examples.
 
-The reference is the model's own torch implementation. Only rounding may differ, so in float32 results agree to
-FP32_TOLERANCE, and in bfloat16 flash_qla may be at most BF16_RATIO times as far from the same weights computed in
-float32 as torch is.
+The reference is the model's own torch implementation. Only rounding may differ, so in float32 results and gradients
+agree to FP32_TOLERANCE, and in bfloat16 flash_qla may be at most BF16_RATIO times as far from the same weights computed
+in float32 as torch is.
 """
 
 import copy
@@ -109,6 +109,97 @@ def test_same_as_torch(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_same_as_torch_on_gpu(name, dtype):
     assert_same_as_torch(name, "cuda", dtype, length=2000)
+
+
+def gradients(model, tokens, **arguments):
+    """The gradient of each parameter, by name, of the loss of predicting the next token."""
+    model.train()
+    model.zero_grad()
+    model(tokens, labels=tokens, **arguments).loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient.any() for gradient in found.values())
+    return found
+
+
+def assert_same_gradients(ours, own):
+    for name, gradient in own.items():
+        assert example.relative_error(ours[name], gradient) < FP32_TOLERANCE, name
+
+
+def mean_error(found, exact):
+    """Root mean square of the relative errors of all parameters. Those of a single one may be a few numbers."""
+    errors = [example.relative_error(found[name], gradient) for name, gradient in exact.items()]
+    return torch.tensor(errors).square().mean().sqrt().item()
+
+
+@all_models
+def test_gradients_same_as_torch(name, calls):
+    model = small_model(name)
+    tokens = text(130, rows=2)
+    own = gradients(model, tokens)
+    use_flash_qla(model)
+    assert_same_gradients(gradients(model, tokens), own)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16 weights", "autocast"])
+@all_models
+def test_gradients_in_bf16(name, autocast, device, calls):
+    model = small_model(name, device=device, dtype=torch.float32 if autocast else torch.bfloat16)
+    tokens = text(130 if device == "cpu" else 2000, rows=2, device=device)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        own = gradients(model, tokens)
+        with use_flash_qla(model):
+            ours = gradients(model, tokens)
+    assert len(calls) == 1
+    exact = gradients(model.float(), tokens)
+    our_error, own_error = (mean_error(found, exact) for found in (ours, own))
+    assert our_error < BF16_RATIO * own_error, f"{our_error:.2e} from fp32, torch {own_error:.2e}"
+
+
+def test_gradient_checkpointing(calls):
+    """The forward runs a second time in the backward, with the same result."""
+    model = small_model()
+    use_flash_qla(model)
+    plain = gradients(model, text(130), use_cache=False)
+    assert len(calls) == 1
+    model.gradient_checkpointing_enable()
+    checkpointed = gradients(model, text(130), use_cache=False)
+    assert len(calls) == 3
+    for name, gradient in plain.items():
+        assert torch.equal(checkpointed[name], gradient), name
+
+
+def test_gradients_with_a_cache(calls):
+    """A model that is trained with its cache on, which is the default, asks for a final state that nothing uses."""
+    model = small_model()
+    use_flash_qla(model)
+    plain = gradients(model, text(130), use_cache=False)
+    cached = gradients(model, text(130), use_cache=True)
+    assert [call["output_final_state"] for call in calls] == [False, True]
+    assert_same_gradients(cached, plain)
+
+
+def test_gradients_of_a_left_padded_batch():
+    model = small_model()
+    tokens = text(100, rows=2)
+    mask = torch.ones_like(tokens)
+    mask[0, :30] = 0
+    own = gradients(model, tokens, attention_mask=mask)
+    use_flash_qla(model)
+    assert_same_gradients(gradients(model, tokens, attention_mask=mask), own)
+
+
+def test_gradients_under_torch_compile():
+    model = small_model()
+    use_flash_qla(model)
+    (layer,) = gated_delta_nets(model)
+    hidden = torch.randn(1, 70, layer.hidden_size)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = [torch.autograd.grad(run(hidden).square().sum(), list(layer.parameters())) for run in (layer, compiled)]
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager)
 
 
 @all_models

@@ -1,0 +1,70 @@
+"""examples/train.py on the CPU, in few steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+TRAIN = Path(__file__).parent.parent / "examples" / "train.py"
+STEPS = 32
+
+# Runs the example with an op through which one of the inputs gets no gradient.
+WITHOUT_A_GRADIENT = """
+import inspect, os, runpy, sys
+import flash_qla
+
+original = flash_qla.chunk_gated_delta_rule
+
+def wrong(q, k, v, g, beta, **options):
+    return original(q, k, v, g, beta.detach(), **options)
+
+wrong.__signature__ = inspect.signature(original)
+flash_qla.chunk_gated_delta_rule = wrong
+del sys.argv[0]  # "-c"
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*command):
+    # Thousands of small operations: on a busy machine two threads would wait for each other most of the time.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, command)], text=True, capture_output=True, env=environment)
+
+
+def test_both_learn_the_same(tmp_path):
+    result = run(TRAIN, "--device=cpu", f"--steps={STEPS}", "--out", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = json.loads((tmp_path / "train.json").read_text())
+    ours, own = (results["runs"][name]["losses"] for name in ("flash_qla", "torch"))
+    assert len(ours) == len(own) == STEPS
+    assert max(abs(a - b) for a, b in zip(ours, own, strict=True)) < 1e-4
+    assert ours[-1] < results["entropy"][0] < ours[0]
+    assert results["failures"] == []
+
+
+def test_a_missing_gradient_is_noticed():
+    result = run("-c", WITHOUT_A_GRADIENT, TRAIN, "--device=cpu", f"--steps={STEPS}")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "FAILED: the curves of flash_qla and torch are" in result.stderr
+
+
+def test_too_few_steps_are_noticed():
+    result = run(TRAIN, "--device=cpu", "--steps=2")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "FAILED: flash_qla has not learned the text" in result.stderr
+
+
+def test_figure(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    runs = {name: {"losses": [3.0, 2.0, 1.0]} for name in ("flash_qla", "torch", "torch, perturbed")}
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps({"runs": runs, "entropy": [2.7, 1.8], "description": "three steps"}))
+    result = run(TRAIN, "--plot", file)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "train.png").stat().st_size > 10_000
