@@ -1,0 +1,131 @@
+"""Errors of flash_qla and FLA against the fp64 recurrence on one GPU, same inputs, one process per package.
+
+    python benchmarks/accuracy.py --out benchmarks/results/accuracy_h200.json
+    python benchmarks/accuracy.py --cases underflow,4095 --packages flash_qla
+
+Each case is one call of chunk_gated_delta_rule in bf16 with an initial state, and torch.autograd.grad of both results;
+the error is relative L2, of o, the final state and the six gradients. Inputs are from tests/cases.py, the reference is
+tests/reference.py: gated_delta_rule for o and the final state, gated_delta_rule_bwd for the gradients. The last lines
+give the largest error of each package and the largest ratio of the two. Where the true value is all but zero, as dg is
+when gates erase the state, a relative error may be large and mean nothing; the ratio to FLA's still does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from common import FLA_BACKWARD, GRADIENTS, argument_parser, forward_errors, gradient_errors, run
+
+HEADS = [(16, 32), (2, 8), (4, 4)]
+GATES = ["softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero"]
+LENGTHS = {
+    **{f"1x{length}": (length,) for length in (1, 63, 64, 65, 127, 4095)},
+    "tiny sequences": tuple(1 + i % 9 for i in range(200)),
+    "ragged": (700, 1, 64, 1300, 65, 128, 333),
+    "empty sequences": (0, 100, 0, 0, 64, 0),
+}
+TENSORS = ("o", "final_state", *GRADIENTS)
+
+# What FLA is not asked, and why.
+FLA_SKIPS = {"empty sequences": "FLA does not promise to take sequences of no tokens"}
+
+
+def all_cases() -> dict:
+    """name -> Case: gates and heads at middle lengths, lengths at few heads, un-normalised keys."""
+    from cases import Case
+
+    def case(H_k, H_v, lengths, gate="logsigmoid", **changes):
+        return Case(H_k=H_k, H_v=H_v, lengths=lengths, gate=gate, cu_dtype=torch.int64, **changes)
+
+    cases = {}
+    for (H_k, H_v), gate in itertools.product(HEADS, GATES):
+        cases[f"{H_k}x{H_v} {gate}"] = case(H_k, H_v, (1000, 24), gate)
+    for name, lengths in LENGTHS.items():
+        cases[f"2x8 {name}"] = case(2, 8, lengths)
+    for H_k, H_v in HEADS:
+        raw = case(H_k, H_v, (1000, 24), keys="raw", use_qk_l2norm_in_kernel=True)
+        cases[f"{H_k}x{H_v} l2norm inside"] = raw
+    return cases
+
+
+def run_case(operator, case) -> dict[str, float]:
+    from cases import make_inputs
+
+    inputs = make_inputs(case, "cuda")
+    # The reference has no such arguments, FLA other names for them.
+    arguments = {name: x for name, x in inputs.items() if name not in ("auto_cp", "state_v_first")}
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    output_gradients = {
+        "do": torch.randn(inputs["v"].shape, generator=generator).to("cuda", case.dtype),
+        "dht": torch.randn(inputs["initial_state"].shape, generator=generator).to("cuda"),
+    }
+    differentiable = [arguments[name].requires_grad_() for name in ("q", "k", "v", "beta", "g", "initial_state")]
+    outputs = operator(**arguments, output_final_state=True)
+    gradients = torch.autograd.grad(outputs, differentiable, tuple(output_gradients.values()))
+    return forward_errors(arguments, *outputs) | gradient_errors(arguments, output_gradients, gradients)
+
+
+def measure(package: str, options) -> list[dict]:
+    if package == "flash_qla":
+        from flash_qla import __version__, chunk_gated_delta_rule
+    else:
+        from fla import __version__
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    cells = []
+    for name, case in all_cases().items():
+        if not any(part in name for part in options.cases.split(",")):
+            continue
+        cell = {"package": package, "version": __version__, "case": name, "inputs": str(case)}
+        cells.append(cell)
+        skip = [reason for part, reason in FLA_SKIPS.items() if part in name] if package == "fla" else []
+        if skip:
+            cell["skipped"] = skip[0]
+        else:
+            try:
+                cell["errors"] = run_case(chunk_gated_delta_rule, case)
+            except Exception as error:
+                if package == "flash_qla":
+                    raise
+                cell["skipped"] = f"{type(error).__name__}: {error}"
+        print(f"{package:>10} {name:24} {cell.get('skipped', 'done')}", flush=True)
+    return cells
+
+
+def nan_last(x: float) -> float:
+    """What sorts by it has NaN as the largest number."""
+    return math.inf if math.isnan(x) else x
+
+
+def report(cells: list[dict]) -> None:
+    packages = list(dict.fromkeys(cell["package"] for cell in cells))
+    found = {(cell["package"], cell["case"]): cell for cell in cells}
+    names = list(dict.fromkeys(cell["case"] for cell in cells))
+    print(f"{'':36}" + "".join(f"{tensor:>12}" for tensor in TENSORS))
+    for name, package in itertools.product(names, packages):
+        cell = found[package, name]
+        errors = "".join(f"{cell['errors'][tensor]:12.1e}" for tensor in TENSORS) if "errors" in cell else ""
+        print(f"{name:24} {package:>10} " + (errors or f"skipped: {cell['skipped']}"))
+
+    for package in packages:
+        errors = [cell["errors"] for cell in cells if cell["package"] == package and "errors" in cell]
+        worst = [max((e[tensor] for e in errors), key=nan_last) for tensor in TENSORS]
+        print(f"{'largest':24} {package:>10} " + "".join(f"{error:12.1e}" for error in worst))
+    if packages[:2] != ["flash_qla", "fla"]:
+        return
+    for tensor in TENSORS:
+        ratios = {}
+        for name in names:
+            errors = [found[package, name].get("errors") for package in packages[:2]]
+            if all(errors) and errors[1][tensor] > 0:
+                ratios[name] = errors[0][tensor] / errors[1][tensor]
+        worst = max(ratios, key=lambda name: nan_last(ratios[name]))
+        print(f"{tensor:>12}: flash_qla's error is at most {ratios[worst]:.2f} times FLA's ({worst})")
+
+
+if __name__ == "__main__":
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--cases", default="", help="only those whose name contains one of these, comma-separated")
+    run(parser, measure, report, FLA_BACKWARD)

@@ -1,0 +1,199 @@
+"""Backward and training step of flash_qla and FLA on one GPU, same inputs, one process per package: time and memory.
+
+    python benchmarks/backward.py --out benchmarks/results/backward_h200.json
+    python benchmarks/backward.py --heads 16x32 --sequences 1x8192,4096x8 --packages flash_qla
+
+Inputs as in forward.py, with random gradients of o and of the final state. Two things are timed, as there:
+
+  backward   all six gradients by the package's low-level function, from what its own low-level forward has left, q and
+             k being normalised already
+  step       chunk_gated_delta_rule and torch.autograd.grad, q and k being normalised inside
+
+and of an eager step, after the first one, the bytes are counted that torch's allocator hands out:
+
+  saved      held between forward and backward for the backward: allocated after the forward, less allocated before the
+             step (the inputs, the gradients of o and of the final state), less o and the final state
+  extra      the highest that was allocated during the step, less allocated before it, less the six gradients that it
+             returns. So o, the final state, what is saved and what the kernels work in count; the gradients' bytes are
+             taken off whether or not all of them existed at the peak.
+
+Error: relative L2 against the fp64 recurrence on short sequences, of both. FLA runs as it does by itself on Hopper,
+except that its dispatch to flash_qla is switched off: its Triton kernels, and in the backward one that it has in
+TileLang, which must be installed.
+"""
+
+from __future__ import annotations
+
+import torch
+from common import (
+    FLA_BACKWARD,
+    GRADIENTS,
+    HEAD_DIM,
+    SCALE,
+    add_timing_arguments,
+    argument_parser,
+    by_cell,
+    floor_ms,
+    gradient_errors,
+    make_inputs,
+    parse_heads,
+    parse_lengths,
+    run,
+    spread,
+    time_graph,
+)
+
+# Matrix work per token and value head: in a chunk of 64, eight products with a 128 x 128 state (two of them to make the
+# states again), ten of 64 x 64 x 128 and two of 64 x 64 x 64.
+FLOP = 442e3
+DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")  # in the order of GRADIENTS
+
+
+def flash_qla_backward(inputs: dict, output_gradients: dict):
+    from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+
+    g_cumsum, A, *_ = chunk_gated_delta_rule_fwd(**inputs, scale=SCALE)
+    saved = inputs | {"g": g_cumsum, "A": A}
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients, scale=SCALE)
+
+
+def fla_backward(inputs: dict, output_gradients: dict):
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from fla.ops.utils.index import prepare_chunk_indices
+
+    inputs = inputs | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], 64), "scale": SCALE}
+    g_cumsum, _, A, *_ = chunk_gated_delta_rule_fwd(**inputs, output_final_state=True)
+    saved = inputs | {"g": g_cumsum, "A": A}
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)[: len(GRADIENTS)]
+
+
+class Step:
+    """One training step: `forward` gives o and the final state, `backward` from them the gradients."""
+
+    def __init__(self, operator, inputs: dict, output_gradients: dict):
+        self.operator = operator
+        self.arguments = inputs | {"scale": SCALE, "use_qk_l2norm_in_kernel": True}
+        self.output_gradients = tuple(output_gradients.values())
+        self.differentiable = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
+
+    def forward(self):
+        return self.operator(**self.arguments, output_final_state=True)
+
+    def backward(self, outputs):
+        return torch.autograd.grad(outputs, self.differentiable, self.output_gradients)
+
+    def __call__(self):
+        return self.backward(self.forward())
+
+
+def step_memory(step: Step) -> dict[str, int]:
+    """Bytes; see the top of this file."""
+
+    def size(tensors) -> int:
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = step.forward()
+    saved = torch.cuda.memory_allocated() - before - size(outputs)
+    gradients = step.backward(outputs)
+    extra = torch.cuda.max_memory_allocated() - before - size(gradients)
+    return {"saved_bytes": saved, "extra_bytes": extra}
+
+
+def measure(package: str, options) -> list[dict]:
+    if package == "flash_qla":
+        from flash_qla import __version__, chunk_gated_delta_rule
+
+        low_level_backward = flash_qla_backward
+    else:
+        from fla import __version__
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        low_level_backward = fla_backward
+
+    cells = []
+    for H_k, H_v in parse_heads(options.heads):
+        for text in options.sequences.split(","):
+            lengths = parse_lengths(text)
+            with torch.no_grad():
+                backward = low_level_backward(*make_inputs(H_k, H_v, lengths, gradients=True))
+                backward_times = time_graph(backward, options.samples, options.sample_ms)
+            del backward
+            step = Step(chunk_gated_delta_rule, *make_inputs(H_k, H_v, lengths, normalize=False, gradients=True))
+            memory = step_memory(step)
+            step_times = time_graph(step, options.samples, options.sample_ms)
+            # q, k, dq, dk; v, do, dv; A; g, beta, dg, db
+            traffic = 8 * HEAD_DIM * H_k + 6 * HEAD_DIM * H_v + 128 * H_v + 16 * H_v
+            cell = {
+                "package": package,
+                "version": __version__,
+                "heads": f"{H_k}x{H_v}",
+                "sequences": text,
+                **spread(backward_times, "backward_"),
+                "backward_floor_ms": floor_ms(sum(lengths), FLOP * H_v, traffic),
+                **spread(step_times, "step_"),
+                **memory,
+            }
+            cells.append(cell)
+            print(f"{package:>10} {cell['heads']:>6} {text:>12} {figures(cell)}", flush=True)
+            del step
+            torch.cuda.empty_cache()
+
+    # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
+    for H_k, H_v in parse_heads(options.heads):
+        errors = check(chunk_gated_delta_rule, low_level_backward, H_k, H_v)
+        for name, error in errors.items():
+            figure = ", ".join(f"{tensor} {e:.2e}" for tensor, e in error.items())
+            print(f"{package:>10} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
+        for cell in cells:
+            if cell["heads"] == f"{H_k}x{H_v}":
+                cell["relative_error"] = errors
+    return cells
+
+
+def check(operator, low_level_backward, H_k: int, H_v: int) -> dict[str, dict[str, float]]:
+    """Errors of the gradients that are timed, on short sequences."""
+    lengths = [256, 100, 257]
+    inputs, output_gradients = make_inputs(H_k, H_v, lengths, seed=1, gradients=True)
+    with torch.no_grad():
+        gradients = low_level_backward(inputs, output_gradients)()
+    errors = {"backward": gradient_errors(inputs | {"scale": SCALE}, output_gradients, gradients)}
+    inputs, output_gradients = make_inputs(H_k, H_v, lengths, seed=1, normalize=False, gradients=True)
+    step = Step(operator, inputs, output_gradients)
+    errors["step"] = gradient_errors(step.arguments, output_gradients, step())
+    return errors
+
+
+def figures(cell: dict) -> str:
+    parts = []
+    for what in ("backward", "step"):
+        median, low, high = (cell[f"{what}_ms{suffix}"] for suffix in ("", "_min", "_max"))
+        parts.append(f"{what} {median:8.4f} ms [{low:.4f}, {high:.4f}]")
+    parts += [f"{what} {cell[f'{what}_bytes'] / 2**20:.1f} MiB" for what in ("saved", "extra")]
+    return ", ".join(parts)
+
+
+def report(cells: list[dict]) -> None:
+    for (heads, sequences), found in by_cell(cells).items():
+        if "flash_qla" not in found:
+            continue
+        ours = found["flash_qla"]
+        floor = ours["backward_floor_ms"] / ours["backward_ms"]
+        line = f"{heads:>6} {sequences:>12}  {figures(ours)}, backward at {floor:.0%} of the floor"
+        if "fla" in found:
+            theirs = found["fla"]
+            ratios = [f"{what} {theirs[key] / ours[key]:.2f}x" for what, key in RATIOS.items()]
+            line += f"; FLA over flash_qla: {', '.join(ratios)}"
+        print(line)
+
+
+RATIOS = {"backward": "backward_ms", "step": "step_ms", "saved": "saved_bytes", "extra": "extra_bytes"}
+
+
+if __name__ == "__main__":
+    parser = argument_parser(__doc__.splitlines()[0])
+    add_timing_arguments(parser, heads="16x32,2x8,16x64", sequences="1x8192,4096x8,1x32768,1024x8")
+    run(parser, measure, report, FLA_BACKWARD)

@@ -1,0 +1,206 @@
+"""What the benchmarks share: inputs, timing, a process per package, and what the results say about their machine.
+
+Benchmarks run from a checkout: ground truth is the fp64 recurrence of tests/reference.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+# Before this folder, in which there is an accuracy.py too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import reference
+from accuracy import relative_error
+
+HEAD_DIM = 128
+SCALE = HEAD_DIM**-0.5
+GRADIENTS = ("dq", "dk", "dv", "db", "dg", "dh0")
+
+# Environment of FLA's process; None takes a variable away. Its dispatch to other packages is switched off, except that
+# one kernel of its backward is its TileLang version, as by default on Hopper: the Triton version refuses to run there.
+FLA_TRITON = {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0", "FLA_DISABLE_BACKEND_DISPATCH": "1"}
+FLA_BACKWARD = {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "1", "FLA_DISABLE_BACKEND_DISPATCH": None}
+
+# Measured on an H200: dense bf16 matrix rate (FLOP/s) and copy bandwidth (bytes/s).
+MATRIX_RATE, BANDWIDTH = 796e12, 4.28e12
+
+
+def parse_heads(text: str) -> list[tuple[int, int]]:
+    """'16x32,2x8' is 16 query/key and 32 value heads, then 2 and 8."""
+    return [tuple(int(n) for n in heads.split("x")) for heads in text.split(",")]
+
+
+def parse_lengths(text: str) -> list[int]:
+    """'1x8192' is one sequence of 8192 tokens, '4096x8' eight of 4096, '28672+4096' one of each."""
+    lengths = []
+    for part in text.split("+"):
+        a, _, b = part.partition("x")
+        lengths += [int(b)] if a == "1" and b else [int(a)] * int(b or 1)
+    return lengths
+
+
+def make_inputs(H_k: int, H_v: int, lengths: list[int], seed: int = 0, normalize: bool = True, gradients: bool = False):
+    """Arguments of chunk_gated_delta_rule on the GPU; with `gradients` also do and dht, those of its two results."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    T = sum(lengths)
+    q, k = (randn(1, T, H_k, HEAD_DIM) for _ in range(2))
+    if normalize:
+        q, k = (F.normalize(x, dim=-1) for x in (q, k))
+    g = F.logsigmoid(randn(1, T, H_v)) / 16
+    g[..., torch.randperm(H_v, generator=torch.Generator().manual_seed(seed))[: H_v // 4]] = 0
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = {
+        "q": q.bfloat16(),
+        "k": k.bfloat16(),
+        "v": randn(1, T, H_v, HEAD_DIM).bfloat16(),
+        "g": g,
+        "beta": randn(1, T, H_v).sigmoid(),
+        "initial_state": randn(len(lengths), H_v, HEAD_DIM, HEAD_DIM),
+        "cu_seqlens": offsets.to(device="cuda", dtype=torch.int64),
+    }
+    if not gradients:
+        return inputs
+    return inputs, {
+        "do": randn(1, T, H_v, HEAD_DIM).bfloat16(),
+        "dht": randn(len(lengths), H_v, HEAD_DIM, HEAD_DIM) / 8,
+    }
+
+
+def floor_ms(tokens: int, flop: float, traffic: float) -> float:
+    """The larger of the matrix work at MATRIX_RATE and the inputs and outputs at BANDWIDTH, both given per token."""
+    return max(tokens * flop / MATRIX_RATE, tokens * traffic / BANDWIDTH) * 1e3
+
+
+def time_graph(call, samples: int, sample_ms: float) -> list[float]:
+    """Milliseconds a call, one figure a sample, ascending. A sample is the replay of a CUDA graph of several calls."""
+
+    def elapsed(run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    calls = max(1, min(100, math.ceil(sample_ms / max(elapsed(call), 1e-3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    for _ in range(max(1, round(20 / sample_ms))):  # the clocks rise under load
+        graph.replay()
+    return sorted(elapsed(graph.replay) / calls for _ in range(samples))
+
+
+@torch.no_grad()
+def forward_errors(arguments: dict, o: torch.Tensor, final_state: torch.Tensor) -> dict[str, float]:
+    """Relative L2 errors of what chunk_gated_delta_rule(**arguments) has returned."""
+    expected = reference.gated_delta_rule(**arguments)
+    return {
+        "o": relative_error(o, expected.o),
+        "final_state": relative_error(final_state, expected.final_state),
+    }
+
+
+@torch.no_grad()
+def gradient_errors(arguments: dict, output_gradients: dict, gradients) -> dict[str, float]:
+    """Relative L2 errors of `gradients`, of chunk_gated_delta_rule(**arguments) and in the order of GRADIENTS."""
+    expected = reference.gated_delta_rule_bwd(**arguments, **output_gradients)
+    return {name: relative_error(x, getattr(expected, name)) for name, x in zip(GRADIENTS, gradients, strict=True)}
+
+
+def spread(times: list[float], prefix: str = "") -> dict[str, float]:
+    return {f"{prefix}ms": statistics.median(times), f"{prefix}ms_min": times[0], f"{prefix}ms_max": times[-1]}
+
+
+def environment() -> dict:
+    query = "--query-gpu=name,driver_version,clocks.max.sm,power.limit"
+    smi = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
+    return {
+        "time": time.strftime("%F %T %Z"),
+        "gpu": smi.stdout.strip(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "commit": os.environ.get("COMMIT")
+        or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+    }
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--packages", default="flash_qla,fla")
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--measure", metavar="PACKAGE", help="measure this package in this process")
+    return parser
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences: str) -> None:
+    parser.add_argument("--heads", default=heads, help="query/key x value heads")
+    parser.add_argument("--sequences", default=sequences, help=parse_lengths.__doc__)
+    parser.add_argument("--samples", type=int, default=11)
+    parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
+
+
+def run(parser: argparse.ArgumentParser, measure: Callable, report: Callable, fla_environment: dict) -> None:
+    """Measure every package in a process of its own, report on all and write the results.
+
+    Args:
+        measure: (package, options) -> list of dicts, one a cell; runs in the package's process.
+        report: prints what the cells of all packages say.
+        fla_environment: environment variables to set, or with None to take away.
+    """
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU, and torch sees no CUDA device")
+    if options.measure:
+        cells = measure(options.measure, options)
+        with open(options.out, "w") as file:
+            json.dump(cells, file)
+        return
+
+    child_environment = os.environ | fla_environment
+    child_environment = {name: value for name, value in child_environment.items() if value is not None}
+    cells = []
+    for package in options.packages.split(","):
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as part:
+            # Of an option that is given twice the last one counts.
+            command = [sys.executable, *sys.argv, "--measure", package, "--out", part.name]
+            subprocess.run(command, env=child_environment, check=True)
+            cells += json.load(part)
+    report(cells)
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump({"environment": environment(), "cells": cells}, file, indent=1)
+
+
+def by_cell(cells: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:
+    """(heads, sequences) -> package -> cell."""
+    found: dict[tuple[str, str], dict[str, dict]] = {}
+    for cell in cells:
+        found.setdefault((cell["heads"], cell["sequences"]), {})[cell["package"]] = cell
+    return found
