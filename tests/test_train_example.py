@@ -25,7 +25,7 @@ def wrong(q, k, v, g, beta, **options):
 
 wrong.__signature__ = inspect.signature(original)
 flash_qla.chunk_gated_delta_rule = wrong
-del sys.argv[0]  # "-c"
+del sys.argv[0]  # this script
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -48,8 +48,10 @@ def test_both_learn_the_same(tmp_path):
     assert results["failures"] == []
 
 
-def test_a_missing_gradient_is_noticed():
-    result = run("-c", WITHOUT_A_GRADIENT, TRAIN, "--device=cpu", f"--steps={STEPS}")
+def test_a_missing_gradient_is_noticed(tmp_path):
+    script = tmp_path / "without_a_gradient.py"
+    script.write_text(WITHOUT_A_GRADIENT)
+    result = run(script, TRAIN, "--device=cpu", f"--steps={STEPS}")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "FAILED: the curves of flash_qla and torch are" in result.stderr
 
