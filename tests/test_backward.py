@@ -1,13 +1,15 @@
 """Every argument of the backward on every device, against the fp64 recurrence in reverse."""
 
 import dataclasses
-import random
 
 import accuracy
 import pytest
 import torch
 from cases import (
+    DENSE_CASES,
     GRADIENT_OF,
+    LONG_CASES,
+    VARLEN_CASES,
     Case,
     check_backward,
     equal,
@@ -33,30 +35,13 @@ def parametrize(*cases: Case):
 
 # Lengths
 
-TINY = tuple(random.Random(0).choices((0, 1, 2, 3, 5), k=80))
 
-
-@parametrize(
-    *(Case(B=B, T=T) for B, T in ((1, 0), (0, 64), (2, 1), (1, 63), (2, 64), (1, 65), (2, 127), (1, 128), (1, 129))),
-    *(Case(B=B, T=T, gate="logsigmoid", dtype=FP16) for B, T in ((1, 1), (1, 63), (2, 65), (1, 192))),
-)
+@parametrize(*DENSE_CASES)
 def test_dense_lengths(device, case):
     check_backward(case, device)
 
 
-@parametrize(
-    Case(lengths=()),
-    Case(lengths=(), padding=3),
-    Case(lengths=(0,)),
-    Case(lengths=(0, 0, 0), padding=65),
-    Case(lengths=(1,)),
-    Case(lengths=(64,)),
-    Case(lengths=(63, 1, 64, 65, 0, 127)),
-    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True),
-    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=FP16),
-    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
-    Case(lengths=TINY, H_k=1, H_v=1, gate="zero", initial_state=None, cu_dtype=torch.int64),
-)
+@parametrize(*VARLEN_CASES)
 def test_varlen_lengths(device, case):
     check_backward(case, device)
 
@@ -71,15 +56,7 @@ def test_long(device, case):
 
 
 @pytest.mark.gpu
-@parametrize(
-    Case(T=8192, H_k=2, H_v=8),
-    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid"),
-    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid", auto_cp=False),
-    Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True),
-    Case(lengths=(4095, 3000, 64, 0, 1000), H_k=8, H_v=32, gate="zero", padding=100),
-    Case(B=4, T=2048, H_k=16, H_v=32, gate="logsigmoid", dtype=FP16),
-    Case(lengths=(1024,) * 8, H_k=16, H_v=64, gate="logsigmoid"),
-)
+@parametrize(*LONG_CASES, Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True))
 def test_long_on_gpu(case):
     check_backward(case, "cuda")
 
