@@ -81,9 +81,9 @@ def chunk_states_bwd(dtype):
             P_s = T.alloc_shared([STAGES, C, C], dtype)
             h_s = T.alloc_shared([STAGES, VALUE_TILE, D], dtype)
             gates_s = T.alloc_shared([STAGES, GATE_ROWS, C], "float32")
-            T.annotate_layout({h_s: swizzled(h_s)})
             dh_s = T.alloc_shared([VALUE_TILE, D], dtype)
             U_s = T.alloc_shared([VALUE_TILE, C], dtype)
+            T.annotate_layout({h_s: swizzled(h_s)})  # no gemm reads it
 
             loaded = T.alloc_barrier([PRODUCERS] * STAGES)  # a stage's tiles have arrived
             released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
@@ -102,10 +102,9 @@ def chunk_states_bwd(dtype):
                 acc = T.alloc_fragment([VALUE_TILE, C], "float32")  # dS^T K^T
                 local = T.alloc_fragment([VALUE_TILE, C], "float32")  # dO^T P, dV_new^T, U^T in turn
                 dV_new_16 = T.alloc_fragment([VALUE_TILE, C], dtype)  # dV_new^T, then U^T
-                dO_16 = T.alloc_fragment(
-                    [VALUE_TILE, C], dtype
-                )  # dO^T diag(scale gamma / gamma_1), in two parts: rounded
-                dO_rest = T.alloc_fragment([VALUE_TILE, C], dtype)  # once, it would be the largest error of dS
+                # dO^T diag(scale gamma / gamma_1) in two parts: rounded to one, it would be the largest error of dS
+                dO_16 = T.alloc_fragment([VALUE_TILE, C], dtype)
+                dO_rest = T.alloc_fragment([VALUE_TILE, C], dtype)
                 dR_16 = T.alloc_fragment([VALUE_TILE, C], dtype)  # -U^T diag(beta gamma / gamma_1)
 
                 if has_dht != 0:
