@@ -324,4 +324,4 @@ def test_distributed_data_parallel(tmp_path):
     talk over the loopback interface."""
     environment = {"STORE": str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo", "FLASH_QLA_QUIET": "1"}
     outputs = run_side_by_side(DDP, [{**environment, "RANK": str(rank)} for rank in range(2)])
-    assert [output.split() for output in outputs] == [["equal"]] * 2, outputs
+    assert [output.split()[-1] for output in outputs] == ["equal"] * 2, outputs  # gloo may print before it
