@@ -28,7 +28,7 @@ void check_backward(const Problem& p, const BackwardArgs& args) {
 
 BackwardArgs canonicalize(const Problem& problem, BackwardArgs args) {
   args.forward = canonicalize(problem, args.forward);
-  args.A = torch::stable::contiguous(args.A);
+  args.A = contiguous_as(args.A, problem.dtype);
   args.grad_o = contiguous_as(args.grad_o, problem.dtype);
   if (args.grad_final_state) {
     args.grad_final_state = contiguous_as(*args.grad_final_state, problem.compute_dtype);

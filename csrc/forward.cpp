@@ -5,7 +5,9 @@
 namespace flash_qla {
 
 Tensor contiguous_as(const Tensor& tensor, ScalarType dtype) {
-  return torch::stable::contiguous(tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype));
+  const Tensor typed = tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype);
+  // Asking first is cheaper: torch::stable::contiguous goes through the dispatcher.
+  return typed.is_contiguous() ? typed : torch::stable::contiguous(typed);
 }
 
 std::vector<int64_t> state_shape(const Problem& p, bool state_v_first) {
@@ -13,16 +15,16 @@ std::vector<int64_t> state_shape(const Problem& p, bool state_v_first) {
 }
 
 ForwardArgs canonicalize(const Problem& problem, ForwardArgs args) {
-  args.q = torch::stable::contiguous(args.q);
-  args.k = torch::stable::contiguous(args.k);
-  args.v = torch::stable::contiguous(args.v);
+  args.q = contiguous_as(args.q, problem.dtype);
+  args.k = contiguous_as(args.k, problem.dtype);
+  args.v = contiguous_as(args.v, problem.dtype);
   args.g = contiguous_as(args.g, problem.compute_dtype);
   args.beta = contiguous_as(args.beta, problem.compute_dtype);
   if (args.initial_state) {
     args.initial_state = contiguous_as(*args.initial_state, problem.compute_dtype);
   }
   if (args.cu_seqlens) {
-    args.cu_seqlens = torch::stable::contiguous(*args.cu_seqlens);
+    args.cu_seqlens = contiguous_as(*args.cu_seqlens, args.cu_seqlens->scalar_type());
   }
   return args;
 }
@@ -37,10 +39,12 @@ ForwardOutputs allocate_forward(const Problem& p, const ForwardArgs& args) {
   const int64_t rows = p.varlen ? 1 : p.B;
   const int64_t chunks_per_row = p.varlen ? p.NT : (p.T + kChunk - 1) / kChunk;
   ForwardOutputs out;
-  out.g_cumsum = empty_if(args.output_low_level, p.compute_dtype, {p.B, p.T, p.H_v});
-  out.A = empty_if(args.output_low_level, p.dtype, {p.B, p.T, p.H_v, kChunk});
+  if (args.output_low_level) {
+    out.g_cumsum = empty(p.compute_dtype, {p.B, p.T, p.H_v});
+    out.A = empty(p.dtype, {p.B, p.T, p.H_v, kChunk});
+    out.h = empty_if(args.output_h, p.dtype, {rows, chunks_per_row, p.H_v, p.V, p.K});
+  }
   out.o = empty(p.dtype, {p.B, p.T, p.H_v, p.V});
-  out.h = empty_if(args.output_h, p.dtype, {rows, chunks_per_row, p.H_v, p.V, p.K});
   out.final_state = empty_if(args.output_final_state, p.compute_dtype, state_shape(p, args.state_v_first));
   return out;
 }

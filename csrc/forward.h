@@ -31,14 +31,15 @@ struct ForwardArgs {
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
   bool output_final_state = false;
-  bool output_low_level = false;  // g_cumsum and A
+  bool output_low_level = false;  // the results of chunk_gated_delta_rule_fwd: g_cumsum, A and, perhaps, h
   bool output_h = false;
   bool use_qk_l2norm = false;
   bool state_v_first = false;
   bool auto_cp = true;
 };
 
-// What was not asked for is an empty tensor of shape [0] with the dtype and device it would have had.
+// h and final_state, where they were not asked for, are empty tensors of shape [0] with the dtype and device that they
+// would have had. g_cumsum, A and h are undefined unless output_low_level.
 struct ForwardOutputs {
   Tensor g_cumsum;     // [B, T, H_v], compute dtype: inclusive sum of g within each chunk
   Tensor A;            // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1, K after any l2norm

@@ -13,8 +13,11 @@ namespace {
 
 // No sequence has a token: every state passes through, and all rows are padding.
 void pass_states_through(const ForwardArgs& args, ForwardOutputs& out) {
-  for (Tensor* zeros : {&out.g_cumsum, &out.A, &out.o, &out.h}) {
-    torch::stable::zero_(*zeros);
+  torch::stable::zero_(out.o);
+  if (args.output_low_level) {
+    for (Tensor* zeros : {&out.g_cumsum, &out.A, &out.h}) {
+      torch::stable::zero_(*zeros);
+    }
   }
   if (args.output_final_state && args.initial_state) {
     torch::stable::copy_(out.final_state, *args.initial_state);
