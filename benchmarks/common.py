@@ -47,32 +47,67 @@ def parse_heads(text: str) -> list[tuple[int, int]]:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """'1x8192' is one sequence of 8192 tokens, '4096x8' eight of 4096, '28672+4096' one of each."""
+    """'1x8192' is one sequence of 8192 tokens, '4096x8' eight of 4096, '28672+4096' one of each, 'ragged32' 32 of
+    log-uniform lengths, 32768 tokens in all."""
     lengths = []
     for part in text.split("+"):
-        a, _, b = part.partition("x")
-        lengths += [int(b)] if a == "1" and b else [int(a)] * int(b or 1)
+        if part.startswith("ragged"):
+            lengths += ragged_lengths(int(part.removeprefix("ragged")))
+        else:
+            a, _, b = part.partition("x")
+            lengths += [int(b)] if a == "1" and b else [int(a)] * int(b or 1)
     return lengths
 
 
-def make_inputs(H_k: int, H_v: int, lengths: list[int], seed: int = 0, normalize: bool = True, gradients: bool = False):
-    """Arguments of chunk_gated_delta_rule on the GPU; with `gradients` also do and dht, those of its two results."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+def ragged_lengths(sequences: int, tokens: int = 32768) -> list[int]:
+    """A fixed draw; the longest is at most 200 times the shortest."""
+    draw = torch.rand(sequences, generator=torch.Generator().manual_seed(sequences))
+    weights = (draw * math.log(200.0)).exp()
+    lengths = (weights / weights.sum() * tokens).long().clamp_min(1).tolist()
+    lengths[-1] += tokens - sum(lengths)
+    return lengths
 
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda")
+
+def make_inputs(
+    H_k: int,
+    H_v: int,
+    lengths: list[int],
+    seed: int = 0,
+    normalize: bool = True,
+    gradients: bool = False,
+    gate: str = "bench",
+):
+    """Arguments of chunk_gated_delta_rule on the GPU; with `gradients` also do and dht, those of its two results.
+
+    Args:
+        gate: "bench" is logsigmoid(randn) / 16, and exactly 0 for a quarter of the heads; "trained" is
+            -a softplus(randn / 2 + 1) with a of each head from [0, 16], the first 0 and the last 16.
+    """
+    generator = torch.Generator("cuda").manual_seed(seed)
+    of_heads = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+    def query_or_key():
+        x = randn(1, T, H_k, HEAD_DIM)
+        return (F.normalize(x, dim=-1) if normalize else x).bfloat16()
 
     T = sum(lengths)
-    q, k = (randn(1, T, H_k, HEAD_DIM) for _ in range(2))
-    if normalize:
-        q, k = (F.normalize(x, dim=-1) for x in (q, k))
-    g = F.logsigmoid(randn(1, T, H_v)) / 16
-    g[..., torch.randperm(H_v, generator=torch.Generator().manual_seed(seed))[: H_v // 4]] = 0
+    if gate == "bench":
+        g = F.logsigmoid(randn(1, T, H_v)) / 16
+        g[..., torch.randperm(H_v, generator=of_heads)[: H_v // 4]] = 0
+    elif gate == "trained":
+        a = 16 * torch.rand(H_v, generator=of_heads)
+        a[0], a[-1] = 0, 16
+        g = -a.to("cuda") * F.softplus(randn(1, T, H_v) / 2 + 1)
+    else:
+        raise ValueError(f"gate is {gate!r}, expected 'bench' or 'trained'")
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     inputs = {
-        "q": q.bfloat16(),
-        "k": k.bfloat16(),
-        "v": randn(1, T, H_v, HEAD_DIM).bfloat16(),
+        "q": query_or_key(),
+        "k": query_or_key(),
+        "v": randn(1, T, H_v, HEAD_DIM, dtype=torch.bfloat16),  # gigabytes: no copy of another dtype
         "g": g,
         "beta": randn(1, T, H_v).sigmoid(),
         "initial_state": randn(len(lengths), H_v, HEAD_DIM, HEAD_DIM),
@@ -81,7 +116,7 @@ def make_inputs(H_k: int, H_v: int, lengths: list[int], seed: int = 0, normalize
     if not gradients:
         return inputs
     return inputs, {
-        "do": randn(1, T, H_v, HEAD_DIM).bfloat16(),
+        "do": randn(1, T, H_v, HEAD_DIM, dtype=torch.bfloat16),
         "dht": randn(len(lengths), H_v, HEAD_DIM, HEAD_DIM) / 8,
     }
 
@@ -94,25 +129,33 @@ def floor_ms(tokens: int, flop: float, traffic: float) -> float:
 def time_graph(call, samples: int, sample_ms: float) -> list[float]:
     """Milliseconds a call, one figure a sample, ascending. A sample is the replay of a CUDA graph of several calls."""
 
-    def elapsed(run) -> float:
+    def capture(calls: int):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        graph.replay()  # the first one also uploads the graph
+        return graph
+
+    def elapsed(graph) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        graph.replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
 
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
-    calls = max(1, min(100, math.ceil(sample_ms / max(elapsed(call), 1e-3))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    for _ in range(max(1, round(20 / sample_ms))):  # the clocks rise under load
+    # How many calls make a sample is seen on a graph too: outside of one some packages wait for Python.
+    graph = capture(1)
+    once = max(elapsed(graph), 1e-3)
+    calls = max(1, min(100, math.ceil(sample_ms / once)))
+    if calls > 1:
+        graph = capture(calls)
+    for _ in range(max(1, round(20 / (calls * once)))):  # the clocks rise under load
         graph.replay()
-    return sorted(elapsed(graph.replay) / calls for _ in range(samples))
+    return sorted(elapsed(graph) / calls for _ in range(samples))
 
 
 @torch.no_grad()
@@ -150,27 +193,31 @@ def environment() -> dict:
     }
 
 
-def argument_parser(description: str) -> argparse.ArgumentParser:
+def argument_parser(description: str, packages: str = "flash_qla,fla") -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--packages", default="flash_qla,fla")
+    parser.add_argument("--packages", default=packages)
+    parser.add_argument("--package-path", metavar="DIR", help="where flash_qla is, if it is not installed")
+    parser.add_argument("--peers-path", metavar="DIR", help="where the other packages are, if they are not installed")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--measure", metavar="PACKAGE", help="measure this package in this process")
     return parser
 
 
-def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences: str) -> None:
+def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences: str, samples: int = 11) -> None:
     parser.add_argument("--heads", default=heads, help="query/key x value heads")
     parser.add_argument("--sequences", default=sequences, help=parse_lengths.__doc__)
-    parser.add_argument("--samples", type=int, default=11)
+    parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
 
 
 def run(parser: argparse.ArgumentParser, measure: Callable, report: Callable, fla_environment: dict) -> None:
     """Measure every package in a process of its own, report on all and write the results.
 
+    A package that fails is said to have failed, with the exit status too; what it had measured until then counts.
+
     Args:
-        measure: (package, options) -> list of dicts, one a cell; runs in the package's process.
+        measure: (package, options) -> dicts, one a cell; runs in the package's process.
         report: prints what the cells of all packages say.
         fla_environment: environment variables to set, or with None to take away.
     """
@@ -178,24 +225,43 @@ def run(parser: argparse.ArgumentParser, measure: Callable, report: Callable, fl
     if not torch.cuda.is_available():
         parser.error("this needs a GPU, and torch sees no CUDA device")
     if options.measure:
-        cells = measure(options.measure, options)
         with open(options.out, "w") as file:
-            json.dump(cells, file)
+            for cell in measure(options.measure, options):
+                print(json.dumps(cell), file=file, flush=True)
         return
 
-    child_environment = os.environ | fla_environment
-    child_environment = {name: value for name, value in child_environment.items() if value is not None}
-    cells = []
+    cells, failed = [], []
     for package in options.packages.split(","):
         with tempfile.NamedTemporaryFile("r", suffix=".json") as part:
             # Of an option that is given twice the last one counts.
             command = [sys.executable, *sys.argv, "--measure", package, "--out", part.name]
-            subprocess.run(command, env=child_environment, check=True)
-            cells += json.load(part)
+            start = time.monotonic()
+            process = subprocess.run(command, env=package_environment(package, options, fla_environment))
+            measured = [json.loads(line) for line in part]
+        print(f"{package}: {len(measured)} cells in {time.monotonic() - start:.0f} s", flush=True)
+        cells += measured
+        if process.returncode:
+            failed.append(f"{package} failed (exit status {process.returncode})")
+        if options.out:  # after each package: the next one may take longer than there is time
+            write_results(options.out, cells)
     report(cells)
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump({"environment": environment(), "cells": cells}, file, indent=1)
+    if failed:
+        sys.exit("; ".join(failed))
+
+
+def package_environment(package: str, options: argparse.Namespace, fla_environment: dict) -> dict[str, str]:
+    variables = os.environ | fla_environment
+    path = options.package_path if package == "flash_qla" else options.peers_path
+    if path:
+        # In front: the published FlashQLA is imported as flash_qla too.
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [path, variables.get("PYTHONPATH")]))
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+def write_results(path: str, cells: list[dict]) -> None:
+    """JSON with one cell a line."""
+    lines = ",\n".join(json.dumps(cell) for cell in cells)
+    Path(path).write_text(f'{{"environment": {json.dumps(environment(), indent=1)},\n"cells": [\n{lines}\n]}}\n')
 
 
 def by_cell(cells: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:

@@ -1,16 +1,39 @@
-"""Forward time of flash_qla and of FLA's Triton kernels on one GPU, same inputs, one process per package.
+"""Forward time of flash_qla and of its peers on one GPU, same inputs, one process per package.
 
-    python benchmarks/forward.py --out benchmarks/results/forward_h200.json
-    python benchmarks/forward.py --heads 16x32,2x8 --sequences 1x8192,4096x8 --packages flash_qla
+    python benchmarks/forward.py --out FILE.json
+    python benchmarks/forward.py --packages flash_qla,fla --heads 16x32,2x8 --sequences 1x8192,4096x8 --gates bench
+    python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,op
+    python benchmarks/forward.py --report FILE.json --markdown
 
-Inputs: packed bf16 sequences of head dimension 128, L2-normalised q and k, g = logsigmoid(randn) / 16 with a quarter of
-the heads at exactly 0, beta = sigmoid(randn), an fp32 initial state; the final state is returned. Time: median over
-samples, each the replay of a CUDA graph that holds several calls. Error: relative L2 against the fp64 recurrence on a
-short batch, so that what is timed is known to be right. FLA (package fla-core) is optional; its dispatch to other
-packages is switched off.
+Packages, each by the function that it has below its autograd:
+
+  flash_qla      this package, chunk_gated_delta_rule_fwd; in other forms with --variants
+  fla            FLA's Triton kernels (fla-core on PyPI); its dispatch to other packages is switched off
+  flash_qla_jit  the published FlashQLA (flash-qla on PyPI). Its import name is flash_qla too, so it needs a directory
+                 of its own: pip install --target DIR flash-qla, and --peers-path DIR
+  flashinfer     FlashInfer, or the module fi_aot where there is one: the same kernels compiled ahead of time
+
+Peers are looked for in --peers-path first, flash_qla in --package-path. Peers compile as they run; where they keep that
+is up to their own variables, such as TRITON_CACHE_DIR and TILELANG_CACHE_DIR.
+
+Inputs: packed bf16 sequences of head dimension 128, L2-normalised q and k, gates as in common.make_inputs, beta =
+sigmoid(randn), an fp32 initial state; the final state is returned. What a package wants in another form (FlashInfer
+e^g, and states with V first) is made beforehand. Time: median over samples, each the replay of a CUDA graph that holds
+several calls. Workspace: what a call takes from torch's allocator beyond what it returns. Outputs are compared twice:
+with the fp64 recurrence on a short batch of each head count (relative L2), and, by sketches, with those of flash_qla on
+the inputs of every cell.
 """
 
 from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from common import (
@@ -31,67 +54,392 @@ from common import (
 )
 
 FLOP = 164e3  # matrix work per token and value head
+PEERS = {"fla": "FLA", "flash_qla_jit": "FlashQLA", "flashinfer": "FlashInfer"}
+VARIANTS = {
+    "nocp": "auto_cp=False",
+    "l2norm": "use_qk_l2norm_in_kernel=True",
+    "output_h": "output_h=True",
+    "v_first": "state_v_first=True",
+    "fp16": "q, k and v in fp16",
+    "op": "torch.ops.flash_qla.chunk_gated_delta_rule, which returns neither g nor A",
+}
+HEADS = "2x8,4x16,8x32,16x64,16x32,8x24,16x48,16x16"
+SEQUENCES = "1x512,1x2048,1x8192,1x32768,1x131072,28672+4096,16384+16384,8192x4,4096x8,1024x8,128x64,ragged32"
+
+# Right bf16 outputs are less than 1e-2 apart; what sketches say of that may be off by half of it.
+LARGEST_DIFFERENCE = 2e-2
 
 
-def measure(package: str, options) -> list[dict]:
-    if package == "flash_qla":
-        from flash_qla import __version__, chunk_gated_delta_rule
-    else:
-        from fla import __version__
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    @torch.no_grad()
-    def forward(inputs):
-        return chunk_gated_delta_rule(**inputs, scale=SCALE, output_final_state=True)
-
-    cells = []
-    for H_k, H_v in parse_heads(options.heads):
-        for text in options.sequences.split(","):
-            lengths = parse_lengths(text)
-            inputs = make_inputs(H_k, H_v, lengths)
-            times = time_graph(lambda inputs=inputs: forward(inputs), options.samples, options.sample_ms)
-            cell = {
-                "package": package,
-                "version": __version__,
-                "heads": f"{H_k}x{H_v}",
-                "sequences": text,
-                **spread(times),
-                "floor_ms": floor_ms(sum(lengths), FLOP * H_v, 4 * HEAD_DIM * (H_k + H_v) + 8 * H_v),
-            }
-            cells.append(cell)
-            print(
-                f"{package:>10} {cell['heads']:>6} {text:>12} {cell['ms']:8.4f} ms [{times[0]:.4f}, {times[-1]:.4f}]",
-                flush=True,
-            )
-            del inputs
-            torch.cuda.empty_cache()
-
-    # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
-    for H_k, H_v in parse_heads(options.heads):
-        check = make_inputs(H_k, H_v, [256] * 4, seed=1)
-        errors = forward_errors(check | {"scale": SCALE}, *forward(check))
-        print(
-            f"{package:>10} {H_k:>3}x{H_v:<2} errors: o {errors['o']:.2e}, state {errors['final_state']:.2e}",
-            flush=True,
-        )
-        for cell in cells:
-            if cell["heads"] == f"{H_k}x{H_v}":
-                cell["relative_error"] = errors
-    return cells
+@dataclass
+class Package:
+    version: str
+    prepare: Callable  # (inputs, variant) -> the call to be timed, which returns all that it has allocated
+    results: Callable  # (what the call returns, variant) -> o, final_state with K first
 
 
-def report(cells: list[dict]) -> None:
-    for (heads, sequences), found in by_cell(cells).items():
-        if "flash_qla" not in found:
+def load_flash_qla() -> Package:
+    import flash_qla
+
+    if not hasattr(torch.ops.flash_qla, "chunk_gated_delta_rule"):
+        raise ImportError(f"{flash_qla.__file__} is not this package; see --package-path")
+    changes = {
+        "nocp": {"auto_cp": False},
+        "l2norm": {"use_qk_l2norm_in_kernel": True},
+        "output_h": {"output_h": True},
+        "v_first": {"state_v_first": True},
+        "op": {"output_final_state": True},
+    }
+
+    def prepare(inputs, variant):
+        arguments = inputs | {"scale": SCALE} | changes.get(variant, {})
+        if variant == "v_first":
+            arguments["initial_state"] = inputs["initial_state"].mT.contiguous()
+        if variant == "fp16":
+            arguments |= {name: inputs[name].half() for name in ("q", "k", "v")}
+        if variant == "op":
+            return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
+        return lambda: flash_qla.chunk_gated_delta_rule_fwd(**arguments)
+
+    def results(outputs, variant):
+        o, final_state = outputs if variant == "op" else (outputs[2], outputs[4])
+        return o, final_state.mT if variant == "v_first" else final_state
+
+    return Package(flash_qla.__version__, prepare, results)
+
+
+def load_fla() -> Package:
+    from fla import __version__
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+    from fla.ops.utils.index import prepare_chunk_indices
+
+    def prepare(inputs, _):
+        chunk_indices = prepare_chunk_indices(inputs["cu_seqlens"], 64)
+        arguments = inputs | {"chunk_indices": chunk_indices, "scale": SCALE, "output_final_state": True}
+        return lambda: chunk_gated_delta_rule_fwd(**arguments)
+
+    return Package(__version__, prepare, lambda outputs, _: (outputs[1], outputs[3]))
+
+
+def load_flash_qla_jit() -> Package:
+    import flash_qla
+
+    if hasattr(torch.ops.flash_qla, "chunk_gated_delta_rule"):
+        raise ImportError(f"{flash_qla.__file__} is not the published FlashQLA; see --peers-path")
+    import tilelang
+
+    def prepare(inputs, _):
+        arguments = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "scale": SCALE, "output_final_state": True}
+        return lambda: flash_qla.chunk_gated_delta_rule_fwd(**arguments, output_h=False, auto_cp=True)
+
+    version = f"{flash_qla.__version__} (TileLang {tilelang.__version__})"
+    return Package(version, prepare, lambda outputs, _: (outputs[2], outputs[4]))
+
+
+def load_flashinfer() -> Package:
+    try:
+        from fi_aot import __version__, chunk_gated_delta_rule
+    except ModuleNotFoundError as error:
+        if error.name != "fi_aot":
+            raise
+        from flashinfer import __version__
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    def prepare(inputs, _):
+        cu_seqlens = inputs["cu_seqlens"].int()
+        arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")}
+        arguments |= {
+            "g": inputs["g"][0].exp(),  # there g is the decay itself
+            "scale": SCALE,
+            "initial_state": inputs["initial_state"].mT.contiguous(),
+            "output_final_state": True,
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": cu_seqlens.diff().max().item(),
+            "use_cp": "auto",
+        }
+        arguments["output"] = torch.empty_like(arguments["v"])
+        arguments["output_state"] = torch.empty_like(arguments["initial_state"])
+        return lambda: chunk_gated_delta_rule(**arguments)
+
+    return Package(__version__, prepare, lambda outputs, _: (outputs[0][None], outputs[1].mT))
+
+
+LOADERS = {
+    "flash_qla": load_flash_qla,
+    "fla": load_fla,
+    "flash_qla_jit": load_flash_qla_jit,
+    "flashinfer": load_flashinfer,
+}
+
+
+def sketch(x: torch.Tensor) -> list[float]:
+    """16 sums of the elements of x under random signs, the same ones at every call. |sketch(x) - sketch(y)| estimates
+    |x - y|, so a few numbers of each package tell how far their outputs are apart."""
+    rows = x.reshape(-1, 16)
+    generator = torch.Generator(x.device).manual_seed(0)
+    sums = torch.zeros(16, dtype=torch.float64, device=x.device)
+    for block in rows.split(2**20):  # o may have gigabytes: no fp64 copy of it at once
+        signs = 2 * torch.randint(2, (len(block), 1), generator=generator, device=x.device) - 1
+        sums += (block.double() * signs).sum(0)
+    return [float(f"{value:.6g}") for value in sums.tolist()]
+
+
+def difference(sketches: dict, expected: dict) -> float:
+    """The larger of the relative differences of o and the final state."""
+    return largest(math.dist(sketches[name], x) / (math.hypot(*x) or math.nan) for name, x in expected.items())
+
+
+def measure(package: str, options):
+    start = time.monotonic()
+    torch.set_grad_enabled(False)
+    loaded = LOADERS[package]()
+    variants = ["default"] + [variant for variant in options.variants.split(",") if variant and package == "flash_qla"]
+    for gate in options.gates.split(","):
+        for H_k, H_v in parse_heads(options.heads):
+            errors = None
+            for text in options.sequences.split(","):
+                described = {"gate": gate, "heads": f"{H_k}x{H_v}", "sequences": text}
+                if time.monotonic() - start > options.budget_s:
+                    left = " ".join(described.values())
+                    print(f"{package}: {options.budget_s:g} s are spent, stopped before {left}", flush=True)
+                    return
+                if errors is None:
+                    errors = check(package, loaded, H_k, H_v, gate)
+                lengths = parse_lengths(text)
+                inputs = make_inputs(H_k, H_v, lengths, gate=gate)
+                for variant in variants:
+                    cell = {"package": package, "variant": variant, "version": loaded.version, **described}
+                    try:
+                        cell |= measure_call(loaded, inputs, variant, options)
+                    except Exception as error:
+                        cell["error"] = f"{type(error).__name__}: {error}"[:500]
+                    cell["floor_ms"] = floor_ms(sum(lengths), FLOP * H_v, 4 * HEAD_DIM * (H_k + H_v) + 8 * H_v)
+                    cell["relative_error"] = errors
+                    print(progress(cell), flush=True)
+                    yield cell
+                    torch.cuda.synchronize()  # raises, and so ends this process, if an error has left CUDA unusable
+                del inputs
+                torch.cuda.empty_cache()
+
+
+def check(package: str, loaded: Package, H_k: int, H_v: int, gate: str) -> dict[str, float] | str:
+    """Errors on a short batch, or what the package raises."""
+    try:
+        if package == "fla":
+            # FLA tunes itself on the first problem of each head count, which shall not be a small one.
+            loaded.prepare(make_inputs(H_k, H_v, [32768], gate=gate), "default")()
+        inputs = make_inputs(H_k, H_v, [256] * 4, seed=1, gate=gate)
+        outputs = loaded.prepare(inputs, "default")()
+        return forward_errors(inputs | {"scale": SCALE}, *loaded.results(outputs, "default"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
+
+
+def measure_call(loaded: Package, inputs: dict, variant: str, options) -> dict:
+    call = loaded.prepare(inputs, variant)
+    call()  # compiles, and allocates what is kept from call to call
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = call()
+    workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    o, final_state = loaded.results(outputs, variant)
+    sketches = {"o": sketch(o), "final_state": sketch(final_state)}
+    del outputs, o, final_state
+    times = time_graph(call, options.samples, options.sample_ms)
+    return {**spread(times), "workspace_bytes": workspace, "sketches": sketches}
+
+
+def progress(cell: dict) -> str:
+    line = " ".join(f"{cell[key]:>{width}}" for key, width in COLUMNS.items())
+    if "error" in cell:
+        return f"{line} {cell['error']}"
+    line += f" {cell['ms']:8.4f} ms [{cell['ms_min']:.4f}, {cell['ms_max']:.4f}]"
+    return f"{line} {cell['workspace_bytes'] / 2**20:.1f} MiB"
+
+
+COLUMNS = {"package": 13, "variant": 8, "gate": 7, "heads": 5, "sequences": 11}
+
+
+@dataclass
+class Row:
+    """flash_qla in one cell, and its peers' times over its own."""
+
+    heads: str
+    sequences: str
+    ms: float
+    floor: float  # fraction of it that is reached
+    ratios: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads} {self.sequences}"
+
+    @property
+    def best(self) -> float | None:
+        """The fastest peer's ratio."""
+        return min(self.ratios.values(), default=None)
+
+
+def rows_of(cells: list[dict], gate: str) -> list[Row]:
+    rows = []
+    timed = [cell for cell in cells if cell["gate"] == gate and cell["variant"] == "default" and "ms" in cell]
+    for (heads, sequences), found in by_cell(timed).items():
+        if "flash_qla" in found:
+            ours = found["flash_qla"]
+            ratios = {peer: found[peer]["ms"] / ours["ms"] for peer in PEERS if peer in found}
+            rows.append(Row(heads, sequences, ours["ms"], ours["floor_ms"] / ours["ms"], ratios))
+    return rows
+
+
+def report(cells: list[dict], markdown: bool = False) -> None:
+    for gate in dict.fromkeys(cell["gate"] for cell in cells):
+        rows = rows_of(cells, gate)
+        if not rows:
             continue
-        ours = found["flash_qla"]
-        line = f"{heads:>6} {sequences:>12}  {ours['ms']:.4f} ms, {ours['floor_ms'] / ours['ms']:.0%} of the floor"
-        if "fla" in found:
-            line += f", {found['fla']['ms'] / ours['ms']:.2f}x FLA ({found['fla']['ms']:.4f} ms)"
-        print(line)
+        print(f"\nGates '{gate}': time of flash_qla, part of the floor, times of the peers over its own\n")
+        header = ["heads", "sequences", "ms", "floor", *PEERS.values(), "best peer"]
+        lines = []
+        for row in rows:
+            ratios = [number(row.ratios.get(peer)) for peer in PEERS]
+            lines.append([row.heads, row.sequences, f"{row.ms:.4f}", f"{row.floor:.0%}", *ratios, number(row.best)])
+        print_table(header, lines, markdown)
+        print_list(summary(rows), markdown)
+    report_variants(cells, markdown)
+    print_list(report_outputs(cells), markdown)
+
+
+def summary(rows: list[Row]) -> list[str]:
+    lines = []
+    best = {row.name: row.best for row in rows if row.ratios}
+    if best:
+        slower = ", ".join(f"{name} {ratio:.3f}" for name, ratio in best.items() if ratio < 1)
+        lines = [f"Over the best peer: {means(best, '.2f')}", f"Cells below 1.0: {slower or 'none'}"]
+    for peer, label in PEERS.items():
+        ratios = {row.name: row.ratios[peer] for row in rows if peer in row.ratios}
+        if ratios:
+            # Where one is missing the best peer is the best of fewer.
+            missing = ", ".join(row.name for row in rows if peer not in row.ratios)
+            lines.append(f"Over {label}: {means(ratios, '.2f')}" + (f"; without {missing}" if missing else ""))
+    return [*lines, f"Of the floor: {means({row.name: row.floor for row in rows}, '.1%')}"]
+
+
+def geometric_mean(figures) -> float:
+    return math.exp(statistics.fmean(map(math.log, figures)))
+
+
+def means(figures: dict[str, float], style: str) -> str:
+    mean, least = geometric_mean(figures.values()), min(figures, key=figures.get)
+    return f"geometric mean {mean:{style}}, least {figures[least]:{style}} ({least}), n = {len(figures)}"
+
+
+def report_variants(cells: list[dict], markdown: bool) -> None:
+    """Times of the variants over the default's."""
+    ours = [cell for cell in cells if cell["package"] == "flash_qla" and "ms" in cell]
+    default = {place(cell): cell["ms"] for cell in ours if cell["variant"] == "default"}
+    ratios: dict[str, dict[str, float]] = {}
+    for cell in ours:
+        if cell["variant"] != "default" and place(cell) in default:
+            ratios.setdefault(cell["variant"], {})[place(cell)] = cell["ms"] / default[place(cell)]
+    if not ratios:
+        return
+    print("\nVariants of flash_qla: their times over the default's\n")
+    places = dict.fromkeys(name for found in ratios.values() for name in found)
+    lines = [[name, *(number(found.get(name)) for found in ratios.values())] for name in places]
+    print_table(["cell", *ratios], lines, markdown)
+    lines = []
+    for variant, found in ratios.items():
+        mean, most = geometric_mean(found.values()), max(found, key=found.get)
+        lines.append(f"{variant}, {VARIANTS[variant]}: geometric mean {mean:.3f}, largest {found[most]:.3f} ({most})")
+    print_list(lines, markdown)
+
+
+def report_outputs(cells: list[dict]) -> list[str]:
+    """Workspace, errors, differences from flash_qla's default, cells without a time."""
+    lines = []
+    ours = {place(cell): cell for cell in cells if cell["package"] == "flash_qla" and cell["variant"] == "default"}
+    workspaces = {}
+    for name, cell in ours.items():
+        if "workspace_bytes" in cell:
+            values = 2 * HEAD_DIM * parse_heads(cell["heads"])[0][1] * sum(parse_lengths(cell["sequences"]))
+            workspaces[name] = cell["workspace_bytes"] / values
+    if workspaces:
+        most = max(workspaces, key=workspaces.get)
+        lines.append(f"Workspace of flash_qla: at most {workspaces[most]:.2f} of the bytes of v ({most})")
+
+    for package in dict.fromkeys(cell["package"] for cell in cells):
+        of_package = [cell for cell in cells if cell["package"] == package]
+        errors = [cell["relative_error"] for cell in of_package if isinstance(cell["relative_error"], dict)]
+        for tensor in errors[0] if errors else ():
+            lines.append(f"{package}: error of {tensor} on short batches {largest(e[tensor] for e in errors):.1e}")
+        raised = {cell["relative_error"] for cell in of_package if isinstance(cell["relative_error"], str)}
+        lines += [f"{package}: no error on short batches: {error}" for error in raised]
+        for variant in dict.fromkeys(cell["variant"] for cell in of_package):
+            differences = {
+                place(cell): difference(cell["sketches"], ours[place(cell)]["sketches"])
+                for cell in of_package
+                if cell["variant"] == variant and "sketches" in cell and "sketches" in ours.get(place(cell), {})
+            }
+            if not differences or (package, variant) == ("flash_qla", "default"):
+                continue
+            name = f"{package} {variant}" if variant != "default" else package
+            lines.append(f"{name}: outputs differ by at most {largest(differences.values()):.1e} from flash_qla's")
+            # Written so that NaN is a disagreement.
+            wrong = [f"{where} {d:.1e}" for where, d in differences.items() if not d <= LARGEST_DIFFERENCE]
+            lines += [f"DISAGREEMENT, {name} and flash_qla: {', '.join(wrong)}"] if wrong else []
+        for cell in of_package:
+            if "error" in cell:
+                lines.append(f"NOT MEASURED, {package} {cell['variant']}, {place(cell)}: {cell['error']}")
+    return lines
+
+
+def place(cell: dict) -> str:
+    return f"{cell['gate']} {cell['heads']} {cell['sequences']}"
+
+
+def largest(figures) -> float:
+    """NaN if there is one."""
+    return max(figures, key=lambda x: math.inf if math.isnan(x) else x)
+
+
+def number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.2f}"
+
+
+def print_table(header: list[str], lines: list[list[str]], markdown: bool) -> None:
+    if markdown:
+        lines = [["---"] * len(header), *lines]
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    for line in (header, *lines):
+        row = [field.rjust(width) for field, width in zip(line, widths, strict=True)]
+        print(f"| {' | '.join(line)} |" if markdown else "  ".join(row))
+
+
+def print_list(lines: list[str], markdown: bool) -> None:
+    print()
+    for line in lines:
+        print(f"- {line}" if markdown else line)
+
+
+def load(files: list[str]) -> list[dict]:
+    """The cells of several files; a cell that is in more than one counts as in the last."""
+    cells = {}
+    for file in files:
+        for cell in json.loads(Path(file).read_text())["cells"]:
+            cells[cell["package"], cell["variant"], place(cell)] = cell
+    return list(cells.values())
 
 
 if __name__ == "__main__":
-    parser = argument_parser(__doc__.splitlines()[0])
-    add_timing_arguments(parser, heads="16x32,2x8,16x64", sequences="1x8192,4096x8,1x32768,1024x8")
-    run(parser, measure, report, FLA_TRITON)
+    parser = argument_parser(__doc__.splitlines()[0], packages=",".join(LOADERS))
+    add_timing_arguments(parser, HEADS, SEQUENCES, samples=7)
+    parser.add_argument("--gates", default="bench,trained", help="see common.make_inputs")
+    parser.add_argument("--variants", default="", help=f"of flash_qla, timed in each cell too: {', '.join(VARIANTS)}")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="start no cell of a package after this")
+    parser.add_argument("--report", nargs="+", metavar="FILE", help="report on stored results, measure nothing")
+    parser.add_argument("--markdown", action="store_true", help="report in Markdown")
+    options = parser.parse_args()
+    if not set(filter(None, options.variants.split(","))) <= set(VARIANTS):
+        parser.error(f"--variants is {options.variants!r}, expected some of {', '.join(VARIANTS)}")
+    if options.report:
+        report(load(options.report), options.markdown)
+    else:
+        run(parser, measure, functools.partial(report, markdown=options.markdown), FLA_TRITON)

@@ -26,6 +26,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -74,7 +75,8 @@ class Builder:
 
     def content_hash(self, instance: Instance) -> str:
         digest = hashlib.sha256()
-        for path in [*self._imported(instance.kernel), *BUILD_SOURCES]:
+        sources = self._imported(instance.kernel)
+        for path in [*sources, *self._included(sources), *BUILD_SOURCES]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         facts = [instance.name, instance.params, self.tilelang, self.toolkit.version, NVCC_FLAGS]
         digest.update(json.dumps(facts).encode())
@@ -105,6 +107,17 @@ class Builder:
                 pending += [part[1] for part in parts if part[0] == self.package and len(part) > 1]
         return [found[name] for name in sorted(found)]
 
+    def _included(self, sources: list[Path]) -> list[Path]:
+        """The device headers that they include, directly or not: names are relative to the kernels' folder."""
+        found, pending = {}, list(sources)
+        while pending:
+            for name in re.findall(r'^#include "(.+)"$', pending.pop().read_text(), re.MULTILINE):
+                path = self.kernels / name
+                if name not in found and path.is_file():
+                    found[name] = path
+                    pending.append(path)
+        return [found[name] for name in sorted(found)]
+
     def record(self, instance: Instance) -> dict:
         """What building the instance stored."""
         return json.loads((self.out / f"{instance.name}.json").read_text())
@@ -130,7 +143,7 @@ class Builder:
         source.write_text(codegen.kernel_source(instance, lowered))
 
         start = time.monotonic()
-        command = nvcc_command(self.toolkit, source, output, RUNTIME_HEADER.parent)
+        command = nvcc_command(self.toolkit, source, output, [RUNTIME_HEADER.parent, self.kernels])
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         log.write_text(f"{shlex.join(command)}\n{result.stdout}")
         if result.returncode != 0:

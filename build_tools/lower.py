@@ -8,9 +8,11 @@ TileLang's internals are read here and nowhere else; its version is pinned for t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from dataclasses import dataclass
+from unittest import mock
 
 from build_tools.instance import Instance
 from build_tools.toolchain import ARCH
@@ -87,7 +89,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     prim_func = getattr(module, instance.kernel)(**instance.params)
     target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
     pass_configs = getattr(module, "PASS_CONFIGS", {})
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target, _fences(module):
         artifact = tilelang.lower(prim_func, target=target)
 
     device_functions = list(artifact.device_mod.functions.items())
@@ -121,6 +123,17 @@ def lower(package: str, instance: Instance) -> Lowered:
         shared_bytes=int(attributes.get("dyn_shared_memory_buf", 0)),
         waits_for_predecessor="has_cuda_pdl_sync" in attributes,
     )
+
+
+def _fences(module):
+    """Of a kernel that says EXPLICIT_FENCES, TileLang shall not add fences between generic and asynchronous accesses to
+    shared memory of its own: it puts one before almost every WGMMA and TMA copy, and each waits for all of the thread's
+    outstanding accesses to memory."""
+    if not getattr(module, "EXPLICIT_FENCES", False):
+        return contextlib.nullcontext()
+    import tilelang.cuda.transform
+
+    return mock.patch.object(tilelang.cuda.transform, "InjectFenceProxy", lambda: lambda mod: mod)
 
 
 def _parameter_names(source: str, symbol: str) -> list[str]:

@@ -135,9 +135,9 @@ NVCC_FLAGS = [
 ]
 
 
-def nvcc_command(toolkit: Toolkit, source: Path, output: Path, include: Path) -> list[str]:
+def nvcc_command(toolkit: Toolkit, source: Path, output: Path, include: list[Path]) -> list[str]:
     tilelang = package_root("tilelang")
-    includes = [include, tilelang / "src", tilelang / "3rdparty/cutlass/include"]
+    includes = [*include, tilelang / "src", tilelang / "3rdparty/cutlass/include"]
     return [
         str(toolkit.nvcc),
         *NVCC_FLAGS,

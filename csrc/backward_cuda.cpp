@@ -52,7 +52,7 @@ BackwardOutputs backward_cuda(const Problem& p, const BackwardArgs& given) {
   workspace.allocate(args.forward.q);
 
   call.run_plan();
-  call.run_gates(/*is_cumulative=*/true, /*g_cumsum=*/nullptr);
+  call.run_gates();
   kernels::chunk_matrices_bwd({.q = call.q.const_data_ptr(),
                                .k = call.k.const_data_ptr(),
                                .A = A.const_data_ptr(),
@@ -67,7 +67,7 @@ BackwardOutputs backward_cuda(const Problem& p, const BackwardArgs& given) {
                                .HV = p.H_v,
                                .NT = slots},
                               {.dtype = call.dtype}, call.stream);
-  call.run_states("exact", workspace[h], slots, /*final_state=*/nullptr);
+  call.run_states(workspace[h]);
   kernels::chunk_states_bwd({.q = call.q.const_data_ptr(),
                              .k = call.k.const_data_ptr(),
                              .grad_o = grad_o.const_data_ptr(),

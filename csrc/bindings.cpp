@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "device.h"
+#include "dispatch.h"
 #include "registry.h"
 
 namespace py = pybind11;
@@ -50,6 +51,31 @@ py::list gpu_rows() {
   return rows;
 }
 
+py::dict forward_dispatch(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp,
+                          bool varlen) {
+  const auto require = [](bool holds, const char* name, int64_t value, const char* expected) {
+    if (!holds) {
+      throw std::invalid_argument(std::string("flash_qla._C.forward_dispatch: ") + name + " is " +
+                                  std::to_string(value) + ", expected " + expected);
+    }
+  };
+  require(B >= 0, "B", B, "at least 0");
+  require(T >= 0, "T", T, "at least 0");
+  require(N > 0, "N", N, "at least 1");
+  require(H_k > 0, "H_k", H_k, "at least 1");
+  require(H_v > 0 && H_v % H_k == 0, "H_v", H_v, "a multiple of H_k");
+  require(sm_count > 0, "sm_count", sm_count, "at least 1");
+  const ForwardDispatch dispatch = dispatch_forward({B, T, N, H_k, H_v, varlen, sm_count, auto_cp});
+  py::dict row;
+  row["value_tile"] = dispatch.value_tile;
+  row["segment_chunks"] = dispatch.segment_chunks;
+  row["segments"] = dispatch.segments;
+  row["ctas"] = dispatch.ctas;
+  row["workspace_bytes"] = dispatch.workspace_bytes;
+  row["predicted_us"] = dispatch.predicted_us;
+  return row;
+}
+
 }  // namespace
 }  // namespace flash_qla
 
@@ -63,4 +89,14 @@ PYBIND11_MODULE(_C, module) {
   module.def("gpus", &flash_qla::gpu_rows, "One dict per GPU: name, compute capability (major, minor), sm_count.");
   module.def("obstacle", &flash_qla::obstacle, py::arg("driver_cuda_version"), py::arg("major"), py::arg("minor"),
              "Why the kernels do not run under such a driver on such a GPU, as a sentence; empty if they do.");
+  module.def(
+      "forward_dispatch", &flash_qla::forward_dispatch, py::arg("B"), py::arg("T"), py::arg("N"), py::arg("H_k"),
+      py::arg("H_v"), py::arg("sm_count") = 132, py::arg("auto_cp") = true, py::arg("varlen") = true,
+      "What a forward call of these shapes launches on a GPU with that many SMs: value_tile, segment_chunks (0: no "
+      "context parallelism), segments and ctas (upper bounds when varlen), workspace_bytes, predicted_us.");
+  module.def(
+      "override_forward_dispatch", &flash_qla::override_forward_dispatch, py::arg("value_tile") = 0,
+      py::arg("segment_chunks") = -1,
+      "For tests and experts: what forward_dispatch decides from now on in this process. 0 and -1, the defaults, "
+      "leave it to the cost model; segment_chunks = 0 switches context parallelism off.");
 }

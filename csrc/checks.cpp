@@ -1,12 +1,11 @@
 #include "checks.h"
 
-#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
 #include <tuple>
-#include <utility>
 
 #include "forward.h"
 
@@ -14,45 +13,21 @@ namespace flash_qla {
 
 namespace {
 
-std::span<const int64_t> shape_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return {sizes.data(), sizes.size()};
+int32_t dtype_code(const Tensor& tensor) {
+  int32_t code;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  return code;
 }
 
-bool is_floating(ScalarType dtype) {
-  return dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float ||
-         dtype == ScalarType::Double;
+bool on_one_device(const Tensor& a, const Tensor& b) {
+  int32_t type_a, type_b;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &type_a));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &type_b));
+  return type_a == type_b && a.get_device_index() == b.get_device_index();
 }
 
-void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank, const char* symbols) {
-  check(tensor.dim() == rank, op, name, " has ", tensor.dim(), " dimensions (shape ", shape_string(shape_of(tensor)),
-        "), expected ", rank, " (", symbols, ")");
-}
-
-// A dispatcher that is given None for a Tensor passes an undefined one on.
-void check_defined(const char* op, const char* name, const Tensor& tensor) {
-  check(tensor.defined(), op, name, " is None, expected a tensor");
-}
-
-}  // namespace
-
-void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& q) {
-  check_defined(op, name, tensor);
-  check(tensor.device() == q.device(), op, name, " is on ", device_string(tensor), ", expected ", device_string(q),
-        ", the device of q");
-}
-
-void check_floating(const char* op, const char* name, const Tensor& tensor) {
-  check(is_floating(tensor.scalar_type()), op, name, " has dtype ", dtype_string(tensor.scalar_type()),
-        ", expected bfloat16, float16, float32 or float64");
-}
-
-void check_same_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& q) {
-  check(tensor.scalar_type() == q.scalar_type(), op, name, " has dtype ", dtype_string(tensor.scalar_type()),
-        ", expected ", dtype_string(q.scalar_type()), ", the dtype of q");
-}
-
-std::string shape_string(std::span<const int64_t> shape) {
+// [1, 64, 4, 128]
+std::string shape_string(IntHeaderOnlyArrayRef shape) {
   std::ostringstream text;
   text << '[';
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -62,6 +37,7 @@ std::string shape_string(std::span<const int64_t> shape) {
   return text.str();
 }
 
+// cuda:0
 std::string device_string(const Tensor& tensor) {
   if (tensor.is_cpu()) {
     return "cpu";
@@ -73,7 +49,21 @@ std::string device_string(const Tensor& tensor) {
   return "device type " + std::to_string(static_cast<int>(tensor.device().type())) + ", index " + index;
 }
 
-std::string dtype_string(ScalarType dtype) {
+void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank, const char* symbols) {
+  if (tensor.dim() != rank) [[unlikely]] {
+    fail(op, name, " has ", tensor.dim(), " dimensions (shape ", shape_string(tensor.sizes()), "), expected ", rank,
+         " (", symbols, ")");
+  }
+}
+
+// A dispatcher that is given None for a Tensor passes an undefined one on.
+void check_defined(const char* op, const char* name, const Tensor& tensor) {
+  check(tensor.defined(), op, name, " is None, expected a tensor");
+}
+
+}  // namespace
+
+const char* dtype_string(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::BFloat16:
       return "bfloat16";
@@ -92,11 +82,39 @@ std::string dtype_string(ScalarType dtype) {
   }
 }
 
-void check_shape(const char* op, const char* name, const Tensor& tensor, const std::vector<int64_t>& expected,
+bool has_dtype(const Tensor& tensor, ScalarType dtype) {
+  return dtype_code(tensor) == torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& q) {
+  check_defined(op, name, tensor);
+  if (!on_one_device(tensor, q)) [[unlikely]] {
+    fail(op, name, " is on ", device_string(tensor), ", expected ", device_string(q), ", the device of q");
+  }
+}
+
+void check_floating(const char* op, const char* name, const Tensor& tensor) {
+  const bool is_floating = has_dtype(tensor, ScalarType::BFloat16) || has_dtype(tensor, ScalarType::Float) ||
+                           has_dtype(tensor, ScalarType::Half) || has_dtype(tensor, ScalarType::Double);
+  if (!is_floating) [[unlikely]] {
+    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()),
+         ", expected bfloat16, float16, float32 or float64");
+  }
+}
+
+void check_same_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& q) {
+  if (dtype_code(tensor) != dtype_code(q)) [[unlikely]] {
+    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()), ", expected ", dtype_string(q.scalar_type()),
+         ", the dtype of q");
+  }
+}
+
+void check_shape(const char* op, const char* name, const Tensor& tensor, IntHeaderOnlyArrayRef expected,
                  const char* symbols) {
-  const auto shape = shape_of(tensor);
-  check(std::equal(shape.begin(), shape.end(), expected.begin(), expected.end()), op, name, " has shape ",
-        shape_string(shape), ", expected ", shape_string(expected), " (", symbols, ")");
+  const IntHeaderOnlyArrayRef shape = tensor.sizes();
+  if (shape != expected) [[unlikely]] {
+    fail(op, name, " has shape ", shape_string(shape), ", expected ", shape_string(expected), " (", symbols, ")");
+  }
 }
 
 void check_state_shape(const Problem& p, const char* name, const Tensor& tensor, bool state_v_first) {
@@ -107,10 +125,10 @@ void check_state_shape(const Problem& p, const char* name, const Tensor& tensor,
 Problem check_forward(const char* op, const ForwardArgs& args) {
   const auto& [q, k, v, g, beta] = std::tie(args.q, args.k, args.v, args.g, args.beta);
   check_defined(op, "q", q);
-  for (const auto& [name, tensor] :
-       {std::pair<const char*, const Tensor&>{"k", k}, {"v", v}, {"g", g}, {"beta", beta}}) {
-    check_device(op, name, tensor, q);
-  }
+  check_device(op, "k", k, q);
+  check_device(op, "v", v, q);
+  check_device(op, "g", g, q);
+  check_device(op, "beta", beta, q);
   if (args.initial_state) {
     check_device(op, "initial_state", *args.initial_state, q);
   }
@@ -139,8 +157,10 @@ Problem check_forward(const char* op, const ForwardArgs& args) {
   p.dtype = q.scalar_type();
   p.compute_dtype = p.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 
-  check(p.H_k >= 1 && p.K >= 1, op, "q has shape ", shape_string(shape_of(q)),
-        ", expected at least one head and one head dimension ([B, T, H_k, K])");
+  if (p.H_k < 1 || p.K < 1) [[unlikely]] {
+    fail(op, "q has shape ", shape_string(q.sizes()),
+         ", expected at least one head and one head dimension ([B, T, H_k, K])");
+  }
   check_shape(op, "k", k, {p.B, p.T, p.H_k, p.K}, "[B, T, H_k, K], like q");
   check_shape(op, "v", v, {p.B, p.T, p.H_v, p.V}, "[B, T, H_v, V]");
   check(p.H_v >= 1 && p.H_v % p.H_k == 0, op, "v has ", p.H_v, " heads, expected a positive multiple of the ", p.H_k,
@@ -150,9 +170,9 @@ Problem check_forward(const char* op, const ForwardArgs& args) {
 
   if (p.varlen) {
     const Tensor& cu_seqlens = *args.cu_seqlens;
-    const ScalarType dtype = cu_seqlens.scalar_type();
-    check(dtype == ScalarType::Int || dtype == ScalarType::Long, op, "cu_seqlens has dtype ", dtype_string(dtype),
-          ", expected int32 or int64");
+    if (!has_dtype(cu_seqlens, ScalarType::Int) && !has_dtype(cu_seqlens, ScalarType::Long)) [[unlikely]] {
+      fail(op, "cu_seqlens has dtype ", dtype_string(cu_seqlens.scalar_type()), ", expected int32 or int64");
+    }
     check_rank(op, "cu_seqlens", cu_seqlens, 1, "[N + 1]");
     check(cu_seqlens.size(0) >= 1, op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
     check(p.B == 1, op, "q has batch size ", p.B, ", expected 1 with cu_seqlens (sequences are packed along T)");

@@ -4,13 +4,12 @@
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
-#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace flash_qla {
 
@@ -23,6 +22,7 @@ template <typename... Parts>
   throw std::runtime_error(message.str());
 }
 
+// The parts are evaluated even if ok: what is made for the message only, such as the text of a shape, goes to fail.
 template <typename... Parts>
 void check(bool ok, const char* op, const Parts&... parts) {
   if (!ok) [[unlikely]] {
@@ -30,9 +30,10 @@ void check(bool ok, const char* op, const Parts&... parts) {
   }
 }
 
-std::string shape_string(std::span<const int64_t> shape);        // [1, 64, 4, 128]
-std::string device_string(const torch::stable::Tensor& tensor);  // cuda:0
-std::string dtype_string(torch::headeronly::ScalarType dtype);   // bfloat16
+const char* dtype_string(torch::headeronly::ScalarType dtype);  // bfloat16
+
+// Cheaper than Tensor::scalar_type, which compares the dtype with one after the other, each a call into libtorch.
+bool has_dtype(const torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 
 // Each fails unless the argument is as the function's name says.
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,
@@ -43,6 +44,6 @@ void check_same_dtype(const char* op, const char* name, const torch::stable::Ten
 
 // Fails unless tensor has exactly this shape. symbols says what the dimensions are, e.g. "[B, T, H_v]".
 void check_shape(const char* op, const char* name, const torch::stable::Tensor& tensor,
-                 const std::vector<int64_t>& expected, const char* symbols);
+                 torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols);
 
 }  // namespace flash_qla

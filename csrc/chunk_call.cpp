@@ -15,8 +15,6 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace flash_qla {
 
-namespace {
-
 cudaStream_t current_stream(const Tensor& tensor) {
   if (aoti_torch_get_current_cuda_stream == nullptr) {
     throw std::runtime_error(
@@ -26,8 +24,6 @@ cudaStream_t current_stream(const Tensor& tensor) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
-
-}  // namespace
 
 void check_supported_on_gpu(const Problem& p) {
   check(p.dtype == ScalarType::BFloat16 || p.dtype == ScalarType::Half, p.op, "q has dtype ", dtype_string(p.dtype),
@@ -88,52 +84,49 @@ void ChunkCall::run_plan() const {
       {.offsets = data(args.cu_seqlens),
        .sequences = workspace[sequences],
        .chunks = workspace[chunks],
+       .segments = nullptr,
        .rows = plan.rows,
        .has_offsets = p.varlen,
        .uniform_length = p.T,
+       .segment_chunks = 0,
        .offsets_size = p.N + 1,
        .N = p.N,
-       .NT = plan.slots},
+       .NT = plan.slots,
+       .NS = 0},
       {.offset_dtype = p.varlen && args.cu_seqlens->scalar_type() == ScalarType::Long ? "int64" : "int32"}, stream);
 }
 
-void ChunkCall::run_gates(bool is_cumulative, void* g_cumsum) const {
-  kernels::gate_cumsum({.g = args.g.const_data_ptr(),
+void ChunkCall::run_gates() const {
+  kernels::gate_cumsum({.b = args.g.const_data_ptr(),
                         .beta = args.beta.const_data_ptr(),
                         .chunks = workspace[chunks],
-                        .b = g_cumsum,
                         .gates = workspace[gates],
-                        .is_cumulative = is_cumulative,
-                        .has_b = g_cumsum != nullptr,
                         .R = plan.rows,
                         .HV = p.H_v,
                         .NT = plan.slots},
                        {}, stream);
 }
 
-void ChunkCall::run_states(const char* update, void* h, int64_t h_slots, void* final_state) const {
+void ChunkCall::run_states(void* h) const {
   kernels::chunk_states({.k = k.const_data_ptr(),
                          .v = v.const_data_ptr(),
                          .gates = workspace[gates],
                          .gated_inverse = workspace[gated_inverse],
                          .sequences = workspace[sequences],
                          .initial_state = data(args.initial_state),
-                         .final_state = final_state,
                          .h = h,
                          .v_new = workspace[v_new],
                          .group = group,
                          .state_stride_v = args.state_v_first ? kHeadDim : 1,
                          .state_stride_k = args.state_v_first ? 1 : kHeadDim,
                          .has_initial_state = args.initial_state.has_value(),
-                         .has_final_state = final_state != nullptr,
                          .R = plan.rows,
                          .HK = p.H_k,
                          .HV = p.H_v,
                          .NT = plan.slots,
                          .N = p.N,
-                         .state_size = p.N * p.H_v * kSquare,
-                         .h_slots = h_slots},
-                        {.dtype = dtype, .update = update}, stream);
+                         .state_size = p.N * p.H_v * kSquare},
+                        {.dtype = dtype}, stream);
 }
 
 }  // namespace flash_qla

@@ -18,6 +18,9 @@ void check_supported_on_gpu(const Problem& problem);
 // The tensor or, where it does not start at a multiple of 16 bytes, which TMA reads from, a copy.
 Tensor aligned(const Tensor& tensor);
 
+// The current stream of the tensor's device.
+cudaStream_t current_stream(const Tensor& tensor);
+
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 inline void* data(Tensor& tensor, bool wanted) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
 
@@ -31,9 +34,8 @@ class ChunkCall {
 
   // The launches, in their order.
   void run_plan() const;
-  void run_gates(bool is_cumulative, void* g_cumsum) const;
-  // update: "rounded" or "exact", see kernels_tl/chunk_states.py.
-  void run_states(const char* update, void* h, int64_t h_slots, void* final_state) const;
+  void run_gates() const;
+  void run_states(void* h) const;
 
   const Problem& p;
   const ForwardArgs& args;

@@ -47,8 +47,12 @@ std::vector<Gpu> gpus() {
 }
 
 std::string obstacle(int driver_cuda_version, int major, int minor) {
+  const bool driver_is_old = driver_cuda_version < kNeededDriver;
+  if (!driver_is_old && major == 9 && minor == 0) {
+    return {};  // every call on a GPU asks
+  }
   std::ostringstream text;
-  if (driver_cuda_version < kNeededDriver) {
+  if (driver_is_old) {
     text << "the kernels were compiled with CUDA " << cuda_version(CUDART_VERSION) << " and need NVIDIA driver "
          << kNeededDriverName << " or newer, but ";
     if (driver_cuda_version == 0) {
@@ -56,7 +60,7 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
     } else {
       text << "the driver supports CUDA up to " << cuda_version(driver_cuda_version);
     }
-  } else if (major != 9 || minor != 0) {
+  } else {
     text << "the kernels need a GPU of compute capability 9.0 (Hopper: H100, H200), but this one has " << major << "."
          << minor;
   }

@@ -7,14 +7,17 @@
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace flash_qla {
 
+using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -77,6 +80,9 @@ ForwardOutputs allocate_forward(const Problem& problem, const ForwardArgs& args)
 // [N, H_v, V, K] with state_v_first, else [N, H_v, K, V].
 std::vector<int64_t> state_shape(const Problem& problem, bool state_v_first);
 
+// Uninitialized, on the device of `like`.
+Tensor new_empty(const Tensor& like, IntHeaderOnlyArrayRef shape, ScalarType dtype);
+
 // Contiguous and of this dtype; the tensor itself where it is both.
 Tensor contiguous_as(const Tensor& tensor, ScalarType dtype);
 
@@ -89,12 +95,13 @@ ForwardOutputs forward_cuda(const Problem& problem, const ForwardArgs& args);
 
 // The ops' bodies, for TORCH_BOX. Parameters are those of the schemas in ops.cpp, in their order.
 template <auto Forward>
-std::tuple<Tensor, Tensor> chunk_gated_delta_rule_op(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
-                                                     std::optional<double> scale, std::optional<Tensor> initial_state,
+std::tuple<Tensor, Tensor> chunk_gated_delta_rule_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                                                     const Tensor& beta, std::optional<double> scale,
+                                                     const std::optional<Tensor>& initial_state,
                                                      bool output_final_state, bool use_qk_l2norm_in_kernel,
-                                                     std::optional<Tensor> cu_seqlens, bool state_v_first,
+                                                     const std::optional<Tensor>& cu_seqlens, bool state_v_first,
                                                      bool auto_cp) {
-  ForwardArgs args{
+  const ForwardArgs args{
       .q = q,
       .k = k,
       .v = v,
@@ -109,16 +116,16 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule_op(Tensor q, Tensor k, Tensor 
       .auto_cp = auto_cp,
   };
   const Problem problem = check_forward("flash_qla::chunk_gated_delta_rule", args);
-  const ForwardOutputs out = Forward(problem, args);
-  return {out.o, out.final_state};
+  ForwardOutputs out = Forward(problem, args);
+  return {std::move(out.o), std::move(out.final_state)};
 }
 
 template <auto Forward>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op(
-    Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<double> scale,
-    std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool output_final_state, bool output_h,
-    bool auto_cp, bool state_v_first, bool use_qk_l2norm_in_kernel) {
-  ForwardArgs args{
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta, std::optional<double> scale,
+    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, bool output_final_state,
+    bool output_h, bool auto_cp, bool state_v_first, bool use_qk_l2norm_in_kernel) {
+  const ForwardArgs args{
       .q = q,
       .k = k,
       .v = v,
@@ -135,8 +142,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op
       .auto_cp = auto_cp,
   };
   const Problem problem = check_forward("flash_qla::chunk_gated_delta_rule_fwd", args);
-  const ForwardOutputs out = Forward(problem, args);
-  return {out.g_cumsum, out.A, out.o, h_as_returned(args, out.h), out.final_state};
+  ForwardOutputs out = Forward(problem, args);
+  return {std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(args, out.h),
+          std::move(out.final_state)};
 }
 
 }  // namespace flash_qla

@@ -1,11 +1,16 @@
-// The forward on a Hopper GPU: plan, gates, chunk inverse, states, output.
+// The forward on a Hopper GPU: plan, the chunks' matrices, with context parallelism the segments' maps and their scan,
+// then states and output.
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "checks.h"
 #include "chunk_call.h"
 #include "forward.h"
+#include "kernel_runtime.h"
 #include "kernels.h"
+#include "offsets.h"
 
 namespace flash_qla {
 
@@ -32,53 +37,122 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
   const torch::stable::accelerator::DeviceGuard guard(given.q.get_device_index());
   check_supported_on_gpu(p);
   const ForwardArgs args = canonicalize(p, given);
+  if (p.varlen && offsets_are_checked()) {
+    checked_offsets(p, torch::stable::to(*args.cu_seqlens, torch::stable::Device("cpu")));
+  }
   ForwardOutputs out = allocate_forward(p, args);
-  ChunkCall call(p, args, /*keep_rstd=*/false);
-  if (call.is_empty()) {
+  const int64_t rows = p.B * p.T;
+  if (rows == 0 || p.N == 0) {
     pass_states_through(args, out);
     return out;
   }
-
-  // b goes to the op's output where it is one. h does too: it is the largest intermediate.
-  Workspace& workspace = call.workspace;
-  const auto own_h = workspace.reserve<uint16_t>(args.output_h ? 0 : call.plan.slots * p.H_v * kSquare);
-  workspace.allocate(args.q);
-  void* const h = args.output_h ? out.h.mutable_data_ptr() : workspace[own_h];
-  const int64_t h_slots = args.output_h ? p.NT : call.plan.slots;
+  const Tensor q = aligned(args.q), k = aligned(args.k), v = aligned(args.v);
   if (args.output_h && p.varlen) {
     torch::stable::zero_(out.h);  // slots that no chunk uses
   }
-
-  call.run_plan();
-  call.run_gates(/*is_cumulative=*/false, data(out.g_cumsum, args.output_low_level));
-  kernels::chunk_inverse({.k = call.k.const_data_ptr(),
-                          .gates = workspace[call.gates],
-                          .chunks = workspace[call.chunks],
-                          .A = data(out.A, args.output_low_level),
-                          .gated_inverse = workspace[call.gated_inverse],
-                          .group = call.group,
-                          .has_A = args.output_low_level,
-                          .R = call.plan.rows,
+  const ForwardShape shape{.B = p.B,
+                           .T = p.T,
+                           .N = p.N,
+                           .H_k = p.H_k,
+                           .H_v = p.H_v,
+                           .varlen = p.varlen,
+                           .sm_count = runtime::device_properties().sm_count,
+                           .auto_cp = args.auto_cp};
+  const ForwardDispatch dispatch = dispatch_forward(shape);
+  ForwardWorkspace workspace(shape, dispatch);
+  workspace.allocate(args.q);
+  const char* const dtype = p.dtype == ScalarType::BFloat16 ? "bfloat16" : "float16";
+  const cudaStream_t stream = current_stream(args.q);
+  const int64_t group = p.H_v / p.H_k;
+  const int64_t state_stride_v = args.state_v_first ? kHeadDim : 1, state_stride_k = args.state_v_first ? 1 : kHeadDim;
+  const int64_t state_size = p.N * p.H_v * kSquare;
+  kernels::chunk_plan({.offsets = data(args.cu_seqlens),
+                       .sequences = workspace[workspace.sequences],
+                       .chunks = workspace[workspace.chunks],
+                       .segments = workspace[workspace.segments],
+                       .rows = rows,
+                       .has_offsets = p.varlen,
+                       .uniform_length = p.T,
+                       .segment_chunks = dispatch.segment_chunks,
+                       .offsets_size = p.N + 1,
+                       .N = p.N,
+                       .NT = dispatch.slots,
+                       .NS = dispatch.segments},
+                      {.offset_dtype = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long) ? "int64" : "int32"},
+                      stream);
+  kernels::chunk_matrices({.q = q.const_data_ptr(),
+                           .k = k.const_data_ptr(),
+                           .g = args.g.const_data_ptr(),
+                           .beta = args.beta.const_data_ptr(),
+                           .chunks = workspace[workspace.chunks],
+                           .gates = workspace[workspace.gates],
+                           .matrices = workspace[workspace.matrices],
+                           .o = out.o.mutable_data_ptr(),
+                           .A = data(out.A, args.output_low_level),
+                           .g_cumsum = data(out.g_cumsum, args.output_low_level),
+                           .group = group,
+                           .heads = dispatch.heads_per_cta,
+                           .scale = static_cast<float>(p.scale),
+                           .low_level = args.output_low_level,
+                           .R = rows,
+                           .HK = p.H_k,
+                           .HV = p.H_v,
+                           .NT = dispatch.slots},
+                          {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
+  if (dispatch.uses_cp()) {
+    kernels::segment_maps({.k = k.const_data_ptr(),
+                           .v = v.const_data_ptr(),
+                           .gates = workspace[workspace.gates],
+                           .matrices = workspace[workspace.matrices],
+                           .segments = workspace[workspace.segments],
+                           .states = workspace[workspace.states],
+                           .maps = workspace[workspace.maps],
+                           .skips = workspace[workspace.skips],
+                           .group = group,
+                           .R = rows,
+                           .HK = p.H_k,
+                           .HV = p.H_v,
+                           .NT = dispatch.slots,
+                           .NS = dispatch.segments},
+                          {.dtype = dtype}, stream);
+    kernels::segment_scan({.segments = workspace[workspace.segments],
+                           .maps = workspace[workspace.maps],
+                           .skips = workspace[workspace.skips],
+                           .initial_state = data(args.initial_state),
+                           .states = workspace[workspace.states],
+                           .state_stride_v = state_stride_v,
+                           .state_stride_k = state_stride_k,
+                           .has_initial_state = args.initial_state.has_value(),
+                           .NS = dispatch.segments,
+                           .HV = p.H_v,
+                           .state_size = state_size},
+                          {.dtype = dtype}, stream);
+  }
+  kernels::chunk_forward({.q = q.const_data_ptr(),
+                          .k = k.const_data_ptr(),
+                          .v = v.const_data_ptr(),
+                          .gates = workspace[workspace.gates],
+                          .matrices = workspace[workspace.matrices],
+                          .segments = workspace[workspace.segments],
+                          .initial_state = data(args.initial_state),
+                          .final_state = data(out.final_state, args.output_final_state),
+                          .states = workspace[workspace.states],
+                          .o = out.o.mutable_data_ptr(),
+                          .h = data(out.h, args.output_h),
+                          .group = group,
+                          .state_stride_v = state_stride_v,
+                          .state_stride_k = state_stride_k,
+                          .has_initial_state = args.initial_state.has_value(),
+                          .has_final_state = args.output_final_state,
+                          .has_h = args.output_h,
+                          .R = rows,
                           .HK = p.H_k,
-                          .NT = call.plan.slots,
-                          .HV = p.H_v},
-                         {.dtype = call.dtype}, call.stream);
-  call.run_states("rounded", h, h_slots, data(out.final_state, args.output_final_state));
-  kernels::chunk_output({.q = call.q.const_data_ptr(),
-                         .k = call.k.const_data_ptr(),
-                         .gates = workspace[call.gates],
-                         .chunks = workspace[call.chunks],
-                         .h = h,
-                         .v_new = workspace[call.v_new],
-                         .o = out.o.mutable_data_ptr(),
-                         .group = call.group,
-                         .scale = static_cast<float>(p.scale),
-                         .R = call.plan.rows,
-                         .HK = p.H_k,
-                         .NT = call.plan.slots,
-                         .HV = p.H_v,
-                         .h_slots = h_slots},
-                        {.dtype = call.dtype}, call.stream);
+                          .HV = p.H_v,
+                          .NT = dispatch.slots,
+                          .NS = dispatch.segments,
+                          .state_size = state_size,
+                          .h_slots = args.output_h ? p.NT : 0},
+                         {.dtype = dtype, .value_tile = dispatch.value_tile}, stream);
   return out;
 }
 

@@ -3,13 +3,12 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
-#include <deque>
 #include <limits>
-#include <mutex>
 #include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace flash_qla::runtime {
 namespace {
@@ -81,6 +80,27 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
+std::vector<DeviceProperties> query_devices() {
+  int count = 0;
+  cudaGetDeviceCount(&count);  // not checked: one of them is current
+  std::vector<DeviceProperties> devices;
+  for (int device = 0; device < count; ++device) {
+    const auto query = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      const cudaError_t status = cudaDeviceGetAttribute(&value, attribute, device);
+      if (status != cudaSuccess) {
+        throw std::runtime_error("flash_qla: CUDA device " + std::to_string(device) + ": " +
+                                 cudaGetErrorString(status));
+      }
+      return value;
+    };
+    devices.push_back({.major = query(cudaDevAttrComputeCapabilityMajor),
+                       .minor = query(cudaDevAttrComputeCapabilityMinor),
+                       .sm_count = query(cudaDevAttrMultiProcessorCount)});
+  }
+  return devices;
+}
+
 }  // namespace
 
 void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, cudaStream_t stream) {
@@ -140,26 +160,9 @@ int32_t to_int32(const char* kernel, const char* argument, int64_t value) {
 }
 
 const DeviceProperties& device_properties() {
-  static std::mutex mutex;
-  static std::deque<DeviceProperties> cache;  // by device; references stay valid as it grows
-  const int current = current_device();
-  const std::lock_guard lock(mutex);
-  while (static_cast<int>(cache.size()) <= current) {
-    const int device = static_cast<int>(cache.size());
-    const auto query = [&](cudaDeviceAttr attribute) {
-      int value = 0;
-      const cudaError_t status = cudaDeviceGetAttribute(&value, attribute, device);
-      if (status != cudaSuccess) {
-        throw std::runtime_error("flash_qla: CUDA device " + std::to_string(device) + ": " +
-                                 cudaGetErrorString(status));
-      }
-      return value;
-    };
-    cache.push_back({.major = query(cudaDevAttrComputeCapabilityMajor),
-                     .minor = query(cudaDevAttrComputeCapabilityMinor),
-                     .sm_count = query(cudaDevAttrMultiProcessorCount)});
-  }
-  return cache[current];
+  const int device = current_device();
+  static const std::vector<DeviceProperties> devices = query_devices();
+  return devices.at(device);
 }
 
 }  // namespace flash_qla::runtime

@@ -29,8 +29,11 @@ std::vector<int64_t> checked_offsets(const Problem& problem, const Tensor& cu_se
 }
 
 bool offsets_are_checked() {
-  const char* value = std::getenv("FLASH_QLA_CHECK");
-  return value != nullptr && std::string_view(value) == "1";
+  static const bool checked = [] {
+    const char* value = std::getenv("FLASH_QLA_CHECK");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return checked;
 }
 
 }  // namespace flash_qla

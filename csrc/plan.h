@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "dispatch.h"
 #include "forward.h"
 
 namespace flash_qla {
@@ -14,18 +15,23 @@ namespace flash_qla {
 inline constexpr int64_t kHeadDim = 128;
 inline constexpr int64_t kTableColumns = 3;
 inline constexpr int64_t kGateRows = 5;
+inline constexpr int64_t kForwardGateRows = 5;
+inline constexpr int64_t kSegmentColumns = 5;
 inline constexpr int64_t kPassedParts = 8;  // of <S, dS'>, which chunk_states_bwd adds up by warps
 
 inline constexpr int64_t kSquare = kHeadDim * kHeadDim;  // elements of a state
 inline constexpr int64_t kTile = kHeadDim * kChunk;      // of a chunk of one head
 inline constexpr int64_t kMatrix = kChunk * kChunk;      // of a chunk's matrices: A * D, the attention
 
+inline int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
+  return varlen ? (T + (kChunk - 1) * (N + 1)) / kChunk : B * ((T + kChunk - 1) / kChunk);
+}
+
 struct Plan {
   int64_t rows;   // B * T
   int64_t slots;  // chunks; when varlen an upper bound: each sequence, and the padding, may end in a partial chunk
 
-  explicit Plan(const Problem& p)
-      : rows(p.B * p.T), slots(p.varlen ? (p.T + (kChunk - 1) * (p.N + 1)) / kChunk : p.NT) {}
+  explicit Plan(const Problem& p) : rows(p.B * p.T), slots(chunk_slots(p.B, p.T, p.N, p.varlen)) {}
 };
 
 // One allocation for everything that lives only during a call. Offsets are multiples of 256 bytes (TMA needs 16).
@@ -44,9 +50,11 @@ class Workspace {
   }
 
   void allocate(const Tensor& like) {
-    storage_ = torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);
+    storage_ = new_empty(like, {bytes_}, ScalarType::Byte);
     base_ = static_cast<char*>(storage_->mutable_data_ptr());
   }
+
+  int64_t bytes() const { return bytes_; }
 
   template <typename T>
   void* operator[](Region<T> region) const {
@@ -57,6 +65,26 @@ class Workspace {
   int64_t bytes_ = 0;
   std::optional<Tensor> storage_;
   char* base_ = nullptr;
+};
+
+// The forward's.
+struct ForwardWorkspace : Workspace {
+  ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& dispatch)
+      : sequences(reserve<int32_t>(shape.N * kTableColumns)),
+        chunks(reserve<int32_t>(dispatch.slots * kTableColumns)),
+        segments(reserve<int32_t>(dispatch.segments * kSegmentColumns)),
+        gates(reserve<float>(dispatch.slots * shape.H_v * kForwardGateRows * kChunk)),
+        matrices(reserve<uint16_t>(2 * dispatch.slots * shape.H_v * kMatrix)),
+        states(reserve<float>(dispatch.uses_cp() ? dispatch.segments * shape.H_v * kSquare : 0)),
+        maps(reserve<uint16_t>(dispatch.uses_cp() ? 2 * dispatch.segments * shape.H_v * kSquare : 0)),
+        skips(reserve<int32_t>(dispatch.uses_cp() ? dispatch.segments * shape.H_v : 0)) {}
+
+  const Region<int32_t> sequences, chunks, segments;  // chunk_plan's tables
+  const Region<float> gates;                          // [slots, H_v, kForwardGateRows, kChunk]
+  const Region<uint16_t> matrices;                    // [slots, H_v, 2, kChunk, kChunk]
+  const Region<float> states;                         // [segments, H_v, kHeadDim, kHeadDim]
+  const Region<uint16_t> maps;                        // [segments, H_v, 2, kHeadDim, kHeadDim]
+  const Region<int32_t> skips;                        // [segments, H_v]
 };
 
 }  // namespace flash_qla

@@ -78,7 +78,8 @@ def chunk_gated_delta_rule(
             state_v_first; zero by default. N is B, or the number of sequences in cu_seqlens.
         output_final_state: return the state after the last token of each sequence too.
         use_qk_l2norm_in_kernel: replace each q_t and k_t by x * rsqrt(sum(x ** 2) + 1e-6), computed in float32. On the
-            GPU the result is rounded to the dtype of q, which the matrix units take; on the CPU it is not.
+            GPU the forward takes the second factor into those of the gates, in float32; the backward rounds the product
+            to the dtype of q.
         cu_seqlens: offsets of sequences packed along T, [N + 1], int32 or int64, on the device of q, from 0, not
             decreasing, at most T; B must be 1. A sequence may be empty: its final state is its initial state. Tokens
             from the last offset on belong to no sequence; their output is zero. On the GPU the offsets are never read
@@ -86,8 +87,9 @@ def chunk_gated_delta_rule(
             environment reports them, and synchronizes); on the CPU they are always checked.
         head_first: only False; the head dimension is the third.
         state_v_first: states are [N, H_v, V, K], in and out.
-        auto_cp: on the GPU, let long sequences be split into segments that run side by side when there are too few
-            sequences and heads to fill it. The CPU ignores it.
+        auto_cp: on the GPU, let the forward split long sequences into segments that run side by side when there are too
+            few sequences and heads to fill it. Where gates have decayed a state to less than 2^-24 of its norm within a
+            segment, what is left of it is dropped; with auto_cp=False nothing is. The CPU ignores it.
         **ignored: keywords that other implementations know, such as chunk_indices; None or False only.
 
     Returns:
@@ -101,7 +103,8 @@ def chunk_gated_delta_rule(
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
         NotImplementedError: when gradients made with create_graph=True are differentiated again.
     """
-    _refuse({"head_first": head_first, **ignored})
+    if ignored or head_first is not False:
+        _refuse({"head_first": head_first, **ignored})
     o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(
         q,
         k,

@@ -20,6 +20,7 @@ torch.ops.load_library(_LIBRARY)
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+_library = torch.library.Library("flash_qla", "FRAGMENT")  # its registrations end with it
 _ARGUMENTS = len(_forward_low_level._schema.arguments)
 
 
@@ -200,7 +201,24 @@ def _(
 # chunk_gated_delta_rule_bwd do not require gradients.
 
 
+def _register_autograd(op, differentiable):
+    """Makes op differentiable(keyset, *args) where gradients are wanted, and what it is below autograd elsewhere.
+
+    Every call on tensors that are not inference tensors comes here, so this is kept short: as short as PyTorch's own
+    fallback for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
+    """
+    redispatch = op._handle.redispatch_boxed  # what op.redispatch calls
+
+    def kernel(keyset, *args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return differentiable(keyset, *args)
+        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    _library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
 def _forward_for_backward(
+    _keyset,
     q,
     k,
     v,
@@ -232,32 +250,39 @@ def _forward_for_backward(
     return o, final_state
 
 
-@torch.library.impl("flash_qla::chunk_gated_delta_rule", "Autograd")
-def _(*args):
-    # Every call on tensors that are not inference tensors comes here, so this is kept short.
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return _forward_for_backward(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward(*args)
+class _Differentiable(torch.autograd.Function):
+    """chunk_gated_delta_rule_fwd with its formula."""
+
+    @staticmethod
+    def forward(ctx, keyset, *args):
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = _forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            _save_for_backward(ctx, outputs, *args)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dg_cumsum, dA, do, dh, dht):
+        return None, *_differentiate(ctx, do, dht)
 
 
-def _save_for_backward(ctx, inputs, output):
-    (
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        cu_seqlens,
-        output_final_state,
-        _,
-        auto_cp,
-        state_v_first,
-        use_qk_l2norm_in_kernel,
-    ) = inputs
-    g_cumsum, A, _, h, final_state = output
+def _save_for_backward(
+    ctx,
+    outputs,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    output_final_state=True,
+    output_h=False,
+    auto_cp=True,
+    state_v_first=False,
+    use_qk_l2norm_in_kernel=False,
+):
+    g_cumsum, A, _, h, final_state = outputs
     ctx.save_for_backward(q, k, v, g_cumsum, beta, A, initial_state, cu_seqlens)
     ctx.g_dtype = g.dtype
     ctx.scale = scale
@@ -281,7 +306,9 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def _differentiate(ctx, dg_cumsum, dA, do, dh, dht):
+def _differentiate(ctx, do, dht):
+    """The gradients of chunk_gated_delta_rule_fwd's arguments. The dispatcher leaves out arguments that have their
+    defaults, at the end; autograd takes more gradients than arguments came if they are None."""
     if do is None and dht is None:
         return (None,) * _ARGUMENTS
     q, k, v, g_cumsum, beta, A, initial_state, cu_seqlens = ctx.saved_tensors
@@ -305,8 +332,7 @@ def _differentiate(ctx, dg_cumsum, dA, do, dh, dht):
         auto_cp,
         use_qk_l2norm_in_kernel,
     )
-    # As long as the arguments that came: the dispatcher leaves out defaults at the end.
-    needed = ctx.needs_input_grad
+    _, *needed = ctx.needs_input_grad  # the first argument of _Differentiable is not the op's
     return (
         dq if needed[0] else None,
         dk if needed[1] else None,
@@ -319,9 +345,8 @@ def _differentiate(ctx, dg_cumsum, dA, do, dh, dht):
     )
 
 
-torch.library.register_autograd(
-    "flash_qla::chunk_gated_delta_rule_fwd", _differentiate, setup_context=_save_for_backward
-)
+_register_autograd(_forward, _forward_for_backward)
+_register_autograd(_forward_low_level, _Differentiable.apply)
 torch.library.impl("flash_qla::chunk_gated_delta_rule_bwd", "Autograd", torch.library.fallthrough_kernel)
 
 

@@ -7,6 +7,9 @@ to [0, rows] and replaced by their running maximum.
     sequences [N, 3]   first row, tokens, first chunk slot
     chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
                        (sequence = PADDING), then unused slots (PADDING of 0 tokens)
+    segments  [NS, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
+                       least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0.  Unused
+                       slots have 0 tokens and no flags. Written if NS > 0
 
 Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
 """
@@ -17,8 +20,16 @@ from kernels_tl.common import (
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
+    FIRST,
+    LAST,
     PADDING,
     PASS_CONFIGS as PASS_CONFIGS,
+    SEGMENT_CHUNK,
+    SEGMENT_COLUMNS,
+    SEGMENT_FLAGS,
+    SEGMENT_LENGTH,
+    SEGMENT_ROW,
+    SEGMENT_SEQ,
     SEQ_CHUNK,
     SEQ_LENGTH,
     SEQ_ROW,
@@ -31,26 +42,35 @@ THREADS = 256  # sequences planned per step; one warp does the scans, so a wider
 
 
 def chunk_plan(offset_dtype):
-    N, NT, offsets_size = dims("N", "NT", "offsets_size")
+    N, NT, NS, offsets_size = dims("N", "NT", "NS", "offsets_size")
 
     @T.prim_func
     def main(
         offsets: T.Tensor([offsets_size], offset_dtype),
         sequences: T.Tensor([N, TABLE_COLUMNS], "int32"),
         chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
         rows: T.int32,
         has_offsets: T.int32,
         uniform_length: T.int32,
+        segment_chunks: T.int32,
     ):
         with T.Kernel(1, threads=THREADS):
             ends = T.alloc_shared([THREADS], "int32")  # of this step's sequences, a running maximum
             counts = T.alloc_shared([THREADS], "int32")  # of their chunks, a running sum
+            parts = T.alloc_shared([THREADS], "int32")  # of their segments, a running sum
             tx = T.get_thread_binding()
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             rows_before = T.alloc_var("int32", init=0)  # this step
             chunks_before = T.alloc_var("int32", init=0)
+            segments_before = T.alloc_var("int32", init=0)
+            part = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
+            size = T.alloc_var("int32", init=0x7FFFFFFF // C)
+            if segment_chunks > 0:
+                size = segment_chunks
 
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = step * THREADS + tx
@@ -71,14 +91,36 @@ def chunk_plan(offset_dtype):
                 end = ends[tx]
                 count = T.truncdiv(end - begin + (C - 1), C)
                 counts[tx] = count
+                part = 0
+                if n < N:
+                    part = T.max(T.truncdiv(count + size - 1, size), 1)
+                parts[tx] = part
                 T.cumsum(counts, dim=0)
+                T.cumsum(parts, dim=0)
                 if n < N:
                     sequences[n, SEQ_ROW] = begin
                     sequences[n, SEQ_LENGTH] = end - begin
                     sequences[n, SEQ_CHUNK] = chunks_before + counts[tx] - count
+                    slot = segments_before + parts[tx] - part
+                    for i in T.serial(part):
+                        if slot + i < NS:
+                            segments[slot + i, SEGMENT_ROW] = begin + i * size * C
+                            segments[slot + i, SEGMENT_LENGTH] = T.min(end - begin - i * size * C, size * C)
+                            segments[slot + i, SEGMENT_CHUNK] = chunks_before + counts[tx] - count + i * size
+                            segments[slot + i, SEGMENT_SEQ] = n
+                            segments[slot + i, SEGMENT_FLAGS] = T.Select(i == 0, FIRST, 0) + T.Select(
+                                i == part - 1, LAST, 0
+                            )
                 rows_before = ends[THREADS - 1]
+                segments_before = segments_before + parts[THREADS - 1]
                 chunks_before = chunks_before + counts[THREADS - 1]
                 T.sync_threads()
+
+            for step in T.serial(T.ceildiv(NS - segments_before, THREADS)):
+                slot = segments_before + step * THREADS + tx
+                if slot < NS:
+                    for i in T.unroll(SEGMENT_COLUMNS):
+                        segments[slot, i] = 0
 
             low = T.alloc_var("int32")
             high = T.alloc_var("int32")

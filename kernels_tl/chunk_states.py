@@ -1,16 +1,16 @@
-"""The states: the recurrence over the chunks of each sequence, with the state in registers from first to last chunk.
+"""The states again, for the backward: the recurrence over the chunks of each sequence, with the state in registers from
+first to last chunk.
 
 Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A operand
-(D the gate matrix; L = A * D - I, strictly lower triangular, is made by chunk_inverse):
+(D the gate matrix; L = A * D - I, strictly lower triangular, comes from chunk_matrices_bwd):
 
-    h        = S                                     stored for chunk_output, V-first
+    h        = S                                     stored, V-first
     R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
-    V_new^T  = R^T + R^T L^T                         stored for chunk_output, transposed
+    V_new^T  = R^T + R^T L^T                         stored, transposed
     S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
-update: "rounded" takes the factor V_new^T diag(gamma_C / gamma) of the last line in 16 bits, which makes the largest
-error of S; "exact" adds what the rounding left in a second product. That is for the backward, which makes the states
-again: its dg hangs on them.
+What rounding takes from the factor V_new^T diag(gamma_C / gamma) of the last line makes a second product: it would be
+the largest error of S, and dg hangs on S.
 
 Each CTA owns one value tile (64 rows of S^T) of one head of one sequence: one consumer warpgroup that computes and one
 producer warp that keeps the next chunks' K, V, L and gates coming by TMA.  128 / 64 = 2 tiles a head give short
@@ -45,8 +45,8 @@ CONSUMERS = 128  # one warpgroup
 PRODUCERS = 32  # one warp
 
 
-def chunk_states(dtype, update):
-    R, HK, HV, N, NT, h_slots, state_size = dims("R", "HK", "HV", "N", "NT", "h_slots", "state_size")
+def chunk_states(dtype):
+    R, HK, HV, N, NT, state_size = dims("R", "HK", "HV", "N", "NT", "state_size")
 
     @T.prim_func
     def main(
@@ -56,14 +56,12 @@ def chunk_states(dtype, update):
         gated_inverse: T.Tensor([NT, HV, C, C], dtype),
         sequences: T.Tensor([N, TABLE_COLUMNS], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
-        final_state: T.Tensor([state_size], "float32"),
-        h: T.Tensor([h_slots, HV, D, D], dtype),
+        h: T.Tensor([NT, HV, D, D], dtype),
         v_new: T.Tensor([NT, HV, D, C], dtype),
         group: T.int32,  # HV / HK
-        state_stride_v: T.int32,  # of both states: the caller's layout is these two numbers
+        state_stride_v: T.int32,  # of initial_state: the caller's layout is these two numbers
         state_stride_k: T.int32,
         has_initial_state: T.int32,
-        has_final_state: T.int32,
     ):
         with T.Kernel(N, HV, D // VALUE_TILE, threads=CONSUMERS + PRODUCERS) as (n, hv, tile):
             K_s = T.alloc_shared([STAGES, C, D], dtype)
@@ -93,8 +91,7 @@ def chunk_states(dtype, update):
                 V = T.alloc_fragment([VALUE_TILE, C], "float32")  # V^T, R^T, V_new^T in turn
                 V_16 = T.alloc_fragment([VALUE_TILE, C], dtype)
                 decayed = T.alloc_fragment([VALUE_TILE, C], dtype)  # V_new^T diag(gamma_C / gamma)
-                if update == "exact":
-                    rest = T.alloc_fragment([VALUE_TILE, C], dtype)  # what rounding took from it
+                rest = T.alloc_fragment([VALUE_TILE, C], dtype)  # what rounding took from it
 
                 if has_initial_state != 0:
                     for i, j in T.Parallel(VALUE_TILE, D):
@@ -142,10 +139,9 @@ def chunk_states(dtype, update):
                     for i, j in T.Parallel(VALUE_TILE, C):
                         decayed[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j]
                     T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
-                    if update == "exact":
-                        for i, j in T.Parallel(VALUE_TILE, C):
-                            rest[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j] - T.Cast("float32", decayed[i, j])
-                        T.wgmma_gemm(rest, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
+                    for i, j in T.Parallel(VALUE_TILE, C):
+                        rest[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j] - T.Cast("float32", decayed[i, j])
+                    T.wgmma_gemm(rest, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
                     T.copy(V, V_16)
                     T.tma_store_wait(1)  # likewise, the last chunk's V_new has left V_new_s
                     T.copy(V_16, V_new_s)
@@ -154,9 +150,6 @@ def chunk_states(dtype, update):
                     T.wait_wgmma(0)
                     T.barrier_arrive(released[s])
 
-                if has_final_state != 0:
-                    for i, j in T.Parallel(VALUE_TILE, D):
-                        final_state[state + (v0 + i) * state_stride_v + j * state_stride_k] = S[i, j]
                 T.tma_store_wait(0)
             else:
                 for c in T.serial(chunks):

@@ -14,17 +14,26 @@ import tilelang.language as T
 C = 64  # tokens a chunk: one WGMMA M tile, and the size whose inverse still fits a warpgroup
 D = 128  # head dimension, K = V
 
-# Rows of the gate table, [NT, HV, GATE_ROWS, C] fp32, which gate_cumsum writes: what a token brings to its head besides
-# its vectors, chunk by chunk, with every exponential computed once.
+# Rows of the backward's gate table, [NT, HV, GATE_ROWS, C] fp32, which gate_cumsum writes: what a token brings to its
+# head besides its vectors, chunk by chunk, with every exponential computed once.
 GATE_LOG, GATE_GAMMA, GATE_DECAY, GATE_FADE, GATE_BETA = range(
     5
 )  # b_i, exp(b_i), exp(b_C - b_i), exp(b_i - b_1), beta_i
 GATE_ROWS = 5
 
-# Columns of the two tables that chunk_plan writes.
+# Rows of the forward's, [NT, HV, GATE_TABLE_ROWS, C] fp32, which chunk_matrices writes: the first ones of the enum Gate
+# in device/chunk_matrices.cuh.
+FORWARD_BETA, FORWARD_QUERY, FORWARD_DECAY, FORWARD_TOTAL = 0, 2, 3, 4
+GATE_TABLE_ROWS = 5
+
+# Columns of the tables that chunk_plan writes.
 SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK = 0, 1, 2  # of sequence n: first token row, tokens, first chunk slot
 CHUNK_ROW, CHUNK_LENGTH, CHUNK_SEQ = 0, 1, 2  # of chunk slot: first token row, tokens, sequence or PADDING
 TABLE_COLUMNS = 3
+# Of a segment, a run of a sequence's chunks that is gone through in one go.
+SEGMENT_ROW, SEGMENT_LENGTH, SEGMENT_CHUNK, SEGMENT_SEQ, SEGMENT_FLAGS = range(5)
+SEGMENT_COLUMNS = 5
+FIRST, LAST = 1, 2  # flags: of its sequence
 PADDING = -1  # rows that no sequence covers: outputs there are zeros
 
 # Index arithmetic is in bounds by construction (the plan clamps), so the compiler's own bounds checks are not
@@ -43,3 +52,13 @@ def dims(*names):
 def swizzled(buffer):
     """The TMA/WGMMA swizzle as an explicit layout, for tiles that no gemm reads (those get it by themselves)."""
     return tilelang.layout.make_swizzled_layout(buffer)
+
+
+def element_type(dtype):
+    """The name of a 16-bit dtype in CUDA C++."""
+    return {"bfloat16": "__nv_bfloat16", "float16": "__half"}[dtype]
+
+
+def extern(name, *args):
+    """A call of a function in device/."""
+    return T.call_extern("handle", f"flash_qla::device::{name}", *args)

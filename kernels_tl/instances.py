@@ -8,10 +8,16 @@ INSTANCES = [
     *(Instance("chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
     Instance("gate_cumsum"),
     *(Instance("l2norm", {"dtype": dtype}) for dtype in DTYPES),
-    *(Instance("chunk_inverse", {"dtype": dtype}) for dtype in DTYPES),
-    *(Instance("chunk_states", {"dtype": dtype, "update": "rounded"}) for dtype in DTYPES),  # forward
-    *(Instance("chunk_states", {"dtype": dtype, "update": "exact"}) for dtype in DTYPES),  # backward
-    *(Instance("chunk_output", {"dtype": dtype}) for dtype in DTYPES),
+    *(
+        Instance("chunk_matrices", {"dtype": dtype, "normalize": normalize})
+        for dtype in DTYPES
+        for normalize in (False, True)
+    ),
+    *(Instance("chunk_forward", {"dtype": dtype, "value_tile": tile}) for dtype in DTYPES for tile in (64, 128)),
+    *(Instance("segment_maps", {"dtype": dtype}) for dtype in DTYPES),
+    *(Instance("segment_scan", {"dtype": dtype}) for dtype in DTYPES),
+    # backward
+    *(Instance("chunk_states", {"dtype": dtype}) for dtype in DTYPES),
     *(Instance("chunk_matrices_bwd", {"dtype": dtype}) for dtype in DTYPES),
     *(Instance("chunk_states_bwd", {"dtype": dtype}) for dtype in DTYPES),
     *(Instance("chunk_inputs_bwd", {"dtype": dtype}) for dtype in DTYPES),

@@ -3,6 +3,7 @@ check_backward run the public functions over poisoned memory and compare every o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -259,19 +260,35 @@ def make_arguments(case: Case, device: str) -> dict:
     return {**make_inputs(case, device), **make_gradients(case, device)}
 
 
+def run_forwards(inputs: dict) -> dict:
+    """Every output of both functions of the forward, by name."""
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    low_level = zip(("g_cumsum", "A", "low-level o", "h", "low-level final_state"), run_forward(inputs), strict=True)
+    return {"o": o, "final_state": final_state, **dict(low_level)}
+
+
 def run_all(arguments: dict) -> dict:
     """Every output of every function, by name."""
     gradients = {name: arguments[name] for name in ("do", "dht")}
     inputs = {name: x for name, x in arguments.items() if name not in gradients}
-    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    low_level = run_forward(inputs)
+    outputs = run_forwards(inputs)
     return {
-        "o": o,
-        "final_state": final_state,
-        **dict(zip(("g_cumsum", "A", "low-level o", "h", "low-level final_state"), low_level, strict=True)),
-        **run_backward(inputs, **gradients, intermediates=low_level[:2]),
+        **outputs,
+        **run_backward(inputs, **gradients, intermediates=(outputs["g_cumsum"], outputs["A"])),
         **{f"autograd's {name}": x for name, x in run_autograd(inputs, **gradients).items()},
     }
+
+
+@contextlib.contextmanager
+def forward_mode(value_tile: int = 0, segment_chunks: int = -1):
+    """What the forward's dispatch decides meanwhile; the defaults leave it to the cost model."""
+    from flash_qla import _C  # not built for every Python that the library runs under
+
+    _C.override_forward_dispatch(value_tile, segment_chunks)
+    try:
+        yield
+    finally:
+        _C.override_forward_dispatch()
 
 
 def equal(actual: dict, expected: dict) -> bool:
@@ -287,32 +304,45 @@ def covered_tokens(case: Case) -> int:
     return case.T if case.lengths is None else sum(case.lengths)
 
 
+def expected_outputs(inputs: dict) -> dict:
+    """What the reference makes of every output of the low-level function, by name."""
+    expected = reference_of(inputs)
+    cu_seqlens, l2norm = inputs["cu_seqlens"], inputs["use_qk_l2norm_in_kernel"]
+    return {
+        "g_cumsum": reference.chunk_cumsum(inputs["g"], cu_seqlens),
+        "A": reference.chunk_inverse(inputs["k"], inputs["beta"], cu_seqlens, l2norm),
+        "o": expected.o,
+        "h": expected.h,
+        "final_state": expected.final_state,
+    }
+
+
 def check_forward(case: Case, device: str) -> None:
     """Both public functions against the reference, every output."""
     inputs = make_inputs(case, device)
-    expected = reference_of(inputs)
+    check_outputs(case, inputs, expected_outputs(inputs))
+
+
+def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> None:
+    """The same where the reference has run already, for the inputs of a case, or inputs like them."""
+    device = inputs["q"].device.type
+    name = name or str(case)
     covered = covered_tokens(case)
 
     with poisoned(device):
         o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     assert o.dtype == case.dtype and final_state.dtype == compute_dtype(case)
     assert o.is_contiguous() and final_state.is_contiguous()
-    accuracy.check("o", o, expected.o, case.dtype, str(case))
-    accuracy.check("final_state", final_state, expected.final_state, case.dtype, str(case))
+    accuracy.check("o", o, expected["o"], case.dtype, name)
+    accuracy.check("final_state", final_state, expected["final_state"], case.dtype, name)
     assert not o[:, covered:].any()
 
     with poisoned(device):
         g_cumsum, A, o, h, final_state = run_forward(inputs)
     assert o.dtype == A.dtype == case.dtype and final_state.dtype == g_cumsum.dtype == compute_dtype(case)
-    accuracy.check("o", o, expected.o, case.dtype, str(case))
-    accuracy.check("final_state", final_state, expected.final_state, case.dtype, str(case))
-    accuracy.check("h", h, expected.h, case.dtype, str(case))
-    expected_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
-    accuracy.check("g_cumsum", g_cumsum, expected_cumsum, case.dtype, str(case))
-    expected_A = reference.chunk_inverse(
-        inputs["k"], inputs["beta"], inputs["cu_seqlens"], case.use_qk_l2norm_in_kernel
-    )
-    accuracy.check("A", A, expected_A, case.dtype, str(case))
+    actual = {"g_cumsum": g_cumsum, "A": A, "o": o, "h": h, "final_state": final_state}
+    for output, x in actual.items():
+        accuracy.check(output, x, expected[output], case.dtype, name)
     # Above the diagonal, beyond a chunk's end and outside the sequences A is zero, not merely small.
     position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
     outside = torch.arange(reference.CHUNK, device=device) > position[..., None]

@@ -7,7 +7,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, 
 import dataclasses
 
 import torch
-from cases import Case, make_gradients, make_inputs, run_backward, run_forward
+from cases import Case, forward_mode, make_gradients, make_inputs, run_backward, run_forward, run_forwards
 
 import flash_qla
 
@@ -28,6 +28,11 @@ CASES = (
     Case(T=0),
     Case(lengths=(0, 0), padding=3),
 )
+# Of the forward alone, by (value_tile, segment_chunks): enough segments and chunks to use every stage again, one head
+# whose maps are left out and one whose maps are not.
+SEGMENTED = Case(lengths=(650, 0, 65), padding=9, H_k=1, H_v=2)
+MODES = ((64, 2), (128, 5))
+SHARED = Case(T=400, H_k=2, H_v=128, gate="logsigmoid")  # as many heads as it takes for some to share a CTA's K K^T
 BAD_OFFSETS = ([0, 100, 50, 300], [-7, 100, 2**31 - 1, 9], [0, -1, -(2**31), 500], [300, 200, 100, 0])
 
 
@@ -46,10 +51,21 @@ for case in CASES:
     assert finite(run_low_level(inputs, gradients)), case
     print("done:", case, flush=True)
 
+for dtype in (torch.bfloat16, torch.float16):
+    inputs = make_inputs(dataclasses.replace(SEGMENTED, dtype=dtype), "cuda")
+    for mode in MODES:
+        with forward_mode(*mode):
+            assert finite(run_forwards(inputs).values()), (dtype, mode)
+        print("done:", SEGMENTED, dtype, mode, flush=True)
+assert finite(run_forward(make_inputs(SHARED, "cuda"), output_h=False)), SHARED
+print("done:", SHARED, flush=True)
+
 case = dataclasses.replace(CASES[0], lengths=(100, 100, 100), padding=0)
 inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
 for offsets in BAD_OFFSETS:
     inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32).cuda()
     assert finite(run_low_level(inputs, gradients)), offsets
+    with forward_mode(64, 1):
+        assert finite(run_forward(inputs)), offsets
     print("done:", offsets, flush=True)
 print("driver finished", flush=True)

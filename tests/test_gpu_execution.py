@@ -98,12 +98,12 @@ def test_no_host_synchronisation(case):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def capture(arguments: dict) -> tuple[torch.cuda.CUDAGraph, dict]:
-    """A graph of run_all, forward and backward, and its outputs."""
+def capture(arguments: dict, run=run_all) -> tuple[torch.cuda.CUDAGraph, dict]:
+    """A graph of run(arguments), by default forward and backward, and its outputs."""
     graph = torch.cuda.CUDAGraph()
-    run_all(arguments)
+    run(arguments)
     with torch.cuda.graph(graph):
-        outputs = run_all(arguments)
+        outputs = run(arguments)
     return graph, outputs
 
 

@@ -1,0 +1,171 @@
+"""What flash_qla costs the host: CPU time of a call, of the import, and of the first call of a process.
+
+    python benchmarks/host.py --out benchmarks/results/host_h200.json
+    python benchmarks/host.py --device cpu
+
+A call: wall time of the calling thread, median over batches. A batch is calls one after the other with no
+synchronisation in between, on a sequence so short and so few that the GPU's queue never fills; torch.add on four
+elements gives the scale. Arguments: one packed bf16 sequence, an initial state, the final state returned. Import and
+first call: one process each time, median. The import is timed after torch's; the first call after a kernel of torch has
+run and the inputs are there, up to the synchronisation behind it, so that starting CUDA is not in it. On the CPU there
+are no tokens and no sequences, so that what is timed is what surrounds the arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from common import HEAD_DIM, environment, parse_heads
+
+# In a batch. The GPU's queue takes about a thousand launches; a launch that finds it full waits.
+CALLS = 50
+
+
+def make_arguments(device: str, heads: str, tokens: int) -> dict:
+    """Arguments of chunk_gated_delta_rule and, as far as these are concerned, chunk_gated_delta_rule_fwd."""
+    [(H_k, H_v)] = parse_heads(heads)
+    lengths = [tokens] if device == "cuda" else []
+    T, N = sum(lengths), len(lengths)
+
+    def rand(*shape, dtype=torch.bfloat16):
+        return torch.rand(shape, device=device).to(dtype)
+
+    return {
+        "q": rand(1, T, H_k, HEAD_DIM) * HEAD_DIM**-0.5,
+        "k": rand(1, T, H_k, HEAD_DIM) * HEAD_DIM**-0.5,
+        "v": rand(1, T, H_v, HEAD_DIM),
+        "g": -rand(1, T, H_v, dtype=torch.float32),
+        "beta": rand(1, T, H_v, dtype=torch.float32),
+        "initial_state": rand(N, H_v, HEAD_DIM, HEAD_DIM, dtype=torch.float32),
+        "cu_seqlens": torch.tensor([0, *lengths], device=device).cumsum(0),
+        "output_final_state": True,
+    }
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_calls(call: Callable, device: str, batches: int) -> dict[str, float]:
+    """Microseconds a call, not counting what the GPU does after it."""
+    times = []
+    for _ in range(batches + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    times = sorted(times[1:])  # the first batch warms up
+    return {"us": statistics.median(times), "us_min": times[0], "us_max": times[-1]}
+
+
+def make_calls(arguments: dict) -> dict[str, Callable]:
+    import flash_qla
+
+    functions = {
+        "torch.ops chunk_gated_delta_rule": torch.ops.flash_qla.chunk_gated_delta_rule,
+        "torch.ops chunk_gated_delta_rule_fwd": torch.ops.flash_qla.chunk_gated_delta_rule_fwd,
+        "flash_qla.chunk_gated_delta_rule": flash_qla.chunk_gated_delta_rule,
+    }
+    x = torch.ones(4, device=arguments["q"].device)
+    calls = {"torch.add": lambda: torch.add(x, x)}
+    tensors = [arguments.pop(name) for name in ("q", "k", "v", "g", "beta")]
+    for name, function in functions.items():
+        calls[name] = lambda function=function: function(*tensors, **arguments)
+        calls[f"{name}, l2norm"] = lambda function=function: function(
+            *tensors, **arguments, use_qk_l2norm_in_kernel=True
+        )
+    return calls
+
+
+def measure_calls(options) -> dict[str, dict]:
+    found = {}
+    # Outside of inference_mode autograd is asked, even where it has nothing to do.
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            calls = make_calls(make_arguments(options.device, options.heads, options.tokens))
+            found[mode.__name__] = {
+                name: time_calls(call, options.device, options.batches) for name, call in calls.items()
+            }
+    return found
+
+
+def measure_first_calls(options) -> dict[str, float]:
+    import flash_qla
+
+    arguments = make_arguments(options.device, options.heads, options.tokens)
+    times = []
+    with torch.no_grad():
+        for _ in range(2):
+            synchronize(options.device)
+            start = time.perf_counter()
+            flash_qla.chunk_gated_delta_rule(**arguments)
+            synchronize(options.device)
+            times.append((time.perf_counter() - start) * 1e3)
+    return {"first_call_ms": times[0], "second_call_ms": times[1]}
+
+
+MEASUREMENTS = {"calls": measure_calls, "first_calls": measure_first_calls}
+
+IMPORT = """
+import json, time, torch
+start = time.perf_counter()
+import flash_qla
+print(json.dumps({"import_ms": (time.perf_counter() - start) * 1e3}))
+"""
+
+
+def in_process(*arguments: str) -> dict:
+    return json.loads(subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE).stdout)
+
+
+def summary(runs: list[dict[str, float]]) -> dict[str, dict]:
+    times = {name: sorted(run[name] for run in runs) for name in runs[0]}
+    return {name: {"median": statistics.median(x), "min": x[0], "max": x[-1]} for name, x in times.items()}
+
+
+def report(results: dict) -> None:
+    for mode, calls in results["calls"].items():
+        for name, cell in calls.items():
+            print(f"{mode:>14}  {name:<44} {cell['us']:7.2f} us [{cell['us_min']:.2f}, {cell['us_max']:.2f}]")
+    for name in ("import_ms", "first_call_ms", "second_call_ms"):
+        cell = results[name]
+        print(f"{name:<20} {cell['median']:8.2f} [{cell['min']:.2f}, {cell['max']:.2f}]")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--heads", default="16x32", help="query/key x value heads")
+    parser.add_argument("--tokens", type=int, default=64, help="length of the sequence, on the GPU")
+    parser.add_argument("--batches", type=int, default=101)
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--measure", choices=MEASUREMENTS, help="measure this in this process")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --device cpu measures what surrounds the arithmetic on the CPU")
+    if options.measure:
+        print(json.dumps(MEASUREMENTS[options.measure](options)))
+        sys.exit()
+
+    processes = range(options.processes)
+    results = {
+        "calls": in_process(*sys.argv, "--measure", "calls"),
+        **summary([in_process("-c", IMPORT) for _ in processes]),
+        **summary([in_process(*sys.argv, "--measure", "first_calls") for _ in processes]),
+    }
+    report(results)
+    if options.out:
+        with open(options.out, "w") as file:
+            # environment() asks nvidia-smi
+            found = environment() if options.device == "cuda" else None
+            json.dump({"environment": found, "options": vars(options), **results}, file, indent=1)

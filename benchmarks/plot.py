@@ -1,0 +1,96 @@
+"""Figure of what forward.py has measured: times of the peers over those of flash_qla, and its part of the floor.
+
+    python benchmarks/plot.py FILE.json FIGURE.png [--gate trained]
+
+Needs matplotlib, which nothing else but the examples and their tests does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from forward import PEERS, load, rows_of
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+# Distinct to colour-blind eyes too, and by their markers without colour.
+STYLES = {"fla": ("#0072B2", "o"), "flash_qla_jit": ("#E69F00", "s"), "flashinfer": ("#009E73", "^")}
+COLUMNS = 4
+
+
+def draw(rows: list, gate: str, title: str):
+    heads = list(dict.fromkeys(row.heads for row in rows))
+    sequences = list(dict.fromkeys(row.sequences for row in rows))
+    found = {(row.heads, row.sequences): row for row in rows}
+    columns = min(COLUMNS, len(heads))
+    lines = math.ceil(len(heads) / columns)
+    figure = plt.figure(figsize=(3.4 * columns + 0.6, 2.5 * lines + 0.36 * len(heads) + 2.2), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[2.5 * lines + 1.0, 0.36 * len(heads) + 1.2])
+
+    panels = upper.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    positions = range(len(sequences))
+    for panel, name in zip(panels, heads, strict=False):
+        for peer, label in PEERS.items():
+            color, marker = STYLES[peer]
+            ratios = [found[name, x].ratios.get(peer) if (name, x) in found else None for x in sequences]
+            ratios = [math.nan if ratio is None else ratio for ratio in ratios]
+            panel.plot(positions, ratios, color=color, marker=marker, markersize=4, linewidth=1.2, label=label)
+        panel.set_title(name, fontsize=9, loc="left")
+    for panel in panels[len(heads) :]:
+        panel.set_visible(False)
+    ratios = [ratio for row in rows for ratio in row.ratios.values()] or [1.0]
+    for panel in panels:
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_yscale("log")
+        # Ticks of a log axis lie a decade apart; these ratios rarely span one.
+        ticks = [tick for tick in (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if tick <= 1.1 * max(ratios)]
+        panel.set_yticks([tick for tick in ticks if tick >= min(0.9, min(ratios) / 1.1)] or [1])
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}x"))
+        panel.yaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.set_xticks(positions, sequences, rotation=60, ha="right", rotation_mode="anchor")
+        panel.tick_params(labelsize=7)
+        panel.grid(axis="y", linewidth=0.4, alpha=0.5)
+        panel.spines[["top", "right"]].set_visible(False)
+    upper.suptitle(title, fontsize=10)
+    handles, labels = panels[0].get_legend_handles_labels()
+    upper.legend(handles, labels, loc="outside lower center", ncols=len(PEERS), fontsize=8, frameon=False)
+    upper.supylabel("time over flash_qla's", fontsize=8)
+
+    floor = [[found[name, x].floor if (name, x) in found else math.nan for x in sequences] for name in heads]
+    axes = lower.subplots()
+    axes.imshow(floor, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for y, x in ((y, x) for y in range(len(heads)) for x in positions if not math.isnan(floor[y][x])):
+        color = "white" if floor[y][x] > 0.6 else "black"
+        axes.text(x, y, f"{floor[y][x]:.0%}", ha="center", va="center", fontsize=7, color=color)
+    axes.set_xticks(positions, sequences, rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(heads)), heads)
+    axes.tick_params(labelsize=7, length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(f"flash_qla: part of the hardware's floor, gates '{gate}'", fontsize=9, loc="left")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", help="JSON of forward.py")
+    parser.add_argument("figure", help="file to write")
+    parser.add_argument("--gate", default="bench")
+    options = parser.parse_args()
+    cells = load(options.results)
+    rows = rows_of(cells, options.gate)
+    if not rows:
+        parser.error(f"no times of flash_qla with gates {options.gate!r} in {', '.join(options.results)}")
+    versions = dict.fromkeys(
+        f"{PEERS[cell['package']]} {cell['version']}" for cell in cells if cell["package"] in PEERS
+    )
+    title = f"Forward, gates '{options.gate}': times over flash_qla's, log scale ({', '.join(versions) or 'no peers'})"
+    draw(rows, options.gate, title).savefig(options.figure, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

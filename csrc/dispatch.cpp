@@ -1,0 +1,117 @@
+#include "dispatch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "plan.h"
+
+namespace flash_qla {
+
+namespace {
+
+// Microseconds on one H200, bf16, measured as benchmarks/NOTES.md says.
+constexpr double kPlan = 2.8;           // chunk_plan
+constexpr double kMatrices = 0.0145;    // chunk_matrices: a chunk of a head, on a full card
+constexpr double kMatricesLatency = 8;  // and the least that it takes
+constexpr double kStart64 = 3.6;   // chunk_forward, value tile 64: a CTA's loads before its first chunk, and its end
+constexpr double kChunk64 = 1.42;  // and a chunk
+constexpr double kStart128 = 6;    // value tile 128
+constexpr double kChunk128 = 1.98;
+constexpr double kMapStart = 8, kMapChunk = 1.3;  // segment_maps
+constexpr double kScanStart = 2.5, kScan = 3;     // segment_scan: a segment
+// Of the heads this part is taken to need exact maps: what the gates really do is known on the device alone.
+constexpr double kExact = 0.5;
+
+std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Sequences are taken as equally long: their real lengths are on the device.
+double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks) {
+  const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
+  const int64_t parts = segment_chunks > 0 ? ceil_div(chunks, segment_chunks) : 1;
+  const int64_t length = parts > 1 ? segment_chunks : chunks;
+  const auto waves = [&](double ctas) { return std::ceil(ctas / shape.sm_count); };
+  const double heads = static_cast<double>(shape.N * shape.H_v), n = static_cast<double>(length);
+  const double matrices = std::max(kMatricesLatency, kMatrices * heads * static_cast<double>(chunks));
+  const double tile = value_tile == 64 ? kStart64 + n * kChunk64 : kStart128 + n * kChunk128;
+  double us = kPlan + matrices + waves(heads * parts * (kHeadDim / value_tile)) * tile;
+  if (segment_chunks > 0) {
+    us += waves(2 * kExact * heads * (parts - 1)) * (kMapStart + n * kMapChunk) + kScanStart +
+          static_cast<double>(parts - 1) * kScan;
+  }
+  return us;
+}
+
+int64_t segment_slots(const ForwardShape& shape, int64_t slots, int64_t segment_chunks) {
+  if (segment_chunks == 0) {
+    return shape.N;
+  }
+  return shape.varlen ? shape.N + slots / segment_chunks
+                      : shape.B * std::max<int64_t>(ceil_div(ceil_div(shape.T, kChunk), segment_chunks), 1);
+}
+
+// The most that still leave three CTAs, what an SM holds, for every SM.
+int64_t heads_per_cta(const ForwardShape& shape, int64_t slots) {
+  const int64_t group = shape.H_v / shape.H_k;
+  for (int64_t heads = group; heads > 1; --heads) {
+    if (group % heads == 0 && slots * shape.H_v / heads >= 3 * shape.sm_count) {
+      return heads;
+    }
+  }
+  return 1;
+}
+
+}  // namespace
+
+ForwardDispatch dispatch_forward(const ForwardShape& shape) {
+  ForwardDispatch found{};
+  const int64_t value_tile = forced_value_tile, segment_chunks = shape.auto_cp ? forced_segment_chunks.load() : 0;
+  const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
+  const auto consider = [&](int64_t tile, int64_t length) {
+    const double us = predict(shape, tile, length);
+    if (found.value_tile == 0 || us < found.predicted_us) {
+      found.value_tile = tile;
+      found.segment_chunks = length;
+      found.predicted_us = us;
+    }
+  };
+  for (const int64_t tile : {64, 128}) {
+    if (value_tile != 0 && tile != value_tile) {
+      continue;
+    }
+    if (segment_chunks >= 0) {
+      consider(tile, segment_chunks);
+      continue;
+    }
+    consider(tile, 0);
+    for (int64_t parts = 2; parts <= std::min<int64_t>(chunks / 2, 64); ++parts) {
+      consider(tile, ceil_div(chunks, parts));
+    }
+  }
+  found.slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
+  found.heads_per_cta = heads_per_cta(shape, found.slots);
+  found.segments = segment_slots(shape, found.slots, found.segment_chunks);
+  found.ctas = found.segments * shape.H_v * (kHeadDim / found.value_tile);
+  found.workspace_bytes = ForwardWorkspace(shape, found).bytes();
+  return found;
+}
+
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks) {
+  if (value_tile != 0 && value_tile != 64 && value_tile != kHeadDim) {
+    throw std::invalid_argument("flash_qla._C.override_forward_dispatch: value_tile is " + std::to_string(value_tile) +
+                                ", expected 64, 128 or 0 for the cost model's choice");
+  }
+  if (segment_chunks < -1 || segment_chunks >= INT32_MAX / kChunk) {  // the device counts tokens in 32 bits
+    throw std::invalid_argument("flash_qla._C.override_forward_dispatch: segment_chunks is " +
+                                std::to_string(segment_chunks) +
+                                ", expected a number of chunks, 0 for none or -1 for the cost model's choice");
+  }
+  forced_value_tile = value_tile;
+  forced_segment_chunks = segment_chunks;
+}
+
+}  // namespace flash_qla

@@ -1,0 +1,37 @@
+// Which kernels a forward call launches: decided from shapes and the number of SMs alone, so that the host never waits
+// for cu_seqlens.
+#pragma once
+
+#include <cstdint>
+
+#include "registry.h"
+
+namespace flash_qla {
+
+struct ForwardShape {
+  int64_t B, T, N, H_k, H_v;
+  bool varlen;
+  int sm_count;
+  bool auto_cp;
+};
+
+struct ForwardDispatch {
+  int64_t value_tile;      // rows of S^T a CTA of chunk_forward: 64 or 128
+  int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
+  int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
+  int64_t slots;           // chunk slots, an upper bound when varlen
+  int64_t segments;        // segment slots, likewise
+  int64_t ctas;            // of chunk_forward
+  int64_t workspace_bytes;
+  double predicted_us;  // by the cost model, on the GPU
+
+  bool uses_cp() const { return segment_chunks > 0; }
+};
+
+FLASH_QLA_API ForwardDispatch dispatch_forward(const ForwardShape& shape);
+
+// For tests and experts: what dispatch_forward decides from now on in this process. 0 and -1 leave it to the cost
+// model; segment_chunks = 0 switches context parallelism off. auto_cp = false still does so for its call.
+FLASH_QLA_API void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks);
+
+}  // namespace flash_qla

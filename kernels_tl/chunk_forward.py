@@ -1,0 +1,227 @@
+"""The recurrence over the chunks of each segment, and the output, with the state in registers from first to last chunk.
+
+A segment is a whole sequence or, with context parallelism, a run of its chunks. Per chunk, in the transposed form that
+keeps every intermediate in registers as the next WGMMA's A operand (chunk_matrices makes L = A * D - I and
+P = scale tril(Q K^T) * D):
+
+    h        = S                                                  stored if wanted, V-first
+    R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
+    V_new^T  = R^T + R^T L^T
+    O^T      = (S^T Q^T) diag(scale gamma) + V_new^T P^T
+    S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
+
+With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came.
+
+A CTA owns value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which share nothing
+but the producer's stages, and a producer warp that keeps the next chunks' operands coming by TMA.  With 128 rows a CTA
+loads K, Q, L and P once for the head; with 64 two CTAs share the head, for when there are few heads.
+
+    shared memory a CTA: 3 stages * (K 16 + Q 16 + V 16 + L 8 + P 8 + gates 1.25 KB) + O 16 = 212 KB (64 rows: 180 KB)
+
+Launched on [segments * HV * value tiles].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.common import (
+    FORWARD_BETA,
+    FORWARD_DECAY,
+    FORWARD_QUERY,
+    FORWARD_TOTAL,
+    GATE_TABLE_ROWS,
+    LAST,
+    PASS_CONFIGS as COMMON,
+    SEGMENT_CHUNK,
+    SEGMENT_COLUMNS,
+    SEGMENT_FLAGS,
+    SEGMENT_LENGTH,
+    SEGMENT_ROW,
+    SEGMENT_SEQ,
+    C,
+    D,
+    dims,
+    element_type,
+    extern,
+    swizzled,
+)
+
+PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+EXPLICIT_FENCES = True
+PRELUDE = """
+#include "device/tiles.cuh"
+"""
+
+STAGES = 3
+ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
+CLEARED_BARRIER = 11
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+
+
+def chunk_forward(dtype, value_tile):
+    R, HK, HV, NT, NS, state_size, h_slots = dims("R", "HK", "HV", "NT", "NS", "state_size", "h_slots")
+    WARPGROUPS = value_tile // ROWS
+    TILES = D // value_tile
+    CONSUMERS = 128 * WARPGROUPS
+    PRODUCERS = 32 if WARPGROUPS == 1 else 128  # of which one warp works; setmaxnreg takes whole warpgroups
+    Full = T.GemmWarpPolicy.FullRow
+    element = element_type(dtype)
+
+    @T.prim_func
+    def main(
+        q: T.Tensor([R, HK, D], dtype),
+        k: T.Tensor([R, HK, D], dtype),
+        v: T.Tensor([R, HV, D], dtype),
+        gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
+        matrices: T.Tensor([NT, HV, 2, C, C], dtype),
+        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
+        initial_state: T.Tensor([state_size], "float32"),
+        final_state: T.Tensor([state_size], "float32"),
+        states: T.Tensor([NS, HV, D, D], "float32"),
+        o: T.Tensor([R, HV, D], dtype),
+        h: T.Tensor([h_slots, HV, D, D], dtype),
+        group: T.int32,  # HV / HK
+        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers
+        state_stride_k: T.int32,
+        has_initial_state: T.int32,
+        has_final_state: T.int32,
+        has_h: T.int32,
+    ):
+        with T.Kernel(NS * HV * TILES, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
+            K_s = T.alloc_shared([STAGES, C, D], dtype)
+            Q_s = T.alloc_shared([STAGES, C, D], dtype)
+            V_s = T.alloc_shared([STAGES, WARPGROUPS, C, ROWS], dtype)
+            L_s = T.alloc_shared([STAGES, C, C], dtype)
+            P_s = T.alloc_shared([STAGES, C, C], dtype)
+            O_s = T.alloc_shared([WARPGROUPS, C, ROWS], dtype)
+            gates_s = T.alloc_shared([STAGES, GATE_TABLE_ROWS, C], "float32")
+            T.annotate_layout({V_s: swizzled(V_s), O_s: swizzled(O_s)})
+
+            loaded = T.alloc_barrier([32] * STAGES)  # a stage's tiles have arrived
+            released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
+
+            tx = T.get_thread_binding()
+            tile = T.alloc_var("int32", init=block % TILES)
+            segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))
+            hv = T.alloc_var("int32", init=T.truncdiv(block, TILES) - segment * T.Cast("int32", HV))
+            hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+            v0 = T.alloc_var("int32", init=tile * value_tile)
+            row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
+            length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+            first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
+            n = T.alloc_var("int32", init=segments[segment, SEGMENT_SEQ])
+            flags = T.alloc_var("int32", init=segments[segment, SEGMENT_FLAGS])
+            chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
+            state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
+
+            if tx < CONSUMERS:
+                if WARPGROUPS == 2:
+                    T.inc_max_nreg(CONSUMER_REGISTERS)
+                warpgroup = T.truncdiv(tx, 128)
+                S = T.alloc_fragment([value_tile, D], "float32")  # S^T
+                S_16 = T.alloc_fragment([value_tile, D], dtype)
+                V = T.alloc_fragment([value_tile, C], "float32")  # S^T K^T, R^T, V_new^T in turn
+                V_16 = T.alloc_fragment([value_tile, C], dtype)
+                decayed = T.alloc_fragment([value_tile, C], dtype)  # V_new^T diag(gamma_C / gamma)
+                O = T.alloc_fragment([value_tile, C], "float32")
+                O_16 = T.alloc_fragment([value_tile, C], dtype)
+
+                T.clear(S)
+                if flags % 2 == 0:
+                    for i, j in T.Parallel(value_tile, D):
+                        S[i, j] = states[segment, hv, v0 + i, j]
+                else:
+                    if has_initial_state != 0:
+                        for i, j in T.Parallel(value_tile, D):
+                            S[i, j] = initial_state[state + (v0 + i) * state_stride_v + j * state_stride_k]
+
+                for c in T.serial(chunks):
+                    s = c % STAGES
+                    T.barrier_wait(loaded[s], (c // STAGES) % 2)
+                    if length - c * C < C:
+                        # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
+                        # zeros of the other factors. (What Q has there stays in columns of O that are not stored.)
+                        for i, j in T.Parallel(C, D):
+                            if i >= length - c * C:
+                                K_s[s, i, j] = 0
+                        for w in T.unroll(WARPGROUPS):
+                            for i, j in T.Parallel(C, ROWS):
+                                if i >= length - c * C:
+                                    V_s[s, w, i, j] = 0
+                        T.fence_proxy_async()
+                        T.sync_threads(CLEARED_BARRIER, CONSUMERS)
+
+                    T.copy(S, S_16)
+                    T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
+                    if (has_h != 0) & (first + c < h_slots):
+                        extern("store_state", S_16.data, T.access_ptr(h[first + c, hv, v0 + warpgroup * ROWS, 0], "w"))
+                    if c > 0:
+                        extern(
+                            f"store_transposed<{element}>",
+                            O_16.data,
+                            T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
+                            T.access_ptr(o[row + (c - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
+                            HV * D,
+                            C,
+                        )
+                    T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
+                    T.wait_wgmma(1)
+                    extern(
+                        f"subtract_from_transposed<{element}>",
+                        V.data,
+                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                    )
+                    T.copy(V, V_16)
+                    T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
+                    for i, j in T.Parallel(value_tile, D):
+                        S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
+                    T.wait_wgmma(1)
+                    for i, j in T.Parallel(value_tile, C):
+                        O[i, j] *= gates_s[s, FORWARD_QUERY, j]
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(value_tile, C):
+                        decayed[i, j] = V[i, j] * gates_s[s, FORWARD_DECAY, j]
+                    T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
+                    T.copy(V, V_16)
+                    T.wgmma_gemm(V_16, P_s[s, :, :], O, policy=Full)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(released[s])
+                    T.copy(O, O_16)  # it leaves while the next chunk's first product runs
+
+                if chunks > 0:
+                    extern(
+                        f"store_transposed<{element}>",
+                        O_16.data,
+                        T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
+                        T.access_ptr(o[row + (chunks - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
+                        HV * D,
+                        length - (chunks - 1) * C,
+                    )
+                if (has_final_state != 0) & (flags >= LAST):
+                    for i, j in T.Parallel(value_tile, D):
+                        final_state[state + (v0 + i) * state_stride_v + j * state_stride_k] = S[i, j]
+            else:
+                if WARPGROUPS == 2:
+                    T.dec_max_nreg(PRODUCER_REGISTERS)
+                for c in T.serial(T.if_then_else(tx < CONSUMERS + 32, chunks, 0)):
+                    s = c % STAGES
+                    t = row + c * C
+                    T.barrier_wait(released[s], ((c // STAGES) % 2) ^ 1)
+                    for tile_s, source in (
+                        (K_s, k[t : t + C, hk, :]),
+                        (Q_s, q[t : t + C, hk, :]),
+                        (L_s, matrices[first + c, hv, 0, :, :]),
+                        (P_s, matrices[first + c, hv, 1, :, :]),
+                        (gates_s, gates[first + c, hv, :, :]),
+                    ):
+                        T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                    for w in T.unroll(WARPGROUPS):
+                        T.tma_copy(
+                            v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                            V_s[s, w, :, :],
+                            barrier=loaded[s],
+                            leader_scope_threads=32,
+                        )
+                    T.barrier_arrive(loaded[s])
+
+    return main

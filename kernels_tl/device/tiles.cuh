@@ -1,0 +1,76 @@
+// Tiles of 64 x 64 elements between a warpgroup's WGMMA fragment and shared memory, transposed on the way.
+//
+// A fragment is fp32, 32 registers a thread: with w the warp, g = lane / 4 and t = lane % 4, register 4n + e is row
+// 16w + g + 8 (e / 2), column 8n + 2t + e % 2. The shared tiles are 16-bit, 64 rows of 128 bytes under TMA's swizzle.
+#pragma once
+
+#include "device/warp.cuh"
+
+namespace flash_qla::device {
+
+// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], with 0 for the tile unless has_tile
+template <typename T>
+__device__ __forceinline__ void subtract_from_transposed(float* fragment, const void* tile, const float* factors,
+                                                         bool has_tile = true) {
+  const int lane = threadIdx.x & 31, warp = warp_index();
+  const uint32_t base = shared_address(tile);
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    // Matrices 0, 1: rows 16w and 16w + 8 of the fragment at column 8n; 2, 3: at column 8n + 8.
+    const int row = 8 * (n + (lane >> 4)) + (lane & 7), piece = 2 * warp + ((lane >> 3) & 1);
+    uint32_t x[4];
+    load_matrices_transposed(x, base + swizzled(row, piece));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 pair = unpack(T(), has_tile ? x[m] : 0u);
+      const float4 f = *reinterpret_cast<const float4*>(factors + 2 * (8 * (n + m / 2) + 2 * (lane & 3)));
+      float* const to = fragment + 4 * (n + m / 2) + 2 * (m % 2);
+      to[0] = f.x * pair.x - f.y * to[0];
+      to[1] = f.z * pair.y - f.w * to[1];
+    }
+  }
+}
+
+// rows[j * stride + i] = fragment[i][j] for j < valid, the fragment being rounded to 16 bits already; `tile` is this
+// warpgroup's scratch.
+template <typename T>
+__device__ __forceinline__ void store_transposed(const void* fragment, void* tile, void* rows, int stride, int valid) {
+  const int lane = threadIdx.x & 31, warp = warp_index(), thread = threadIdx.x & 127;
+  const uint32_t base = shared_address(tile);
+  const int barrier = kStateBarrier + threadIdx.x / 128;
+  warpgroup_sync(barrier);  // the last tile has been read
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    const int row = 8 * (n + (lane >> 4)) + (lane & 7), piece = 2 * warp + ((lane >> 3) & 1);
+    const uint32_t* const x = static_cast<const uint32_t*>(fragment) + 2 * n;
+    store_matrices_transposed(base + swizzled(row, piece), x[0], x[1], x[2], x[3]);
+  }
+  warpgroup_sync(barrier);
+  const int row = thread / 8, piece = thread % 8;
+  const char* const from = static_cast<const char*>(tile) + swizzled(row, piece);  // row % 8 stays the same
+  T* const to = static_cast<T*>(rows) + row * stride + piece * 8;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint4 data = *reinterpret_cast<const uint4*>(from + 16 * i * 128);
+    if (row + 16 * i < valid) {
+      *reinterpret_cast<uint4*>(to + 16 * i * stride) = data;
+    }
+  }
+}
+
+// rows[i * 128 + j] = fragment[i][j], 64 rows of 128 16-bit elements, from the left factor of a register-sourced WGMMA,
+// which has its registers in the order of an fp32 fragment's pairs.
+__device__ __forceinline__ void store_state(const void* fragment, void* rows) {
+  const int lane = threadIdx.x & 31, warp = warp_index();
+  const uint32_t* const pairs = static_cast<const uint32_t*>(fragment);
+  uint32_t* const to = static_cast<uint32_t*>(rows) + (16 * warp + lane / 4) * 64 + lane % 4;
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      to[h * 8 * 64 + 4 * n] = pairs[2 * n + h];
+    }
+  }
+}
+
+}  // namespace flash_qla::device

@@ -1,0 +1,102 @@
+// The instructions below a tile: warp-wide matrix moves and products, named barriers, conversions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash_qla::device {
+
+// Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself.
+constexpr int kMatricesBarrier = 8;
+constexpr int kStateBarrier = 9;  // and the next, one for each state warpgroup
+
+// Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
+// branches on it may then be where WGMMAs are in flight.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
+
+__device__ __forceinline__ void warpgroup_sync(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 2^x; relative error 2^-22.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+
+__device__ __forceinline__ uint32_t pack(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(__half, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+__device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+__device__ __forceinline__ float value_or_zero(const float* values, int64_t stride, int i, int valid) {
+  return i < valid ? values[i * stride] : 0.f;
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of a matrix a lane
+// holds row l / 4, columns 2 (l % 4) and the next; with _transposed that is of the transposed matrix.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                                          uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
+__device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+
+// The transposed of an 8 x 8 matrix of 16-bit elements, held as by load_matrices_transposed.
+__device__ __forceinline__ uint32_t transpose(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// Rounded to nearest, in the bits that the tensor cores read; they cut off the 13 low ones. (cvt.rna.tf32 is a dozen
+// instructions on sm_90.)
+__device__ __forceinline__ float round_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
+
+// The bits that the tensor cores read.
+__device__ __forceinline__ float truncate_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) & ~0x1fffu); }
+
+// c += a b, 16 x 8 += (16 x 8)(8 x 8), in TF32. With g = lane / 4, t = lane % 4: c holds (g, 2t), (g, 2t + 1), (g + 8,
+// 2t), (g + 8, 2t + 1); a holds (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b holds (t, g), (t + 4, g).
+__device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+}  // namespace flash_qla::device

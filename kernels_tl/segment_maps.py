@@ -1,0 +1,181 @@
+"""The map of each segment from the state before it to the state behind it, S -> M S + N, all segments in parallel.
+
+N^T is the recurrence of chunk_forward run from S = 0 without outputs, M^T that run with V = 0 from S = I:
+
+    R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
+    V_new^T  = R^T + R^T L^T
+    S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
+
+    states  [NS, HV, D, D] fp32     N^T of segment s in slot s + 1, V-first
+    maps    [NS, HV, 2, D, D]       M^T in two 16-bit parts, rounded and rest
+    skips   [NS, HV] int32          1 where the gates make M negligible (device/segments.cuh): it is not made then, and
+                                    N is made from the last few chunks alone
+
+The last segment of a sequence needs no map.
+
+A CTA makes M or N: two consumer warpgroups with 64 rows each, and a producer.  Shared memory: 3 stages * (K 16 + V 16 +
+L 8 + gates 1.25 KB) = 124 KB.
+
+Launched on [segments * HV * 2].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.common import (
+    FORWARD_BETA,
+    FORWARD_DECAY,
+    FORWARD_TOTAL,
+    GATE_TABLE_ROWS,
+    LAST,
+    PASS_CONFIGS as COMMON,
+    SEGMENT_CHUNK,
+    SEGMENT_COLUMNS,
+    SEGMENT_FLAGS,
+    SEGMENT_LENGTH,
+    SEGMENT_ROW,
+    C,
+    D,
+    dims,
+    element_type,
+    extern,
+    swizzled,
+)
+
+PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+EXPLICIT_FENCES = True
+PRELUDE = """
+#include "device/segments.cuh"
+#include "device/tiles.cuh"
+"""
+
+STAGES = 3
+ROWS = 64  # of S^T a warpgroup
+WARPGROUPS = D // ROWS
+CONSUMERS = 128 * WARPGROUPS
+PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+MAP_N, MAP_M = 0, 1
+
+
+def segment_maps(dtype):
+    R, HK, HV, NT, NS = dims("R", "HK", "HV", "NT", "NS")
+    Full = T.GemmWarpPolicy.FullRow
+    element = element_type(dtype)
+
+    @T.prim_func
+    def main(
+        k: T.Tensor([R, HK, D], dtype),
+        v: T.Tensor([R, HV, D], dtype),
+        gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
+        matrices: T.Tensor([NT, HV, 2, C, C], dtype),
+        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
+        states: T.Tensor([NS, HV, D, D], "float32"),
+        maps: T.Tensor([NS, HV, 2, D, D], dtype),
+        skips: T.Tensor([NS, HV], "int32"),
+        group: T.int32,  # HV / HK
+    ):
+        with T.Kernel(NS * HV * 2, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
+            K_s = T.alloc_shared([STAGES, C, D], dtype)
+            V_s = T.alloc_shared([STAGES, WARPGROUPS, C, ROWS], dtype)
+            L_s = T.alloc_shared([STAGES, C, C], dtype)
+            gates_s = T.alloc_shared([STAGES, GATE_TABLE_ROWS, C], "float32")
+            T.annotate_layout({V_s: swizzled(V_s)})
+            loaded = T.alloc_barrier([32] * STAGES)
+            released = T.alloc_barrier([CONSUMERS] * STAGES)
+
+            tx = T.get_thread_binding()
+            which = T.alloc_var("int32", init=block % 2)
+            segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, 2), T.Cast("int32", HV)))
+            hv = T.alloc_var("int32", init=T.truncdiv(block, 2) - segment * T.Cast("int32", HV))
+            hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+            row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
+            length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+            first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
+            flags = T.alloc_var("int32", init=segments[segment, SEGMENT_FLAGS])
+            chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
+            start = T.alloc_var("int32", init=0)
+            if (flags >= LAST) | (chunks == 0):
+                start = chunks  # no map
+            else:
+                start = T.call_extern(
+                    "int32",
+                    "flash_qla::device::first_chunk_that_matters",
+                    T.access_ptr(gates[first, hv, FORWARD_TOTAL, 1], "r"),
+                    T.Cast("int64", HV) * (GATE_TABLE_ROWS * C),
+                    chunks,
+                )
+                if (which == MAP_M) & (tx == 0):
+                    skips[segment, hv] = T.Select(start < 0, 0, 1)
+                if start < 0:
+                    start = 0
+                else:
+                    if which == MAP_M:
+                        start = chunks
+
+            if tx < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                warpgroup = T.truncdiv(tx, 128)
+                S = T.alloc_fragment([D, D], "float32")  # S^T
+                S_16 = T.alloc_fragment([D, D], dtype)
+                V = T.alloc_fragment([D, C], "float32")  # S^T K^T, R^T, V_new^T in turn
+                V_16 = T.alloc_fragment([D, C], dtype)
+                for i, j in T.Parallel(D, D):
+                    S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
+
+                for c in T.serial(start, chunks):
+                    s = (c - start) % STAGES
+                    T.barrier_wait(loaded[s], ((c - start) // STAGES) % 2)
+                    T.copy(S, S_16)
+                    T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
+                    T.wait_wgmma(0)
+                    extern(
+                        f"subtract_from_transposed<{element}>",
+                        V.data,
+                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        which == MAP_N,
+                    )
+                    T.copy(V, V_16)
+                    T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
+                    for i, j in T.Parallel(D, D):
+                        S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(D, C):
+                        V_16[i, j] = V[i, j] * gates_s[s, FORWARD_DECAY, j]
+                    T.wgmma_gemm(V_16, K_s[s, :, :], S, policy=Full)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(released[s])
+
+                if start < chunks:
+                    if which == MAP_N:
+                        for i, j in T.Parallel(D, D):
+                            states[segment + 1, hv, i, j] = S[i, j]
+                    else:
+                        T.copy(S, S_16)
+                        for i, j in T.Parallel(D, D):
+                            S[i, j] -= T.Cast("float32", S_16[i, j])
+                        extern("store_state", S_16.data, T.access_ptr(maps[segment, hv, 0, warpgroup * ROWS, 0], "w"))
+                        T.copy(S, S_16)
+                        extern("store_state", S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                for c in T.serial(start, T.if_then_else(tx < CONSUMERS + 32, chunks, start)):
+                    s = (c - start) % STAGES
+                    t = row + c * C
+                    T.barrier_wait(released[s], (((c - start) // STAGES) % 2) ^ 1)
+                    for tile_s, source in (
+                        (K_s, k[t : t + C, hk, :]),
+                        (L_s, matrices[first + c, hv, 0, :, :]),
+                        (gates_s, gates[first + c, hv, :, :]),
+                    ):
+                        T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                    for w in T.unroll(WARPGROUPS):
+                        T.tma_copy(
+                            v[t : t + C, hv, w * ROWS : w * ROWS + ROWS],
+                            V_s[s, w, :, :],
+                            barrier=loaded[s],
+                            leader_scope_threads=32,
+                        )
+                    T.barrier_arrive(loaded[s])
+
+    return main

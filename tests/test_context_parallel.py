@@ -1,0 +1,315 @@
+"""The forward's modes on the GPU: each value tile, with and without context parallelism, by segments of one and more
+chunks. All have the bars of the other tests; each reference is made once for all modes that it is compared with."""
+
+import functools
+import itertools
+import math
+import random
+
+import accuracy
+import pytest
+import test_gpu_execution as execution
+import torch
+import torch.nn.functional as F
+from cases import (
+    TINY,
+    Case,
+    check_backward,
+    check_outputs,
+    equal,
+    expected_outputs,
+    forward_mode,
+    make_inputs,
+    run_forwards,
+)
+
+import flash_qla
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+MODES = tuple(itertools.product((64, 128), (0, 1, 2, 5, 16)))  # (value_tile, segment_chunks)
+SKIPPED_BELOW = -24  # log2 of the bound on a map below which it is left out, kNegligible in device/segments.cuh
+
+
+def each_mode(*modes):
+    return pytest.mark.parametrize("mode", modes, ids=lambda mode: f"tile{mode[0]}_segment{mode[1]}")
+
+
+def each(*cases: Case):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+@functools.lru_cache(maxsize=1)  # pytest goes through the modes of a case before it takes the next one
+def inputs_and_reference(case: Case) -> tuple[dict, dict]:
+    inputs = make_inputs(case, "cuda")
+    return inputs, expected_outputs(inputs)
+
+
+def check_mode(case: Case, mode: tuple[int, int]):
+    inputs, expected = inputs_and_reference(case)
+    with forward_mode(*mode):
+        check_outputs(case, inputs, expected, f"{case}, tile and segment {mode}")
+
+
+# Against the recurrence
+
+LONG = Case(T=2111, H_k=1, H_v=4)
+MIXED = Case(
+    lengths=(0, 1, 63, 64, 65, 2085, 0, 330, 640, 0), padding=70, H_k=2, H_v=4, gate="logsigmoid", state_v_first=True
+)
+
+
+@each_mode(*MODES)
+@each(LONG, MIXED)
+def test_every_mode(mode, case):
+    check_mode(case, mode)
+
+
+@each_mode((64, 2), (128, 5))
+@each(
+    *(Case(B=2, T=650, H_v=4, gate=gate) for gate in ("zero", "tiny", "underflow", "logsigmoid", "resets")),
+    *(Case(lengths=(650, 300), gate=gate, dtype=FP16) for gate in ("zero", "underflow", "logsigmoid", "softplus")),
+)
+def test_gates(mode, case):
+    check_mode(case, mode)
+
+
+@each_mode((64, 1), (128, 2))
+@each(
+    Case(T=390, H_k=1, H_v=1, initial_state=None, dtype=FP16),
+    Case(B=3, T=257, H_k=3, H_v=3, initial_state=BF16, state_v_first=True, gate="logsigmoid"),
+    Case(lengths=(400, 0, 129), H_k=2, H_v=16, initial_state=None, cu_dtype=torch.int64, gate="tiny", scale=-0.3),
+    Case(lengths=(330, 0, 65), padding=4, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid"),
+    Case(B=2, T=330, keys="raw", use_qk_l2norm_in_kernel=True, dtype=FP16, state_v_first=True, H_k=1, H_v=3),
+    Case(T=330, keys="long", beta="stable", gate="zero"),
+    Case(T=330, keys="repeated", gate="zero", strides="heads_first"),
+    Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="packed"),
+    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
+    Case(lengths=(0, 0, 0), padding=65),
+    Case(lengths=(), padding=3),
+    Case(T=0),
+)
+def test_arguments(mode, case):
+    check_mode(case, mode)
+
+
+@each_mode((64, 1), (128, 2))
+def test_more_sequences_than_one_step_of_the_plan(mode):
+    """chunk_plan cuts 256 sequences a step; the numbers of their segments go on from step to step."""
+    lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=600))
+    check_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), mode)
+
+
+@pytest.mark.parametrize("value_tile", (64, 128))
+@each(
+    Case(lengths=(300, 0, 65), padding=3, gate="logsigmoid"),
+    Case(T=200, keys="raw", use_qk_l2norm_in_kernel=True, dtype=FP16, H_k=1, H_v=2),
+)
+def test_autograd(case, value_tile):
+    """The backward, which has no such modes, takes what this forward saved; o is that of a call without gradients."""
+    with forward_mode(value_tile, 2):
+        check_backward(case, "cuda")
+        inputs = make_inputs(case, "cuda")
+        outputs = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        leaves = {name: inputs[name].clone().requires_grad_() for name in ("q", "v", "g", "initial_state")}
+        with_grad = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=True)
+        assert all(x.requires_grad and torch.equal(x, y) for x, y in zip(with_grad, outputs, strict=True))
+
+
+# What a mode may change
+
+
+@pytest.mark.parametrize("value_tile", (64, 128))
+def test_same_bits_every_time(value_tile):
+    inputs = make_inputs(MIXED, "cuda")
+    for segment_chunks in (0, 1, 2, 5, 16):
+        with forward_mode(value_tile, segment_chunks):
+            expected = run_forwards(inputs)
+            assert all(equal(run_forwards(inputs), expected) for _ in range(5))
+
+
+@pytest.mark.parametrize("value_tile", (64, 128))
+def test_without_auto_cp_there_is_none(value_tile):
+    """Whatever else was asked for. What precedes the second segment is the same in any case."""
+    inputs = make_inputs(LONG, "cuda")
+    with forward_mode(value_tile, 0):
+        expected = run_forwards(inputs)
+    for segment_chunks in (1, 5, -1):
+        with forward_mode(value_tile, segment_chunks):
+            assert equal(run_forwards({**inputs, "auto_cp": False}), expected)
+    with forward_mode(value_tile, 5):
+        actual = run_forwards(inputs)
+    assert all(torch.equal(actual[name], expected[name]) for name in ("g_cumsum", "A"))
+    assert torch.equal(actual["o"][:, :320], expected["o"][:, :320])
+    assert torch.equal(actual["h"][:, :5], expected["h"][:, :5])
+    assert not torch.equal(actual["o"][:, 320:], expected["o"][:, 320:])  # or nothing here would test anything
+
+
+def test_the_cost_model_decides():
+    from flash_qla import _C
+
+    inputs = make_inputs(Case(T=8192, H_k=1, H_v=2), "cuda")
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    found = _C.forward_dispatch(1, 8192, 1, 1, 2, sm_count=sm_count, varlen=False)
+    assert found["segment_chunks"] > 0
+    with forward_mode(found["value_tile"], found["segment_chunks"]):
+        expected = run_forwards(inputs)
+    assert equal(run_forwards(inputs), expected)
+    assert not equal(run_forwards({**inputs, "auto_cp": False}), expected)
+
+
+# The shortcut that the gates allow: what a map with a bound below 2^-24 brings from before it is left out
+
+
+def log2_to_gate(bits: float, tokens: int) -> float:
+    return bits * math.log(2) / tokens
+
+
+AROUND = tuple((chunks, SKIPPED_BELOW + side / 2) for chunks in (1, 2, 5) for side in (-1, 1))
+
+
+def inputs_around_the_threshold(case: Case) -> dict:
+    """Head h decays evenly, by 2^AROUND[h][1] over AROUND[h][0] chunks; tokens behind the first segment of five chunks
+    hear of the initial state by that much."""
+    inputs = make_inputs(case, "cuda")
+    gates = [log2_to_gate(bits, 64 * chunks) for chunks, bits in AROUND]
+    inputs["g"] = torch.tensor(gates, device="cuda").expand(case.B, case.T, -1).contiguous()
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_gates_around_the_threshold(dtype):
+    """Beside a state a thousand times as large as what is left of it: nothing in o or the final state shows it, and
+    what differs from the exact path is 2^-20 of that state."""
+    case = Case(T=1000, H_k=1, H_v=len(AROUND), state_scale=1000, dtype=dtype)
+    inputs = inputs_around_the_threshold(case)
+    expected = expected_outputs(inputs)
+    before = inputs["initial_state"].double().norm(dim=(-2, -1)).flatten()  # of each head
+    for value_tile in (64, 128):
+        name = f"{case}, gates around the threshold, tile {value_tile}"
+        with forward_mode(value_tile, 5):
+            check_outputs(case, inputs, expected, name)
+            actual = run_forwards(inputs)
+            exact = run_forwards({**inputs, "auto_cp": False})
+        # By themselves the later segments, where nothing is large.
+        accuracy.check("o", actual["o"][:, 320:], expected["o"][:, 320:], dtype, name)
+        accuracy.check("h", actual["h"][:, 5:], expected["h"][:, 5:], dtype, name)
+        difference = {x: (actual[x].double() - exact[x].double())[0] for x in ("o", "h", "final_state")}
+        assert (difference["final_state"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
+        assert (difference["h"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
+        assert (difference["o"].norm(dim=-1) <= 2**-20 * before).all()  # o is shorter than S by |q| scale < 1
+
+
+@pytest.mark.parametrize("keys", ("unit", "raw"))
+def test_what_is_left_out(keys):
+    """With v = 0 the initial state is all there is. It is gone behind the first segment where the last chunks' bound is
+    below the threshold, and only there; with the l2norm the bound is that of the normalized keys."""
+    case = Case(T=650, H_k=1, H_v=len(AROUND), keys=keys, use_qk_l2norm_in_kernel=keys == "raw")
+    inputs = inputs_around_the_threshold(case)
+    inputs["v"].zero_()
+    expected = expected_outputs(inputs)
+    with forward_mode(64, 5):
+        actual = run_forwards(inputs)
+    for head, (chunks, bits) in enumerate(AROUND):
+        left = actual["o"][:, 320:, head]
+        if bits * 5 / chunks < SKIPPED_BELOW:
+            assert not left.any() and not actual["final_state"][:, head].any(), (chunks, bits)
+        else:
+            error = accuracy.relative_error(left, expected["o"][:, 320:, head])
+            assert error < 2 * accuracy.BF16_BAR, (chunks, bits, error)
+
+
+@pytest.mark.parametrize("segment_chunks", (5, 40))  # 40: more than the warp looks at in one go
+def test_each_head_and_segment_decides_for_itself(segment_chunks):
+    """Heads that forget everything in some chunks (e^-64) and nothing in the others."""
+    n = segment_chunks
+    T = (2 * n + 1) * 64
+    strong = (
+        (),  # exact maps throughout
+        (n + 2,),  # the second segment's third chunk
+        (n - 1, 2 * n - 1),  # the first and the second segment's last ones
+        (0, n),  # their first ones
+        range(T // 64),
+    )
+    case = Case(T=T, H_k=1, H_v=len(strong), gate="zero")
+    inputs = make_inputs(case, "cuda")
+    for head, chunks in enumerate(strong):
+        for chunk in chunks:
+            inputs["g"][:, 64 * chunk : 64 * (chunk + 1), head] = -1
+    with forward_mode(64, segment_chunks):
+        check_outputs(case, inputs, expected_outputs(inputs), f"{case}, strong gates in some chunks")
+
+
+def test_bound_knows_the_length_of_the_keys():
+    """Every eighth token has beta = 2 and the same key, |k|^2 = 1.9: along it the state is multiplied by 1 - 3.8, which
+    the gates undo. They alone would make a segment's map negligible, 2^-59, but along that key it is a reflection."""
+    case = Case(T=2 * 320 + 40, H_k=1, H_v=2, state_scale=5)
+    inputs = make_inputs(case, "cuda")
+    key = math.sqrt(1.9) * F.normalize(inputs["k"][0, 0, 0].double(), dim=0)
+    turns = torch.arange(case.T, device="cuda") % 8 == 7
+    inputs["k"][:, turns] = key.to(BF16)
+    inputs["beta"][:] = torch.where(turns[:, None], 2.0, 0.0)
+    growth = 2 * key.to(BF16).double().square().sum().item() - 1
+    assert abs(growth - 2.8) < 0.03
+    inputs["g"].fill_(-math.log(growth) / 8)
+    expected = expected_outputs(inputs)
+    assert expected["final_state"].norm() > 0.05 * inputs["initial_state"].norm()
+    errors = {}
+    for auto_cp in (True, False):
+        with forward_mode(64, 5):
+            actual = run_forwards({**inputs, "auto_cp": auto_cp})
+        errors[auto_cp] = {x: accuracy.relative_error(actual[x], expected[x]) for x in ("o", "h", "final_state")}
+    # Errors grow like the state, by 2.8 within a few tokens, with segments or without; leaving the map out is wrong by
+    # 0.5 and more.
+    for name, error in errors[True].items():
+        assert error < 2 * max(errors[False][name], accuracy.BF16_BAR), (name, errors)
+        assert error < 0.1, (name, errors)
+
+
+# As a whole: the tests of execution, now with segments
+
+
+@each_mode((64, 2), (128, 1))
+def test_streams_and_synchronisation(mode):
+    with forward_mode(*mode):
+        execution.test_runs_on_the_current_stream()
+        for case in (execution.VARLEN, Case(B=2, T=300, state_v_first=True)):
+            execution.test_no_host_synchronisation(case)
+            execution.test_same_bits_every_time(case)
+
+
+@pytest.mark.parametrize("offsets", execution.BAD_OFFSETS, ids=str)
+def test_bad_offsets_are_confined(offsets):
+    with forward_mode(128, 1):
+        execution.test_bad_offsets_are_confined(offsets)
+
+
+@each_mode((64, 2), (128, 1))
+def test_graph_replay_with_other_inputs_and_cu_seqlens(mode):
+    """How many segments a sequence has, and which of them need a map, is found out in each replay."""
+    batches = (
+        (300, 65, 0, 7, 500),
+        (872, 0, 0, 0, 0),
+        (0, 0, 0, 0, 872),
+        (0, 0, 0, 0, 0),
+        (128, 129, 127, 1, 400),
+        (300, 65, 0, 7, 500),
+    )
+    arguments = make_inputs(Case(lengths=batches[0]), "cuda")
+    with forward_mode(*mode):
+        graph, outputs = execution.capture(arguments, run_forwards)
+    for seed, lengths in enumerate(batches):
+        gate = ("softplus", "logsigmoid", "zero")[seed % 3]
+        case = Case(lengths=lengths, padding=sum(batches[0]) - sum(lengths), seed=seed, gate=gate)
+        inputs = make_inputs(case, "cuda")
+        for name, x in inputs.items():
+            if isinstance(x, torch.Tensor):
+                arguments[name].copy_(x)
+        actual = execution.replay(graph, outputs)
+        with forward_mode(*mode):
+            assert equal(actual, run_forwards(inputs)), lengths
+        if seed in (1, 4):
+            expected = expected_outputs(inputs)
+            for name in ("o", "h", "final_state"):
+                accuracy.check(name, actual[name], expected[name], BF16, f"graph, {case}")

@@ -1,0 +1,251 @@
+"""What the forward launches on a GPU. The decision is made on the host, from shapes alone, so no GPU is needed here."""
+
+import itertools
+import math
+import random
+
+import pytest
+from cases import forward_mode
+from subprocesses import run_python
+
+_C = pytest.importorskip("flash_qla._C", reason="flash_qla._C was built for another Python version")
+
+D, CHUNK = 128, 64
+TILES = (64, 128)
+HEADS = ((1, 1), (1, 2), (2, 8), (16, 16), (8, 24), (4, 64), (16, 64))
+DENSE = tuple({"B": B, "T": T, "N": B, "varlen": False} for B, T in ((1, 1), (1, 2048), (3, 100), (2, 65536), (64, 64)))
+VARLEN = tuple(
+    {"B": 1, "T": T, "N": N, "varlen": True} for T, N in ((1, 1), (512, 1), (32768, 1), (32768, 8), (9000, 40), (7, 99))
+)
+SHAPES = tuple({**sizes, "H_k": H_k, "H_v": H_v} for sizes, (H_k, H_v) in itertools.product((*DENSE, *VARLEN), HEADS))
+
+
+@pytest.fixture(autouse=True)
+def the_cost_model_decides_again():
+    yield
+    _C.override_forward_dispatch()
+
+
+def chunks_of(tokens: int) -> int:
+    return -(-tokens // CHUNK)
+
+
+def chunk_slots(shape: dict) -> int:
+    """At most this many chunks: with cu_seqlens each sequence may end in a partial one, and so may the padding."""
+    B, T, N = shape["B"], shape["T"], shape["N"]
+    return (T + (CHUNK - 1) * (N + 1)) // CHUNK if shape["varlen"] else B * chunks_of(T)
+
+
+def lengths_of(shape: dict, generator: random.Random) -> list[int]:
+    """Of sequences that fit, few long ones or many short ones."""
+    if not shape["varlen"]:
+        return [shape["T"]] * shape["B"]
+    weights = [generator.random() ** generator.choice((0, 1, 8)) for _ in range(shape["N"])]
+    return [int(shape["T"] * weight / sum(weights)) for weight in weights]
+
+
+def segments_of(lengths: list[int], segment_chunks: int) -> int:
+    """As chunk_plan cuts them: an empty sequence is a segment too."""
+    return sum(max(1, -(-chunks_of(length) // segment_chunks)) for length in lengths)
+
+
+# What it says
+
+
+@pytest.mark.parametrize("auto_cp", (True, False))
+def test_fields_belong_together(auto_cp):
+    generator = random.Random(0)
+    for shape in SHAPES:
+        found = _C.forward_dispatch(**shape, auto_cp=auto_cp)
+        assert found.keys() == {
+            "value_tile",
+            "segment_chunks",
+            "segments",
+            "ctas",
+            "workspace_bytes",
+            "predicted_us",
+        }
+        assert found["value_tile"] in TILES
+        assert found["ctas"] == found["segments"] * shape["H_v"] * (D // found["value_tile"]), shape
+        assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0
+        if found["segment_chunks"] == 0:
+            assert found["segments"] == shape["N"], shape
+            continue
+        assert auto_cp and found["segment_chunks"] > 0
+        for _ in range(10):
+            needed = segments_of(lengths_of(shape, generator), found["segment_chunks"])
+            assert needed <= found["segments"], shape
+
+
+@pytest.mark.parametrize("segment_chunks", (1, 2, 5, 16))
+def test_segment_slots_are_enough(segment_chunks):
+    """For whatever cu_seqlens will hold. Without them the number is known."""
+    generator = random.Random(segment_chunks)
+    with forward_mode(segment_chunks=segment_chunks):
+        for shape in SHAPES:
+            found = _C.forward_dispatch(**shape)
+            assert found["segment_chunks"] == segment_chunks
+            if not shape["varlen"]:
+                assert found["segments"] == segments_of(lengths_of(shape, generator), segment_chunks), shape
+                continue
+            for _ in range(20):
+                assert segments_of(lengths_of(shape, generator), segment_chunks) <= found["segments"], shape
+            assert found["segments"] <= shape["N"] + chunk_slots(shape) // segment_chunks, shape
+
+
+def test_workspace_is_what_the_kernels_need():
+    for shape, segment_chunks in itertools.product(SHAPES, (-1, 0, 2)):
+        with forward_mode(segment_chunks=segment_chunks):
+            found = _C.forward_dispatch(**shape)
+        of_chunk = 2 * CHUNK * CHUNK * 2 + 5 * CHUNK * 4  # the gated inverse and the attention; gates
+        needed = chunk_slots(shape) * shape["H_v"] * of_chunk
+        if found["segment_chunks"]:
+            of_segment = (
+                D * D * 4 + 2 * D * D * 2 + 4
+            )  # the state before it; its map in two parts; whether it is skipped
+            needed += found["segments"] * shape["H_v"] * of_segment
+        needed += 4 * (3 * shape["N"] + 3 * chunk_slots(shape) + 5 * found["segments"])  # tables
+        assert needed <= found["workspace_bytes"] <= needed + 8 * 256, shape
+
+
+def test_default_arguments():
+    assert _C.forward_dispatch(1, 32768, 1, 2, 8) == _C.forward_dispatch(
+        B=1, T=32768, N=1, H_k=2, H_v=8, sm_count=132, auto_cp=True, varlen=True
+    )
+
+
+# What it decides
+
+
+@pytest.mark.parametrize("varlen", (True, False))
+def test_context_parallelism_is_for_few_heads_and_long_sequences(varlen):
+    def segment_chunks(B, T, N, H_k, H_v):
+        return _C.forward_dispatch(B, T, N, H_k, H_v, varlen=varlen)["segment_chunks"]
+
+    assert segment_chunks(1, 32768, 1, 2, 8) > 0
+    assert segment_chunks(1, 131072, 1, 1, 1) > 0
+    assert segment_chunks(*((1, 32768, 8) if varlen else (8, 4096, 8)), 16, 64) == 0  # the card is full
+    assert segment_chunks(1, 64, 1, 2, 8) == 0  # nothing to split
+
+
+def test_context_parallelism_gives_every_sm_work():
+    without = _C.forward_dispatch(1, 32768, 1, 2, 8, auto_cp=False)
+    found = _C.forward_dispatch(1, 32768, 1, 2, 8)
+    assert without["ctas"] <= 16 and found["ctas"] > 66
+    assert found["predicted_us"] < without["predicted_us"] / 2
+
+
+def test_auto_cp_never_predicts_slower():
+    for shape in SHAPES:
+        found, without = (_C.forward_dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
+        assert found["predicted_us"] <= without["predicted_us"], shape
+
+
+def test_more_tokens_take_longer():
+    lengths = (64, 512, 2048, 8192, 32768, 131072)
+    for (H_k, H_v), N, auto_cp in itertools.product(HEADS, (1, 4), (True, False)):
+        found = [_C.forward_dispatch(1, T * N, N, H_k, H_v, auto_cp=auto_cp) for T in lengths]
+        for name in ("predicted_us", "workspace_bytes"):
+            values = [row[name] for row in found]
+            assert all(before < after for before, after in itertools.pairwise(values)), (name, values)
+        every_chunk = [_C.forward_dispatch(1, T, 1, H_k, H_v, auto_cp=auto_cp) for T in range(64, 64 * 200, 64)]
+        assert all(x["predicted_us"] <= y["predicted_us"] for x, y in itertools.pairwise(every_chunk))
+
+
+def test_more_sms_are_never_slower():
+    for shape in SHAPES:
+        predicted = [_C.forward_dispatch(**shape, sm_count=count)["predicted_us"] for count in (33, 66, 132, 264)]
+        assert predicted == sorted(predicted, reverse=True), shape
+    long = [_C.forward_dispatch(1, 131072, 1, 2, 8, sm_count=count)["predicted_us"] for count in (66, 132)]
+    assert long[1] < long[0]
+
+
+# What it depends on
+
+CALLS = [{**shape, "auto_cp": auto_cp} for shape in SHAPES for auto_cp in (True, False)]
+PRINT_ALL = f"""
+import torch
+from flash_qla import _C
+for call in {CALLS}:
+    print(_C.forward_dispatch(**call))
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_depends_on_its_arguments_alone():
+    """Neither on earlier calls nor on the process or a GPU."""
+    expected = [_C.forward_dispatch(**call) for call in CALLS]
+    order = random.Random(0).sample(range(len(CALLS)), len(CALLS))
+    assert all(_C.forward_dispatch(**CALLS[i]) == expected[i] for i in order)
+    output = run_python(PRINT_ALL, CUDA_VISIBLE_DEVICES="")
+    assert output.splitlines() == [str(row) for row in expected]
+
+
+# The override
+
+
+@pytest.mark.parametrize("value_tile", TILES)
+@pytest.mark.parametrize("segment_chunks", (0, 1, 2, 5, 16, 1000))
+def test_override(value_tile, segment_chunks):
+    before = [_C.forward_dispatch(**shape) for shape in SHAPES]
+    _C.override_forward_dispatch(value_tile=value_tile, segment_chunks=segment_chunks)
+    for shape in SHAPES:
+        found = _C.forward_dispatch(**shape)
+        assert (found["value_tile"], found["segment_chunks"]) == (value_tile, segment_chunks)
+        assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0, (shape, found)
+        without = _C.forward_dispatch(**shape, auto_cp=False)
+        assert (without["value_tile"], without["segment_chunks"]) == (value_tile, 0)
+        assert without["segments"] == shape["N"]
+    _C.override_forward_dispatch()
+    assert [_C.forward_dispatch(**shape) for shape in SHAPES] == before
+
+
+def test_override_of_one_leaves_the_other_to_the_cost_model():
+    shape = (1, 32768, 1, 2, 8)
+    decided = _C.forward_dispatch(*shape)
+    for value_tile in TILES:
+        _C.override_forward_dispatch(value_tile=value_tile)
+        found = _C.forward_dispatch(*shape)
+        assert found["value_tile"] == value_tile and found["segment_chunks"] > 0
+        assert found["predicted_us"] >= decided["predicted_us"]
+    _C.override_forward_dispatch(segment_chunks=0)
+    assert _C.forward_dispatch(*shape) == _C.forward_dispatch(*shape, auto_cp=False)
+    _C.override_forward_dispatch(segment_chunks=decided["segment_chunks"])
+    assert _C.forward_dispatch(*shape) == decided
+
+
+# What no call has. An integer division by zero would end the process, so these are in one of their own.
+
+
+def check_errors(calls: dict[str, tuple[str, int]]):
+    """Each call raises a ValueError that says which argument is wrong, what it is and what was expected."""
+    code = f"""
+from flash_qla import _C
+for call in {list(calls)}:
+    try:
+        print("returned", eval(call), flush=True)
+    except ValueError as error:
+        print(error, flush=True)
+print(_C.forward_dispatch(1, 2048, 1, 2, 8))
+"""
+    *lines, last = run_python(code).splitlines()
+    for line, (name, value) in zip(lines, calls.values(), strict=True):
+        assert name in line and str(value) in line and "expected" in line, line
+    assert last == str(_C.forward_dispatch(1, 2048, 1, 2, 8))  # nothing of it stays
+
+
+def test_override_takes_known_modes_only():
+    wrong = [("value_tile", tile) for tile in (1, 32, 96, 256, -64)]
+    wrong += [("segment_chunks", chunks) for chunks in (-2, 2**31 // CHUNK)]  # tokens are counted in 32 bits
+    check_errors({f"_C.override_forward_dispatch({name}={value})": (name, value) for name, value in wrong})
+
+
+def test_impossible_shapes():
+    good = {"B": 1, "T": 2048, "N": 1, "H_k": 2, "H_v": 8, "sm_count": 132}
+    wrong = (("B", -1), ("T", -1), ("N", 0), ("H_k", 0), ("H_v", 0), ("H_v", 3), ("sm_count", 0))
+    check_errors({f"_C.forward_dispatch(**{good | {name: value}})": (name, value) for name, value in wrong})
+
+
+def test_no_tokens():
+    found = _C.forward_dispatch(1, 0, 1, 2, 8)
+    assert found["segment_chunks"] == 0 and found["workspace_bytes"] >= 0
