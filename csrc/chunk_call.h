@@ -1,5 +1,5 @@
-// What the forward and the backward have in common on the GPU: the tensors as kernels take them, the tables and gates
-// of the chunks, and the pass over the states.
+// The first half of the backward on the GPU: the tensors as kernels take them, the tables and gates of the chunks, and
+// the pass over the states; and what the forward needs of it, the checks and the stream.
 //
 // Everything that depends on the contents of cu_seqlens is decided on the device, so a call never synchronizes and can
 // be captured in a CUDA graph.
