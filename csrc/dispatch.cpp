@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -14,8 +15,8 @@ namespace {
 
 // Microseconds on one H200, bf16, measured as benchmarks/NOTES.md says.
 constexpr double kPlan = 2.8;           // chunk_plan
-constexpr double kMatrices = 0.0145;    // chunk_matrices: a chunk of a head, on a full card
-constexpr double kMatricesLatency = 8;  // and the least that it takes
+constexpr double kMatricesCta = 0.0115, kMatricesHead = 0.0074;  // chunk_matrices on a full card: a CTA, a head of it
+constexpr double kMatricesLatency = 5.5;                         // and the least that it takes
 constexpr double kStart64 = 3.6;   // chunk_forward, value tile 64: a CTA's loads before its first chunk, and its end
 constexpr double kChunk64 = 1.42;  // and a chunk
 constexpr double kStart128 = 6;    // value tile 128
@@ -29,6 +30,17 @@ std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The most, up to one a warp, that still leave a CTA for every SM.
+int64_t heads_per_cta(const ForwardShape& shape, int64_t slots) {
+  const int64_t group = shape.H_v / shape.H_k;
+  for (int64_t heads = std::min<int64_t>(group, 4); heads > 1; --heads) {
+    if (group % heads == 0 && slots * shape.H_v / heads >= shape.sm_count) {
+      return heads;
+    }
+  }
+  return 1;
+}
+
 // Sequences are taken as equally long: their real lengths are on the device.
 double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks) {
   const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
@@ -36,7 +48,8 @@ double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_ch
   const int64_t length = parts > 1 ? segment_chunks : chunks;
   const auto waves = [&](double ctas) { return std::ceil(ctas / shape.sm_count); };
   const double heads = static_cast<double>(shape.N * shape.H_v), n = static_cast<double>(length);
-  const double matrices = std::max(kMatricesLatency, kMatrices * heads * static_cast<double>(chunks));
+  const double per_head = kMatricesHead + kMatricesCta / static_cast<double>(heads_per_cta(shape, chunks * shape.N));
+  const double matrices = std::max(kMatricesLatency, per_head * heads * static_cast<double>(chunks));
   const double tile = value_tile == 64 ? kStart64 + n * kChunk64 : kStart128 + n * kChunk128;
   double us = kPlan + matrices + waves(heads * parts * (kHeadDim / value_tile)) * tile;
   if (segment_chunks > 0) {
@@ -54,22 +67,8 @@ int64_t segment_slots(const ForwardShape& shape, int64_t slots, int64_t segment_
                       : shape.B * std::max<int64_t>(ceil_div(ceil_div(shape.T, kChunk), segment_chunks), 1);
 }
 
-// The most that still leave three CTAs, what an SM holds, for every SM.
-int64_t heads_per_cta(const ForwardShape& shape, int64_t slots) {
-  const int64_t group = shape.H_v / shape.H_k;
-  for (int64_t heads = group; heads > 1; --heads) {
-    if (group % heads == 0 && slots * shape.H_v / heads >= 3 * shape.sm_count) {
-      return heads;
-    }
-  }
-  return 1;
-}
-
-}  // namespace
-
-ForwardDispatch dispatch_forward(const ForwardShape& shape) {
+ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks) {
   ForwardDispatch found{};
-  const int64_t value_tile = forced_value_tile, segment_chunks = shape.auto_cp ? forced_segment_chunks.load() : 0;
   const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
   const auto consider = [&](int64_t tile, int64_t length) {
     const double us = predict(shape, tile, length);
@@ -98,6 +97,23 @@ ForwardDispatch dispatch_forward(const ForwardShape& shape) {
   found.ctas = found.segments * shape.H_v * (kHeadDim / found.value_tile);
   found.workspace_bytes = ForwardWorkspace(shape, found).bytes();
   return found;
+}
+
+}  // namespace
+
+ForwardDispatch dispatch_forward(const ForwardShape& shape) {
+  // A model's layers call with the same shape one after the other, and a long sequence has a hundred candidates.
+  struct Decision {
+    ForwardShape shape;
+    int64_t value_tile, segment_chunks;
+    ForwardDispatch found;
+  };
+  thread_local std::optional<Decision> last;
+  const int64_t value_tile = forced_value_tile, segment_chunks = shape.auto_cp ? forced_segment_chunks.load() : 0;
+  if (!last || last->shape != shape || last->value_tile != value_tile || last->segment_chunks != segment_chunks) {
+    last = {shape, value_tile, segment_chunks, decide(shape, value_tile, segment_chunks)};
+  }
+  return last->found;
 }
 
 void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks) {

@@ -13,6 +13,8 @@ struct ForwardShape {
   bool varlen;
   int sm_count;
   bool auto_cp;
+
+  bool operator==(const ForwardShape&) const = default;
 };
 
 struct ForwardDispatch {

@@ -99,6 +99,7 @@ def chunk_forward(dtype, value_tile):
             loaded = T.alloc_barrier([32] * STAGES)  # a stage's tiles have arrived
             released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
 
+            T.pdl_sync()
             tx = T.get_thread_binding()
             tile = T.alloc_var("int32", init=block % TILES)
             segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))
@@ -126,9 +127,10 @@ def chunk_forward(dtype, value_tile):
                 O_16 = T.alloc_fragment([value_tile, C], dtype)
 
                 T.clear(S)
-                if flags % 2 == 0:
-                    for i, j in T.Parallel(value_tile, D):
-                        S[i, j] = states[segment, hv, v0 + i, j]
+                if flags % LAST == 0:  # not the first one of its sequence
+                    if chunks > 0:
+                        for i, j in T.Parallel(value_tile, D):
+                            S[i, j] = states[segment, hv, v0 + i, j]
                 else:
                     if has_initial_state != 0:
                         for i, j in T.Parallel(value_tile, D):

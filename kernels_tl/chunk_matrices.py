@@ -14,9 +14,13 @@ it round only what is small.  Rows that no sequence covers get zeros in A, g_cum
 With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it; with larger keys
 entries grow like the product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
 
-The arithmetic is in device/chunk_matrices.cuh.  A CTA takes `heads` value heads of a group, whose K K^T and Q K^T are
-the same.  Shared memory: K 16 + Q 16 + matrices 16 + L 18 + gates 4 = 70 KB, so 3 CTAs an SM hide each other's
-latencies; the diagonal blocks of A come to Q's place.
+The arithmetic is in device/chunk_matrices.cuh.  A CTA takes `heads` value heads of a group: K K^T and Q K^T are made once
+for them, by WGMMA, and go to the places of K and Q; then every warp works on a head of its own, or a team of two or
+four warps on one where the heads are 2 or 1.  Shared memory, 56 KB, so that 4 CTAs an SM hide each other's latencies:
+
+    K 16, later K Q^T and K K^T by blocks 16
+    Q 16, later each warp's block column of both matrices, 4 * 4
+    diagonal blocks of K K^T 4, of A 4 * 4.25 for 4 heads, b and beta 4 * 0.5 KB
 
 Launched on [chunk slots * HV / heads], one warpgroup.
 """
@@ -27,7 +31,6 @@ from kernels_tl.common import (
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
-    FORWARD_TOTAL,
     GATE_TABLE_ROWS,
     PADDING,
     PASS_CONFIGS as COMMON,
@@ -37,19 +40,19 @@ from kernels_tl.common import (
     dims,
     element_type,
     extern,
-    swizzled,
 )
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/chunk_matrices.cuh"
-#include "device/tiles.cuh"
 """
 
 THREADS = 128
-BARRIER, L_PITCH = 8, 72  # as in the headers
-GATES, B_ROW, BOUND_ROW = 7, 5, 6  # rows of the table in shared memory, and two that stay there
+WARPS = THREADS // 32
+BARRIER = 8
+DIAGONALS = 4 * 256 + 3 * 4  # floats, as in the header
+INVERSES = 4 * 256 + 3 * 16
 
 
 def chunk_matrices(dtype, normalize):
@@ -71,24 +74,23 @@ def chunk_matrices(dtype, normalize):
         A: T.Tensor([R, HV, C], dtype),
         g_cumsum: T.Tensor([R, HV], "float32"),
         group: T.int32,  # HV / HK
-        heads: T.int32,  # a CTA: a divisor of group
+        heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
         low_level: T.int32,
     ):
         with T.Kernel(NT * T.truncdiv(HV, heads), threads=THREADS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([C, D], dtype)
-            Q_s = T.alloc_shared([C, D], dtype)
-            matrices_s = T.alloc_shared([2, C, C], dtype)
-            L_s = T.alloc_shared([C, L_PITCH], "float32")
-            T.annotate_layout({matrices_s: swizzled(matrices_s)})
-            gates_s = T.alloc_shared([2, GATES, C], "float32")
-            norms_s = T.alloc_shared([2, C], "float32")
+            K_s = T.alloc_shared([C, D], dtype)  # then blocks of the products
+            Q_s = T.alloc_shared([C, D], dtype)  # then block columns of the matrices
+            diagonals_s = T.alloc_shared([DIAGONALS], "float32")
+            inverses_s = T.alloc_shared([WARPS, INVERSES], "float32")  # before them the norms
+            gates_s = T.alloc_shared([WARPS, 2, C], "float32")
             loaded = T.alloc_barrier(THREADS)
-            T.annotate_min_blocks_per_sm(3)
+            T.annotate_min_blocks_per_sm(4)
             KK = T.alloc_fragment([C, C], "float32")
             KQ = T.alloc_fragment([C, C], "float32")
-            X = T.alloc_local([32], "float32")
 
+            T.pdl_sync()
+            T.pdl_trigger()
             tx = T.get_thread_binding()
             lane = tx % 32
             parts = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", HV), heads))
@@ -97,7 +99,12 @@ def chunk_matrices(dtype, normalize):
             hk = T.alloc_var("int32", init=T.truncdiv(first, group))
             row = T.alloc_var("int32", init=chunks[slot, CHUNK_ROW])
             length = T.alloc_var("int32", init=chunks[slot, CHUNK_LENGTH])
+            valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, length, 0))  # rows of A and g_cumsum
             sequence = T.alloc_var("int32", init=chunks[slot, CHUNK_SEQ])
+            warp = T.alloc_var("int32", init=T.call_extern("int32", "flash_qla::device::warp_index"))
+            warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
+            team = T.alloc_var("int32", init=T.truncdiv(warp, warps))
+            member = T.alloc_var("int32", init=warp - team * warps)
             if sequence == PADDING:
                 for l in T.serial(heads):
                     for i, j in T.Parallel(C, D):
@@ -113,10 +120,6 @@ def chunk_matrices(dtype, normalize):
                 T.tma_copy(k[row : row + C, hk, :], K_s, barrier=loaded)
                 T.tma_copy(q[row : row + C, hk, :], Q_s, barrier=loaded)
                 T.barrier_arrive(loaded)
-                g_low = T.alloc_var("float32", init=value_or_zero(g, row, first, HV, lane, length))
-                g_high = T.alloc_var("float32", init=value_or_zero(g, row, first, HV, lane + 32, length))
-                beta_low = T.alloc_var("float32", init=value_or_zero(beta, row, first, HV, lane, length))
-                beta_high = T.alloc_var("float32", init=value_or_zero(beta, row, first, HV, lane + 32, length))
                 T.barrier_wait(loaded, 0)
                 if length < C:
                     # Rows behind the chunk's last token belong to others, whatever they hold.
@@ -131,78 +134,73 @@ def chunk_matrices(dtype, normalize):
                 T.wgmma_gemm(K_s, K_s, KK, transpose_B=True, policy=Full, clear_accum=True)
                 T.wgmma_gemm(K_s, Q_s, KQ, transpose_B=True, policy=Full, clear_accum=True)
                 T.wait_wgmma(0)
+                rstd_k_low = T.alloc_var("float32", init=1.0)
+                rstd_k_high = T.alloc_var("float32", init=1.0)
+                scale_q_low = T.alloc_var("float32", init=scale)
+                scale_q_high = T.alloc_var("float32", init=scale)
                 if normalize:
-                    extern(f"chunk_norms<{element}>", T.access_ptr(norms_s, "rw"), KK.data, T.access_ptr(Q_s, "r"))
+                    extern(f"chunk_norms<{element}>", T.access_ptr(inverses_s, "rw"), KK.data, T.access_ptr(Q_s, "r"))
                     T.sync_threads(BARRIER, THREADS)
-                for i in T.serial(-1, heads):
-                    hv = first + i
-                    if i >= 0:
-                        T.tma_store_wait(0)  # the last head's matrices have left; the barriers in between tell all
-                        extern(
-                            f"invert_diagonal<{element}, {norm}>",
-                            KK.data,
-                            T.access_ptr(gates_s[i % 2, 0, 0], "rw"),
-                            T.access_ptr(norms_s, "r"),
-                            T.access_ptr(L_s, "rw"),
-                            T.access_ptr(Q_s, "rw"),
-                        )
-                    if (tx >= THREADS - 32) & (i + 1 < heads):
-                        # The next head's gates, by the warp that has the least to do otherwise.
-                        extern(
-                            f"chunk_gates<{norm}>",
-                            T.access_ptr(gates_s[(i + 1) % 2, 0, 0], "rw"),
-                            T.access_ptr(norms_s, "r"),
-                            g_low,
-                            g_high,
-                            beta_low,
-                            beta_high,
-                            scale,
-                            T.access_ptr(g_cumsum[row, hv + 1], "w"),
-                            HV,
-                            T.if_then_else(low_level != 0, length, 0),
-                        )
-                        if i + 2 < heads:
-                            g_low = value_or_zero(g, row, hv + 2, HV, lane, length)
-                            g_high = value_or_zero(g, row, hv + 2, HV, lane + 32, length)
-                            beta_low = value_or_zero(beta, row, hv + 2, HV, lane, length)
-                            beta_high = value_or_zero(beta, row, hv + 2, HV, lane + 32, length)
-                    if i >= 0:
-                        for l in T.unroll(T.ceildiv(GATE_TABLE_ROWS * C, THREADS)):
-                            if l * THREADS + tx < GATE_TABLE_ROWS * C:
-                                gates[slot, hv, T.truncdiv(l * THREADS + tx, C), tx % C] = T.if_then_else(
-                                    l * THREADS + tx == FORWARD_TOTAL * C + 1,
-                                    gates_s[i % 2, B_ROW, C - 1]
-                                    + gates_s[i % 2, BOUND_ROW, 0]
-                                    + gates_s[i % 2, BOUND_ROW, 1]
-                                    + gates_s[i % 2, BOUND_ROW, 2]
-                                    + gates_s[i % 2, BOUND_ROW, 3],
-                                    gates_s[i % 2, T.truncdiv(l * THREADS + tx, C), tx % C],
-                                )
-                        extern(f"invert_below<{element}>", X.data, T.access_ptr(L_s, "r"), T.access_ptr(Q_s, "r"))
-                        extern(
-                            f"gate_matrices<{element}, {norm}>",
-                            X.data,
-                            KQ.data,
-                            T.access_ptr(gates_s[i % 2, 0, 0], "r"),
-                            T.access_ptr(norms_s, "r"),
-                            T.access_ptr(matrices_s, "rw"),
-                            scale,
-                        )
-                        T.fence_proxy_async()
-                        T.sync_threads(BARRIER, THREADS)
-                        T.tma_copy(matrices_s, matrices[slot, hv, :, :, :])
-                        if low_level != 0:
-                            extern(
-                                f"store_inverse<{element}>", X.data, T.access_ptr(A[row, hv, 0], "w"), HV * C, length
-                            )
+                    rstd_k_low = inverses_s[0, lane]
+                    rstd_k_high = inverses_s[0, lane + 32]
+                    scale_q_low = scale * inverses_s[0, C + lane]
+                    scale_q_high = scale * inverses_s[0, C + lane + 32]
+                else:
+                    T.sync_threads(BARRIER, THREADS)  # K and Q have been read
+                extern(
+                    f"store_products<{element}, {norm}>",
+                    KK.data,
+                    KQ.data,
+                    T.access_ptr(inverses_s, "r"),
+                    T.access_ptr(K_s, "rw"),
+                    T.access_ptr(diagonals_s, "rw"),
+                    scale,
+                )
+                T.sync_threads(BARRIER, THREADS)
 
-                T.tma_store_wait(0)
+                if team < heads:
+                    hv = first + team
+                    extern(
+                        "chunk_gates",
+                        T.access_ptr(gates_s[warp, 0, 0], "rw"),
+                        T.access_ptr(diagonals_s, "r"),
+                        T.access_ptr(g[row, hv], "r"),
+                        T.access_ptr(beta[row, hv], "r"),
+                        T.access_ptr(g_cumsum[row, hv], "w"),
+                        HV,
+                        length,
+                        valid,
+                        rstd_k_low,
+                        rstd_k_high,
+                        scale_q_low,
+                        scale_q_high,
+                        T.access_ptr(gates[slot, hv, 0, 0], "w"),
+                        member == 0,
+                    )
+                    for step in T.serial(T.if_then_else(warps == 1, 2, 1)):
+                        extern(
+                            f"invert_diagonal<{element}>",
+                            T.access_ptr(diagonals_s, "r"),
+                            T.access_ptr(gates_s[warp, 0, 0], "r"),
+                            T.access_ptr(inverses_s[team, 0], "rw"),
+                            # two blocks a warp, or with a team of four the same one twice
+                            T.if_then_else(
+                                warps == WARPS, member, 2 * (member + step) + T.truncdiv(lane, 16)
+                            ),
+                        )
+                    extern("team_sync", team, warps)
+                    extern(
+                        f"make_columns<{element}>",
+                        warps,
+                        member,
+                        T.access_ptr(K_s, "r"),
+                        T.access_ptr(inverses_s[team, 0], "r"),
+                        T.access_ptr(gates_s[warp, 0, 0], "r"),
+                        T.access_ptr(Q_s, "rw"),
+                        T.access_ptr(matrices[slot, hv, 0, 0, 0], "w"),
+                        T.access_ptr(A[row, hv, 0], "w"),
+                        HV * C,
+                        valid,
+                    )
 
     return main
-
-
-def value_or_zero(values, row, hv, stride, token, valid):
-    """values[row + token, hv], 0 behind the valid tokens."""
-    return T.call_extern(
-        "float32", "flash_qla::device::value_or_zero", T.access_ptr(values[row, hv], "r"), stride, token, valid
-    )

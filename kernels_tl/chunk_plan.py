@@ -8,8 +8,9 @@ to [0, rows] and replaced by their running maximum.
     chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
                        (sequence = PADDING), then unused slots (PADDING of 0 tokens)
     segments  [NS, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
-                       least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0.  Unused
-                       slots have 0 tokens and no flags. Written if NS > 0
+                       least one; longer ones are cut after every `segment_chunks` chunks, in their order.  If that is
+                       0 nothing is cut, and of each 256 sequences the longest come first.  Unused slots have 0 tokens
+                       and no flags. Written if NS > 0
 
 Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
 """
@@ -56,9 +57,11 @@ def chunk_plan(offset_dtype):
         segment_chunks: T.int32,
     ):
         with T.Kernel(1, threads=THREADS):
+            T.pdl_trigger()
             ends = T.alloc_shared([THREADS], "int32")  # of this step's sequences, a running maximum
             counts = T.alloc_shared([THREADS], "int32")  # of their chunks, a running sum
             parts = T.alloc_shared([THREADS], "int32")  # of their segments, a running sum
+            sizes = T.alloc_shared([THREADS], "int32")  # of their chunks
             tx = T.get_thread_binding()
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -91,6 +94,7 @@ def chunk_plan(offset_dtype):
                 end = ends[tx]
                 count = T.truncdiv(end - begin + (C - 1), C)
                 counts[tx] = count
+                sizes[tx] = count
                 part = 0
                 if n < N:
                     part = T.max(T.truncdiv(count + size - 1, size), 1)
@@ -102,6 +106,11 @@ def chunk_plan(offset_dtype):
                     sequences[n, SEQ_LENGTH] = end - begin
                     sequences[n, SEQ_CHUNK] = chunks_before + counts[tx] - count
                     slot = segments_before + parts[tx] - part
+                    if (segment_chunks == 0) & (NS > 0):
+                        # The longest first, so that no long one is left for the end.
+                        slot = segments_before
+                        for i in T.serial(T.min(N - step * THREADS, THREADS)):
+                            slot += T.Select((sizes[i] > count) | ((sizes[i] == count) & (i < tx)), 1, 0)
                     for i in T.serial(part):
                         if slot + i < NS:
                             segments[slot + i, SEGMENT_ROW] = begin + i * size * C

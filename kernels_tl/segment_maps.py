@@ -83,6 +83,8 @@ def segment_maps(dtype):
             loaded = T.alloc_barrier([32] * STAGES)
             released = T.alloc_barrier([CONSUMERS] * STAGES)
 
+            T.pdl_sync()
+            T.pdl_trigger()
             tx = T.get_thread_binding()
             which = T.alloc_var("int32", init=block % 2)
             segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, 2), T.Cast("int32", HV)))

@@ -54,6 +54,8 @@ def segment_scan(dtype):
             M_s = T.alloc_shared([STAGES, 2, D, D], dtype)
             loaded = T.alloc_barrier([PRODUCERS] * STAGES)
             released = T.alloc_barrier([CONSUMERS] * STAGES)
+            T.pdl_sync()
+            T.pdl_trigger()
             tx = T.get_thread_binding()
             tile = T.alloc_var("int32", init=block % TILES)
             slot = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))

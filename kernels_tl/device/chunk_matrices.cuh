@@ -1,16 +1,20 @@
-// What one warpgroup makes of a chunk for those that carry the state: the gates' factors, the gated inverse A * D - I
-// and the gated attention, both transposed, in shared memory.
+// What a chunk gives to those that carry the state: the gates' factors, the gated inverse A * D - I and the gated
+// attention, both transposed.
 //
 //   A = (I + L)^-1, L = stril(diag(beta) K K^T)            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
-// The inverse is blockwise, 4 x 4 blocks of 16 x 16. Each warp inverts one diagonal block by forward substitution in
-// fp32, one lane a column. Then each warp makes one block column of A from top to bottom,
+// The inverse is blockwise, 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
+// one lane a column and two blocks a warp. Then a block column of A is made from top to bottom,
 //
 //   A_ij = -A_ii (L_ij A_jj + ... + L_i,i-1 A_i-1,j)
 //
-// in TF32 with fp32 accumulation (for fp16 in two TF32 parts). It works on the transposed blocks, A_ij^T = -(sum of
-// A_lj^T L_il^T) A_ii^T: so the accumulators of one product are the left factor of the next, in registers (with K's
-// order permuted alike on both sides), and no warp waits for another.
+// in TF32 with fp32 accumulation (for fp16 in two TF32 parts), by one warp. It works on the transposed blocks, A_ij^T =
+// -(sum of A_lj^T L_il^T) A_ii^T: so the accumulators of one product are the left factor of the next, in registers
+// (with K's order permuted alike on both sides).
+//
+// beta, the gates and all that follows are one value head's; K K^T and Q K^T are a group's. So these lie in shared
+// memory, beta is applied where L is used, and each of the CTA's warps works on a value head of its own (or, where the
+// heads are fewer, two or four warps on one: a team), without waiting for the others.
 #pragma once
 
 #include <type_traits>
@@ -21,62 +25,53 @@ namespace flash_qla::device {
 
 constexpr int kChunk = 64;
 constexpr int kBlock = 16;
-constexpr int kPitchL = 72;  // floats a row: 8-byte reads of a half-warp meet all banks
-constexpr int kPitchY = 24;  // likewise
 
-// Rows of the gate table in shared memory, of kChunk floats each.
+// K K^T and K Q^T in shared memory. `blocks`: the ten blocks of K Q^T on and above the diagonal, scaled, then the six
+// of K K^T below it, each of eight floats a lane as the accumulators have them: two float4, of columns 0 to 7 and 8 to
+// 15. `diagonals`: the four diagonal blocks of K K^T by rows.
+constexpr int kBlockFloats = kBlock * kBlock;
+constexpr int kBlockPieces = kBlockFloats / 4;
+constexpr int kDiagonalStride = kBlockFloats + 4;  // two blocks' rows are read together, from different banks
+
+__device__ __forceinline__ int attention_block(int column, int row) { return column * (column + 1) / 2 + row; }
+__device__ __forceinline__ int product_block(int row, int column) { return 10 + row * (row - 1) / 2 + column; }
+
+// The inverted diagonal blocks of a head: 16 rows of 16 floats, columns 0 to 7 and 8 to 15 changing places in rows 2,
+// 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
+constexpr int kInverseStride = kBlockFloats + 16;
+__device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
+
+// Rows of the gate table in global memory, of kChunk floats each.
 enum Gate {
   kBeta,            // two rows of pairs: beta_i; beta_i exp(b_i), times 1 / |k_i| with l2norm
   kScaleGamma = 2,  // scale exp(b_i), times 1 / |q_i|
   kDecay,           // exp(b_C - b_i), times 1 / |k_i|
-  kTotal,           // exp(b_C), in all places
-  kB,               // b_i log2(e)
-  kBound,           // [warp]: sum of log2 max(1, |1 - beta_i |k_i|^2|) over its tokens, see segments.cuh
-  kGates
+  kTotal,           // exp(b_C), the log2 norm bound of segments.cuh; the rest is unused
 };
 
-// Beside it, for all heads, only with the l2norm: 1 / |k_i|, then 1 / |q_i|.
+constexpr int kMatrixBytes = kChunk * kChunk * 2;
+constexpr int kColumnBytes = kMatrixBytes / 4;  // of a block column of one matrix, transposed
+constexpr float kNormEps = 1e-6f;                // as in transformers
 
-constexpr int kTileBytes = kChunk * kChunk * 2;
-constexpr float kNormEps = 1e-6f;  // as in transformers
+// The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
+// registers from before the loops around it.
+__device__ __forceinline__ int lane_here() {
+  int lane = threadIdx.x & 31;
+  asm volatile("" : "+r"(lane));
+  return lane;
+}
 
-// The table, by one warp: lane l brings g and beta of tokens l and l + 32, both 0 behind the chunk's last token. The
-// first `valid` of b go to b_rows, `stride` apart.
-template <bool kNormalize>
-__device__ __forceinline__ void chunk_gates(float* gates, const float* norms, float g_low, float g_high, float beta_low,
-                                            float beta_high, float scale, float* b_rows, int64_t stride, int valid) {
-  const int lane = threadIdx.x & 31;
-  float b[2] = {g_low * kLog2e, g_high * kLog2e};
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float below = __shfl_up_sync(~0u, b[i], step);
-      b[i] += lane >= step ? below : 0.f;
-    }
-  }
-  b[1] += __shfl_sync(~0u, b[0], 31);
-  const float total = __shfl_sync(~0u, b[1], 31);
-  const float beta[2] = {beta_low, beta_high};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = lane + 32 * i;
-    float* const column = gates + token;
-    const float gamma = exp2_fast(b[i]);
-    const float rstd_k = kNormalize ? norms[token] : 1.f, rstd_q = kNormalize ? norms[kChunk + token] : 1.f;
-    reinterpret_cast<float2*>(gates + kBeta * kChunk)[token] = {beta[i], beta[i] * gamma * rstd_k};
-    column[kScaleGamma * kChunk] = scale * gamma * rstd_q;
-    column[kDecay * kChunk] = exp2_fast(total - b[i]) * rstd_k;
-    column[kTotal * kChunk] = exp2_fast(total);
-    column[kB * kChunk] = b[i];
-    if (token < valid) {
-      b_rows[token * stride] = b[i] * kLn2;
-    }
+__device__ __forceinline__ void team_sync(int team, int warps) {
+  if (warps == 1) {
+    __syncwarp();
+  } else if (team == 0) {
+    asm volatile("bar.sync %0, %1;" ::"n"(kTeamBarrier), "r"(32 * warps) : "memory");
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"n"(kTeamBarrier + 1), "r"(32 * warps) : "memory");
   }
 }
 
-// The norms, once for all heads of the chunk: 1 / |k_i| from the diagonal of K K^T and 1 / |q_i| from Q in shared
-// memory.
+// By four warps: 1 / |k_i| and 1 / |q_i|, from the diagonal of K K^T and from Q in shared memory.
 template <typename T>
 __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
   const int lane = threadIdx.x & 31, warp = warp_index();
@@ -109,31 +104,6 @@ __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const
   norms[kChunk + row] = rsqrtf(sum + kNormEps);  // twice, the same
 }
 
-// The tokens' part of the bound on the chunk's map, from the diagonal of K K^T.
-template <bool kNormalize>
-__device__ __forceinline__ void chunk_bound(float* gates, const float* norms, const float* KK) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const int g = lane >> 2, t = lane & 3;
-  float product = 1.f;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n >> 1 == warp && t == g >> 1) {
-      float square = g & 1 ? KK[4 * n + 2 * (n & 1) + 1] : KK[4 * n + 2 * (n & 1)];
-      if constexpr (kNormalize) {
-        const float rstd = norms[8 * n + g];
-        square *= rstd * rstd;
-      }
-      product *= fmaxf(1.f, fabsf(1.f - gates[kBeta * kChunk + 2 * (8 * n + g)] * square));
-    }
-  }
-  float sum = __log2f(product);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, step);
-  }
-  gates[kBound * kChunk + warp] = sum;
-}
-
 // Factors of the TF32 products. bf16 results are content with rounded factors; fp16 ones get them in two parts each.
 template <typename T>
 constexpr bool kTwoParts = std::is_same_v<T, __half>;
@@ -143,42 +113,149 @@ __device__ __forceinline__ float as_factor(float x) {
   return kTwoParts<T> ? x : round_to_tf32(x);
 }
 
-// Y = (I + L)^-1 of this warp's diagonal block; L and Y in shared memory.
-template <typename T>
-__device__ __forceinline__ void invert_diagonal_block(const float* L, float* Y) {
+// By four warps: the fragments (see tiles.cuh) of K K^T and K Q^T to shared memory, with the norms applied.
+template <typename T, bool kNormalize>
+__device__ __forceinline__ void store_products(const float* KK, const float* KQ, const float* norms, void* blocks,
+                                               float* diagonals, float scale) {
+  float4* const to_blocks = static_cast<float4*>(blocks);
   const int lane = threadIdx.x & 31, warp = warp_index();
-  const int column = lane & 15;
-  const float* const block = L + kBlock * warp * (kPitchL + 1);
+  const int g = lane >> 2, t = lane & 3;
+  float norm_row[2] = {1.f, 1.f};
+  if constexpr (kNormalize) {
+    norm_row[0] = norms[16 * warp + g];
+    norm_row[1] = norms[16 * warp + g + 8];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float* const kk = KK + 8 * i + 4 * n;
+      const float* const kq = KQ + 8 * i + 4 * n;
+      const int column = 16 * i + 8 * n + 2 * t;
+      float x[4], y[4];
+      float2 norm_k = {1.f, 1.f}, norm_q = {1.f, 1.f};
+      if constexpr (kNormalize) {
+        norm_k = *reinterpret_cast<const float2*>(norms + column);
+        norm_q = *reinterpret_cast<const float2*>(norms + kChunk + column);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[e] = kk[e];
+        y[e] = kq[e] * scale;
+        if constexpr (kNormalize) {
+          x[e] *= norm_row[e >> 1] * (e & 1 ? norm_k.y : norm_k.x);
+          y[e] *= norm_row[e >> 1] * (e & 1 ? norm_q.y : norm_q.x);
+        }
+      }
+      if (i < warp) {
+        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {
+            as_factor<T>(x[0]), as_factor<T>(x[1]), as_factor<T>(x[2]), as_factor<T>(x[3])};
+      }
+      if (i == warp) {
+        float* const to = diagonals + i * kDiagonalStride + g * kBlock + 8 * n + 2 * t;
+        *reinterpret_cast<float2*>(to) = {x[0], x[1]};
+        *reinterpret_cast<float2*>(to + 8 * kBlock) = {x[2], x[3]};
+      }
+      if (i >= warp) {
+        to_blocks[attention_block(i, warp) * kBlockPieces + 32 * n + lane] = {y[0], y[1], y[2], y[3]};
+      }
+    }
+  }
+}
+
+// By one warp: a head's gates. g, beta and b_rows are the head's at the chunk's first token, `stride` apart; behind
+// `length` tokens both are taken as 0. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and scale / |q|. b
+// log2(e) and beta go to `gates`, for this warp; with `writes` the table goes to global memory, and the first `valid` of b
+// to b_rows.
+__device__ __forceinline__ void chunk_gates(float* gates, const float* diagonals, const float* g, const float* beta_rows,
+                                            float* b_rows, int64_t stride, int length, int valid, float rstd_k_low,
+                                            float rstd_k_high, float scale_q_low, float scale_q_high, float* table,
+                                            bool writes) {
+  const int lane = lane_here();
+  float b[2], beta[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    b[i] = token < length ? g[token * stride] * kLog2e : 0.f;
+    beta[i] = token < length ? beta_rows[token * stride] : 0.f;
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float below = __shfl_up_sync(~0u, b[i], step);
+      b[i] += lane >= step ? below : 0.f;
+    }
+  }
+  b[1] += __shfl_sync(~0u, b[0], 31);
+  const float total = __shfl_sync(~0u, b[1], 31);
+  __syncwarp();  // the last head's have been read
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    gates[lane + 32 * i] = b[i];
+    gates[kChunk + lane + 32 * i] = beta[i];
+  }
+  if (writes) {
+    const float rstd_k[2] = {rstd_k_low, rstd_k_high}, scale_q[2] = {scale_q_low, scale_q_high};
+    float growth = 1.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = lane + 32 * i;
+      const float gamma = exp2_fast(b[i]);
+      const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
+      growth *= fmaxf(1.f, fabsf(1.f - beta[i] * square));
+      reinterpret_cast<float2*>(table + kBeta * kChunk)[token] = {beta[i], beta[i] * gamma * rstd_k[i]};
+      table[kScaleGamma * kChunk + token] = scale_q[i] * gamma;
+      table[kDecay * kChunk + token] = exp2_fast(total - b[i]) * rstd_k[i];
+      if (token < valid) {
+        b_rows[token * stride] = b[i] * kLn2;
+      }
+    }
+    float bound = __log2f(growth);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      bound += __shfl_xor_sync(~0u, bound, step);
+    }
+    if (lane < 2) {
+      table[kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
+    }
+  }
+  __syncwarp();
+}
+
+// By half a warp: Y = (I + L)^-1 of diagonal block `block`, as a factor.
+template <typename T>
+__device__ __forceinline__ void invert_diagonal(const float* diagonals, const float* gates, float* inverses,
+                                                int block) {
+  const int column = lane_here() & 15;
+  const float* const rows = diagonals + block * kDiagonalStride;
+  const float* const beta = gates + kChunk + kBlock * block;
+  float* const Y = inverses + block * kInverseStride;
   float x[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     float row[kBlock];
 #pragma unroll
     for (int l = 0; l < i; l += 4) {
-      *reinterpret_cast<float4*>(row + l) = *reinterpret_cast<const float4*>(block + i * kPitchL + l);
+      *reinterpret_cast<float4*>(row + l) = *reinterpret_cast<const float4*>(rows + i * kBlock + l);
     }
-    float sum[2] = {i == column ? 1.f : 0.f, 0.f};
+    float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int l = 0; l < i; ++l) {
-      sum[(i - l) & 1] -= row[l] * x[l];
+      sum[(i - l) & 1] += row[l] * x[l];
     }
-    x[i] = sum[0] + sum[1];
-  }
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    Y[(kBlock * warp + i) * kPitchY + column] =
-        as_factor<T>(x[i]);  // twice, as there are two lanes a column: no branch
+    x[i] = (i == column ? 1.f : 0.f) - beta[i] * (sum[0] + sum[1]);
+    Y[in_inverse(i, column)] = as_factor<T>(x[i]);
   }
 }
 
-// acc += left block^T, 16 x 16 x 16. left is a block of accumulators, [2][4]; block is in shared memory, `pitch` floats
-// a row; both hold factors. K's order is permuted as accumulators are, on both sides.
+// acc += left right, 16 x 16 x 16: left is a block of accumulators, [2][4]; right[k] holds rows 8k to 8k + 7 of the right
+// factor as the accumulators of its transposed hold them. K's order is permuted as accumulators are, on both sides.
 template <typename T>
-__device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)[2][4], const float* block, int pitch) {
-  const int lane = threadIdx.x & 31;
-  const float* const from = block + (lane >> 2) * pitch + 2 * (lane & 3);
+__device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)[2][4], const float4 (&right)[2]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
+    const float2 b[2] = {{right[k].x, right[k].y}, {right[k].z, right[k].w}};
     float a[4], a_rest[4];
     if constexpr (kTwoParts<T>) {
 #pragma unroll
@@ -189,92 +266,57 @@ __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 right = *reinterpret_cast<const float2*>(from + 8 * n * pitch + 8 * k);
       if constexpr (kTwoParts<T>) {
-        const float2 b = {truncate_to_tf32(right.x), truncate_to_tf32(right.y)};
-        mma_tf32(acc[n], a_rest[0], a_rest[2], a_rest[1], a_rest[3], b.x, b.y);
-        mma_tf32(acc[n], a[0], a[2], a[1], a[3], right.x - b.x, right.y - b.y);
-        mma_tf32(acc[n], a[0], a[2], a[1], a[3], b.x, b.y);
+        const float2 high = {truncate_to_tf32(b[n].x), truncate_to_tf32(b[n].y)};
+        mma_tf32(acc[n], a_rest[0], a_rest[2], a_rest[1], a_rest[3], high.x, high.y);
+        mma_tf32(acc[n], a[0], a[2], a[1], a[3], b[n].x - high.x, b[n].y - high.y);
+        mma_tf32(acc[n], a[0], a[2], a[1], a[3], high.x, high.y);
       } else {
-        mma_tf32(acc[n], left[k][0], left[k][2], left[k][1], left[k][3], right.x, right.y);
+        mma_tf32(acc[n], left[k][0], left[k][2], left[k][1], left[k][3], b[n].x, b[n].y);
       }
     }
   }
 }
 
-// By four warps: L, and the inverse's diagonal blocks Y, to shared memory.
-//
-//   KK   fragment (see tiles.cuh) of K K^T
-template <typename T, bool kNormalize>
-__device__ __forceinline__ void invert_diagonal(const float* KK, float* gates, const float* norms, float* L, void* Y) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
+// By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j.
+template <typename T, int j>
+__device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
+                                              const float* gates) {
+  const int lane = lane_here();
   const int g = lane >> 2, t = lane & 3;
-
-  warpgroup_sync(kMatricesBarrier);  // gates and norms are there; the last head's L and Y have been read
-  chunk_bound<kNormalize>(gates, norms, KK);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = 16 * warp + g + 8 * h;
-    float factor = gates[kBeta * kChunk + 2 * row];
-    if constexpr (kNormalize) {
-      factor *= norms[row];
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n <= 2 * warp + 1) {
-        const int column = 8 * n + 2 * t;
-        float2 pair = {factor * KK[4 * n + 2 * h], factor * KK[4 * n + 2 * h + 1]};
-        if constexpr (kNormalize) {
-          const float2 rstd = *reinterpret_cast<const float2*>(norms + column);
-          pair.x *= rstd.x;
-          pair.y *= rstd.y;
-        }
-        if (n < 2 * warp) {  // a factor of the products
-          pair = {as_factor<T>(pair.x), as_factor<T>(pair.y)};
-        }
-        *reinterpret_cast<float2*>(L + row * kPitchL + column) = pair;
-      }
-    }
-  }
-  __syncwarp();
-  invert_diagonal_block<T>(L, static_cast<float*>(Y));
-  warpgroup_sync(kMatricesBarrier);
-}
-
-// The blocks below it: each warp leaves with the block column of its own index j, transposed. X[i] is
-// A_ij^T for i >= j; X[0] is A_jj^T.
-template <typename T>
-__device__ __forceinline__ void invert_below(float* X_registers, const float* L, const void* diagonals) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const int g = lane >> 2, t = lane & 3;
-  const float* const Y = static_cast<const float*>(diagonals);
-  auto& X = *reinterpret_cast<float (*)[4][2][4]>(X_registers);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      X[0][k][e] = Y[(kBlock * warp + 8 * k + 2 * t + (e & 1)) * kPitchY + g + 8 * (e >> 1)];
+      X[j][k][e] = inverses[j * kInverseStride + in_inverse(8 * k + 2 * t + (e & 1), g + 8 * (e >> 1))];
     }
   }
 #pragma unroll
-  for (int i = 1; i < 4; ++i) {
-    if (i > warp) {
+  for (int i = j + 1; i < 4; ++i) {
+    {
       float sum[2][4] = {}, product[2][4] = {};
-      multiply<T>(sum, X[0], L + kBlock * i * kPitchL + kBlock * warp, kPitchL);
 #pragma unroll
-      for (int l = 1; l < i; ++l) {
-        if (l > warp) {
-          multiply<T>(sum, X[l], L + kBlock * i * kPitchL + kBlock * l, kPitchL);
+      for (int l = j; l < i; ++l) {
+        {
+          const float4* const from = static_cast<const float4*>(blocks) + product_block(i, l) * kBlockPieces + lane;
+          const float4 right[2] = {from[0], from[32]};
+          multiply<T>(sum, X[l], right);
         }
       }
+      float4 right[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
+        const float2 beta = *reinterpret_cast<const float2*>(gates + kChunk + kBlock * i + 8 * k + 2 * t);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          sum[k][e] = as_factor<T>(-sum[k][e]);
+          sum[k][e] = as_factor<T>(sum[k][e] * -(e & 1 ? beta.y : beta.x));
         }
+        const float* const from = inverses + i * kInverseStride + in_inverse(g, 8 * k + 2 * t);
+        const float2 low = *reinterpret_cast<const float2*>(from);
+        const float2 high = *reinterpret_cast<const float2*>(from + 8 * kBlock);
+        right[k] = {low.x, low.y, high.x, high.y};
       }
-      multiply<T>(product, sum, Y + kBlock * i * kPitchY, kPitchY);
+      multiply<T>(product, sum, right);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
 #pragma unroll
@@ -286,37 +328,31 @@ __device__ __forceinline__ void invert_below(float* X_registers, const float* L,
   }
 }
 
-// One 16 x 16 block (i, j = warp) of both gated matrices, transposed. On the diagonal what lies below it, transposed,
-// is cut off.
-template <typename T, bool kNormalize, bool kDiagonal>
-__device__ __forceinline__ void gate_block(const float (&X)[2][4], const float (&KQ)[2][4], const float* gates,
-                                           const float* norms, int i, const float (&b_row)[2],
-                                           const float (&norm_row)[2], uint32_t inverse, uint32_t attention) {
+// One 16 x 16 block (i, j) of both gated matrices, transposed, to shared memory. On the diagonal what lies below it,
+// transposed, is cut off.
+template <typename T, bool kDiagonal>
+__device__ __forceinline__ void gate_block(const float (&X)[2][4], const void* blocks, const float* gates, int i,
+                                           int j, const float (&b_row)[2], uint32_t to_inverse,
+                                           uint32_t to_attention) {
   const int lane = threadIdx.x & 31;
   const int g = lane >> 2, t = lane & 3;
+  const float4* const from = static_cast<const float4*>(blocks) + attention_block(i, j) * kBlockPieces + lane;
   uint32_t gated[2][2], attended[2][2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const int column = 16 * i + 8 * n + 2 * t;
-    const float2 b = *reinterpret_cast<const float2*>(gates + kB * kChunk + column);
-    float2 norm = {1.f, 1.f};
-    if constexpr (kNormalize) {
-      norm = *reinterpret_cast<const float2*>(norms + kChunk + column);
-    }
+    const float2 b = *reinterpret_cast<const float2*>(gates + kBlock * i + 8 * n + 2 * t);
+    const float4 KQ = from[32 * n];
+    const float kq[4] = {KQ.x, KQ.y, KQ.z, KQ.w};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x[2], p[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int distance = 8 * n + 2 * t + e - (g + 8 * h);  // on the diagonal
         const float d = exp2_fast((e ? b.y : b.x) - b_row[h]);
-        float factor = d * norm_row[h];
-        if constexpr (kNormalize) {
-          factor *= e ? norm.y : norm.x;
-        }
         x[e] = X[n][2 * h + e] * d;
-        p[e] = KQ[n][2 * h + e] * factor;
+        p[e] = kq[2 * h + e] * d;
         if constexpr (kDiagonal) {
+          const int distance = 8 * n + 2 * t + e - (g + 8 * h);
           x[e] = distance > 0 ? x[e] : 0.f;
           p[e] = distance >= 0 ? p[e] : 0.f;
         }
@@ -326,84 +362,110 @@ __device__ __forceinline__ void gate_block(const float (&X)[2][4], const float (
     }
   }
   const uint32_t piece = (2 * i + (lane >> 4)) << 4;
-  store_matrices(inverse ^ piece, gated[0][0], gated[0][1], gated[1][0], gated[1][1]);
-  store_matrices(attention ^ piece, attended[0][0], attended[0][1], attended[1][0], attended[1][1]);
+  store_matrices(to_inverse ^ piece, gated[0][0], gated[0][1], gated[1][0], gated[1][1]);
+  store_matrices(to_attention ^ piece, attended[0][0], attended[0][1], attended[1][0], attended[1][1]);
 }
 
-// All of them, from the X that invert_below left and the fragment of K Q^T: inverse = (A * D - I)^T and
-// attention = scale (tril(Q K^T) * D)^T, 64 x 64, swizzled, one behind the other.
-template <typename T, bool kNormalize>
-__device__ __forceinline__ void gate_matrices(const float* X_registers, const float* KQ_registers, const float* gates,
-                                              const float* norms, void* tiles, float scale) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const int g = lane >> 2, t = lane & 3;
-  const auto& X = *reinterpret_cast<const float (*)[4][2][4]>(X_registers);
-  const auto& KQ = *reinterpret_cast<const float (*)[4][2][4]>(KQ_registers);
-  float b_row[2], norm_row[2];
+// By one warp: block column j of (A * D - I) and of scale tril(Q K^T) * D, as 16 rows of the transposed each,
+// from the X that invert_column left. `staging`: room for both for each warp.
+template <typename T, int j>
+__device__ __forceinline__ void gate_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
+                                            void* staging, void* matrices) {
+  const int lane = lane_here(), warp = warp_index();
+  const int g = lane >> 2;
+  char* const tiles = static_cast<char*>(staging) + warp * 2 * kColumnBytes;
+  const float b_row[2] = {gates[kBlock * j + g], gates[kBlock * j + g + 8]};
+  const uint32_t inverse = shared_address(tiles) + swizzled(lane & 15, 0), attention = inverse + kColumnBytes;
+  __syncwarp();  // the last column has been read
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    b_row[h] = gates[kB * kChunk + 16 * warp + g + 8 * h];
-    norm_row[h] = scale;
-    if constexpr (kNormalize) {
-      norm_row[h] *= norms[16 * warp + g + 8 * h];
-    }
+  for (int i = 0; i < j; ++i) {
+    const uint32_t piece = (2 * i + (lane >> 4)) << 4;
+    store_matrices(inverse ^ piece, 0, 0, 0, 0);
+    store_matrices(attention ^ piece, 0, 0, 0, 0);
   }
-  // Row 16 warp + lane % 16 of both.
-  const uint32_t row = swizzled(16 * warp + (lane & 15), 0);
-  const uint32_t to_inverse = shared_address(tiles) + row, to_attention = to_inverse + kTileBytes;
-  float KQ_diagonal[2][4];
+  gate_block<T, true>(X[j], blocks, gates, j, j, b_row, inverse, attention);
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float low = warp & 1 ? KQ[1][n][e] : KQ[0][n][e], high = warp & 1 ? KQ[3][n][e] : KQ[2][n][e];
-      KQ_diagonal[n][e] = warp & 2 ? high : low;
-    }
+  for (int i = j + 1; i < 4; ++i) {
+    gate_block<T, false>(X[i], blocks, gates, i, j, b_row, inverse, attention);
   }
-  gate_block<T, kNormalize, true>(X[0], KQ_diagonal, gates, norms, warp, b_row, norm_row, to_inverse, to_attention);
+  __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    if (i < warp) {
-      const uint32_t piece = (2 * i + (lane >> 4)) << 4;
-      store_matrices(to_inverse ^ piece, 0, 0, 0, 0);
-      store_matrices(to_attention ^ piece, 0, 0, 0, 0);
-    }
-  }
+  for (int m = 0; m < 2; ++m) {
+    char* const to = static_cast<char*>(matrices) + m * kMatrixBytes + j * kColumnBytes + lane * 16;
 #pragma unroll
-  for (int i = 1; i < 4; ++i) {
-    if (i > warp) {
-      gate_block<T, kNormalize, false>(X[i], KQ[i], gates, norms, i, b_row, norm_row, to_inverse, to_attention);
+    for (int row = 0; row < kBlock; row += 4) {
+      *reinterpret_cast<uint4*>(to + row * 128) =
+          *reinterpret_cast<const uint4*>(tiles + m * kColumnBytes + swizzled(row + lane / 8, lane & 7));
     }
   }
 }
 
-// The first `valid` rows of A itself, `stride` elements apart.
-template <typename T>
-__device__ __forceinline__ void store_inverse(const float* X_registers, void* A, int stride, int valid) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const int g = lane >> 2, t = lane & 3;
-  const auto& X = *reinterpret_cast<const float (*)[4][2][4]>(X_registers);
-  T* const to = static_cast<T*>(A) + 16 * warp + 2 * t;
+// By one warp: block column j of the first `valid` rows of A itself, `stride` elements apart. `staging` as above.
+template <typename T, int j>
+__device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], void* staging, void* A, int stride,
+                                              int valid) {
+  const int lane = lane_here(), warp = warp_index();
+  char* const tile = static_cast<char*>(staging) + warp * 2 * kColumnBytes;
+  // 64 tokens of two 16-byte pieces, which change places in tokens 4 to 7 of eight, so that eight meet all banks.
+  const auto in_tile = [](int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); };
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    uint32_t x[2][2] = {};
+    if (i >= j) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int token = 16 * i + 8 * n + g;
-      uint32_t pair[2] = {0, 0};
-      if (i >= warp) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float low = i == warp ? X[0][n][2 * h] : X[i][n][2 * h];
-          const float high = i == warp ? X[0][n][2 * h + 1] : X[i][n][2 * h + 1];
-          pair[h] = transpose(pack(T(), low, high));
+          x[n][h] = pack(T(), X[i][n][2 * h], X[i][n][2 * h + 1]);
         }
       }
-      if (token < valid) {
-        uint32_t* const row = reinterpret_cast<uint32_t*>(to + token * stride);
-        row[0] = pair[0];
-        row[4] = pair[1];
-      }
     }
+    store_matrices_transposed(
+        shared_address(tile) + in_tile(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1), x[0][0], x[0][1], x[1][0],
+        x[1][1]);
+  }
+  __syncwarp();
+  T* to = static_cast<T*>(A) + lane / 2 * stride + kBlock * j + (lane & 1) * 8;
+#pragma unroll
+  for (int i = 0; i < 4; ++i, to += kBlock * stride) {
+    const int token = kBlock * i + lane / 2;
+    const uint4 data = *reinterpret_cast<const uint4*>(tile + in_tile(token, lane & 1));
+    if (token < valid) {
+      *reinterpret_cast<uint4*>(to) = data;
+    }
+  }
+}
+
+// By one warp: all that there is of block column j.
+template <typename T, int j>
+__device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
+                                            void* staging, void* matrices, void* A, int stride, int valid) {
+  float X[4][2][4];
+  invert_column<T, j>(X, blocks, inverses, gates);
+  gate_column<T, j>(X, blocks, gates, staging, matrices);
+  if (valid > 0) {
+    store_inverse<T, j>(X, staging, A, stride, valid);
+  }
+}
+
+// The columns that are this warp's, the `member`-th of a team of `warps`. Column 0 is the longest, 3 the shortest.
+template <typename T>
+__device__ __forceinline__ void make_columns(int warps, int member, const void* blocks, const float* inverses,
+                                             const float* gates, void* staging, void* matrices, void* A, int stride,
+                                             int valid) {
+  const int mine = warps == 1 ? 0b1111 : warps == 2 ? (member == 0 ? 0b1001 : 0b0110) : 1 << member;
+  if (mine & 1) {
+    make_column<T, 0>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+  }
+  if (mine & 2) {
+    make_column<T, 1>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+  }
+  if (mine & 4) {
+    make_column<T, 2>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+  }
+  if (mine & 8) {
+    make_column<T, 3>(blocks, inverses, gates, staging, matrices, A, stride, valid);
   }
 }
 

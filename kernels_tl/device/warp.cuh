@@ -9,8 +9,8 @@
 namespace flash_qla::device {
 
 // Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself.
-constexpr int kMatricesBarrier = 8;
-constexpr int kStateBarrier = 9;  // and the next, one for each state warpgroup
+constexpr int kTeamBarrier = 9;  // and the next, in chunk_matrices
+constexpr int kStateBarrier = 9;  // and the next, one for each state warpgroup of chunk_forward
 
 // Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
 // branches on it may then be where WGMMAs are in flight.
@@ -46,10 +46,6 @@ __device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {
 }
 __device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
-
-__device__ __forceinline__ float value_or_zero(const float* values, int64_t stride, int i, int valid) {
-  return i < valid ? values[i * stride] : 0.f;
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of a matrix a lane
