@@ -8,18 +8,23 @@ from pathlib import Path
 import cmake
 import ninja
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # not there in an isolated build
 
-from build_tools import toolchain  # noqa: E402
+from build_tools import glibc, toolchain  # noqa: E402
 
-LIBRARY = "libflash_qla.so"
+BUILT = ROOT / "build/cmake/flash_qla/libflash_qla.so"
 
 
 class CMakeBuild(build_ext):
-    """Builds in build/cmake, kept in the tree, and copies the two libraries into the package."""
+    """Builds in build/cmake, kept in the tree, and copies the library into the package."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """No version of Python in the name: it is no Python module."""
+        return f"{fullname.replace('.', '/')}.so"
 
     def build_extension(self, extension: Extension) -> None:
         try:
@@ -30,7 +35,7 @@ class CMakeBuild(build_ext):
 
         build = ROOT / "build/cmake"
         program = Path(cmake.CMAKE_BIN_DIR, "cmake")
-        environment = f"{sys.executable}\n{program}\n"
+        environment = f"{ROOT}\n{sys.executable}\n{program}\n"
         marker = build / "environment.txt"
         # A CMake cache is full of paths into the environment that made it; pip makes a new one for every build.
         same = marker.is_file() and marker.read_text() == environment
@@ -45,16 +50,9 @@ class CMakeBuild(build_ext):
         marker.write_text(environment)
         self._run([program, "--build", build, "--parallel", str(toolchain.max_jobs())])
 
-        module = Path(self.get_ext_fullpath(extension.name)).resolve()
-        module.parent.mkdir(parents=True, exist_ok=True)
-        built = build / "flash_qla"
-        shutil.copy2(built / module.name, module)
-        shutil.copy2(built / LIBRARY, module.parent / LIBRARY)
-
-    def copy_extensions_to_source(self) -> None:
-        """For `build_ext --inplace` and editable installs: setuptools knows of the module only."""
-        super().copy_extensions_to_source()
-        shutil.copy2(ROOT / "build/cmake/flash_qla" / LIBRARY, ROOT / "flash_qla" / LIBRARY)
+        library = Path(self.get_ext_fullpath(extension.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(BUILT, library)
 
     @staticmethod
     def _run(command: list) -> None:
@@ -63,11 +61,17 @@ class CMakeBuild(build_ext):
             sys.exit(f"error: the build failed, see above ({Path(command[0]).name} exited with status {status})")
 
 
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """One wheel for every version of Python; the library holds no Python."""
+        return "py3", "none", glibc.platform_tag(BUILT)
+
+
 # setuptools packs whatever lies there, files that have since been deleted from the sources included.
 for stale in ROOT.glob("build/lib*"):
     shutil.rmtree(stale)
 
 setup(
-    ext_modules=[Extension("flash_qla._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    ext_modules=[Extension("flash_qla.libflash_qla", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
 )

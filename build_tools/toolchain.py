@@ -157,8 +157,7 @@ def main() -> None:
     """What CMakeLists.txt asks for, as a CMake list. The first item changes when the kernels' tools do."""
     toolkit = find_toolkit()
     tools = f"TileLang {check_tilelang()}, nvcc {toolkit.version}"
-    pybind11 = package_root("pybind11") / "share/cmake/pybind11"
-    print(tools, toolkit.include, toolkit.static_runtime, package_root("torch"), pybind11, sep=";")
+    print(tools, toolkit.include, toolkit.static_runtime, package_root("torch"), sep=";")
 
 
 if __name__ == "__main__":

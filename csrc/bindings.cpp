@@ -1,102 +1,160 @@
-// flash_qla._C: what was compiled into libflash_qla.so and whether it runs here, for Python. The ops do not need it.
-#include <pybind11/pybind11.h>
+// What Python asks of the library beside its ops: what was compiled, whether it runs here, what a call would launch.
+// C functions of integers that answer in JSON, {"result": ...} or {"error": "..."}, for flash_qla/_C.py to call through
+// ctypes: so one library serves every version of Python. An answer lasts until the thread's next question.
+#include <exception>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
 
 #include "device.h"
 #include "dispatch.h"
 #include "registry.h"
 
-namespace py = pybind11;
-
 namespace flash_qla {
 namespace {
 
-py::list kernel_rows() {
-  py::list rows;
-  for (const KernelInfo& kernel : kernel_registry()) {
-    py::dict row;
-    row["name"] = kernel.name;
-    row["kernel"] = kernel.kernel;
-    row["params"] = kernel.params;
-    row["threads"] = kernel.threads;
-    row["registers"] = kernel.registers;
-    row["static_shared_bytes"] = kernel.static_shared_bytes;
-    row["dynamic_shared_bytes"] = kernel.dynamic_shared_bytes;
-    row["spill_bytes"] = kernel.spill_bytes;
-    row["stack_bytes"] = kernel.stack_bytes;
-    rows.append(row);
-  }
-  return rows;
-}
+struct Json {
+  std::ostringstream text;
 
-py::dict build_info() {
-  py::dict info;
-  info["version"] = FLASH_QLA_VERSION;
-  info["tilelang"] = toolchain().tilelang;
-  info["nvcc"] = toolchain().nvcc;
-  info["arch"] = toolchain().arch;
-  info["torch_target"] = FLASH_QLA_TORCH_TARGET;
-  return info;
-}
+  Json() { text.precision(std::numeric_limits<double>::max_digits10); }
 
-py::list gpu_rows() {
-  py::list rows;
-  for (const Gpu& gpu : gpus()) {
-    py::dict row;
-    row["name"] = gpu.name;
-    row["major"] = gpu.major;
-    row["minor"] = gpu.minor;
-    row["sm_count"] = gpu.sm_count;
-    rows.append(row);
-  }
-  return rows;
-}
-
-py::dict forward_dispatch(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp,
-                          bool varlen) {
-  const auto require = [](bool holds, const char* name, int64_t value, const char* expected) {
-    if (!holds) {
-      throw std::invalid_argument(std::string("flash_qla._C.forward_dispatch: ") + name + " is " +
-                                  std::to_string(value) + ", expected " + expected);
+  void value(std::string_view string) {
+    text << '"';
+    for (const char c : string) {
+      if (c == '"' || c == '\\') {
+        text << '\\';
+      }
+      text << (static_cast<unsigned char>(c) < ' ' ? ' ' : c);
     }
-  };
-  require(B >= 0, "B", B, "at least 0");
-  require(T >= 0, "T", T, "at least 0");
-  require(N > 0, "N", N, "at least 1");
-  require(H_k > 0, "H_k", H_k, "at least 1");
-  require(H_v > 0 && H_v % H_k == 0, "H_v", H_v, "a multiple of H_k");
-  require(sm_count > 0, "sm_count", sm_count, "at least 1");
-  const ForwardDispatch dispatch = dispatch_forward({B, T, N, H_k, H_v, varlen, sm_count, auto_cp});
-  py::dict row;
-  row["value_tile"] = dispatch.value_tile;
-  row["segment_chunks"] = dispatch.segment_chunks;
-  row["segments"] = dispatch.segments;
-  row["ctas"] = dispatch.ctas;
-  row["workspace_bytes"] = dispatch.workspace_bytes;
-  row["predicted_us"] = dispatch.predicted_us;
-  return row;
+    text << '"';
+  }
+  void value(const char* string) { value(std::string_view(string)); }
+  void value(auto number) { text << number; }
+
+  // Takes name, value, name, value, ...
+  void object(const auto&... fields) {
+    text << '{';
+    const char* between = "";
+    bool is_name = true;
+    const auto write = [&](const auto& field) {
+      text << between;
+      value(field);
+      between = is_name ? ": " : ", ";
+      is_name = !is_name;
+    };
+    (write(fields), ...);
+    text << '}';
+  }
+
+  void list(const auto& items, auto write) {
+    text << '[';
+    const char* between = "";
+    for (const auto& item : items) {
+      text << between;
+      write(item);
+      between = ", ";
+    }
+    text << ']';
+  }
+};
+
+const char* answer(auto write) {
+  static thread_local std::string text;
+  Json json;
+  try {
+    json.text << "{\"result\": ";
+    write(json);
+  } catch (const std::exception& error) {
+    json.text.str("");
+    json.text << "{\"error\": ";
+    json.value(error.what());
+  }
+  json.text << '}';
+  text = json.text.str();
+  return text.c_str();
+}
+
+void require(bool holds, const char* name, int64_t value, const char* expected) {
+  if (!holds) {
+    throw std::invalid_argument(std::string("flash_qla._C.forward_dispatch: ") + name + " is " + std::to_string(value) +
+                                ", expected " + expected);
+  }
 }
 
 }  // namespace
 }  // namespace flash_qla
 
-PYBIND11_MODULE(_C, module) {
-  module.doc() = "The compiled kernels of flash_qla, how they were built, and whether they run here.";
-  module.def("kernels", &flash_qla::kernel_rows, "One dict per kernel instance, as in csrc/registry.h.");
-  module.def("build_info", &flash_qla::build_info,
-             "Versions: the package, TileLang, nvcc, the GPU architecture, the oldest PyTorch (stable ABI target).");
-  module.def("driver_cuda_version", &flash_qla::driver_cuda_version,
-             "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
-  module.def("gpus", &flash_qla::gpu_rows, "One dict per GPU: name, compute capability (major, minor), sm_count.");
-  module.def("obstacle", &flash_qla::obstacle, py::arg("driver_cuda_version"), py::arg("major"), py::arg("minor"),
-             "Why the kernels do not run under such a driver on such a GPU, as a sentence; empty if they do.");
-  module.def(
-      "forward_dispatch", &flash_qla::forward_dispatch, py::arg("B"), py::arg("T"), py::arg("N"), py::arg("H_k"),
-      py::arg("H_v"), py::arg("sm_count") = 132, py::arg("auto_cp") = true, py::arg("varlen") = true,
-      "What a forward call of these shapes launches on a GPU with that many SMs: value_tile, segment_chunks (0: no "
-      "context parallelism), segments and ctas (upper bounds when varlen), workspace_bytes, predicted_us.");
-  module.def(
-      "override_forward_dispatch", &flash_qla::override_forward_dispatch, py::arg("value_tile") = 0,
-      py::arg("segment_chunks") = -1,
-      "For tests and experts: what forward_dispatch decides from now on in this process. 0 and -1, the defaults, "
-      "leave it to the cost model; segment_chunks = 0 switches context parallelism off.");
+using namespace flash_qla;
+
+extern "C" {
+
+FLASH_QLA_API const char* flash_qla_kernels() {
+  return answer([](Json& json) {
+    json.list(kernel_registry(), [&](const KernelInfo& kernel) {
+      json.object("name", kernel.name, "kernel", kernel.kernel, "params", kernel.params, "threads", kernel.threads,
+                  "registers", kernel.registers, "static_shared_bytes", kernel.static_shared_bytes,
+                  "dynamic_shared_bytes", kernel.dynamic_shared_bytes, "spill_bytes", kernel.spill_bytes, "stack_bytes",
+                  kernel.stack_bytes);
+    });
+  });
 }
+
+FLASH_QLA_API const char* flash_qla_build_info() {
+  return answer([](Json& json) {
+    json.object("version", FLASH_QLA_VERSION, "tilelang", toolchain().tilelang, "nvcc", toolchain().nvcc, "arch",
+                toolchain().arch, "torch_target", FLASH_QLA_TORCH_TARGET);
+  });
+}
+
+FLASH_QLA_API const char* flash_qla_driver_cuda_version() {
+  return answer([](Json& json) { json.value(driver_cuda_version()); });
+}
+
+FLASH_QLA_API const char* flash_qla_gpus() {
+  return answer([](Json& json) {
+    json.list(gpus(), [&](const Gpu& gpu) {
+      json.object("name", std::string_view(gpu.name), "major", gpu.major, "minor", gpu.minor, "sm_count", gpu.sm_count);
+    });
+  });
+}
+
+FLASH_QLA_API const char* flash_qla_obstacle(int64_t driver_cuda_version, int64_t major, int64_t minor) {
+  return answer([&](Json& json) {
+    json.value(std::string_view(
+        obstacle(static_cast<int>(driver_cuda_version), static_cast<int>(major), static_cast<int>(minor))));
+  });
+}
+
+FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v,
+                                                     int64_t sm_count, int64_t auto_cp, int64_t varlen) {
+  return answer([&](Json& json) {
+    require(B >= 0, "B", B, "at least 0");
+    require(T >= 0, "T", T, "at least 0");
+    require(N > 0, "N", N, "at least 1");
+    require(H_k > 0, "H_k", H_k, "at least 1");
+    require(H_v > 0 && H_v % H_k == 0, "H_v", H_v, "a multiple of H_k");
+    require(sm_count > 0, "sm_count", sm_count, "at least 1");
+    const ForwardDispatch dispatch = dispatch_forward({.B = B,
+                                                       .T = T,
+                                                       .N = N,
+                                                       .H_k = H_k,
+                                                       .H_v = H_v,
+                                                       .varlen = varlen != 0,
+                                                       .sm_count = static_cast<int>(sm_count),
+                                                       .auto_cp = auto_cp != 0});
+    json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "segments",
+                dispatch.segments, "ctas", dispatch.ctas, "workspace_bytes", dispatch.workspace_bytes, "predicted_us",
+                dispatch.predicted_us);
+  });
+}
+
+FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks) {
+  return answer([&](Json& json) {
+    override_forward_dispatch(value_tile, segment_chunks);
+    json.text << "null";
+  });
+}
+
+}  // extern "C"

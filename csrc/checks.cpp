@@ -184,6 +184,13 @@ Problem check_forward(const char* op, const ForwardArgs& args) {
     check_state_shape(p, "initial_state", *args.initial_state, args.state_v_first);
   }
 
+  if (args.state_dtype) {
+    const ScalarType dtype = *args.state_dtype;
+    check(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float ||
+              dtype == ScalarType::Double,
+          op, "state_dtype is ", dtype_string(dtype), ", expected bfloat16, float16, float32 or float64");
+  }
+
   // Kernels index tokens and chunks with 32 bits; offsets in elements are 64-bit. The first two bounds keep the
   // arithmetic after them from overflowing.
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();

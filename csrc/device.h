@@ -16,13 +16,13 @@ struct Gpu {
 };
 
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
-FLASH_QLA_API int driver_cuda_version();
+int driver_cuda_version();
 
-FLASH_QLA_API std::vector<Gpu> gpus();
+std::vector<Gpu> gpus();
 
 // Why the kernels do not run under this driver on a GPU of this compute capability: what they need and what was found.
 // Empty if they do.
-FLASH_QLA_API std::string obstacle(int driver_cuda_version, int major, int minor);
+std::string obstacle(int driver_cuda_version, int major, int minor);
 
 // Throws unless the kernels run on the current device.
 void require_supported_gpu(const char* op);

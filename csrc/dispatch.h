@@ -30,10 +30,10 @@ struct ForwardDispatch {
   bool uses_cp() const { return segment_chunks > 0; }
 };
 
-FLASH_QLA_API ForwardDispatch dispatch_forward(const ForwardShape& shape);
+ForwardDispatch dispatch_forward(const ForwardShape& shape);
 
 // For tests and experts: what dispatch_forward decides from now on in this process. 0 and -1 leave it to the cost
 // model; segment_chunks = 0 switches context parallelism off. auto_cp = false still does so for its call.
-FLASH_QLA_API void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks);
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks);
 
 }  // namespace flash_qla

@@ -97,4 +97,11 @@ Tensor h_as_returned(const ForwardArgs& args, const Tensor& h) {
   return Tensor(transposed);
 }
 
+Tensor final_state_as_returned(const ForwardArgs& args, Tensor final_state) {
+  if (args.state_dtype) {
+    convert(final_state, *args.state_dtype);
+  }
+  return final_state;
+}
+
 }  // namespace flash_qla

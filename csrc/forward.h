@@ -39,6 +39,7 @@ struct ForwardArgs {
   bool use_qk_l2norm = false;
   bool state_v_first = false;
   bool auto_cp = true;
+  std::optional<ScalarType> state_dtype;  // of the final state as returned; the compute dtype by default
 };
 
 // h and final_state, where they were not asked for, are empty tensors of shape [0] with the dtype and device that they
@@ -89,6 +90,9 @@ Tensor contiguous_as(const Tensor& tensor, ScalarType dtype);
 // Swaps h's last two dimensions (a view) unless state_v_first.
 Tensor h_as_returned(const ForwardArgs& args, const Tensor& h);
 
+// Rounded to state_dtype if the caller gave one.
+Tensor final_state_as_returned(const ForwardArgs& args, Tensor final_state);
+
 // Both return h in storage order (V-first).
 ForwardOutputs forward_cpu(const Problem& problem, const ForwardArgs& args);
 ForwardOutputs forward_cuda(const Problem& problem, const ForwardArgs& args);
@@ -100,7 +104,7 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule_op(const Tensor& q, const Tens
                                                      const std::optional<Tensor>& initial_state,
                                                      bool output_final_state, bool use_qk_l2norm_in_kernel,
                                                      const std::optional<Tensor>& cu_seqlens, bool state_v_first,
-                                                     bool auto_cp) {
+                                                     bool auto_cp, std::optional<ScalarType> state_dtype) {
   const ForwardArgs args{
       .q = q,
       .k = k,
@@ -114,17 +118,19 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule_op(const Tensor& q, const Tens
       .use_qk_l2norm = use_qk_l2norm_in_kernel,
       .state_v_first = state_v_first,
       .auto_cp = auto_cp,
+      .state_dtype = state_dtype,
   };
   const Problem problem = check_forward("flash_qla::chunk_gated_delta_rule", args);
   ForwardOutputs out = Forward(problem, args);
-  return {std::move(out.o), std::move(out.final_state)};
+  return {std::move(out.o), final_state_as_returned(args, std::move(out.final_state))};
 }
 
 template <auto Forward>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta, std::optional<double> scale,
     const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, bool output_final_state,
-    bool output_h, bool auto_cp, bool state_v_first, bool use_qk_l2norm_in_kernel) {
+    bool output_h, bool auto_cp, bool state_v_first, bool use_qk_l2norm_in_kernel,
+    std::optional<ScalarType> state_dtype) {
   const ForwardArgs args{
       .q = q,
       .k = k,
@@ -140,11 +146,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd_op
       .use_qk_l2norm = use_qk_l2norm_in_kernel,
       .state_v_first = state_v_first,
       .auto_cp = auto_cp,
+      .state_dtype = state_dtype,
   };
   const Problem problem = check_forward("flash_qla::chunk_gated_delta_rule_fwd", args);
   ForwardOutputs out = Forward(problem, args);
   return {std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(args, out.h),
-          std::move(out.final_state)};
+          final_state_as_returned(args, std::move(out.final_state))};
 }
 
 }  // namespace flash_qla

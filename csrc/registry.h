@@ -1,5 +1,5 @@
 // What was compiled into the library: one entry per kernel instance, and the tools it came from.
-// Filled in by build_tools/codegen.py; read by the pybind11 module.
+// Filled in by build_tools/codegen.py; read through bindings.cpp.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct Toolchain {
   const char* arch;
 };
 
-FLASH_QLA_API std::span<const KernelInfo> kernel_registry();
-FLASH_QLA_API const Toolchain& toolchain();
+std::span<const KernelInfo> kernel_registry();
+const Toolchain& toolchain();
 
 }  // namespace flash_qla

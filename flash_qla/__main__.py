@@ -7,11 +7,7 @@ from pathlib import Path
 import torch
 
 import flash_qla
-
-try:
-    from flash_qla import _C
-except ImportError as error:
-    _C, _C_ERROR = None, error
+from flash_qla import _C
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -71,9 +67,6 @@ def main() -> None:
     print(f"package  flash_qla {flash_qla.__version__} in {Path(flash_qla.__file__).parent}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
-    if _C is None:
-        print(f"built    unknown: flash_qla._C does not load ({_C_ERROR}); the ops do not need it")
-        return
     info = _C.build_info()
     print(
         f"built    version {info['version']}, kernels by TileLang {info['tilelang']} and nvcc {info['nvcc']}"

@@ -54,6 +54,7 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    state_dtype: torch.dtype | None = None,
     **ignored,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated Delta Rule over whole sequences (prefill, training); see the module for the formula and the paper.
@@ -90,12 +91,14 @@ def chunk_gated_delta_rule(
         auto_cp: on the GPU, let the forward split long sequences into segments that run side by side when there are too
             few sequences and heads to fill it. Where gates have decayed a state to less than 2^-24 of its norm within a
             segment, what is left of it is dropped; with auto_cp=False nothing is. The CPU ignores it.
+        state_dtype: dtype of final_state, bfloat16, float16, float32 or float64; by default that of the arithmetic,
+            float32 (float64 for float64 inputs). The state is computed in that and rounded once, at the end. A gradient
+            of final_state then arrives in state_dtype.
         **ignored: keywords that other implementations know, such as chunk_indices; None or False only.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q, contiguous.
-        final_state: of the shape of initial_state, contiguous, float32 (float64 for float64 inputs); None unless
-            output_final_state.
+        final_state: of the shape of initial_state, contiguous, in state_dtype; None unless output_final_state.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape, or contents of cu_seqlens are wrong (where they
@@ -118,6 +121,7 @@ def chunk_gated_delta_rule(
         cu_seqlens,
         state_v_first,
         auto_cp,
+        state_dtype,
     )
     return o, final_state if output_final_state else None
 
@@ -136,6 +140,7 @@ def chunk_gated_delta_rule_fwd(
     auto_cp: bool = True,
     state_v_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The forward pass with its intermediate results, by chunks of C = 64 tokens of each sequence.
 
@@ -178,6 +183,7 @@ def chunk_gated_delta_rule_fwd(
         auto_cp,
         state_v_first,
         use_qk_l2norm_in_kernel,
+        state_dtype,
     )
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
 

@@ -16,7 +16,13 @@ if not _LIBRARY.exists():
         "is installed as well, this tree hides it. Run Python from another directory to use the installed package, "
         "or build this tree with `pip install -e .`."
     )
-torch.ops.load_library(_LIBRARY)
+try:
+    torch.ops.load_library(_LIBRARY)
+except OSError as error:
+    raise ImportError(
+        f"{_LIBRARY} does not load, see above. It needs PyTorch 2.10 or newer, whose stable ABI it uses; this is "
+        f"PyTorch {torch.__version__}."
+    ) from error
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
@@ -74,10 +80,26 @@ def _state_symbols(state_v_first):
 
 
 def _fake_forward(
-    op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, output_final_state, output_low_level, output_h
+    op,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    cu_seqlens,
+    state_v_first,
+    state_dtype,
+    output_final_state,
+    output_low_level,
+    output_h,
 ):
-    """(g_cumsum, A, o, h, final_state), as allocate_forward in csrc/forward.cpp makes them."""
+    """(g_cumsum, A, o, h, final_state), as the library returns them, see allocate_forward in csrc/forward.cpp."""
     state_shape, compute_dtype = _check_inputs(op, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    torch._check(
+        state_dtype in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        lambda: f"flash_qla::{op}: state_dtype is {state_dtype}, expected bfloat16, float16, float32 or float64",
+    )
     B, T, _, K = q.shape
     _, _, H_v, V = v.shape
     N = state_shape[0]
@@ -94,7 +116,7 @@ def _fake_forward(
         empty(output_low_level, (B, T, H_v, _CHUNK), q.dtype),
         empty(True, (B, T, H_v, V), q.dtype),
         h,
-        empty(output_final_state, state_shape, compute_dtype),
+        empty(output_final_state, state_shape, compute_dtype if state_dtype is None else state_dtype),
     )
 
 
@@ -112,6 +134,7 @@ def _(
     cu_seqlens=None,
     state_v_first=False,
     auto_cp=True,
+    state_dtype=None,
 ):
     _, _, o, _, final_state = _fake_forward(
         "chunk_gated_delta_rule",
@@ -123,6 +146,7 @@ def _(
         initial_state,
         cu_seqlens,
         state_v_first,
+        state_dtype,
         output_final_state,
         output_low_level=False,
         output_h=False,
@@ -145,6 +169,7 @@ def _(
     auto_cp=True,
     state_v_first=False,
     use_qk_l2norm_in_kernel=False,
+    state_dtype=None,
 ):
     return _fake_forward(
         "chunk_gated_delta_rule_fwd",
@@ -156,6 +181,7 @@ def _(
         initial_state,
         cu_seqlens,
         state_v_first,
+        state_dtype,
         output_final_state,
         output_low_level=True,
         output_h=output_h,
@@ -231,6 +257,7 @@ def _forward_for_backward(
     cu_seqlens=None,
     state_v_first=False,
     auto_cp=True,
+    state_dtype=None,
 ):
     _, _, o, _, final_state = _forward_low_level(
         q,
@@ -246,6 +273,7 @@ def _forward_for_backward(
         auto_cp,
         state_v_first,
         use_qk_l2norm_in_kernel,
+        state_dtype,
     )
     return o, final_state
 
@@ -281,6 +309,7 @@ def _save_for_backward(
     auto_cp=True,
     state_v_first=False,
     use_qk_l2norm_in_kernel=False,
+    state_dtype=None,
 ):
     g_cumsum, A, _, h, final_state = outputs
     ctx.save_for_backward(q, k, v, g_cumsum, beta, A, initial_state, cu_seqlens)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from poison import poisoned
 
 import flash_qla
+from flash_qla import _C
 
 # The differentiable arguments, and what the backward calls their gradients, in the order in which it returns them
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
@@ -282,8 +283,6 @@ def run_all(arguments: dict) -> dict:
 @contextlib.contextmanager
 def forward_mode(value_tile: int = 0, segment_chunks: int = -1):
     """What the forward's dispatch decides meanwhile; the defaults leave it to the cost model."""
-    from flash_qla import _C  # not built for every Python that the library runs under
-
     _C.override_forward_dispatch(value_tile, segment_chunks)
     try:
         yield

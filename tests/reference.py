@@ -1,4 +1,4 @@
-"""Ground truth for the tests: the Gated Delta Rule one token at a time, in fp64.
+"""Ground truth for the tests: the Gated Delta Rule one token at a time, in fp64 unless another dtype is asked for.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T        o_t = scale * S_t^T q_t
 
@@ -21,7 +21,7 @@ L2NORM_EPS = 1e-6
 
 @dataclasses.dataclass
 class Reference:
-    """All fp64. Rows (tokens) and chunks that belong to no sequence are zero."""
+    """All of the dtype of the arithmetic. Rows (tokens) and chunks that belong to no sequence are zero."""
 
     o: torch.Tensor  # [B, T, H_v, V]
     final_state: torch.Tensor  # [N, H_v, K, V], or [N, H_v, V, K] with state_v_first
@@ -30,7 +30,8 @@ class Reference:
 
 @dataclasses.dataclass
 class Gradients:
-    """All fp64, of the shapes of q, k, v, beta, g and the initial state. Rows that belong to no sequence are zero."""
+    """All of the dtype of the arithmetic, of the shapes of q, k, v, beta, g and the initial state. Rows that belong to
+    no sequence are zero."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -110,16 +111,18 @@ def matvec(S: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class Recurrence:
-    """The inputs in fp64, with a row per token and a head per value head, and the sequences in the order in which they
-    run: longest first, so that those still running at step t are the first ones and their states S[:n] a view."""
+    """The inputs in `dtype`, with a row per token and a head per value head, and the sequences in the order in which
+    they run: longest first, so that those still running at step t are the first ones and their states S[:n] a view."""
 
-    def __init__(self, q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first):
+    def __init__(
+        self, q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first, dtype
+    ):
         B, T, H_v, V = v.shape
         self.B, self.T, self.H_v, self.V = B, T, H_v, V
         self.H_k, self.K = k.shape[2:]
         self.scale = self.K**-0.5 if scale is None else scale
         self.state_v_first = state_v_first
-        rows = [x.double().reshape(B * T, *x.shape[2:]) for x in (q, k, v, g, beta)]
+        rows = [x.to(dtype).reshape(B * T, *x.shape[2:]) for x in (q, k, v, g, beta)]
         self.q_in, self.k_in, self.v, g, self.beta = rows
         self.decay = g.exp()
         # value head h reads q/k head h // groups
@@ -144,7 +147,7 @@ class Recurrence:
         if states is None:
             return self.v.new_zeros(len(self.lengths), self.H_v, self.K, self.V)
         states = states.mT if self.state_v_first else states
-        return states.double()[self.order]
+        return states.to(self.v.dtype)[self.order]
 
     def states_out(self, S: torch.Tensor) -> torch.Tensor:
         states = torch.empty_like(S)
@@ -179,8 +182,9 @@ def gated_delta_rule(
     cu_seqlens=None,
     use_qk_l2norm_in_kernel=False,
     state_v_first=False,
+    dtype=torch.float64,
 ) -> Reference:
-    p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
+    p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first, dtype)
     o = torch.zeros_like(p.v)
     h = p.v.new_zeros(p.layout.h_shape[0] * p.layout.h_shape[1], p.H_v, p.K, p.V)
     chunk_starts = p.index(p.layout.chunk_starts)[p.order]
@@ -209,6 +213,7 @@ def gated_delta_rule_bwd(
     cu_seqlens=None,
     use_qk_l2norm_in_kernel=False,
     state_v_first=False,
+    dtype=torch.float64,
 ) -> Gradients:
     """The recurrence in reverse. With a = e^{g_t}, e = v_t - a S_{t-1}^T k_t, u = beta_t e: S_t = a S_{t-1} + k_t u^T.
     At first dS is dht; before step t it is the gradient of S_t but for what comes through o_t = scale * S_t^T q_t:
@@ -220,8 +225,8 @@ def gated_delta_rule_bwd(
 
     and the last dS is that of S_{t-1}, in the end dh0. States are kept at every 64th token, those between made again.
     """
-    p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
-    do = do.double().reshape(p.v.shape)
+    p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first, dtype)
+    do = do.to(dtype).reshape(p.v.shape)
     dq, dk, dv, db, dg = (torch.zeros_like(x) for x in (p.q, p.k, p.v, p.beta, p.decay))
     db_size, dg_size = torch.zeros_like(db), torch.zeros_like(dg)
     steps = p.steps()
@@ -279,12 +284,12 @@ def position_in_chunk(B: int, T: int, cu_seqlens=None) -> torch.Tensor:
     return out.reshape(B, T)
 
 
-def chunk_cumsum(g, cu_seqlens=None) -> torch.Tensor:
+def chunk_cumsum(g, cu_seqlens=None, dtype=torch.float64) -> torch.Tensor:
     """Inclusive cumulative sum of g [B, T, H_v] that restarts at each chunk of each sequence."""
     B, T, H_v = g.shape
     rows = Layout.of(B, T, cu_seqlens).chunk_rows().to(g.device)
     in_chunk = rows >= 0
-    g = g.double().reshape(B * T, H_v)
+    g = g.to(dtype).reshape(B * T, H_v)
     out = torch.zeros_like(g)
     if len(rows):
         out[rows[in_chunk]] = g[rows.clamp_min(0)].cumsum(1)[in_chunk]
@@ -292,17 +297,17 @@ def chunk_cumsum(g, cu_seqlens=None) -> torch.Tensor:
 
 
 @one_thread()
-def chunk_inverse(k, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False) -> torch.Tensor:
+def chunk_inverse(k, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False, dtype=torch.float64) -> torch.Tensor:
     """A = (I + stril(diag(beta) K K^T))^{-1} of each chunk, [B, T, H_v, 64]: row i of a chunk at its token i.
 
     Rows beyond the end of a partial chunk count as k = 0, so columns from its length on are zero.
     """
     B, T, H_v = beta.shape
-    k = k.double()
+    k = k.to(dtype)
     if use_qk_l2norm_in_kernel:
         k = l2norm(k)
     k = k.repeat_interleave(H_v // k.shape[2], 2).reshape(B * T, H_v, k.shape[-1])
-    beta = beta.double().reshape(B * T, H_v)
+    beta = beta.to(dtype).reshape(B * T, H_v)
     out = beta.new_zeros(B * T, H_v, CHUNK)
     rows = Layout.of(B, T, cu_seqlens).chunk_rows().to(k.device)
     in_chunk = rows >= 0

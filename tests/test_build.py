@@ -330,6 +330,12 @@ def test_ci_runs_the_command_of_the_readme():
     assert commands[0] in (ROOT / "README.md").read_text().splitlines()
 
 
+def test_the_workflow_runs_what_there_is():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    named = re.findall(r"(?:tests/\w+\.py|\.ci/run)", workflow)
+    assert ".ci/run" in named and len(named) > 5 and all((ROOT / name).is_file() for name in named)
+
+
 def test_linters_have_one_version():
     ci, hooks = (ROOT / ".ci/run").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
     for tool in ("ruff", "clang-format"):

@@ -10,16 +10,12 @@ from pathlib import Path
 import pytest
 
 import flash_qla
+from flash_qla import _C, __main__ as command
 
 LIBRARY = Path(flash_qla.__file__).with_name("libflash_qla.so")
 
 
-@pytest.fixture
-def _C():
-    return pytest.importorskip("flash_qla._C", reason="flash_qla._C was built for another Python version")
-
-
-def test_obstacles_are_sentences(_C):
+def test_obstacles_are_sentences():
     newest = 1000 * int(_C.build_info()["nvcc"].split(".")[0])
     assert _C.obstacle(newest, 9, 0) == "" and _C.obstacle(newest + 1000, 9, 0) == ""
     assert re.search(r"need NVIDIA driver \d+ or newer, but no driver was found", _C.obstacle(0, 9, 0))
@@ -29,15 +25,84 @@ def test_obstacles_are_sentences(_C):
         assert re.search(rf"need .* 9\.0 .*, but this one has {major}\.{minor}$", _C.obstacle(newest, major, minor))
 
 
-def test_command_says_something_of_every_gpu(_C, tmp_path):
-    command = [sys.executable, "-m", "flash_qla"]
-    output = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+def test_command_says_something_of_every_gpu(tmp_path):
+    arguments = [sys.executable, "-m", "flash_qla"]
+    output = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
     lines = [line for line in output.splitlines() if re.match(r"GPU( \d+)? ", line)]
     if _C.gpus():
         assert len(lines) == len(_C.gpus())
         assert all("the kernels run" in line or "the kernels do not run: " in line for line in lines)
     else:
         assert len(lines) == 1 and "CPU tensors run on the C++ CPU implementation" in lines[0]
+
+
+H200 = {"name": "NVIDIA H200", "major": 9, "minor": 0, "sm_count": 132}
+A100 = {"name": "NVIDIA A100", "major": 8, "minor": 0, "sm_count": 108}
+B200 = {"name": "NVIDIA B200", "major": 10, "minor": 0, "sm_count": 148}
+
+# A machine -> what the command says of its driver and its GPUs. A driver that is too old lists no GPUs.
+MACHINES = {
+    "no driver": (0, [], ["GPU      no NVIDIA driver found; CPU tensors run on the C++ CPU implementation"]),
+    "a driver without a GPU": (
+        13000,
+        [],
+        ["driver   580.1, supports CUDA 13.0", "GPU      none found; CPU tensors run"],
+    ),
+    "an old driver": (
+        12080,
+        [],
+        [
+            "GPU      the kernels were compiled with CUDA",
+            "need NVIDIA driver 580 or newer, but the driver supports",
+        ],
+    ),
+    "a newer driver": (
+        14020,
+        [H200],
+        ["driver   580.1, supports CUDA 14.2", "GPU 0    NVIDIA H200, 132 SMs: the kernels run\n"],
+    ),
+    "an older and a newer GPU": (
+        13000,
+        [A100, H200, B200],
+        [
+            "GPU 0    NVIDIA A100, 108 SMs: the kernels do not run: the kernels need a GPU of compute capability 9.0",
+            "but this one has 8.0\n",
+            "GPU 1    NVIDIA H200, 132 SMs: the kernels run\n",
+            "but this one has 10.0\n",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_command_on_other_machines(machine, monkeypatch, capsys, tmp_path):
+    driver, gpus, lines = MACHINES[machine]
+    driver_file = tmp_path / "version"
+    driver_file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1  Wed Nov 5\n")
+    monkeypatch.setattr(command, "DRIVER_FILE", driver_file)
+    monkeypatch.setattr(command.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_C, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(_C, "gpus", lambda: gpus)
+    command.print_gpus()
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == bool(driver) + max(1, len(gpus)), printed
+    assert all(line in printed for line in lines), printed
+
+
+def test_a_cpu_build_of_torch_is_said(monkeypatch):
+    monkeypatch.setattr(command.torch.version, "cuda", None)
+    assert re.fullmatch(r"PyTorch .* is a CPU build", command.obstacle(H200, 13000))
+
+
+def test_a_library_that_does_not_load(tmp_path):
+    """As under a PyTorch that is too old, which lacks symbols of the stable ABI."""
+    package = tmp_path / "flash_qla"
+    shutil.copytree(LIBRARY.parent, package, ignore=lambda *_: [LIBRARY.name])
+    (package / LIBRARY.name).write_text("no library")
+    result = subprocess.run([sys.executable, "-c", "import flash_qla"], cwd=tmp_path, capture_output=True, text=True)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and str(package) in last
+    assert re.search(r"needs PyTorch 2\.10 or newer.*; this is PyTorch \d+\.\d+", last)
 
 
 def test_kernels_use_tma_and_wgmma():

@@ -1,0 +1,81 @@
+"""The wheel's platform tag, and what makes it manylinux_2_28 where the build machine's glibc is newer.
+
+A linker binds a function to its newest version: pthread_create of glibc 2.36 is GLIBC_2.34, and a library that uses it
+does not load under 2.28, although 2.28 has a pthread_create too. Here the linker is given stubs in front of the real
+libraries, in which every function has the version that it has in glibc 2.28. Nothing of them is shipped: at run time
+the real libraries answer, which keep the old versions forever.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+OLDEST = (2, 28)  # what PyTorch's own wheels need
+
+# glibc 2.34 moved these into libc.so.6. Older ones have them in libraries of their own.
+MOVED = {"libpthread.so.0": ("pthread_", "sem_"), "libdl.so.2": ("dl",), "librt.so.1": ("shm_",)}
+
+
+def parse(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def functions(compiler: str, library: str) -> dict[str, tuple[str, bool]]:
+    """Name -> the version that glibc 2.28 has, and whether there is a newer one, of every function it has."""
+    path = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True, check=True)
+    command = ["nm", "-D", "--with-symbol-versions", path.stdout.strip()]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    versions = defaultdict(list)
+    for name, version in re.findall(r" [TWi] (\w+)@@?GLIBC_([\d.]+)$", symbols, re.MULTILINE):
+        versions[name].append(parse(version))
+    found = {}
+    for name, all_of_it in sorted(versions.items()):
+        old = [version for version in all_of_it if version <= OLDEST]
+        if old:
+            found[name] = ".".join(map(str, max(old))), max(all_of_it) > OLDEST
+    return found
+
+
+def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:
+    names = defaultdict(list)
+    for name, version in versions.items():
+        names[version].append(name)
+    assembly = "".join(f".globl {name}\n.type {name}, @function\n{name}:\n" for name in versions)
+    script = "".join(f"GLIBC_{version} {{ {'; '.join(names[version])}; }};\n" for version in names)
+    source, map_file = stub.with_suffix(".s"), stub.with_suffix(".map")
+    source.write_text(assembly)
+    map_file.write_text(script)
+    flags = ["-shared", "-nostdlib", f"-Wl,-soname,{stub.name}", f"-Wl,--version-script={map_file}"]
+    subprocess.run([compiler, *flags, source, "-o", stub], check=True)
+
+
+def write_stubs(compiler: str, folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+
+    # All of libm, as the linker takes one library of a name.
+    stubs = {"libm.so.6": {name: version for name, (version, _) in functions(compiler, "libm.so.6").items()}}
+    libc = functions(compiler, "libc.so.6")
+    for library, prefixes in MOVED.items():
+        stubs[library] = {
+            name: version for name, (version, changed) in libc.items() if changed and name.startswith(prefixes)
+        }
+    stubs = {folder / library: versions for library, versions in stubs.items() if versions}
+    for stub, versions in stubs.items():
+        write_stub(compiler, stub, versions)
+    return list(stubs)
+
+
+def platform_tag(library: Path) -> str:
+    """manylinux_2_28_x86_64, or what a newer function makes of it: true of the library, wherever it was linked."""
+    headers = subprocess.run(["objdump", "-p", library], capture_output=True, text=True, check=True).stdout
+    needed = max(map(parse, re.findall(r" GLIBC_([\d.]+)$", headers, re.MULTILINE)))
+    return "manylinux_{}_{}_x86_64".format(*max(needed[:2], OLDEST))
+
+
+if __name__ == "__main__":
+    # For CMakeLists.txt: compiler, folder -> the stubs as a CMake list
+    print(*write_stubs(sys.argv[1], Path(sys.argv[2])), sep=";")

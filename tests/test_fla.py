@@ -1,0 +1,424 @@
+"""flash-linear-attention (FLA) beside flash_qla: its own dispatch takes flash_qla and gets right answers, and what is
+outside of flash_qla's range goes to FLA's kernels.
+
+What ran is seen in the ops that PyTorch dispatched, forward and backward, not in what FLA says.
+
+Without a GPU neither FLA's kernels nor its dispatch to flash_qla run. There FLA's question whether the GPU is a Hopper
+one is answered with yes, so that dispatch reaches the CPU implementation, and a stand-in that only counts its calls is
+where FLA's kernels would be.
+"""
+
+import copy
+import importlib
+import itertools
+import warnings
+
+import accuracy
+import pytest
+import reference
+import torch
+from accuracy import relative_error
+from cases import GRADIENT_OF, Case, make_gradients, make_inputs, reference_gradients, reference_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NO_FLA = "no FLA with a backend for flash_qla (fla-core 0.6.0, and Triton) is installed"
+fla_backend = pytest.importorskip("fla.ops.gated_delta_rule.backends.flash_qla", reason=NO_FLA)
+
+import fla.ops.gated_delta_rule as fla_gdr  # noqa: E402
+import fla.ops.gated_delta_rule.chunk as fla_chunk  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import flash_qla  # noqa: E402
+from flash_qla.integrations.fla import _ActivatingBackend, restore, use_flash_qla  # noqa: E402
+
+FORWARD, BACKWARD, INFERENCE = (f"chunk_gated_delta_rule{suffix}" for suffix in ("_fwd", "_bwd", ""))
+NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
+BARS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3}
+DOT_PRODUCT_BAR = 2e-2  # db, dg and what is a sum of them
+FLA_BAR = 5e-2  # how accurate FLA's kernels are is not the question here
+# What a bf16 layer's errors may be over those of the same layer with FLA's naive recurrence, which rounds its results
+# to bf16 and nothing else, as the CPU implementation does. The kernels round within; the norm behind o enlarges that.
+LAYER_RATIO = {"cpu": 1.25, "cuda": 3.0}
+
+
+class Ran(TorchDispatchMode):
+    """A list of flash_qla's ops that ran meanwhile, the backward's included."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "flash_qla":
+            self.ops.append(function._schema.name.removeprefix("flash_qla::"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def as_on_hopper(monkeypatch):
+    """FLA's dispatch as it is on a Hopper GPU, and flash_qla's integration off."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(fla_backend, "IS_NVIDIA_HOPPER", True)
+    monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
+    yield
+    restore()
+
+
+@pytest.fixture
+def integration():
+    use_flash_qla()
+
+
+@reference.one_thread()
+def naive(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """FLA's naive recurrence, which knows neither packed sequences nor grouped heads nor the other options."""
+    q, k, v, g, beta, S = (arguments[name] for name in ("q", "k", "v", "g", "beta", "initial_state"))
+    cu_seqlens = arguments.get("cu_seqlens")
+    offsets = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    os, final_states = [], []
+    for n, (first, last) in enumerate(itertools.pairwise(offsets)):
+        q_n, k_n, v_n, g_n, beta_n = (x[:, first:last].float() for x in (q, k, v, g, beta))
+        if arguments.get("use_qk_l2norm_in_kernel"):
+            q_n, k_n = reference.l2norm(q_n), reference.l2norm(k_n)
+        q_n, k_n = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q_n, k_n))
+        S_n = S if S is None or cu_seqlens is None else S[n : n + 1]
+        if arguments.get("state_v_first") and S_n is not None:
+            S_n = S_n.mT
+        o, final_state = fla_gdr.naive_recurrent_gated_delta_rule(
+            q_n, k_n, v_n, beta_n, g_n, arguments.get("scale"), S_n, output_final_state=True
+        )
+        os.append(o)
+        final_states.append(final_state.mT if arguments.get("state_v_first") else final_state)
+    padding = v.new_zeros(v.shape[0], v.shape[1] - offsets[-1], *v.shape[2:])
+    return torch.cat([*os, padding], 1), torch.cat(final_states)
+
+
+def run(operator, inputs: dict, gradients: dict) -> dict:
+    """o, the final state and all gradients through autograd, by name."""
+    leaves = {name: inputs[name].detach().requires_grad_() for name in GRADIENT_OF if inputs[name] is not None}
+    leaves |= {name: inputs[name].detach().requires_grad_() for name in ("A_log", "dt_bias") if name in inputs}
+    outputs = operator({**inputs, **leaves})
+    found = torch.autograd.grad(outputs, list(leaves.values()), list(gradients.values()))
+    names = ("o", "final_state", *(GRADIENT_OF.get(name, f"d{name}") for name in leaves))
+    return dict(zip(names, (*outputs, *found), strict=True))
+
+
+def in_fp32(inputs: dict) -> dict:
+    def is_floating_point(x) -> bool:
+        return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+    return {name: x.float() if is_floating_point(x) else x for name, x in inputs.items()}
+
+
+def through_fla(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    return fla_gdr.chunk_gated_delta_rule(**inputs, output_final_state=True)
+
+
+def arguments_of(case: Case, device: str) -> tuple[dict, dict]:
+    """FLA's arguments, and the gradients of both results."""
+    inputs = make_inputs(case, device)
+    del inputs["auto_cp"]
+    gradients = make_gradients(case, device)
+    gradients["do"] = gradients["do"].nan_to_num()  # that of padding
+    return inputs, gradients
+
+
+def expected_of(inputs: dict, gradients: dict) -> tuple[dict, reference.Gradients]:
+    """What the fp64 recurrence makes of it, by name, and its gradients by themselves."""
+    outputs, expected = reference_of(inputs), reference_gradients(inputs, **gradients)
+    named = {"o": outputs.o, "final_state": outputs.final_state}
+    return named | {name: getattr(expected, name) for name in GRADIENT_OF.values()}, expected
+
+
+def check(case: Case, device: str, with_naive: bool = True) -> None:
+    """Through FLA's function, in flash_qla: every result and gradient."""
+    inputs, gradients = arguments_of(case, device)
+    with Ran() as ran:
+        actual = run(through_fla, inputs, gradients)
+    assert ran.ops == [FORWARD, BACKWARD]
+    expected, expected_gradients = expected_of(inputs, gradients)
+    for name in ("o", "final_state"):
+        accuracy.check(name, actual[name], expected[name], case.dtype, str(case))
+    found = {name: x for name, x in actual.items() if name not in ("o", "final_state")}
+    g_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
+    accuracy.check_gradients(found, expected_gradients, case.dtype, str(case), g_cumsum)
+    for name, x in actual.items():
+        source = {gradient: name for name, gradient in GRADIENT_OF.items()}.get(name)
+        wanted = inputs[source].dtype if source else torch.float32 if name == "final_state" else case.dtype
+        assert x.dtype == wanted, name
+    if not with_naive:
+        return
+    for name, x in run(naive, in_fp32(inputs), gradients).items():
+        size = expected_gradients.sizes.get(name)
+        assert relative_error(x, expected[name], size) < NAIVE_TOLERANCE, f"FLA's naive recurrence has another {name}"
+
+
+FEW = {"H_k": 1, "H_v": 2}
+INSIDE = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
+CASES = (
+    Case(T=1, H_k=1, H_v=1),
+    Case(T=64, H_k=2, H_v=2, **INSIDE),
+    Case(B=2, T=70, **FEW, initial_state=None),
+    Case(T=130, **FEW, dtype=torch.float16, gate="logsigmoid", scale=0.3, state_v_first=True),
+    Case(T=65, H_k=1, H_v=4, g_dtype=torch.bfloat16, beta_dtype=torch.bfloat16, initial_state=torch.bfloat16),
+    Case(T=66, **FEW, gate="zero", beta="two"),
+    Case(T=66, **FEW, gate="resets", strides="packed"),
+    Case(lengths=(1, 0, 65, 20), **FEW, cu_dtype=torch.int64, state_v_first=True),
+    Case(lengths=(5, 70), **FEW, padding=30, **INSIDE, initial_state=None),
+)
+LONG_CASES = (  # for the GPU
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid"),
+    Case(B=4, T=1024, H_k=16, H_v=32, gate="logsigmoid", dtype=torch.float16),
+    Case(lengths=(4095, 3000, 64, 0, 1000), H_k=16, H_v=64, cu_dtype=torch.int64, **INSIDE),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_function(case, device):
+    check(case, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_function_at_length(case):
+    check(case, "cuda", with_naive=False)
+
+
+def test_function_without_gradients(device):
+    """The same bits as without FLA, by the op that keeps nothing for a backward."""
+    inputs, _ = arguments_of(Case(lengths=(100, 0, 30)), device)
+    with Ran() as ran:
+        outputs = through_fla(inputs)
+    assert ran.ops == [INFERENCE]
+    expected = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))
+    with Ran() as ran:
+        o, final_state = fla_gdr.chunk_gated_delta_rule(**inputs)
+    assert ran.ops == [INFERENCE]
+    assert torch.equal(o, expected[0]) and final_state is None
+
+
+def activations(H_v: int, device: str) -> dict:
+    """What FLA's function takes in the place of gates and betas that are ready; g and beta are then their arguments."""
+    generator = torch.Generator().manual_seed(7)
+    A_log, dt_bias = (torch.randn(H_v, generator=generator).to(device) for _ in range(2))
+    options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    return {"A_log": A_log, "dt_bias": dt_bias, **options}
+
+
+def naive_activated(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """FLA's naive recurrence, with gates and betas as FLA documents the activations."""
+    g = -inputs["A_log"].exp() * F.softplus(inputs["g"].float() + inputs["dt_bias"])
+    return naive({**inputs, "g": g, "beta": 2 * inputs["beta"].float().sigmoid()})
+
+
+OUTSIDE = {
+    "K=64": Case(T=70, K=64),
+    "V=64": Case(T=70, V=64),
+    "K=V=64": Case(T=70, K=64, V=64),
+    "fp32": Case(T=70, dtype=torch.float32),
+    "activations": Case(T=70),
+    "cp_context": Case(lengths=(70,), initial_state=None, cu_dtype=torch.int64),
+    "switched off": Case(T=70),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("integrated", [False, True], ids=["", "integration"])
+def test_outside_goes_to_fla(name, integrated, monkeypatch):
+    """On the CPU: FLA's own function is reached, with no error on the way. The integration takes activations only."""
+    from fla.ops.cp import FLACPContext
+
+    reached = []
+
+    class StandIn:
+        @staticmethod
+        def apply(q, k, v, *_):
+            reached.append(True)
+            return torch.zeros_like(v), None
+
+    monkeypatch.setattr(fla_chunk, "ChunkGatedDeltaRuleFunction", StandIn)
+    if integrated:
+        use_flash_qla()
+    inputs, _ = arguments_of(OUTSIDE[name], "cpu")
+    if name == "activations":
+        inputs |= activations(OUTSIDE[name].H_v, "cpu")
+    if name == "cp_context":
+        inputs |= {"cp_context": FLACPContext(cu_seqlens=inputs["cu_seqlens"])}
+    if name == "switched off":
+        monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    with Ran() as ran:
+        fla_gdr.chunk_gated_delta_rule(**inputs)
+    inside = integrated and name == "activations"
+    assert (ran.ops, reached) == (([INFERENCE], []) if inside else ([], [True]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["V=64", "K=V=64", "switched off"])
+def test_outside_runs_in_fla(name, monkeypatch):
+    """FLA's kernels themselves, forward and backward."""
+    case = OUTSIDE[name]
+    if name == "switched off":
+        monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    inputs, gradients = arguments_of(case, "cuda")
+    with Ran() as ran:
+        actual = run(through_fla, inputs, gradients)
+    assert ran.ops == []
+    check_fla(actual, inputs, gradients)
+
+
+def check_fla(actual: dict, inputs: dict, gradients: dict) -> None:
+    expected, expected_gradients = expected_of(inputs, gradients)
+    for name, x in actual.items():
+        error = relative_error(x, expected[name], expected_gradients.sizes.get(name))
+        assert error < FLA_BAR, f"{name}: {error:.2e}"
+
+
+@pytest.mark.gpu
+def test_context_parallelism_across_cards_runs_in_fla():
+    """With one rank, which holds all."""
+    import torch.distributed as dist
+    from fla.ops.cp import build_cp_context
+
+    inputs, _ = arguments_of(OUTSIDE["cp_context"], "cuda")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        context = build_cp_context(inputs["cu_seqlens"], group=dist.group.WORLD)
+        with Ran() as ran:
+            o, _ = fla_gdr.chunk_gated_delta_rule(**inputs, cp_context=context)
+    finally:
+        dist.destroy_process_group()
+    assert ran.ops == []
+    assert relative_error(o, reference_of(inputs).o) < FLA_BAR
+
+
+with_and_without_integration = pytest.mark.parametrize(
+    ("device", "integrated"),
+    [
+        ("cpu", True),  # without it FLA's kernels run, which need a GPU
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+    ],
+)
+
+
+@with_and_without_integration
+def test_activations(device, integrated):
+    """Gates and betas that are left to the function, and the gradients of all that they are made of."""
+    if integrated:
+        use_flash_qla()
+    inputs, gradients = arguments_of(Case(B=2, T=70), device)
+    inputs |= activations(inputs["v"].shape[2], device)
+    with Ran() as ran:
+        actual = run(through_fla, inputs, gradients)
+    assert ran.ops == ([FORWARD, BACKWARD] if integrated else [])
+    for name, expected in run(naive_activated, inputs, gradients).items():
+        error = relative_error(actual[name], expected.double())
+        assert error < (BARS.get(name, DOT_PRODUCT_BAR) if integrated else FLA_BAR), f"{name}: {error:.2e}"
+        assert actual[name].dtype == expected.dtype or name == "o"
+
+
+def test_integration_declines_other_gpus(monkeypatch):
+    """FLA asks flash_qla on Blackwell too."""
+    inputs, _ = arguments_of(Case(T=1), "cpu")
+    verify = _ActivatingBackend().chunk_gated_delta_rule_verifier
+    assert verify(**inputs) == (True, None)
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    accepted, reason = verify(**{**inputs, "q": inputs["q"].as_subclass(OnGPU)})
+    assert not accepted and "Hopper" in reason
+
+
+def build_layer(device: str):
+    """A small bf16 layer; on the CPU without the parts that are Triton kernels."""
+    layers = pytest.importorskip("fla.layers", reason="FLA's layers (flash-linear-attention) are not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_heads": 2, "num_v_heads": 4, "head_dim": 128, "expand_v": 1, "layer_idx": 0}
+    if device == "cuda":
+        return layers.GatedDeltaNet(**sizes).to(device, torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ShortConvolution is crucial")
+        layer = layers.GatedDeltaNet(**sizes, use_short_conv=False, use_gate=False)
+    layer.o_norm = torch.nn.RMSNorm(layer.head_v_dim)
+    return layer.bfloat16()
+
+
+def run_layer(layer, x: torch.Tensor, **arguments) -> dict:
+    """The output and the gradient of every parameter, by name."""
+    y, _, _ = layer(x, **arguments)
+    weights = torch.linspace(-1, 1, y.shape[-1], device=x.device)
+    parameters = dict(layer.named_parameters())
+    found = torch.autograd.grad((y.float() * weights).sum(), list(parameters.values()))
+    return {"y": y, **dict(zip(parameters, found, strict=True))}
+
+
+def run_layer_naively(layer, x: torch.Tensor, **arguments) -> dict:
+    """The same with FLA's naive recurrence."""
+    module = importlib.import_module(type(layer).__module__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "chunk_gated_delta_rule", naive_in_layer)
+        return run_layer(layer, x, **arguments)
+
+
+def naive_in_layer(output_final_state=False, **inputs):
+    """As the layer calls it: in fp32 inside, o in the layer's dtype."""
+    assert inputs["use_gate_in_kernel"] and inputs["use_beta_sigmoid_in_kernel"] and not inputs["allow_neg_eigval"]
+    g = -inputs["A_log"].float().exp() * F.softplus(inputs["g"].float() + inputs["dt_bias"].float())
+    o, final_state = naive({**inputs, "g": g, "beta": inputs["beta"].float().sigmoid()})
+    return o.to(inputs["v"].dtype), final_state if output_final_state else None
+
+
+def layer_inputs(kind: str, device: str) -> tuple[torch.Tensor, dict]:
+    generator = torch.Generator().manual_seed(1)
+    rows, T = (2, 80) if kind != "packed" else (1, 100)
+    x = torch.randn(rows, T, 64, generator=generator).to(device, torch.bfloat16)
+    if kind == "packed":
+        return x, {"cu_seqlens": torch.tensor([0, 30, 31, 100], device=device)}
+    if kind == "padded":
+        return x, {"attention_mask": (torch.arange(T) >= torch.tensor([[0], [30]])).to(device)}
+    return x, {}
+
+
+@pytest.mark.parametrize("kind", ["batch", "packed", "padded"])
+@with_and_without_integration
+def test_layer(kind, device, integrated):
+    """FLA's layer leaves the activations to the function, so that FLA runs its own kernels, unless the integration is
+    used. Either way results and gradients are as near to the layer in fp32 as those of the naive recurrence."""
+    if integrated:
+        use_flash_qla()
+    layer = build_layer(device)
+    x, arguments = layer_inputs(kind, device)
+    with Ran() as ran:
+        actual = run_layer(layer, x, **arguments)
+    assert ran.ops == ([FORWARD, BACKWARD] if integrated else [])
+    naively = run_layer_naively(layer, x, **arguments)
+    exact = run_layer_naively(copy.deepcopy(layer).float(), x.float(), **arguments)
+
+    def mean_error(found: dict) -> float:
+        errors = [relative_error(found[name], x.double()) for name, x in exact.items() if name != "y"]
+        return torch.tensor(errors).square().mean().sqrt().item()
+
+    y = exact["y"].double()
+    assert relative_error(actual["y"], y) < LAYER_RATIO[device] * relative_error(naively["y"], y)
+    assert mean_error(actual) < LAYER_RATIO[device] * mean_error(naively)
+    for name, gradient in exact.items():
+        assert relative_error(actual[name], gradient.double()) < 5e-2, name
+
+
+def test_layer_continues(integration, device):
+    """A prefill in two pieces; on the GPU the second is FLA's decoding kernel, from the state that flash_qla left."""
+    utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
+    layer = build_layer(device).eval()
+    x, _ = layer_inputs("batch", device)
+    cache = utils.Cache()
+    # Without gradients FLA decodes pieces of up to 64 tokens with a Triton kernel.
+    with torch.set_grad_enabled(device == "cpu"), Ran() as ran:
+        pieces = [layer(piece, past_key_values=cache, use_cache=True)[0] for piece in x.split([70, 10], dim=1)]
+    assert ran.ops == ([FORWARD, FORWARD] if device == "cpu" else [INFERENCE])
+    whole = run_layer_naively(layer, x)["y"]
+    exact = run_layer_naively(copy.deepcopy(layer).float(), x.float())["y"].double()
+    error = relative_error(torch.cat(pieces, 1), exact)
+    assert error < LAYER_RATIO[device] * relative_error(whole, exact)

@@ -1,0 +1,237 @@
+"""What serving engines do: states of any floating dtype in, final states in the dtype asked for, many short packed
+sequences, states gathered from a pool and scattered back."""
+
+import random
+import runpy
+from pathlib import Path
+
+import accuracy
+import pytest
+import torch
+from cases import (
+    GRADIENT_OF,
+    Case,
+    compute_dtype,
+    expected_outputs,
+    make_gradients,
+    make_inputs,
+    run_backward,
+    run_forward,
+)
+from poison import poisoned
+from reference import one_thread
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_qla
+
+ops = torch.ops.flash_qla
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = (BF16, FP16, FP32, FP64)
+INPUTS = ("q", "k", "v", "g", "beta")
+OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd")
+EXAMPLE = runpy.run_path(str(Path(__file__).parent.parent / "examples/serving.py"))
+
+CASES = (
+    Case(B=2, T=70),
+    Case(lengths=(65, 0, 3), padding=2, state_v_first=True, initial_state=BF16, dtype=FP16),
+    Case(lengths=(0, 0), initial_state=FP16),
+    Case(lengths=(), padding=3),
+)
+
+
+def final_states(inputs: dict, **options) -> dict:
+    """Of both functions, with o, which no dtype of the state may change."""
+    o, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, **options)
+    low_level = flash_qla.chunk_gated_delta_rule_fwd(**inputs, **options)
+    return {"o": o, "state": state, "low-level o": low_level[2], "low-level state": low_level[4]}
+
+
+# The dtype of the final state
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_final_state_is_the_usual_one_rounded(device, case):
+    inputs = make_inputs(case, device)
+    expected = final_states(inputs)
+    for dtype in DTYPES:
+        with poisoned(device):
+            actual = final_states(inputs, state_dtype=dtype)
+        for name, x in actual.items():
+            wanted = expected[name].to(dtype) if name.endswith("state") else expected[name]
+            assert x.dtype == wanted.dtype and x.is_contiguous() and torch.equal(x, wanted), (name, dtype)
+
+
+@pytest.mark.parametrize("dtype", (None, *DTYPES), ids=str)
+def test_dtypes_of_the_cpu(dtype):
+    """float64 inputs compute in float64, and may give a state of less."""
+    inputs = make_inputs(Case(T=70, K=16, V=8, dtype=FP64, g_dtype=FP64, initial_state=FP64), "cpu")
+    expected = final_states(inputs)
+    assert expected["state"].dtype == FP64
+    actual = final_states(inputs, state_dtype=dtype)
+    assert torch.equal(actual["state"], expected["state"].to(dtype or FP64))
+    assert torch.equal(actual["o"], expected["o"])
+
+
+def test_passing_the_state_through_keeps_its_bits(device):
+    """A sequence without tokens: from bfloat16 over float32 to bfloat16 nothing is lost."""
+    inputs = make_inputs(Case(lengths=(0, 70, 0), initial_state=BF16, state_v_first=True), device)
+    _, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=BF16)
+    assert torch.equal(state[0::2], inputs["initial_state"][0::2])
+    assert not torch.equal(state[1], inputs["initial_state"][1])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("asked", (False, True))
+def test_real_fake_and_meta_states_are_alike(device, op, asked):
+    inputs = make_inputs(Case(lengths=(65, 0, 3)), device)
+    for dtype in (None, BF16, FP64):
+        options = {**inputs, "output_final_state": asked, "state_dtype": dtype}
+        real = getattr(ops, op)(**options)[-1]
+        assert real.shape == (inputs["initial_state"].shape if asked else (0,))
+        assert real.dtype == dtype or (dtype is None and real.dtype == FP32)
+        with FakeTensorMode() as mode:
+            fake = getattr(ops, op)(
+                **{name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+            )[-1]
+        meta = getattr(ops, op)(
+            **{name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        )[-1]
+        for x in (fake, meta):
+            assert (x.shape, x.stride(), x.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(device, op):
+    inputs = make_inputs(Case(lengths=(65, 3)), device)
+    for name in (*INPUTS, "initial_state"):
+        inputs[name].requires_grad_()
+    torch.library.opcheck(getattr(ops, op).default, (), {**inputs, "output_final_state": True, "state_dtype": BF16})
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn), ids=str)
+def test_other_dtypes_are_refused(device, op, dtype):
+    inputs = make_inputs(Case(T=5), device)
+    message = rf"flash_qla::{op}: state_dtype is .*, expected bfloat16, float16, float32 or float64"
+    with pytest.raises(RuntimeError, match=message):
+        getattr(flash_qla, op)(**inputs, state_dtype=dtype)
+    with pytest.raises(RuntimeError, match=message), FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        getattr(flash_qla, op)(**fake, state_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_gradient_of_the_final_state_arrives_in_its_dtype(device, dtype):
+    case = Case(lengths=(70, 0, 3), dht=dtype, state_v_first=True)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    assert gradients["dht"].dtype == dtype
+    expected = run_backward(inputs, **gradients)
+    leaves = {name: inputs[name].detach().requires_grad_() for name in GRADIENT_OF}
+    arguments = {**inputs, **leaves, "state_dtype": dtype}
+    high_level = flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
+    low_level = flash_qla.chunk_gated_delta_rule_fwd(**arguments)[2::2]
+    for outputs in (high_level, low_level):
+        assert outputs[1].dtype == dtype and outputs[1].requires_grad
+        actual = torch.autograd.grad(outputs, list(leaves.values()), tuple(gradients.values()))
+        assert all(torch.equal(x, expected[name]) for x, name in zip(actual, GRADIENT_OF.values(), strict=True))
+    # The state alone: o's gradient is zero, and dht is not.
+    outputs = flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
+    actual = torch.autograd.grad(outputs[1], list(leaves.values()), gradients["dht"])
+    expected = run_backward(inputs, torch.zeros_like(gradients["do"]).nan_to_num(0), gradients["dht"])
+    assert all(torch.equal(x, expected[name]) for x, name in zip(actual, GRADIENT_OF.values(), strict=True))
+    assert expected["dh0"].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_state_dtype_in_graphs(device, tmp_path):
+    """torch.compile, torch.export and TorchScript keep the argument."""
+
+    class Prefill(torch.nn.Module):
+        def forward(self, q, k, v, g, beta, initial_state, cu_seqlens):
+            o, state = torch.ops.flash_qla.chunk_gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state=initial_state,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                state_v_first=True,
+                state_dtype=torch.bfloat16,
+            )
+            return o, state
+
+    inputs = make_inputs(Case(lengths=(65, 0, 3), state_v_first=True, initial_state=BF16), device)
+    tensors = tuple(inputs[name] for name in (*INPUTS, "initial_state", "cu_seqlens"))
+    prefill = Prefill()
+    expected = prefill(*tensors)
+    assert expected[1].dtype == BF16
+    torch._dynamo.reset()
+    torch.jit.script(prefill).save(str(tmp_path / "prefill.pt"))
+    torch.export.save(torch.export.export(prefill, tensors), tmp_path / "prefill.pt2")
+    for graph in (
+        torch.compile(prefill, fullgraph=True, backend="aot_eager"),
+        torch.export.load(tmp_path / "prefill.pt2").module(),
+        torch.jit.load(str(tmp_path / "prefill.pt")),
+    ):
+        actual = graph(*tensors)
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_autocast_leaves_the_state_dtype_alone(device):
+    inputs = make_inputs(Case(T=70), device)
+    with torch.autocast(device, dtype=FP16):
+        o, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=BF16)
+    assert o.dtype == FP16 and state.dtype == BF16
+
+
+# The calling pattern
+
+SHORT = tuple(random.Random(1).choices(range(1, 30), k=48))
+
+
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
+def test_many_short_sequences_from_a_pool(device, pool_dtype):
+    """One call on states gathered by slot, against the recurrence; the other slots keep their bits."""
+    case = Case(lengths=SHORT, H_k=2, H_v=4, state_v_first=True, initial_state=pool_dtype)
+    inputs = make_inputs(case, device)
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: len(SHORT)].to(device)
+    pool = torch.full((64, 4, 128, 128), float("nan"), device=device, dtype=pool_dtype)
+    pool[slots] = inputs["initial_state"]
+    before = pool.clone()
+    inputs["initial_state"] = pool[slots]
+    expected = expected_outputs(inputs)
+
+    with poisoned(device):
+        o, states = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=pool.dtype)
+    pool[slots] = states
+    accuracy.check("o", o, expected["o"], case.dtype, str(case))
+    accuracy.check("final_state", pool[slots], expected["final_state"], case.dtype, str(case))
+    others = torch.ones(64, dtype=torch.bool, device=device)
+    others[slots] = False
+    assert torch.equal(pool[others].isnan(), before[others].isnan())
+    assert compute_dtype(case) == run_forward(inputs)[4].dtype  # without the argument
+
+
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
+def test_the_example(device, pool_dtype):
+    with one_thread():
+        o, state = EXAMPLE["run"](device, pool_dtype)
+    assert 0 < o <= EXAMPLE["TOLERANCE"] and 0 < state <= EXAMPLE["TOLERANCE"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
+def test_a_step_does_not_synchronize(pool_dtype):
+    inputs = make_inputs(Case(lengths=SHORT, state_v_first=True), "cuda")
+    pool = torch.zeros(64, 4, 128, 128, device="cuda", dtype=pool_dtype)
+    slots = torch.arange(len(SHORT), device="cuda")
+    continues = slots % 2 == 0
+    arguments = [pool, slots, continues, *(inputs[name] for name in (*INPUTS, "cu_seqlens"))]
+    EXAMPLE["step"](*arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        EXAMPLE["step"](*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
