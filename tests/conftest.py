@@ -36,6 +36,29 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def cpp_program(tmp_path_factory) -> Path:
+    """The program of examples/cpp, built."""
+    import cpp_example  # it imports flash_qla, which not every test here needs
+
+    return cpp_example.build_program(tmp_path_factory.mktemp("cpp_program"))
+
+
+@pytest.fixture(scope="session")
+def saved_blocks(tmp_path_factory) -> dict:
+    return {}
+
+
+@pytest.fixture
+def saved_block(device, saved_blocks, tmp_path_factory) -> Path:
+    """The folder with the block of examples/cpp, saved for the device by another process, once."""
+    import cpp_example
+
+    if device not in saved_blocks:
+        saved_blocks[device] = cpp_example.save_block(tmp_path_factory.mktemp("saved_block"), device)
+    return saved_blocks[device]
+
+
 def pytest_addoption(parser):
     parser.addoption("--errors-json", metavar="FILE", help="write the worst error of each tensor to this file")
 

@@ -1,9 +1,9 @@
-"""The ops under autograd and what builds on it: gradcheck, torch.compile, checkpointing, autocast, TorchScript, DDP."""
+"""The ops under autograd and what builds on it: gradcheck, torch.compile, checkpointing, autocast, DDP."""
 
 import accuracy
 import pytest
 import torch
-from cases import GRADIENT_OF, Case, make_gradients, make_inputs, run_autograd, run_backward
+from cases import GRADIENT_OF, Case, make_gradients, make_inputs, run_backward
 from reference import one_thread
 from subprocesses import run_side_by_side
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -244,34 +244,6 @@ def test_autocast_leaves_fp64_alone():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o = flash_qla.chunk_gated_delta_rule(**inputs)[0]
     assert torch.equal(o, flash_qla.chunk_gated_delta_rule(**inputs)[0])
-
-
-# TorchScript
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torchscript_differentiates(device, tmp_path):
-    """Its executor may rewrite the graph after the first calls."""
-
-    @torch.jit.script
-    def scripted(q, k, v, g, beta, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None):
-        o, state = torch.ops.flash_qla.chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens
-        )
-        return o, state
-
-    scripted.save(str(tmp_path / "layer.pt"))
-    loaded = torch.jit.load(str(tmp_path / "layer.pt"))
-    for seed in range(4):
-        case = Case(lengths=(65, 3), seed=seed)
-        inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-        names = (*INPUTS, "initial_state")
-        leaves = {name: inputs[name].detach().requires_grad_() for name in names}
-        outputs = loaded(*leaves.values(), inputs["cu_seqlens"])
-        actual = torch.autograd.grad(outputs, list(leaves.values()), tuple(gradients.values()))
-        expected = run_autograd(inputs, **gradients)
-        for name, dx in zip(names, actual, strict=True):
-            assert torch.equal(dx, expected[GRADIENT_OF[name]]), name
 
 
 # Several processes

@@ -1,5 +1,5 @@
-"""The ops as PyTorch's machinery sees them: schemas, fake implementations, compile, export, TorchScript. What builds on
-autograd is in test_autograd.py."""
+"""The ops as PyTorch's machinery sees them: schemas, fake implementations, compile, export. What builds on autograd
+is in test_autograd.py, saved models are in test_torchscript.py and test_export.py."""
 
 import statistics
 import time
@@ -185,24 +185,6 @@ def test_export_with_dynamic_lengths(device, tmp_path):
     for lengths in ((65, 30, 4), (200, 0), (1, 2, 3, 4, 64)):
         tensors = tensors_for(lengths, device)
         assert all(torch.equal(x, y) for x, y in zip(loaded(*tensors), Layer()(*tensors), strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torchscript(device, tmp_path):
-    @torch.jit.script
-    def scripted(q, k, v, g, beta, cu_seqlens: torch.Tensor | None):
-        o, state = torch.ops.flash_qla.chunk_gated_delta_rule(
-            q, k, v, g, beta, scale=0.5, output_final_state=True, cu_seqlens=cu_seqlens
-        )
-        return o, state
-
-    scripted.save(str(tmp_path / "layer.pt"))
-    loaded = torch.jit.load(str(tmp_path / "layer.pt"))
-    for case in (Case(lengths=(65, 3), initial_state=None, scale=0.5), Case(B=2, T=70, initial_state=None, scale=0.5)):
-        inputs = make_inputs(case, device)
-        expected = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-        actual = loaded(*(inputs[name] for name in (*INPUTS, "cu_seqlens")))
-        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_inference_mode(device):

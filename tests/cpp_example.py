@@ -1,0 +1,127 @@
+"""examples/cpp for the tests: its block saved by a process of its own, its program built, and the program run."""
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import accuracy
+import torch
+
+import flash_qla
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples/cpp"
+LIBRARY = Path(flash_qla.__file__).with_name("libflash_qla.so")
+
+
+def load_example(path: Path):
+    spec = importlib.util.spec_from_file_location(f"examples_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+export_block = load_example(EXAMPLE / "export_block.py")
+
+
+def equal(actual, expected) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def assert_close(actual, expected):
+    """Of (y, state) of the block, or the like. Compilers fuse gates, which are then rounded differently."""
+    bar = accuracy.BARS[expected[0].dtype]
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        error = accuracy.relative_error(x, y.double())
+        assert error <= bar, f"{error:.1e} > {bar:.1e}"
+
+
+def run(*command, **environment: str) -> str:
+    """What the command prints, on either stream; an assertion that it succeeds."""
+    done = try_run(*command, **environment)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
+    return done.stdout
+
+
+def try_run(*command, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def tool(name: str) -> str | None:
+    """A program of this Python's environment, whether or not that is on PATH."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@functools.cache
+def cuda_home() -> Path | None:
+    """The root of the CUDA toolkit that a build of this checkout would use."""
+    code = "from build_tools.toolchain import find_toolkit; print(find_toolkit().root)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    return Path(done.stdout.strip()) if done.returncode == 0 else None
+
+
+def no_cmake_reason() -> str | None:
+    """Why CMake cannot build the program here; None if it can."""
+    if tool("cmake") is None:
+        return "there is no CMake (in the `test` extra)"
+    if torch.version.cuda is None:
+        return None
+    home = cuda_home()
+    if home is None or not any((home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+        return "the TorchConfig of a CUDA build of torch asks for a CUDA toolkit with libcudart.so"
+    return None
+
+
+def build_program(folder: Path) -> Path:
+    """By CMake where it can, otherwise by the compiler alone."""
+    program = folder / "flash_qla_run"
+    if no_cmake_reason() is None:
+        options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"]
+        if ninja := tool("ninja"):
+            options += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        if torch.version.cuda is not None:
+            options += [f"-DCUDA_TOOLKIT_ROOT_DIR={cuda_home()}"]
+        run(tool("cmake"), "-S", EXAMPLE, "-B", folder, *options)
+        run(tool("cmake"), "--build", folder)
+        return program
+    from torch.utils import cpp_extension
+
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    # libtorch is kept although nothing in it is called: it brings in libtorch_cuda, which finds what it needs itself.
+    libraries += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-ldl"]
+    run("g++", "-std=c++20", *includes, EXAMPLE / "main.cpp", "-o", program, *libraries)
+    return program
+
+
+def save_block(folder: Path, device: str) -> Path:
+    """block.pt, block.pt2, inputs.pt and expected.pt, by the example's script."""
+    environment = {}
+    if (
+        device == "cuda"
+    ):  # AOTInductor compiles with the toolkit's headers and links libcuda.so, which drivers call .so.1
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        driver = next(line.split()[-1] for line in maps if "/libcuda.so" in line)
+        (folder / "libcuda.so").symlink_to(driver)
+        libraries = f"{folder}{os.pathsep}{os.environ.get('LIBRARY_PATH', '')}"
+        environment = {"LIBRARY_PATH": libraries, **({"CUDA_HOME": str(cuda_home())} if cuda_home() else {})}
+    run(sys.executable, EXAMPLE / "export_block.py", "--out", folder, "--device", device, **environment)
+    return folder
+
+
+def run_program(program: Path, model: Path, inputs: tuple, folder: Path, device: str) -> list[torch.Tensor]:
+    """What the C++ program makes of the inputs, on the device."""
+    torch.save(tuple(x if x is None else x.cpu() for x in inputs), folder / "inputs.pt")
+    run(program, LIBRARY, model, folder / "inputs.pt", folder / "outputs.pt", device)
+    return [x.to(device) for x in torch.load(folder / "outputs.pt")]
