@@ -14,9 +14,10 @@ it round only what is small.  Rows that no sequence covers get zeros in A, g_cum
 With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it; with larger keys
 entries grow like the product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
 
-The arithmetic is in device/chunk_matrices.cuh.  A CTA takes `heads` value heads of a group: K K^T and Q K^T are made once
-for them, by WGMMA, and go to the places of K and Q; then every warp works on a head of its own, or a team of two or
-four warps on one where the heads are 2 or 1.  Shared memory, 56 KB, so that 4 CTAs an SM hide each other's latencies:
+The arithmetic is in device/chunk_matrices.cuh.  A CTA takes `heads` value heads of a group: K K^T and Q K^T are made
+once for them, by WGMMA, and go to the places of K and Q; then every warp works on a head of its own, or a team of two
+or four warps on one where the heads are 2 or 1.  Shared memory, 56 KB, so that 4 CTAs an SM hide each other's
+latencies:
 
     K 16, later K Q^T and K K^T by blocks 16
     Q 16, later each warp's block column of both matrices, 4 * 4
@@ -184,9 +185,7 @@ def chunk_matrices(dtype, normalize):
                             T.access_ptr(gates_s[warp, 0, 0], "r"),
                             T.access_ptr(inverses_s[team, 0], "rw"),
                             # two blocks a warp, or with a team of four the same one twice
-                            T.if_then_else(
-                                warps == WARPS, member, 2 * (member + step) + T.truncdiv(lane, 16)
-                            ),
+                            T.if_then_else(warps == WARPS, member, 2 * (member + step) + T.truncdiv(lane, 16)),
                         )
                     extern("team_sync", team, warps)
                     extern(

@@ -156,7 +156,7 @@ def check(case: Case, device: str, with_naive: bool = True) -> None:
 FEW = {"H_k": 1, "H_v": 2}
 INSIDE = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 CASES = (
-    Case(T=1, H_k=1, H_v=1),
+    Case(T=1, H_k=2, H_v=8),  # dq of one token and head is a single dot product, which may cancel
     Case(T=64, H_k=2, H_v=2, **INSIDE),
     Case(B=2, T=70, **FEW, initial_state=None),
     Case(T=130, **FEW, dtype=torch.float16, gate="logsigmoid", scale=0.3, state_v_first=True),
@@ -272,24 +272,6 @@ def check_fla(actual: dict, inputs: dict, gradients: dict) -> None:
     for name, x in actual.items():
         error = relative_error(x, expected[name], expected_gradients.sizes.get(name))
         assert error < FLA_BAR, f"{name}: {error:.2e}"
-
-
-@pytest.mark.gpu
-def test_context_parallelism_across_cards_runs_in_fla():
-    """With one rank, which holds all."""
-    import torch.distributed as dist
-    from fla.ops.cp import build_cp_context
-
-    inputs, _ = arguments_of(OUTSIDE["cp_context"], "cuda")
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        context = build_cp_context(inputs["cu_seqlens"], group=dist.group.WORLD)
-        with Ran() as ran:
-            o, _ = fla_gdr.chunk_gated_delta_rule(**inputs, cp_context=context)
-    finally:
-        dist.destroy_process_group()
-    assert ran.ops == []
-    assert relative_error(o, reference_of(inputs).o) < FLA_BAR
 
 
 with_and_without_integration = pytest.mark.parametrize(

@@ -51,7 +51,7 @@ enum Gate {
 
 constexpr int kMatrixBytes = kChunk * kChunk * 2;
 constexpr int kColumnBytes = kMatrixBytes / 4;  // of a block column of one matrix, transposed
-constexpr float kNormEps = 1e-6f;                // as in transformers
+constexpr float kNormEps = 1e-6f;               // as in transformers
 
 // The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
 // registers from before the loops around it.
@@ -148,8 +148,8 @@ __device__ __forceinline__ void store_products(const float* KK, const float* KQ,
         }
       }
       if (i < warp) {
-        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {
-            as_factor<T>(x[0]), as_factor<T>(x[1]), as_factor<T>(x[2]), as_factor<T>(x[3])};
+        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {as_factor<T>(x[0]), as_factor<T>(x[1]),
+                                                                            as_factor<T>(x[2]), as_factor<T>(x[3])};
       }
       if (i == warp) {
         float* const to = diagonals + i * kDiagonalStride + g * kBlock + 8 * n + 2 * t;
@@ -164,13 +164,13 @@ __device__ __forceinline__ void store_products(const float* KK, const float* KQ,
 }
 
 // By one warp: a head's gates. g, beta and b_rows are the head's at the chunk's first token, `stride` apart; behind
-// `length` tokens both are taken as 0. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and scale / |q|. b
-// log2(e) and beta go to `gates`, for this warp; with `writes` the table goes to global memory, and the first `valid` of b
-// to b_rows.
-__device__ __forceinline__ void chunk_gates(float* gates, const float* diagonals, const float* g, const float* beta_rows,
-                                            float* b_rows, int64_t stride, int length, int valid, float rstd_k_low,
-                                            float rstd_k_high, float scale_q_low, float scale_q_high, float* table,
-                                            bool writes) {
+// `length` tokens both are taken as 0. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and scale / |q|.
+// b log2(e) and beta go to `gates`, for this warp; with `writes` the table goes to global memory, and the first `valid`
+// of b to b_rows.
+__device__ __forceinline__ void chunk_gates(float* gates, const float* diagonals, const float* g,
+                                            const float* beta_rows, float* b_rows, int64_t stride, int length,
+                                            int valid, float rstd_k_low, float rstd_k_high, float scale_q_low,
+                                            float scale_q_high, float* table, bool writes) {
   const int lane = lane_here();
   float b[2], beta[2];
 #pragma unroll
@@ -249,8 +249,9 @@ __device__ __forceinline__ void invert_diagonal(const float* diagonals, const fl
   }
 }
 
-// acc += left right, 16 x 16 x 16: left is a block of accumulators, [2][4]; right[k] holds rows 8k to 8k + 7 of the right
-// factor as the accumulators of its transposed hold them. K's order is permuted as accumulators are, on both sides.
+// acc += left right, 16 x 16 x 16: left is a block of accumulators, [2][4]; right[k] holds rows 8k to 8k + 7 of the
+// right factor as the accumulators of its transposed hold them. K's order is permuted as accumulators are, on both
+// sides.
 template <typename T>
 __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)[2][4], const float4 (&right)[2]) {
 #pragma unroll
@@ -293,36 +294,33 @@ __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* b
   }
 #pragma unroll
   for (int i = j + 1; i < 4; ++i) {
-    {
-      float sum[2][4] = {}, product[2][4] = {};
+    float sum[2][4] = {}, product[2][4] = {};
+    float4 right[2];
 #pragma unroll
-      for (int l = j; l < i; ++l) {
-        {
-          const float4* const from = static_cast<const float4*>(blocks) + product_block(i, l) * kBlockPieces + lane;
-          const float4 right[2] = {from[0], from[32]};
-          multiply<T>(sum, X[l], right);
-        }
+    for (int l = j; l < i; ++l) {
+      const float4* const from = static_cast<const float4*>(blocks) + product_block(i, l) * kBlockPieces + lane;
+      right[0] = from[0];
+      right[1] = from[32];
+      multiply<T>(sum, X[l], right);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float2 beta = *reinterpret_cast<const float2*>(gates + kChunk + kBlock * i + 8 * k + 2 * t);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sum[k][e] = as_factor<T>(sum[k][e] * -(e & 1 ? beta.y : beta.x));
       }
-      float4 right[2];
+      const float* const from = inverses + i * kInverseStride + in_inverse(g, 8 * k + 2 * t);
+      const float2 low = *reinterpret_cast<const float2*>(from);
+      const float2 high = *reinterpret_cast<const float2*>(from + 8 * kBlock);
+      right[k] = {low.x, low.y, high.x, high.y};
+    }
+    multiply<T>(product, sum, right);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float2 beta = *reinterpret_cast<const float2*>(gates + kChunk + kBlock * i + 8 * k + 2 * t);
+    for (int k = 0; k < 2; ++k) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          sum[k][e] = as_factor<T>(sum[k][e] * -(e & 1 ? beta.y : beta.x));
-        }
-        const float* const from = inverses + i * kInverseStride + in_inverse(g, 8 * k + 2 * t);
-        const float2 low = *reinterpret_cast<const float2*>(from);
-        const float2 high = *reinterpret_cast<const float2*>(from + 8 * kBlock);
-        right[k] = {low.x, low.y, high.x, high.y};
-      }
-      multiply<T>(product, sum, right);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          X[i][k][e] = as_factor<T>(product[k][e]);
-        }
+      for (int e = 0; e < 4; ++e) {
+        X[i][k][e] = as_factor<T>(product[k][e]);
       }
     }
   }
@@ -331,9 +329,8 @@ __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* b
 // One 16 x 16 block (i, j) of both gated matrices, transposed, to shared memory. On the diagonal what lies below it,
 // transposed, is cut off.
 template <typename T, bool kDiagonal>
-__device__ __forceinline__ void gate_block(const float (&X)[2][4], const void* blocks, const float* gates, int i,
-                                           int j, const float (&b_row)[2], uint32_t to_inverse,
-                                           uint32_t to_attention) {
+__device__ __forceinline__ void gate_block(const float (&X)[2][4], const void* blocks, const float* gates, int i, int j,
+                                           const float (&b_row)[2], uint32_t to_inverse, uint32_t to_attention) {
   const int lane = threadIdx.x & 31;
   const int g = lane >> 2, t = lane & 3;
   const float4* const from = static_cast<const float4*>(blocks) + attention_block(i, j) * kBlockPieces + lane;
@@ -421,9 +418,8 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], void* s
         }
       }
     }
-    store_matrices_transposed(
-        shared_address(tile) + in_tile(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1), x[0][0], x[0][1], x[1][0],
-        x[1][1]);
+    store_matrices_transposed(shared_address(tile) + in_tile(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1),
+                              x[0][0], x[0][1], x[1][0], x[1][1]);
   }
   __syncwarp();
   T* to = static_cast<T*>(A) + lane / 2 * stride + kBlock * j + (lane & 1) * 8;

@@ -9,7 +9,7 @@
 namespace flash_qla::device {
 
 // Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself.
-constexpr int kTeamBarrier = 9;  // and the next, in chunk_matrices
+constexpr int kTeamBarrier = 9;   // and the next, in chunk_matrices
 constexpr int kStateBarrier = 9;  // and the next, one for each state warpgroup of chunk_forward
 
 // Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
@@ -70,13 +70,6 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
 
 // Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
-
-// The transposed of an 8 x 8 matrix of 16-bit elements, held as by load_matrices_transposed.
-__device__ __forceinline__ uint32_t transpose(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
 
 // Rounded to nearest, in the bits that the tensor cores read; they cut off the 13 low ones. (cvt.rna.tf32 is a dozen
 // instructions on sm_90.)
