@@ -105,14 +105,30 @@ def test_a_library_that_does_not_load(tmp_path):
     assert re.search(r"needs PyTorch 2\.10 or newer.*; this is PyTorch \d+\.\d+", last)
 
 
-def test_kernels_use_tma_and_wgmma():
+@pytest.fixture(scope="module")
+def sass() -> dict[str, str]:
+    """The instructions of each kernel."""
     cuobjdump = shutil.which("cuobjdump")
     if cuobjdump is None:
         pytest.skip("cuobjdump is not on PATH (it comes with the CUDA toolkit)")
-    sass = subprocess.run([cuobjdump, "--dump-sass", LIBRARY], capture_output=True, text=True, check=True).stdout
-    functions = re.findall(r"Function : (\w+)\n(.*?)(?=\n\s*Function : |\Z)", sass, re.S)
+    text = subprocess.run([cuobjdump, "--dump-sass", LIBRARY], capture_output=True, text=True, check=True).stdout
+    return dict(re.findall(r"Function : (\w+)\n(.*?)(?=\n\s*Function : |\Z)", text, re.S))
+
+
+def test_kernels_use_tma_and_wgmma(sass):
     for kernel in ("chunk_matrices", "chunk_forward", "segment_maps", "segment_scan", "chunk_states"):
         for dtype in ("bf16", "fp16"):
-            bodies = [body for name, body in functions if f"{kernel}_{dtype}" in name]
-            assert bodies, [name for name, _ in functions]
+            bodies = [body for name, body in sass.items() if f"{kernel}_{dtype}" in name]
+            assert bodies, list(sass)
             assert all("HGMMA" in body and "UTMALDG" in body for body in bodies), kernel
+
+
+def test_kernels_launched_early_wait_before_they_read(sass):
+    """Programmatic dependent launch: nothing may be read before the wait (ACQBULK) for the kernel before, nor the next
+    kernel let go (PREEXIT) before that."""
+    waiting = {name: body for name, body in sass.items() if "ACQBULK" in body}
+    for kernel in ("chunk_matrices", "chunk_forward", "segment_maps", "segment_scan"):
+        assert any(kernel in name for name in waiting), kernel
+    for name, body in waiting.items():
+        before = body[: body.index("ACQBULK")]
+        assert not re.search(r"\b(LDG|LD\.E|STG|ST\.E|UTMALDG|UBLKCP|PREEXIT)\b", before), name
