@@ -145,8 +145,8 @@ FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64
                                                        .sm_count = static_cast<int>(sm_count),
                                                        .auto_cp = auto_cp != 0});
     json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "segments",
-                dispatch.segments, "ctas", dispatch.ctas, "workspace_bytes", dispatch.workspace_bytes, "predicted_us",
-                dispatch.predicted_us);
+                dispatch.segments, "ctas", dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta, "workspace_bytes",
+                dispatch.workspace_bytes, "predicted_us", dispatch.predicted_us);
   });
 }
 

@@ -48,7 +48,9 @@ double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_ch
   const int64_t length = parts > 1 ? segment_chunks : chunks;
   const auto waves = [&](double ctas) { return std::ceil(ctas / shape.sm_count); };
   const double heads = static_cast<double>(shape.N * shape.H_v), n = static_cast<double>(length);
-  const double per_head = kMatricesHead + kMatricesCta / static_cast<double>(heads_per_cta(shape, INT32_MAX));
+  // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
+  constexpr int64_t kManySlots = 1 << 20;
+  const double per_head = kMatricesHead + kMatricesCta / static_cast<double>(heads_per_cta(shape, kManySlots));
   const double matrices = std::max(kMatricesLatency, per_head * heads * static_cast<double>(chunks));
   const double tile = value_tile == 64 ? kStart64 + n * kChunk64 : kStart128 + n * kChunk128;
   double us = kPlan + matrices + waves(heads * parts * (kHeadDim / value_tile)) * tile;

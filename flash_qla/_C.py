@@ -53,8 +53,8 @@ def forward_dispatch(
     B: int, T: int, N: int, H_k: int, H_v: int, sm_count: int = 132, auto_cp: bool = True, varlen: bool = True
 ) -> dict:
     """What a forward call of these shapes launches on a GPU with that many SMs: value_tile, segment_chunks (0: no
-    context parallelism), segments and ctas (upper bounds when varlen), workspace_bytes, predicted_us. N is the number
-    of sequences. Raises ValueError for a shape that no call has."""
+    context parallelism), segments and ctas (upper bounds when varlen), heads_per_cta (of chunk_matrices),
+    workspace_bytes, predicted_us. N is the number of sequences. Raises ValueError for a shape that no call has."""
     return _ask("forward_dispatch", B, T, N, H_k, H_v, sm_count, auto_cp, varlen)
 
 

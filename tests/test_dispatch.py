@@ -62,10 +62,14 @@ def test_fields_belong_together(auto_cp):
             "segment_chunks",
             "segments",
             "ctas",
+            "heads_per_cta",
             "workspace_bytes",
             "predicted_us",
         }
         assert found["value_tile"] in TILES
+        heads, group = found["heads_per_cta"], shape["H_v"] // shape["H_k"]
+        assert 1 <= heads <= 4 and group % heads == 0, shape
+        assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
         assert found["ctas"] == found["segments"] * shape["H_v"] * (D // found["value_tile"]), shape
         assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0
         if found["segment_chunks"] == 0:

@@ -98,6 +98,23 @@ def test_grouped_value_heads(device, heads):
     check_forward(Case(lengths=(100, 20), H_k=H_k, H_v=H_v, gate="logsigmoid"), device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("l2norm", ({}, {"keys": "raw", "use_qk_l2norm_in_kernel": True}), ids=("", "l2norm"))
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "heads_per_cta"), (((16, 16), 1), ((8, 16), 2), ((8, 24), 3), ((8, 32), 4), ((4, 32), 4))
+)
+def test_value_heads_that_share_a_cta(heads, heads_per_cta, dtype, l2norm):
+    """As many as the group has, up to four, where there are enough chunks for every SM."""
+    from flash_qla import _C
+
+    case = Case(lengths=(1000, 0, 63, 65, 70), padding=70, H_k=heads[0], H_v=heads[1], dtype=dtype, **l2norm)
+    T, N = sum(case.lengths) + case.padding, len(case.lengths)
+    sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert _C.forward_dispatch(1, T, N, *heads, sm_count=sm_count)["heads_per_cta"] == heads_per_cta
+    check_forward(case, "cuda")
+
+
 # State
 
 
