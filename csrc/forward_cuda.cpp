@@ -99,11 +99,17 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .HV = p.H_v,
                            .NT = dispatch.slots},
                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
+  const auto block_rows = [&](int64_t j) {  // from the j-th on
+    return static_cast<const uint16_t*>(workspace[workspace.matrices]) + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
+  };
   if (dispatch.uses_cp()) {
     kernels::segment_maps({.k = k.const_data_ptr(),
                            .v = v.const_data_ptr(),
                            .gates = workspace[workspace.gates],
-                           .matrices = workspace[workspace.matrices],
+                           .matrices_0 = block_rows(0),
+                           .matrices_1 = block_rows(1),
+                           .matrices_2 = block_rows(2),
+                           .matrices_3 = block_rows(3),
                            .segments = workspace[workspace.segments],
                            .states = workspace[workspace.states],
                            .maps = workspace[workspace.maps],
@@ -132,7 +138,10 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                           .k = k.const_data_ptr(),
                           .v = v.const_data_ptr(),
                           .gates = workspace[workspace.gates],
-                          .matrices = workspace[workspace.matrices],
+                          .matrices_0 = block_rows(0),
+                          .matrices_1 = block_rows(1),
+                          .matrices_2 = block_rows(2),
+                          .matrices_3 = block_rows(3),
                           .segments = workspace[workspace.segments],
                           .initial_state = data(args.initial_state),
                           .final_state = data(out.final_state, args.output_final_state),

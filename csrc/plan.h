@@ -21,7 +21,9 @@ inline constexpr int64_t kPassedParts = 8;  // of <S, dS'>, which chunk_states_b
 
 inline constexpr int64_t kSquare = kHeadDim * kHeadDim;  // elements of a state
 inline constexpr int64_t kTile = kHeadDim * kChunk;      // of a chunk of one head
-inline constexpr int64_t kMatrix = kChunk * kChunk;      // of a chunk's matrices: A * D, the attention
+inline constexpr int64_t kMatrix = kChunk * kChunk;      // of a chunk's A * D in the backward
+inline constexpr int64_t kBlock = 16;                    // rows and columns of the forward's blocks of such a matrix,
+inline constexpr int64_t kTriangle = 10 * kBlock * kBlock;  // of which it keeps the ten that are not zero
 
 inline int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
   return varlen ? (T + (kChunk - 1) * (N + 1)) / kChunk : B * ((T + kChunk - 1) / kChunk);
@@ -74,14 +76,14 @@ struct ForwardWorkspace : Workspace {
         chunks(reserve<int32_t>(dispatch.slots * kTableColumns)),
         segments(reserve<int32_t>(dispatch.segments * kSegmentColumns)),
         gates(reserve<float>(dispatch.slots * shape.H_v * kForwardGateRows * kChunk)),
-        matrices(reserve<uint16_t>(2 * dispatch.slots * shape.H_v * kMatrix)),
+        matrices(reserve<uint16_t>(2 * dispatch.slots * shape.H_v * kTriangle)),
         states(reserve<float>(dispatch.uses_cp() ? dispatch.segments * shape.H_v * kSquare : 0)),
         maps(reserve<uint16_t>(dispatch.uses_cp() ? 2 * dispatch.segments * shape.H_v * kSquare : 0)),
         skips(reserve<int32_t>(dispatch.uses_cp() ? dispatch.segments * shape.H_v : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments;  // chunk_plan's tables
   const Region<float> gates;                          // [slots, H_v, kForwardGateRows, kChunk]
-  const Region<uint16_t> matrices;                    // [slots, H_v, 2, kChunk, kChunk]
+  const Region<uint16_t> matrices;                    // [slots, H_v, 2, kTriangle]
   const Region<float> states;                         // [segments, H_v, kHeadDim, kHeadDim]
   const Region<uint16_t> maps;                        // [segments, H_v, 2, kHeadDim, kHeadDim]
   const Region<int32_t> skips;                        // [segments, H_v]

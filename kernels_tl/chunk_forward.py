@@ -24,6 +24,7 @@ Launched on [segments * HV * value tiles].
 import tilelang.language as T
 
 from kernels_tl.common import (
+    BLOCK,
     FORWARD_BETA,
     FORWARD_DECAY,
     FORWARD_QUERY,
@@ -40,6 +41,7 @@ from kernels_tl.common import (
     C,
     D,
     dims,
+    block_row,
     element_type,
     extern,
     swizzled,
@@ -72,7 +74,10 @@ def chunk_forward(dtype, value_tile):
         k: T.Tensor([R, HK, D], dtype),
         v: T.Tensor([R, HV, D], dtype),
         gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
-        matrices: T.Tensor([NT, HV, 2, C, C], dtype),
+        matrices_0: block_row(NT, HV, 0, dtype),
+        matrices_1: block_row(NT, HV, 1, dtype),
+        matrices_2: block_row(NT, HV, 2, dtype),
+        matrices_3: block_row(NT, HV, 3, dtype),
         segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
@@ -205,6 +210,7 @@ def chunk_forward(dtype, value_tile):
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
+                edge = T.alloc_var("int32", init=0)  # a variable: a negative constant would count from the end
                 for c in T.serial(T.if_then_else(tx < CONSUMERS + 32, chunks, 0)):
                     s = c % STAGES
                     t = row + c * C
@@ -212,11 +218,23 @@ def chunk_forward(dtype, value_tile):
                     for tile_s, source in (
                         (K_s, k[t : t + C, hk, :]),
                         (Q_s, q[t : t + C, hk, :]),
-                        (L_s, matrices[first + c, hv, 0, :, :]),
-                        (P_s, matrices[first + c, hv, 1, :, :]),
                         (gates_s, gates[first + c, hv, :, :]),
                     ):
                         T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                    for which, tile_s in ((0, L_s), (1, P_s)):
+                        # What lies before a block row's first column is out of bounds, so zeros come, and no bytes.
+                        for j, source in (
+                            (0, matrices_0[first + c, hv, which, :, 0:C]),
+                            (1, matrices_1[first + c, hv, which, :, edge - BLOCK : edge - BLOCK + C]),
+                            (2, matrices_2[first + c, hv, which, :, edge - 2 * BLOCK : edge - 2 * BLOCK + C]),
+                            (3, matrices_3[first + c, hv, which, :, edge - 3 * BLOCK : edge - 3 * BLOCK + C]),
+                        ):
+                            T.tma_copy(
+                                source,
+                                tile_s[s, BLOCK * j : BLOCK * j + BLOCK, :],
+                                barrier=loaded[s],
+                                leader_scope_threads=32,
+                            )
                     for w in T.unroll(WARPGROUPS):
                         T.tma_copy(
                             v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],

@@ -26,6 +26,11 @@ GATE_ROWS = 5
 FORWARD_BETA, FORWARD_QUERY, FORWARD_DECAY, FORWARD_TOTAL = 0, 2, 3, 4
 GATE_TABLE_ROWS = 5
 
+# The forward's matrices, which are triangular, by blocks of 16 x 16: the block rows that they have transposed follow one
+# another, each from the diagonal block on.
+BLOCK = 16
+MATRIX = 10 * BLOCK * BLOCK  # elements
+
 # Columns of the tables that chunk_plan writes.
 SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK = 0, 1, 2  # of sequence n: first token row, tokens, first chunk slot
 CHUNK_ROW, CHUNK_LENGTH, CHUNK_SEQ = 0, 1, 2  # of chunk slot: first token row, tokens, sequence or PADDING
@@ -57,6 +62,12 @@ def swizzled(buffer):
 def element_type(dtype):
     """The name of a 16-bit dtype in CUDA C++."""
     return {"bfloat16": "__nv_bfloat16", "float16": "__half"}[dtype]
+
+
+def block_row(NT, HV, j, dtype):
+    """Block row j of the forward's two matrices of each chunk and value head, a strided part of [NT, HV, 2, MATRIX]."""
+    width = C - BLOCK * j
+    return T.StridedTensor([NT, HV, 2, BLOCK, width], (HV * 2 * MATRIX, 2 * MATRIX, MATRIX, width, 1), dtype)
 
 
 def extern(name, *args):

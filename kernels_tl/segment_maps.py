@@ -22,6 +22,7 @@ Launched on [segments * HV * 2].
 import tilelang.language as T
 
 from kernels_tl.common import (
+    BLOCK,
     FORWARD_BETA,
     FORWARD_DECAY,
     FORWARD_TOTAL,
@@ -36,6 +37,7 @@ from kernels_tl.common import (
     C,
     D,
     dims,
+    block_row,
     element_type,
     extern,
     swizzled,
@@ -67,7 +69,10 @@ def segment_maps(dtype):
         k: T.Tensor([R, HK, D], dtype),
         v: T.Tensor([R, HV, D], dtype),
         gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
-        matrices: T.Tensor([NT, HV, 2, C, C], dtype),
+        matrices_0: block_row(NT, HV, 0, dtype),
+        matrices_1: block_row(NT, HV, 1, dtype),
+        matrices_2: block_row(NT, HV, 2, dtype),
+        matrices_3: block_row(NT, HV, 3, dtype),
         segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
         states: T.Tensor([NS, HV, D, D], "float32"),
         maps: T.Tensor([NS, HV, 2, D, D], dtype),
@@ -161,16 +166,28 @@ def segment_maps(dtype):
                         extern("store_state", S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
+                edge = T.alloc_var("int32", init=0)  # a variable: a negative constant would count from the end
                 for c in T.serial(start, T.if_then_else(tx < CONSUMERS + 32, chunks, start)):
                     s = (c - start) % STAGES
                     t = row + c * C
                     T.barrier_wait(released[s], (((c - start) // STAGES) % 2) ^ 1)
                     for tile_s, source in (
                         (K_s, k[t : t + C, hk, :]),
-                        (L_s, matrices[first + c, hv, 0, :, :]),
                         (gates_s, gates[first + c, hv, :, :]),
                     ):
                         T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                    for j, source in (
+                        (0, matrices_0[first + c, hv, 0, :, 0:C]),
+                        (1, matrices_1[first + c, hv, 0, :, edge - BLOCK : edge - BLOCK + C]),
+                        (2, matrices_2[first + c, hv, 0, :, edge - 2 * BLOCK : edge - 2 * BLOCK + C]),
+                        (3, matrices_3[first + c, hv, 0, :, edge - 3 * BLOCK : edge - 3 * BLOCK + C]),
+                    ):
+                        T.tma_copy(
+                            source,
+                            L_s[s, BLOCK * j : BLOCK * j + BLOCK, :],
+                            barrier=loaded[s],
+                            leader_scope_threads=32,
+                        )
                     for w in T.unroll(WARPGROUPS):
                         T.tma_copy(
                             v[t : t + C, hv, w * ROWS : w * ROWS + ROWS],

@@ -49,8 +49,10 @@ enum Gate {
   kTotal,           // exp(b_C), the log2 norm bound of segments.cuh; the rest is unused
 };
 
-constexpr int kMatrixBytes = kChunk * kChunk * 2;
-constexpr int kColumnBytes = kMatrixBytes / 4;  // of a block column of one matrix, transposed
+constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
+// In global memory a matrix's block columns, transposed, follow one another, each without the blocks that are zero: of
+// column j rows of 128 - 32 j bytes.
+constexpr int kMatrixBytes = 10 * kBlockFloats * 2;
 constexpr float kNormEps = 1e-6f;               // as in transformers
 
 // The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
@@ -374,25 +376,22 @@ __device__ __forceinline__ void gate_column(const float (&X)[4][2][4], const voi
   const float b_row[2] = {gates[kBlock * j + g], gates[kBlock * j + g + 8]};
   const uint32_t inverse = shared_address(tiles) + swizzled(lane & 15, 0), attention = inverse + kColumnBytes;
   __syncwarp();  // the last column has been read
-#pragma unroll
-  for (int i = 0; i < j; ++i) {
-    const uint32_t piece = (2 * i + (lane >> 4)) << 4;
-    store_matrices(inverse ^ piece, 0, 0, 0, 0);
-    store_matrices(attention ^ piece, 0, 0, 0, 0);
-  }
   gate_block<T, true>(X[j], blocks, gates, j, j, b_row, inverse, attention);
 #pragma unroll
   for (int i = j + 1; i < 4; ++i) {
     gate_block<T, false>(X[i], blocks, gates, i, j, b_row, inverse, attention);
   }
   __syncwarp();
+  constexpr int pieces = 8 - 2 * j;  // of 16 bytes, a row
+  constexpr int start = j * kColumnBytes - j * (j - 1) / 2 * kBlockFloats * 2;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    char* const to = static_cast<char*>(matrices) + m * kMatrixBytes + j * kColumnBytes + lane * 16;
+    char* const to = static_cast<char*>(matrices) + m * kMatrixBytes + start;
 #pragma unroll
-    for (int row = 0; row < kBlock; row += 4) {
-      *reinterpret_cast<uint4*>(to + row * 128) =
-          *reinterpret_cast<const uint4*>(tiles + m * kColumnBytes + swizzled(row + lane / 8, lane & 7));
+    for (int step = 0; step < pieces / 2; ++step) {
+      const int i = 32 * step + lane;
+      *reinterpret_cast<uint4*>(to + i * 16) =
+          *reinterpret_cast<const uint4*>(tiles + m * kColumnBytes + swizzled(i / pieces, 2 * j + i % pieces));
     }
   }
 }
