@@ -15,7 +15,7 @@ namespace {
 
 // Microseconds on one H200, bf16, measured as benchmarks/NOTES.md says.
 constexpr double kPlan = 2.8;                                    // chunk_plan
-constexpr double kMatricesCta = 0.0115, kMatricesHead = 0.0074;  // chunk_matrices on a full card: a CTA, a head of it
+constexpr double kMatricesCta = 0.0111, kMatricesHead = 0.0064;  // chunk_matrices on a full card: a CTA, a head of it
 constexpr double kMatricesLatency = 5.5;                         // and the least that it takes
 constexpr double kStart64 = 3.6;   // chunk_forward, value tile 64: a CTA's loads before its first chunk, and its end
 constexpr double kChunk64 = 1.42;  // and a chunk

@@ -100,7 +100,8 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .NT = dispatch.slots},
                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
   const auto block_rows = [&](int64_t j) {  // from the j-th on
-    return static_cast<const uint16_t*>(workspace[workspace.matrices]) + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
+    return static_cast<const uint16_t*>(workspace[workspace.matrices]) +
+           kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
   };
   if (dispatch.uses_cp()) {
     kernels::segment_maps({.k = k.const_data_ptr(),

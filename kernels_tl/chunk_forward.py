@@ -40,8 +40,9 @@ from kernels_tl.common import (
     SEGMENT_SEQ,
     C,
     D,
-    dims,
     block_row,
+    block_rows,
+    dims,
     element_type,
     extern,
     swizzled,
@@ -130,6 +131,9 @@ def chunk_forward(dtype, value_tile):
                 decayed = T.alloc_fragment([value_tile, C], dtype)  # V_new^T diag(gamma_C / gamma)
                 O = T.alloc_fragment([value_tile, C], "float32")
                 O_16 = T.alloc_fragment([value_tile, C], dtype)
+                minuend = T.alloc_local([16], "uint32")
+                early = T.alloc_local([16], "float32")
+                decays = T.alloc_local([16], "float32")
 
                 T.clear(S)
                 if flags % LAST == 0:  # not the first one of its sequence
@@ -171,11 +175,19 @@ def chunk_forward(dtype, value_tile):
                             C,
                         )
                     T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
+                    extern(
+                        "load_minuend",
+                        minuend.data,
+                        early.data,
+                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                    )
                     T.wait_wgmma(1)
                     extern(
-                        f"subtract_from_transposed<{element}>",
+                        f"subtract_from_minuend<{element}>",
                         V.data,
-                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                        minuend.data,
+                        early.data,
                         T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
                     )
                     T.copy(V, V_16)
@@ -185,9 +197,9 @@ def chunk_forward(dtype, value_tile):
                     T.wait_wgmma(1)
                     for i, j in T.Parallel(value_tile, C):
                         O[i, j] *= gates_s[s, FORWARD_QUERY, j]
+                    extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"))
                     T.wait_wgmma(0)
-                    for i, j in T.Parallel(value_tile, C):
-                        decayed[i, j] = V[i, j] * gates_s[s, FORWARD_DECAY, j]
+                    extern(f"scale_columns<{element}>", decayed.data, V.data, decays.data)
                     T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
                     T.copy(V, V_16)
                     T.wgmma_gemm(V_16, P_s[s, :, :], O, policy=Full)
@@ -210,7 +222,7 @@ def chunk_forward(dtype, value_tile):
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
-                edge = T.alloc_var("int32", init=0)  # a variable: a negative constant would count from the end
+                edge = T.alloc_var("int32", init=0)
                 for c in T.serial(T.if_then_else(tx < CONSUMERS + 32, chunks, 0)):
                     s = c % STAGES
                     t = row + c * C
@@ -222,19 +234,10 @@ def chunk_forward(dtype, value_tile):
                     ):
                         T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
                     for which, tile_s in ((0, L_s), (1, P_s)):
-                        # What lies before a block row's first column is out of bounds, so zeros come, and no bytes.
-                        for j, source in (
-                            (0, matrices_0[first + c, hv, which, :, 0:C]),
-                            (1, matrices_1[first + c, hv, which, :, edge - BLOCK : edge - BLOCK + C]),
-                            (2, matrices_2[first + c, hv, which, :, edge - 2 * BLOCK : edge - 2 * BLOCK + C]),
-                            (3, matrices_3[first + c, hv, which, :, edge - 3 * BLOCK : edge - 3 * BLOCK + C]),
+                        for i, source in block_rows(
+                            (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, which, edge
                         ):
-                            T.tma_copy(
-                                source,
-                                tile_s[s, BLOCK * j : BLOCK * j + BLOCK, :],
-                                barrier=loaded[s],
-                                leader_scope_threads=32,
-                            )
+                            T.tma_copy(source, tile_s[s, i : i + BLOCK, :], barrier=loaded[s], leader_scope_threads=32)
                     for w in T.unroll(WARPGROUPS):
                         T.tma_copy(
                             v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],

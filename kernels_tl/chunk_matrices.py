@@ -3,7 +3,8 @@
     gates      [NT, HV, 5, C] fp32  beta_i and beta_i gamma_i in pairs (two rows), scale gamma_i, gamma_C / gamma_i, and
                                     gamma_C with the log2 norm bound of device/segments.cuh behind it; with the l2norm
                                     the factors of keys and queries hold 1 / their norm as well
-    matrices   [NT, HV, 2, C, C]    (A * D - I)^T, A = (I + stril(diag(beta) K K^T))^-1; scale (tril(Q K^T) * D)^T
+    matrices   [NT, HV, 2, MATRIX]  (A * D - I)^T, A = (I + stril(diag(beta) K K^T))^-1; scale (tril(Q K^T) * D)^T:
+                                    of each row of blocks those from the diagonal on (common.block_row)
     A          [R, HV, C]           the op's output, if wanted (low_level): row i of a chunk's A at token i
     g_cumsum   [R, HV] fp32         likewise, b_i = g_1 + ... + g_i
 

@@ -26,8 +26,8 @@ GATE_ROWS = 5
 FORWARD_BETA, FORWARD_QUERY, FORWARD_DECAY, FORWARD_TOTAL = 0, 2, 3, 4
 GATE_TABLE_ROWS = 5
 
-# The forward's matrices, which are triangular, by blocks of 16 x 16: the block rows that they have transposed follow one
-# another, each from the diagonal block on.
+# The forward's matrices, which are triangular, by blocks of 16 x 16: the rows of blocks that they have transposed follow
+# one another, each from the diagonal on.
 BLOCK = 16
 MATRIX = 10 * BLOCK * BLOCK  # elements
 
@@ -68,6 +68,15 @@ def block_row(NT, HV, j, dtype):
     """Block row j of the forward's two matrices of each chunk and value head, a strided part of [NT, HV, 2, MATRIX]."""
     width = C - BLOCK * j
     return T.StridedTensor([NT, HV, 2, BLOCK, width], (HV * 2 * MATRIX, 2 * MATRIX, MATRIX, width, 1), dtype)
+
+
+def block_rows(buffers, slot, hv, matrix, edge):
+    """(first row, its region of C columns) of the block rows of one matrix, from their four buffers. What lies before a
+    row's diagonal block is out of bounds: TMA fills in zeros and reads nothing. `edge` is a variable that holds 0; a
+    negative constant would count from the end."""
+    return [
+        (BLOCK * j, buffers[j][slot, hv, matrix, :, edge - BLOCK * j : edge - BLOCK * j + C]) for j in range(C // BLOCK)
+    ]
 
 
 def extern(name, *args):

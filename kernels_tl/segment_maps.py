@@ -36,8 +36,9 @@ from kernels_tl.common import (
     SEGMENT_ROW,
     C,
     D,
-    dims,
     block_row,
+    block_rows,
+    dims,
     element_type,
     extern,
     swizzled,
@@ -126,6 +127,9 @@ def segment_maps(dtype):
                 S_16 = T.alloc_fragment([D, D], dtype)
                 V = T.alloc_fragment([D, C], "float32")  # S^T K^T, R^T, V_new^T in turn
                 V_16 = T.alloc_fragment([D, C], dtype)
+                minuend = T.alloc_local([16], "uint32")
+                early = T.alloc_local([16], "float32")
+                decays = T.alloc_local([16], "float32")
                 for i, j in T.Parallel(D, D):
                     S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
 
@@ -134,11 +138,19 @@ def segment_maps(dtype):
                     T.barrier_wait(loaded[s], ((c - start) // STAGES) % 2)
                     T.copy(S, S_16)
                     T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
+                    extern(
+                        "load_minuend",
+                        minuend.data,
+                        early.data,
+                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                    )
                     T.wait_wgmma(0)
                     extern(
-                        f"subtract_from_transposed<{element}>",
+                        f"subtract_from_minuend<{element}>",
                         V.data,
-                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                        minuend.data,
+                        early.data,
                         T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
                         which == MAP_N,
                     )
@@ -146,9 +158,9 @@ def segment_maps(dtype):
                     T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
                     for i, j in T.Parallel(D, D):
                         S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
+                    extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"))
                     T.wait_wgmma(0)
-                    for i, j in T.Parallel(D, C):
-                        V_16[i, j] = V[i, j] * gates_s[s, FORWARD_DECAY, j]
+                    extern(f"scale_columns<{element}>", V_16.data, V.data, decays.data)
                     T.wgmma_gemm(V_16, K_s[s, :, :], S, policy=Full)
                     T.wait_wgmma(0)
                     T.barrier_arrive(released[s])
@@ -166,7 +178,7 @@ def segment_maps(dtype):
                         extern("store_state", S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                edge = T.alloc_var("int32", init=0)  # a variable: a negative constant would count from the end
+                edge = T.alloc_var("int32", init=0)
                 for c in T.serial(start, T.if_then_else(tx < CONSUMERS + 32, chunks, start)):
                     s = (c - start) % STAGES
                     t = row + c * C
@@ -176,18 +188,10 @@ def segment_maps(dtype):
                         (gates_s, gates[first + c, hv, :, :]),
                     ):
                         T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                    for j, source in (
-                        (0, matrices_0[first + c, hv, 0, :, 0:C]),
-                        (1, matrices_1[first + c, hv, 0, :, edge - BLOCK : edge - BLOCK + C]),
-                        (2, matrices_2[first + c, hv, 0, :, edge - 2 * BLOCK : edge - 2 * BLOCK + C]),
-                        (3, matrices_3[first + c, hv, 0, :, edge - 3 * BLOCK : edge - 3 * BLOCK + C]),
+                    for i, source in block_rows(
+                        (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 0, edge
                     ):
-                        T.tma_copy(
-                            source,
-                            L_s[s, BLOCK * j : BLOCK * j + BLOCK, :],
-                            barrier=loaded[s],
-                            leader_scope_threads=32,
-                        )
+                        T.tma_copy(source, L_s[s, i : i + BLOCK, :], barrier=loaded[s], leader_scope_threads=32)
                     for w in T.unroll(WARPGROUPS):
                         T.tma_copy(
                             v[t : t + C, hv, w * ROWS : w * ROWS + ROWS],

@@ -101,7 +101,8 @@ def test_workspace_is_what_the_kernels_need():
     for shape, segment_chunks in itertools.product(SHAPES, (-1, 0, 2)):
         with forward_mode(segment_chunks=segment_chunks):
             found = _C.forward_dispatch(**shape)
-        of_chunk = 2 * CHUNK * CHUNK * 2 + 5 * CHUNK * 4  # the gated inverse and the attention; gates
+        # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
+        of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
         needed = chunk_slots(shape) * shape["H_v"] * of_chunk
         if found["segment_chunks"]:
             of_segment = (

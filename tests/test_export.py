@@ -106,12 +106,6 @@ def test_block_compiles_once_for_all_shapes(device):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-# A package for a GPU compiles, but on an H200 with PyTorch 2.11 loading it crashed in PyTorch's loader, for a reason
-# that is not known yet. So it is not promised, and not tested.
-aoti_device = pytest.mark.parametrize("device", ["cpu"])
-
-
-@aoti_device
 @torch.no_grad()
 def test_aoti_package_in_python(device, saved_block):
     block = export_block.make_block(device)
@@ -121,7 +115,6 @@ def test_aoti_package_in_python(device, saved_block):
         assert_close(package(*arguments), block(*arguments))
 
 
-@aoti_device
 @torch.no_grad()
 def test_aoti_package_in_the_cpp_program(device, saved_block, cpp_program, tmp_path):
     """The same bits as in Python."""

@@ -53,7 +53,7 @@ constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one m
 // In global memory a matrix's block columns, transposed, follow one another, each without the blocks that are zero: of
 // column j rows of 128 - 32 j bytes.
 constexpr int kMatrixBytes = 10 * kBlockFloats * 2;
-constexpr float kNormEps = 1e-6f;               // as in transformers
+constexpr float kNormEps = 1e-6f;  // as in transformers
 
 // The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
 // registers from before the loops around it.

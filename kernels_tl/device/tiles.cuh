@@ -8,26 +8,69 @@
 
 namespace flash_qla::device {
 
-// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], with 0 for the tile unless has_tile
-template <typename T>
-__device__ __forceinline__ void subtract_from_transposed(float* fragment, const void* tile, const float* factors,
-                                                         bool has_tile = true) {
+// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps: what comes from shared
+// memory is loaded while the WGMMA that makes the fragment still runs (all of the tile, and half of the factors:
+// registers).
+constexpr int kEarlyFactors = 4;  // of 8 float4
+
+__device__ __forceinline__ float4 column_factors(const float* factors, int n) {
+  return *reinterpret_cast<const float4*>(factors + 2 * (8 * n + 2 * (threadIdx.x & 3)));
+}
+
+__device__ __forceinline__ void load_minuend(uint32_t* x, float* early, const void* tile, const float* factors) {
   const int lane = threadIdx.x & 31, warp = warp_index();
   const uint32_t base = shared_address(tile);
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
     // Matrices 0, 1: rows 16w and 16w + 8 of the fragment at column 8n; 2, 3: at column 8n + 8.
     const int row = 8 * (n + (lane >> 4)) + (lane & 7), piece = 2 * warp + ((lane >> 3) & 1);
-    uint32_t x[4];
-    load_matrices_transposed(x, base + swizzled(row, piece));
+    load_matrices_transposed(*reinterpret_cast<uint32_t (*)[4]>(x + 2 * n), base + swizzled(row, piece));
+  }
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float2 pair = unpack(T(), has_tile ? x[m] : 0u);
-      const float4 f = *reinterpret_cast<const float4*>(factors + 2 * (8 * (n + m / 2) + 2 * (lane & 3)));
-      float* const to = fragment + 4 * (n + m / 2) + 2 * (m % 2);
+  for (int n = 0; n < kEarlyFactors; ++n) {
+    const float4 f = column_factors(factors, n);
+    early[4 * n] = f.x;
+    early[4 * n + 1] = f.y;
+    early[4 * n + 2] = f.z;
+    early[4 * n + 3] = f.w;
+  }
+}
+
+// With 0 for the tile unless has_tile.
+template <typename T>
+__device__ __forceinline__ void subtract_from_minuend(float* fragment, const uint32_t* x, const float* early,
+                                                      const float* factors, bool has_tile = true) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float4 f = n < kEarlyFactors ? float4{early[4 * n], early[4 * n + 1], early[4 * n + 2], early[4 * n + 3]}
+                                       : column_factors(factors, n);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 pair = unpack(T(), has_tile ? x[2 * n + h] : 0u);
+      float* const to = fragment + 4 * n + 2 * h;
       to[0] = f.x * pair.x - f.y * to[0];
       to[1] = f.z * pair.y - f.w * to[1];
     }
+  }
+}
+
+// The factors of a lane's columns, two for each eight columns, and with them scaled[i][j] = factors[j] fragment[i][j]
+// as a left factor of WGMMA, rounded to 16 bits.
+__device__ __forceinline__ void load_column_factors(float* x, const float* factors) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(factors + 8 * n + 2 * (threadIdx.x & 3));
+    x[2 * n] = pair.x;
+    x[2 * n + 1] = pair.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void scale_columns(void* scaled, const float* fragment, const float* x) {
+  uint32_t* const to = static_cast<uint32_t*>(scaled);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    to[i] = pack(T(), fragment[2 * i] * x[i / 2 * 2], fragment[2 * i + 1] * x[i / 2 * 2 + 1]);
   }
 }
 
