@@ -26,8 +26,8 @@ GATE_ROWS = 5
 FORWARD_BETA, FORWARD_QUERY, FORWARD_DECAY, FORWARD_TOTAL = 0, 2, 3, 4
 GATE_TABLE_ROWS = 5
 
-# The forward's matrices, which are triangular, by blocks of 16 x 16: the rows of blocks that they have transposed follow
-# one another, each from the diagonal on.
+# The forward's matrices, which are triangular, by blocks of 16 x 16: the rows of blocks that they have transposed
+# follow one another, each from the diagonal on.
 BLOCK = 16
 MATRIX = 10 * BLOCK * BLOCK  # elements
 
