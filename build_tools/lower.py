@@ -101,6 +101,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     attributes = device_function.attrs
     if attributes.get("use_cooperative_groups", False):
         raise LoweringError("grid-wide synchronisation (cooperative launch) is not supported")
+    _check_shared_names(artifact.kernel_source)
 
     # The packed call passes the device function's parameters, then the launch extents.
     names = _parameter_names(artifact.kernel_source, symbol)
@@ -134,6 +135,16 @@ def _fences(module):
     import tilelang.cuda.transform
 
     return mock.patch.object(tilelang.cuda.transform, "InjectFenceProxy", lambda: lambda mod: mod)
+
+
+def _check_shared_names(source: str) -> None:
+    """Shared buffers of the same name lie in memory in an order that changes from build to build."""
+    declared = re.findall(r"void\* (\w+?)(?:_\d+)? = \(\(void\*\)\(\(char\*\)buf_dyn_shmem", source)
+    if again := sorted({name for name in declared if declared.count(name) > 1}):
+        raise LoweringError(
+            f"two shared buffers are called {again[0]}; a variable that is bound to a buffer renames it, one that is"
+            " bound to a region of it does not"
+        )
 
 
 def _parameter_names(source: str, symbol: str) -> list[str]:

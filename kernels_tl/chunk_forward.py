@@ -24,7 +24,6 @@ Launched on [segments * HV * value tiles].
 import tilelang.language as T
 
 from kernels_tl.common import (
-    BLOCK,
     FORWARD_BETA,
     FORWARD_DECAY,
     FORWARD_QUERY,
@@ -227,17 +226,14 @@ def chunk_forward(dtype, value_tile):
                     s = c % STAGES
                     t = row + c * C
                     T.barrier_wait(released[s], ((c // STAGES) % 2) ^ 1)
-                    for tile_s, source in (
-                        (K_s, k[t : t + C, hk, :]),
-                        (Q_s, q[t : t + C, hk, :]),
-                        (gates_s, gates[first + c, hv, :, :]),
+                    for target, source in (
+                        (K_s[s, :, :], k[t : t + C, hk, :]),
+                        (Q_s[s, :, :], q[t : t + C, hk, :]),
+                        (gates_s[s, :, :], gates[first + c, hv, :, :]),
+                        *block_rows(L_s, s, (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 0, edge),
+                        *block_rows(P_s, s, (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 1, edge),
                     ):
-                        T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                    for which, tile_s in ((0, L_s), (1, P_s)):
-                        for i, source in block_rows(
-                            (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, which, edge
-                        ):
-                            T.tma_copy(source, tile_s[s, i : i + BLOCK, :], barrier=loaded[s], leader_scope_threads=32)
+                        T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
                     for w in T.unroll(WARPGROUPS):
                         T.tma_copy(
                             v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],

@@ -60,8 +60,8 @@ WARPS = 4  # of a warpgroup, 16 rows each
 @T.macro
 def load(copies, loaded, stage):
     """Starts the copies (from, to) by TMA; loaded[stage] is complete when all have arrived."""
-    for source, tile in copies:
-        T.tma_copy(source, tile, barrier=loaded[stage])
+    for source, target in copies:
+        T.tma_copy(source, target, barrier=loaded[stage])
     T.barrier_arrive(loaded[stage])
 
 
@@ -138,15 +138,15 @@ def chunk_inputs_bwd(dtype):
 
             tx = T.get_thread_binding()
             # What is loaded together, (from, to): for first token row t0, head at, chunk slot sl, gates buffer st.
-            keys = lambda t0, at: ((q[t0 : t0 + C, at, :], Q_s), (k[t0 : t0 + C, at, :], K_s))
+            keys = lambda t0, at: ((q[t0 : t0 + C, at, :], Q_s[:, :]), (k[t0 : t0 + C, at, :], K_s[:, :]))
             tokens = lambda t0, at, sl, st: (
-                (grad_o[t0 : t0 + C, at, :], dO_s),
-                (v_new[sl, at, :, :], V_new_s),
-                (u[sl, at, :, :], U_s),
+                (grad_o[t0 : t0 + C, at, :], dO_s[:, :]),
+                (v_new[sl, at, :, :], V_new_s[:, :]),
+                (u[sl, at, :, :], U_s[:, :]),
                 (gates[sl, at, :, :], gates_s[st, :, :]),
             )
-            states = lambda at, sl: ((h[sl, at, :, :], h_s), (dh[sl, at, :, :], dh_s))
-            values = lambda t0, at: ((v[t0 : t0 + C, at, :], V_s),)
+            states = lambda at, sl: ((h[sl, at, :, :], h_s[:, :]), (dh[sl, at, :, :], dh_s[:, :]))
+            values = lambda t0, at: ((v[t0 : t0 + C, at, :], V_s[:, :]),)
 
             # This CTA's chunk and query/key head, and its next ones
             slot = T.alloc_var("int32")

@@ -197,16 +197,16 @@ def chunk_states_bwd(dtype):
                     s = step % STAGES
                     t = row + c * C
                     T.barrier_wait(released[s], ((step // STAGES) % 2) ^ 1)
-                    for tile_s, source in (
-                        (Q_s, q[t : t + C, T.truncdiv(hv, group), :]),
-                        (K_s, k[t : t + C, T.truncdiv(hv, group), :]),
-                        (dO_s, grad_o[t : t + C, hv, v0 : v0 + VALUE_TILE]),
-                        (L_s, gated_inverse[first + c, hv, :, :]),
-                        (P_s, attention[first + c, hv, :, :]),
-                        (h_s, h[first + c, hv, v0 : v0 + VALUE_TILE, :]),
-                        (gates_s, gates[first + c, hv, :, :]),
+                    for target, source in (
+                        (Q_s[s, :, :], q[t : t + C, T.truncdiv(hv, group), :]),
+                        (K_s[s, :, :], k[t : t + C, T.truncdiv(hv, group), :]),
+                        (dO_s[s, :, :], grad_o[t : t + C, hv, v0 : v0 + VALUE_TILE]),
+                        (L_s[s, :, :], gated_inverse[first + c, hv, :, :]),
+                        (P_s[s, :, :], attention[first + c, hv, :, :]),
+                        (h_s[s, :, :], h[first + c, hv, v0 : v0 + VALUE_TILE, :]),
+                        (gates_s[s, :, :], gates[first + c, hv, :, :]),
                     ):
-                        T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                        T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
                     T.barrier_arrive(loaded[s])
 
     return main

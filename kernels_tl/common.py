@@ -70,12 +70,16 @@ def block_row(NT, HV, j, dtype):
     return T.StridedTensor([NT, HV, 2, BLOCK, width], (HV * 2 * MATRIX, 2 * MATRIX, MATRIX, width, 1), dtype)
 
 
-def block_rows(buffers, slot, hv, matrix, edge):
-    """(first row, its region of C columns) of the block rows of one matrix, from their four buffers. What lies before a
-    row's diagonal block is out of bounds: TMA fills in zeros and reads nothing. `edge` is a variable that holds 0; a
-    negative constant would count from the end."""
+def block_rows(tiles, stage, buffers, slot, hv, matrix, edge):
+    """(where it goes, where it comes from) of the block rows of one matrix, from their four buffers to a tile of C x C.
+    What lies before a row's diagonal block is out of bounds: TMA fills in zeros and reads nothing. `edge` is a variable
+    that holds 0; a negative constant would count from the end."""
     return [
-        (BLOCK * j, buffers[j][slot, hv, matrix, :, edge - BLOCK * j : edge - BLOCK * j + C]) for j in range(C // BLOCK)
+        (
+            tiles[stage, BLOCK * j : BLOCK * (j + 1), :],
+            buffers[j][slot, hv, matrix, :, edge - BLOCK * j : edge - BLOCK * j + C],
+        )
+        for j in range(C // BLOCK)
     ]
 
 

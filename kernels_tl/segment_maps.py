@@ -22,7 +22,6 @@ Launched on [segments * HV * 2].
 import tilelang.language as T
 
 from kernels_tl.common import (
-    BLOCK,
     FORWARD_BETA,
     FORWARD_DECAY,
     FORWARD_TOTAL,
@@ -183,15 +182,12 @@ def segment_maps(dtype):
                     s = (c - start) % STAGES
                     t = row + c * C
                     T.barrier_wait(released[s], (((c - start) // STAGES) % 2) ^ 1)
-                    for tile_s, source in (
-                        (K_s, k[t : t + C, hk, :]),
-                        (gates_s, gates[first + c, hv, :, :]),
+                    for target, source in (
+                        (K_s[s, :, :], k[t : t + C, hk, :]),
+                        (gates_s[s, :, :], gates[first + c, hv, :, :]),
+                        *block_rows(L_s, s, (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 0, edge),
                     ):
-                        T.tma_copy(source, tile_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                    for i, source in block_rows(
-                        (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 0, edge
-                    ):
-                        T.tma_copy(source, L_s[s, i : i + BLOCK, :], barrier=loaded[s], leader_scope_threads=32)
+                        T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
                     for w in T.unroll(WARPGROUPS):
                         T.tma_copy(
                             v[t : t + C, hv, w * ROWS : w * ROWS + ROWS],

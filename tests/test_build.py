@@ -64,6 +64,23 @@ def follow():
 }
 
 # Not among the instances: lowered only.
+TWO_TILES = """
+import tilelang.language as T
+
+
+def scale(dtype):
+    @T.prim_func
+    def main(a: T.Tensor([64, 64], dtype), c: T.Tensor([64, 64], dtype)):
+        with T.Kernel(1, threads=128):
+            a_s = T.alloc_shared([64, 64], dtype)
+            b_s = T.alloc_shared([64, 64], dtype)
+            LOOP
+            for i, j in T.Parallel(64, 64):
+                c[i, j] = a_s[i, j] + b_s[j, i]
+
+    return main
+"""
+
 TILES = """
 import tilelang.language as T
 
@@ -218,6 +235,17 @@ class TestFailures:
         assert result.returncode == 1
         assert "error: kernel scale_fp16 does not lower: name 'nowhere' is not defined\n" in result.stderr
         assert "Traceback" in (tmp_path / "out/scale_fp16.log").read_text()
+
+    def test_shared_buffers_of_one_name(self, tmp_path):
+        """A loop variable bound to buffers would rename both, and two builds could place them differently."""
+        loop = "for s in (a_s[:, :], b_s[:, :]):\n                T.copy(a[0:64, 0:64], s)"
+        package = write_package(tmp_path, KERNELS | {"scale.py": TWO_TILES.replace("LOOP", loop)})
+        assert build_kernels(package, "--only", "scale_bf16").returncode == 0
+        loop = "for s in (a_s, b_s):\n                T.copy(a[0:64, 0:64], s)"
+        (package / "scale.py").write_text(TWO_TILES.replace("LOOP", loop))
+        result = build_kernels(package, "--only", "scale_bf16")
+        assert result.returncode == 1
+        assert "kernel scale_bf16 does not lower: two shared buffers are called s;" in result.stderr
 
     def test_a_kernel_that_does_not_parse(self, tmp_path):
         result = build_kernels(write_package(tmp_path, KERNELS | {"scale.py": "def scale(:\n"}))
