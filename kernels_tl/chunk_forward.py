@@ -130,6 +130,7 @@ def chunk_forward(dtype, value_tile):
                 decayed = T.alloc_fragment([value_tile, C], dtype)  # V_new^T diag(gamma_C / gamma)
                 O = T.alloc_fragment([value_tile, C], "float32")
                 O_16 = T.alloc_fragment([value_tile, C], dtype)
+                # What is loaded while WGMMAs run: the tile of V, half of its factors, gamma_C / gamma.
                 minuend = T.alloc_local([16], "uint32")
                 early = T.alloc_local([16], "float32")
                 decays = T.alloc_local([16], "float32")
@@ -221,7 +222,7 @@ def chunk_forward(dtype, value_tile):
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
-                edge = T.alloc_var("int32", init=0)
+                edge = T.alloc_var("int32", init=0)  # see block_rows
                 for c in T.serial(T.if_then_else(tx < CONSUMERS + 32, chunks, 0)):
                     s = c % STAGES
                     t = row + c * C

@@ -126,6 +126,7 @@ def segment_maps(dtype):
                 S_16 = T.alloc_fragment([D, D], dtype)
                 V = T.alloc_fragment([D, C], "float32")  # S^T K^T, R^T, V_new^T in turn
                 V_16 = T.alloc_fragment([D, C], dtype)
+                # What is loaded while WGMMAs run: the tile of V, half of its factors, gamma_C / gamma.
                 minuend = T.alloc_local([16], "uint32")
                 early = T.alloc_local([16], "float32")
                 decays = T.alloc_local([16], "float32")
@@ -177,7 +178,7 @@ def segment_maps(dtype):
                         extern("store_state", S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                edge = T.alloc_var("int32", init=0)
+                edge = T.alloc_var("int32", init=0)  # see block_rows
                 for c in T.serial(start, T.if_then_else(tx < CONSUMERS + 32, chunks, start)):
                     s = (c - start) % STAGES
                     t = row + c * C
