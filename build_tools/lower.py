@@ -195,8 +195,12 @@ def _is_written(tensor: str, source: str, tensor_maps: list[TensorMap]) -> bool:
     if re.search(rf"(?<!const )\b\w+\* (__restrict__ )?{tensor}[,)]", source):
         return True
     names = "|".join(tma.name for tma in tensor_maps if tma.tensor == tensor)
-    uses = re.findall(rf"(\w+)(?:<[^()]*>)?\((?:{names})\b", source) if names else []
-    return any(not use.startswith(("tma_load", "prefetch")) for use in uses)
+    if not names:
+        return False
+    uses = len(re.findall(rf"\b(?:{names})\b", source))
+    declarations = len(re.findall(rf"\bCUtensorMap (?:{names})\b", source))
+    reads = len(re.findall(rf"\b(?:tma_load|prefetch)\w*(?:<[^()]*>)?\((?:{names})\b", source))
+    return uses > declarations + reads
 
 
 def _kernel_argument(name: str, value, is_descriptor: bool) -> KernelArgument:

@@ -15,16 +15,17 @@ namespace {
 
 // Microseconds on one H200, bf16, measured as benchmarks/NOTES.md says.
 constexpr double kPlan = 2.8;                                    // chunk_plan
-constexpr double kMatricesCta = 0.0111, kMatricesHead = 0.0064;  // chunk_matrices on a full card: a CTA, a head of it
+constexpr double kMatricesCta = 0.0095, kMatricesHead = 0.0058;  // chunk_matrices on a full card: a CTA, a head of it
 constexpr double kMatricesLatency = 5.5;                         // and the least that it takes
 constexpr double kStart64 = 3.6;   // chunk_forward, value tile 64: a CTA's loads before its first chunk, and its end
-constexpr double kChunk64 = 1.42;  // and a chunk
-constexpr double kStart128 = 6;    // value tile 128
-constexpr double kChunk128 = 1.98;
+constexpr double kChunk64 = 1.45;  // and a chunk
+constexpr double kStart128 = 4.5;  // value tile 128
+constexpr double kChunk128 = 2.1;
 constexpr double kMapStart = 8, kMapChunk = 1.3;  // segment_maps
 constexpr double kScanStart = 2.5, kScan = 3;     // segment_scan: a segment
 // Of the heads this part is taken to need exact maps: what the gates really do is known on the device alone.
 constexpr double kExact = 0.5;
+constexpr double kUneven = 0.25;  // the weight of a batch whose longest sequence has twice the average
 
 std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1;
 
@@ -41,24 +42,38 @@ int64_t heads_per_cta(const ForwardShape& shape, int64_t slots) {
   return 1;
 }
 
-// Sequences are taken as equally long: their real lengths are on the device.
-double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks) {
-  const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
-  const int64_t parts = segment_chunks > 0 ? ceil_div(chunks, segment_chunks) : 1;
-  const int64_t length = parts > 1 ? segment_chunks : chunks;
+// The time where the sequences have `chunks` on average and the longest has `longest`.
+double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks, int64_t chunks, int64_t longest) {
+  const auto parts = [&](int64_t of) { return segment_chunks > 0 ? ceil_div(of, segment_chunks) : 1; };
+  const auto length = [&](int64_t of) { return parts(of) > 1 ? segment_chunks : of; };
   const auto waves = [&](double ctas) { return std::ceil(ctas / shape.sm_count); };
-  const double heads = static_cast<double>(shape.N * shape.H_v), n = static_cast<double>(length);
+  const auto tile = [&](int64_t of) {
+    const auto n = static_cast<double>(length(of));
+    return value_tile == 64 ? kStart64 + n * kChunk64 : kStart128 + n * kChunk128;
+  };
+  const auto heads = static_cast<double>(shape.N * shape.H_v);
   // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
   constexpr int64_t kManySlots = 1 << 20;
   const double per_head = kMatricesHead + kMatricesCta / static_cast<double>(heads_per_cta(shape, kManySlots));
   const double matrices = std::max(kMatricesLatency, per_head * heads * static_cast<double>(chunks));
-  const double tile = value_tile == 64 ? kStart64 + n * kChunk64 : kStart128 + n * kChunk128;
-  double us = kPlan + matrices + waves(heads * parts * (kHeadDim / value_tile)) * tile;
+  const auto tiles = static_cast<double>(kHeadDim / value_tile * parts(chunks));
+  double us = kPlan + matrices + std::max(waves(heads * tiles) * tile(chunks), tile(longest));
   if (segment_chunks > 0) {
-    us += waves(2 * kExact * heads * (parts - 1)) * (kMapStart + n * kMapChunk) + kScanStart +
-          static_cast<double>(parts - 1) * kScan;
+    us += waves(2 * kExact * heads * static_cast<double>(parts(chunks) - 1)) *
+              (kMapStart + static_cast<double>(length(chunks)) * kMapChunk) +
+          kScanStart + static_cast<double>(parts(longest) - 1) * kScan;
   }
   return us;
+}
+
+// The sequences' real lengths are on the device; see kUneven.
+double predict(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks) {
+  const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
+  const double equal = predict(shape, value_tile, segment_chunks, chunks, chunks);
+  if (!shape.varlen || shape.N == 1) {
+    return equal;
+  }
+  return (1 - kUneven) * equal + kUneven * predict(shape, value_tile, segment_chunks, chunks, 2 * chunks);
 }
 
 int64_t segment_slots(const ForwardShape& shape, int64_t slots, int64_t segment_chunks) {
@@ -96,7 +111,7 @@ ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t se
   found.slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
   found.heads_per_cta = heads_per_cta(shape, found.slots);
   found.segments = segment_slots(shape, found.slots, found.segment_chunks);
-  found.ctas = found.segments * shape.H_v * (kHeadDim / found.value_tile);
+  found.ctas = std::min<int64_t>(found.segments * shape.H_v * (kHeadDim / found.value_tile), shape.sm_count);
   found.workspace_bytes = ForwardWorkspace(shape, found).bytes();
   return found;
 }

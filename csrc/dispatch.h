@@ -23,7 +23,7 @@ struct ForwardDispatch {
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
   int64_t slots;           // chunk slots, an upper bound when varlen
   int64_t segments;        // segment slots, likewise
-  int64_t ctas;            // of chunk_forward
+  int64_t ctas;            // of chunk_forward, at most one an SM: they go through segments, heads and tiles in turns
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 

@@ -47,6 +47,8 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
     return out;
   }
   const Tensor q = aligned(args.q), k = aligned(args.k), v = aligned(args.v);
+  const std::optional<Tensor> initial_state =
+      args.initial_state ? std::optional(aligned(*args.initial_state)) : std::nullopt;
   if (args.output_h && p.varlen) {
     torch::stable::zero_(out.h);  // slots that no chunk uses
   }
@@ -80,13 +82,19 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                        .NS = dispatch.segments},
                       {.offset_dtype = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long) ? "int64" : "int32"},
                       stream);
+  const auto block_rows = [&](int64_t j) {  // from the j-th on
+    return static_cast<uint16_t*>(workspace[workspace.matrices]) + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
+  };
   kernels::chunk_matrices({.q = q.const_data_ptr(),
                            .k = k.const_data_ptr(),
                            .g = args.g.const_data_ptr(),
                            .beta = args.beta.const_data_ptr(),
                            .chunks = workspace[workspace.chunks],
                            .gates = workspace[workspace.gates],
-                           .matrices = workspace[workspace.matrices],
+                           .matrices_0 = block_rows(0),
+                           .matrices_1 = block_rows(1),
+                           .matrices_2 = block_rows(2),
+                           .matrices_3 = block_rows(3),
                            .o = out.o.mutable_data_ptr(),
                            .A = data(out.A, args.output_low_level),
                            .g_cumsum = data(out.g_cumsum, args.output_low_level),
@@ -99,10 +107,6 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .HV = p.H_v,
                            .NT = dispatch.slots},
                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
-  const auto block_rows = [&](int64_t j) {  // from the j-th on
-    return static_cast<const uint16_t*>(workspace[workspace.matrices]) +
-           kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
-  };
   if (dispatch.uses_cp()) {
     kernels::segment_maps({.k = k.const_data_ptr(),
                            .v = v.const_data_ptr(),
@@ -125,11 +129,11 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
     kernels::segment_scan({.segments = workspace[workspace.segments],
                            .maps = workspace[workspace.maps],
                            .skips = workspace[workspace.skips],
-                           .initial_state = data(args.initial_state),
+                           .initial_state = data(initial_state),
                            .states = workspace[workspace.states],
                            .state_stride_v = state_stride_v,
                            .state_stride_k = state_stride_k,
-                           .has_initial_state = args.initial_state.has_value(),
+                           .has_initial_state = initial_state.has_value(),
                            .NS = dispatch.segments,
                            .HV = p.H_v,
                            .state_size = state_size},
@@ -144,7 +148,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                           .matrices_2 = block_rows(2),
                           .matrices_3 = block_rows(3),
                           .segments = workspace[workspace.segments],
-                          .initial_state = data(args.initial_state),
+                          .initial_state = data(initial_state),
                           .final_state = data(out.final_state, args.output_final_state),
                           .states = workspace[workspace.states],
                           .o = out.o.mutable_data_ptr(),
@@ -152,9 +156,10 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                           .group = group,
                           .state_stride_v = state_stride_v,
                           .state_stride_k = state_stride_k,
-                          .has_initial_state = args.initial_state.has_value(),
+                          .has_initial_state = initial_state.has_value(),
                           .has_final_state = args.output_final_state,
                           .has_h = args.output_h,
+                          .ctas = dispatch.ctas,
                           .R = rows,
                           .HK = p.H_k,
                           .HV = p.H_v,

@@ -133,6 +133,9 @@ void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, 
 }
 
 CUtensorMap encode_tensor_map(const TensorMap& map) {
+  if (map.address == nullptr) {  // a tensor that this call does not have: the kernel does not touch it
+    return {};
+  }
   std::array<cuuint64_t, TensorMap::kMaxRank> sizes, strides;
   std::copy(map.sizes.begin(), map.sizes.end(), sizes.begin());
   std::copy(map.strides.begin(), map.strides.end(), strides.begin());

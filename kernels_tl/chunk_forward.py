@@ -12,13 +12,18 @@ P = scale tril(Q K^T) * D):
 
 With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came.
 
-A CTA owns value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which share nothing
-but the producer's stages, and a producer warp that keeps the next chunks' operands coming by TMA.  With 128 rows a CTA
-loads K, Q, L and P once for the head; with 64 two CTAs share the head, for when there are few heads.
+A piece of work is value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which
+share nothing but the producer's stages, and a producer warp that keeps the next chunks' operands coming by TMA, over
+the borders of pieces: while the last chunks of one are computed, the state and the first chunks of the next arrive.
+With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the head, for when there are few heads.
 
-    shared memory a CTA: 3 stages * (K 16 + Q 16 + V 16 + L 8 + P 8 + gates 1.25 KB) + O 16 = 212 KB (64 rows: 180 KB)
+A CTA goes through several pieces in turns, every other turn in the opposite order: the plan puts long segments first,
+so each CTA gets long and short ones.
 
-Launched on [segments * HV * value tiles].
+    shared memory, 128 rows: 2 stages * (K 16 + Q 16 + V 16 + L 8 + P 8 + gates 1.25 KB) + O 16 + state 66 = 213 KB
+    64 rows: 2 * 57.25 + 8 + 34 = 157 KB
+
+Launched on [ctas], at most [segments * HV * value tiles].
 """
 
 import tilelang.language as T
@@ -53,10 +58,17 @@ PRELUDE = """
 #include "device/tiles.cuh"
 """
 
-STAGES = 3
+STAGES = 2
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 CLEARED_BARRIER = 11
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+MORE = SEGMENT_COLUMNS  # behind a segment's columns in shared memory: how many turns follow
+PAD = 4  # floats behind a row of a state in shared memory, as in the header
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
+
+
+def piece(turn, cta, ctas):
+    """The piece of work that is a CTA's in its turn."""
+    return turn * ctas + T.if_then_else(turn % 2 == 0, cta, ctas - 1 - cta)
 
 
 def chunk_forward(dtype, value_tile):
@@ -67,6 +79,7 @@ def chunk_forward(dtype, value_tile):
     PRODUCERS = 32 if WARPGROUPS == 1 else 128  # of which one warp works; setmaxnreg takes whole warpgroups
     Full = T.GemmWarpPolicy.FullRow
     element = element_type(dtype)
+    STATE_FLOATS = max(D * (value_tile + PAD), value_tile * (D + PAD))
 
     @T.prim_func
     def main(
@@ -90,8 +103,9 @@ def chunk_forward(dtype, value_tile):
         has_initial_state: T.int32,
         has_final_state: T.int32,
         has_h: T.int32,
+        ctas: T.int32,
     ):
-        with T.Kernel(NS * HV * TILES, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
+        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
             K_s = T.alloc_shared([STAGES, C, D], dtype)
             Q_s = T.alloc_shared([STAGES, C, D], dtype)
             V_s = T.alloc_shared([STAGES, WARPGROUPS, C, ROWS], dtype)
@@ -99,25 +113,18 @@ def chunk_forward(dtype, value_tile):
             P_s = T.alloc_shared([STAGES, C, C], dtype)
             O_s = T.alloc_shared([WARPGROUPS, C, ROWS], dtype)
             gates_s = T.alloc_shared([STAGES, GATE_TABLE_ROWS, C], "float32")
+            S_s = T.alloc_shared([STATE_FLOATS], "float32")  # a state on its way in
+            segment_s = T.alloc_shared([2, SEGMENT_COLUMNS + 1], "int32")
             T.annotate_layout({V_s: swizzled(V_s), O_s: swizzled(O_s)})
 
             loaded = T.alloc_barrier([32] * STAGES)  # a stage's tiles have arrived
             released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
+            begun = T.alloc_barrier([32])  # a turn's segment and state have arrived
+            taken = T.alloc_barrier([CONSUMERS])  # they have been read
 
             T.pdl_sync()
             tx = T.get_thread_binding()
-            tile = T.alloc_var("int32", init=block % TILES)
-            segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))
-            hv = T.alloc_var("int32", init=T.truncdiv(block, TILES) - segment * T.Cast("int32", HV))
-            hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-            v0 = T.alloc_var("int32", init=tile * value_tile)
-            row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-            length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
-            first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
-            n = T.alloc_var("int32", init=segments[segment, SEGMENT_SEQ])
-            flags = T.alloc_var("int32", init=segments[segment, SEGMENT_FLAGS])
-            chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
-            state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
+            done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
 
             if tx < CONSUMERS:
                 if WARPGROUPS == 2:
@@ -135,113 +142,170 @@ def chunk_forward(dtype, value_tile):
                 early = T.alloc_local([16], "float32")
                 decays = T.alloc_local([16], "float32")
 
-                T.clear(S)
-                if flags % LAST == 0:  # not the first one of its sequence
-                    if chunks > 0:
-                        for i, j in T.Parallel(value_tile, D):
-                            S[i, j] = states[segment, hv, v0 + i, j]
-                else:
-                    if has_initial_state != 0:
-                        for i, j in T.Parallel(value_tile, D):
-                            S[i, j] = initial_state[state + (v0 + i) * state_stride_v + j * state_stride_k]
+                turn = T.alloc_var("int32", init=0)
+                while turn >= 0:
+                    work = T.alloc_var("int32", init=piece(turn, block, ctas))
+                    T.barrier_wait(begun[0], turn % 2)
+                    hv = T.alloc_var("int32", init=T.truncmod(T.truncdiv(work, TILES), T.Cast("int32", HV)))
+                    v0 = T.alloc_var("int32", init=work % TILES * value_tile)
+                    row = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_ROW])
+                    length = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_LENGTH])
+                    chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
+                    T.clear(S)
+                    flags = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_FLAGS])
+                    if T.if_then_else(flags % LAST == 0, chunks, has_initial_state) > 0:
+                        k_first = T.alloc_var("int32", init=T.if_then_else(flags % LAST == 0, 0, state_stride_k - 1))
+                        extern(
+                            "load_state",
+                            S.data,
+                            T.access_ptr(S_s, "r"),
+                            T.truncdiv(tx, 128) * 64,
+                            T.if_then_else(k_first == 0, D + PAD, 1),
+                            T.if_then_else(k_first == 0, 1, value_tile + PAD),
+                        )
+                    T.barrier_arrive(taken[0])
 
-                for c in T.serial(chunks):
-                    s = c % STAGES
-                    T.barrier_wait(loaded[s], (c // STAGES) % 2)
-                    if length - c * C < C:
-                        # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
-                        # zeros of the other factors. (What Q has there stays in columns of O that are not stored.)
-                        for i, j in T.Parallel(C, D):
-                            if i >= length - c * C:
-                                K_s[s, i, j] = 0
-                        for w in T.unroll(WARPGROUPS):
-                            for i, j in T.Parallel(C, ROWS):
+                    for c in T.serial(chunks):
+                        s = (done + c) % STAGES
+                        T.barrier_wait(loaded[s], ((done + c) // STAGES) % 2)
+                        if length - c * C < C:
+                            # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
+                            # zeros of the other factors. (What Q has there stays in columns of O that are not stored.)
+                            for i, j in T.Parallel(C, D):
                                 if i >= length - c * C:
-                                    V_s[s, w, i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads(CLEARED_BARRIER, CONSUMERS)
+                                    K_s[s, i, j] = 0
+                            for w in T.unroll(WARPGROUPS):
+                                for i, j in T.Parallel(C, ROWS):
+                                    if i >= length - c * C:
+                                        V_s[s, w, i, j] = 0
+                            T.fence_proxy_async()
+                            T.sync_threads(CLEARED_BARRIER, CONSUMERS)
 
-                    T.copy(S, S_16)
-                    T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
-                    if (has_h != 0) & (first + c < h_slots):
-                        extern("store_state", S_16.data, T.access_ptr(h[first + c, hv, v0 + warpgroup * ROWS, 0], "w"))
-                    if c > 0:
+                        T.copy(S, S_16)
+                        T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
+                        if c > 0:
+                            extern(
+                                f"store_transposed<{element}>",
+                                O_16.data,
+                                T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
+                                T.access_ptr(o[row + (c - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
+                                HV * D,
+                                C,
+                            )
+                        T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
+                        extern(
+                            "load_minuend",
+                            minuend.data,
+                            early.data,
+                            T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
+                            T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        )
+                        T.wait_wgmma(1)
+                        extern(
+                            f"subtract_from_minuend<{element}>",
+                            V.data,
+                            minuend.data,
+                            early.data,
+                            T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        )
+                        T.copy(V, V_16)
+                        T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
+                        for i, j in T.Parallel(value_tile, D):
+                            S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
+                        T.wait_wgmma(1)
+                        for i, j in T.Parallel(value_tile, C):
+                            O[i, j] *= gates_s[s, FORWARD_QUERY, j]
+                        extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"))
+                        if has_h != 0:  # a branch that keeps what is before it from sinking behind the wait
+                            slot = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_CHUNK] + c)
+                            if slot < h_slots:
+                                to = T.access_ptr(h[slot, hv, v0 + warpgroup * ROWS, 0], "w")
+                                extern("store_state", S_16.data, to)
+                        T.wait_wgmma(0)
+                        T.copy(V, V_16)
+                        T.wgmma_gemm(V_16, P_s[s, :, :], O, policy=Full)
+                        extern(f"scale_columns<{element}>", decayed.data, V.data, decays.data)
+                        T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(released[s])
+                        T.copy(O, O_16)  # it leaves while the next chunk's first product runs
+
+                    if chunks > 0:
                         extern(
                             f"store_transposed<{element}>",
                             O_16.data,
                             T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
-                            T.access_ptr(o[row + (c - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
+                            T.access_ptr(o[row + (chunks - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
                             HV * D,
-                            C,
+                            length - (chunks - 1) * C,
                         )
-                    T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
-                    extern(
-                        "load_minuend",
-                        minuend.data,
-                        early.data,
-                        T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
-                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
-                    )
-                    T.wait_wgmma(1)
-                    extern(
-                        f"subtract_from_minuend<{element}>",
-                        V.data,
-                        minuend.data,
-                        early.data,
-                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
-                    )
-                    T.copy(V, V_16)
-                    T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
-                    for i, j in T.Parallel(value_tile, D):
-                        S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
-                    T.wait_wgmma(1)
-                    for i, j in T.Parallel(value_tile, C):
-                        O[i, j] *= gates_s[s, FORWARD_QUERY, j]
-                    extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"))
-                    T.wait_wgmma(0)
-                    extern(f"scale_columns<{element}>", decayed.data, V.data, decays.data)
-                    T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
-                    T.copy(V, V_16)
-                    T.wgmma_gemm(V_16, P_s[s, :, :], O, policy=Full)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(released[s])
-                    T.copy(O, O_16)  # it leaves while the next chunk's first product runs
-
-                if chunks > 0:
-                    extern(
-                        f"store_transposed<{element}>",
-                        O_16.data,
-                        T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
-                        T.access_ptr(o[row + (chunks - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
-                        HV * D,
-                        length - (chunks - 1) * C,
-                    )
-                if (has_final_state != 0) & (flags >= LAST):
-                    for i, j in T.Parallel(value_tile, D):
-                        final_state[state + (v0 + i) * state_stride_v + j * state_stride_k] = S[i, j]
+                    n = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_SEQ])
+                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
+                    if (has_final_state != 0) & (segment_s[turn % 2, SEGMENT_FLAGS] >= LAST):
+                        for i, j in T.Parallel(value_tile, D):
+                            final_state[state + (v0 + i) * state_stride_v + j * state_stride_k] = S[i, j]
+                    done += chunks
+                    turn = T.if_then_else(segment_s[turn % 2, MORE] != 0, turn + 1, -1)
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
                 edge = T.alloc_var("int32", init=0)  # see block_rows
-                for c in T.serial(T.if_then_else(tx < CONSUMERS + 32, chunks, 0)):
-                    s = c % STAGES
-                    t = row + c * C
-                    T.barrier_wait(released[s], ((c // STAGES) % 2) ^ 1)
-                    for target, source in (
-                        (K_s[s, :, :], k[t : t + C, hk, :]),
-                        (Q_s[s, :, :], q[t : t + C, hk, :]),
-                        (gates_s[s, :, :], gates[first + c, hv, :, :]),
-                        *block_rows(L_s, s, (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 0, edge),
-                        *block_rows(P_s, s, (matrices_0, matrices_1, matrices_2, matrices_3), first + c, hv, 1, edge),
-                    ):
-                        T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
-                    for w in T.unroll(WARPGROUPS):
-                        T.tma_copy(
-                            v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
-                            V_s[s, w, :, :],
-                            barrier=loaded[s],
-                            leader_scope_threads=32,
+                pieces = T.alloc_var("int32", init=T.Cast("int32", NS * HV) * TILES)
+                turns = T.alloc_var("int32", init=T.truncdiv(pieces, ctas))  # those in which all CTAs have work
+                turns += T.if_then_else(piece(turns, block, ctas) < pieces, 1, 0)
+                for turn in T.serial(T.if_then_else(tx < CONSUMERS + 32, turns, 0)):
+                    work = T.alloc_var("int32", init=piece(turn, block, ctas))
+                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", HV)))
+                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", HV))
+                    hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+                    v0 = T.alloc_var("int32", init=work % TILES * value_tile)
+                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
+                    length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
+                    n = T.alloc_var("int32", init=segments[segment, SEGMENT_SEQ])
+                    flags = T.alloc_var("int32", init=segments[segment, SEGMENT_FLAGS])
+                    chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
+                    T.barrier_wait(taken[0], (turn % 2) ^ 1)
+                    lane = T.alloc_var("int32", init=tx - CONSUMERS)
+                    if lane < SEGMENT_COLUMNS:
+                        segment_s[turn % 2, lane] = segments[segment, lane]
+                    if lane == MORE:
+                        segment_s[turn % 2, MORE] = turns - 1 - turn
+                    if T.if_then_else(flags % LAST == 0, chunks, has_initial_state) > 0:
+                        k_first = T.alloc_var("int32", init=T.if_then_else(flags % LAST == 0, 0, state_stride_k - 1))
+                        state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
+                        extern(
+                            "fetch_state",
+                            begun[0],
+                            T.access_ptr(S_s, "w"),
+                            T.access_ptr(states[segment, hv, v0, 0], "r"),
+                            T.access_ptr(initial_state[state + v0 * state_stride_v], "r"),
+                            flags % LAST,
+                            T.if_then_else(k_first == 0, value_tile, D),
+                            T.if_then_else(k_first == 0, D, value_tile),
                         )
-                    T.barrier_arrive(loaded[s])
+                    T.barrier_arrive(begun[0])
+                    rows = (matrices_0, matrices_1, matrices_2, matrices_3)
+                    for c in T.serial(chunks):
+                        s = (done + c) % STAGES
+                        t = row + c * C
+                        T.barrier_wait(released[s], (((done + c) // STAGES) % 2) ^ 1)
+                        for target, source in (
+                            (K_s[s, :, :], k[t : t + C, hk, :]),
+                            (Q_s[s, :, :], q[t : t + C, hk, :]),
+                            (gates_s[s, :, :], gates[first + c, hv, :, :]),
+                            *block_rows(L_s, s, rows, first + c, hv, 0, edge),
+                            *block_rows(P_s, s, rows, first + c, hv, 1, edge),
+                        ):
+                            T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
+                        for w in T.unroll(WARPGROUPS):
+                            T.tma_copy(
+                                v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                                V_s[s, w, :, :],
+                                barrier=loaded[s],
+                                leader_scope_threads=32,
+                            )
+                        T.barrier_arrive(loaded[s])
+                    done += chunks
 
     return main

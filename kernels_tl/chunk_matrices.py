@@ -4,7 +4,7 @@
                                     gamma_C with the log2 norm bound of device/segments.cuh behind it; with the l2norm
                                     the factors of keys and queries hold 1 / their norm as well
     matrices   [NT, HV, 2, MATRIX]  (A * D - I)^T, A = (I + stril(diag(beta) K K^T))^-1; scale (tril(Q K^T) * D)^T:
-                                    of each row of blocks those from the diagonal on (common.block_row)
+                                    by rows of blocks, of each those from the diagonal on (common.block_row)
     A          [R, HV, C]           the op's output, if wanted (low_level): row i of a chunk's A at token i
     g_cumsum   [R, HV] fp32         likewise, b_i = g_1 + ... + g_i
 
@@ -30,16 +30,22 @@ Launched on [chunk slots * HV / heads], one warpgroup.
 import tilelang.language as T
 
 from kernels_tl.common import (
+    BLOCK,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
     GATE_TABLE_ROWS,
-    MATRIX,
     PADDING,
     PASS_CONFIGS as COMMON,
+    SWIZZLE_32B,
+    SWIZZLE_64B,
+    SWIZZLE_128B,
+    SWIZZLE_NONE,
     TABLE_COLUMNS,
     C,
     D,
+    block_row,
+    descriptor,
     dims,
     element_type,
     extern,
@@ -56,6 +62,7 @@ WARPS = THREADS // 32
 BARRIER = 8
 DIAGONALS = 4 * 256 + 3 * 4  # floats, as in the header
 INVERSES = 4 * 256 + 3 * 16
+SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
 
 
 def chunk_matrices(dtype, normalize):
@@ -72,7 +79,10 @@ def chunk_matrices(dtype, normalize):
         beta: T.Tensor([R, HV], "float32"),
         chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
         gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
-        matrices: T.Tensor([NT, HV, 2, MATRIX], dtype),
+        matrices_0: block_row(NT, HV, 0, dtype),
+        matrices_1: block_row(NT, HV, 1, dtype),
+        matrices_2: block_row(NT, HV, 2, dtype),
+        matrices_3: block_row(NT, HV, 3, dtype),
         o: T.Tensor([R, HV, D], dtype),
         A: T.Tensor([R, HV, C], dtype),
         g_cumsum: T.Tensor([R, HV], "float32"),
@@ -123,6 +133,26 @@ def chunk_matrices(dtype, normalize):
                 T.tma_copy(k[row : row + C, hk, :], K_s, barrier=loaded)
                 T.tma_copy(q[row : row + C, hk, :], Q_s, barrier=loaded)
                 T.barrier_arrive(loaded)
+                if warp == 0:
+                    extern(
+                        "load_gates",
+                        T.access_ptr(gates_s, "rw"),
+                        T.access_ptr(g[row, first], "r"),
+                        T.access_ptr(g_cumsum[row, first], "w"),
+                        HV,
+                        heads,
+                        length,
+                        valid,
+                    )
+                if warp == 1:
+                    extern(
+                        "load_beta",
+                        T.access_ptr(gates_s, "rw"),
+                        T.access_ptr(beta[row, first], "r"),
+                        HV,
+                        heads,
+                        length,
+                    )
                 T.barrier_wait(loaded, 0)
                 if length < C:
                     # Rows behind the chunk's last token belong to others, whatever they hold.
@@ -163,28 +193,22 @@ def chunk_matrices(dtype, normalize):
 
                 if team < heads:
                     hv = first + team
-                    extern(
-                        "chunk_gates",
-                        T.access_ptr(gates_s[warp, 0, 0], "rw"),
-                        T.access_ptr(diagonals_s, "r"),
-                        T.access_ptr(g[row, hv], "r"),
-                        T.access_ptr(beta[row, hv], "r"),
-                        T.access_ptr(g_cumsum[row, hv], "w"),
-                        HV,
-                        length,
-                        valid,
-                        rstd_k_low,
-                        rstd_k_high,
-                        scale_q_low,
-                        scale_q_high,
-                        T.access_ptr(gates[slot, hv, 0, 0], "w"),
-                        member == 0,
-                    )
+                    if member == 0:
+                        extern(
+                            "store_gates",
+                            T.access_ptr(gates_s[team, 0, 0], "r"),
+                            T.access_ptr(diagonals_s, "r"),
+                            rstd_k_low,
+                            rstd_k_high,
+                            scale_q_low,
+                            scale_q_high,
+                            T.access_ptr(gates[slot, hv, 0, 0], "w"),
+                        )
                     for step in T.serial(T.if_then_else(warps == 1, 2, 1)):
                         extern(
                             f"invert_diagonal<{element}>",
                             T.access_ptr(diagonals_s, "r"),
-                            T.access_ptr(gates_s[warp, 0, 0], "r"),
+                            T.access_ptr(gates_s[team, 0, 0], "r"),
                             T.access_ptr(inverses_s[team, 0], "rw"),
                             # two blocks a warp, or with a team of four the same one twice
                             T.if_then_else(warps == WARPS, member, 2 * (member + step) + T.truncdiv(lane, 16)),
@@ -192,15 +216,22 @@ def chunk_matrices(dtype, normalize):
                     extern("team_sync", team, warps)
                     extern(
                         f"make_columns<{element}>",
+                        descriptor(matrices_0, [BLOCK, C], SWIZZLES[0]),
+                        descriptor(matrices_1, [BLOCK, C - BLOCK], SWIZZLES[1]),
+                        descriptor(matrices_2, [BLOCK, C - 2 * BLOCK], SWIZZLES[2]),
+                        descriptor(matrices_3, [BLOCK, C - 3 * BLOCK], SWIZZLES[3]),
+                        descriptor(A, [C, 1, BLOCK], SWIZZLES[3]),
                         warps,
                         member,
                         T.access_ptr(K_s, "r"),
                         T.access_ptr(inverses_s[team, 0], "r"),
-                        T.access_ptr(gates_s[warp, 0, 0], "r"),
+                        T.access_ptr(gates_s[team, 0, 0], "r"),
                         T.access_ptr(Q_s, "rw"),
-                        T.access_ptr(matrices[slot, hv, 0, 0], "w"),
                         T.access_ptr(A[row, hv, 0], "w"),
-                        HV * C,
+                        slot,
+                        hv,
+                        row,
+                        HV,
                         valid,
                     )
 

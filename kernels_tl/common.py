@@ -8,6 +8,8 @@ sum of the log gate g, gamma = exp(b).  Sizes that only change grids, strides an
     h_slots                          slots of h, which holds no padding: at most NT
 """
 
+import math
+
 import tilelang
 import tilelang.language as T
 
@@ -81,6 +83,33 @@ def block_rows(tiles, stage, buffers, slot, hv, matrix, edge):
         )
         for j in range(C // BLOCK)
     ]
+
+
+# CUtensorMapSwizzle, CUtensorMapDataType, CUtensorMapL2promotion
+SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B = range(4)
+TMA_DTYPES = {"float16": 6, "bfloat16": 9}
+L2_PROMOTION_128B = 2
+
+
+def descriptor(buffer, box, swizzle):
+    """A TMA descriptor of a tensor, for a function in device/: boxes of these extents, which are of the innermost
+    dimensions."""
+    rank = len(buffer.shape)
+    strides = list(buffer.strides) or [math.prod(buffer.shape[i + 1 :], start=1) for i in range(rank)]
+    box = [1] * (rank - len(box)) + list(box)
+    return T.create_tma_descriptor(
+        TMA_DTYPES[str(buffer.dtype)],
+        rank,
+        buffer.data,
+        *reversed(buffer.shape),
+        *(2 * stride for stride in reversed(strides)),
+        *reversed(box),
+        *[1] * rank,
+        0,  # no interleaving
+        swizzle,
+        L2_PROMOTION_128B,
+        0,  # out of bounds: zeros
+    )
 
 
 def extern(name, *args):

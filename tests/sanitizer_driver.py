@@ -33,6 +33,7 @@ CASES = (
 SEGMENTED = Case(lengths=(650, 0, 65), padding=9, H_k=1, H_v=2)
 MODES = ((64, 2), (128, 5))
 SHARED = Case(T=400, H_k=2, H_v=128, gate="logsigmoid")  # as many heads as it takes for some to share a CTA's K K^T
+TURNS = Case(lengths=(1, 65, 0, 7, 64, 30, 130), H_k=16, H_v=64)  # more segments and heads than SMs: CTAs take turns
 BAD_OFFSETS = ([0, 100, 50, 300], [-7, 100, 2**31 - 1, 9], [0, -1, -(2**31), 500], [300, 200, 100, 0])
 
 
@@ -59,6 +60,10 @@ for dtype in (torch.bfloat16, torch.float16):
         print("done:", SEGMENTED, dtype, mode, flush=True)
 assert finite(run_forward(make_inputs(SHARED, "cuda"), output_h=False)), SHARED
 print("done:", SHARED, flush=True)
+for value_tile in (64, 128):
+    with forward_mode(value_tile, 0):
+        assert finite(run_forward(make_inputs(TURNS, "cuda"), output_h=False)), (TURNS, value_tile)
+print("done:", TURNS, flush=True)
 
 case = dataclasses.replace(CASES[0], lengths=(100, 100, 100), padding=0)
 inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")

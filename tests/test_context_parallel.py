@@ -101,6 +101,17 @@ def test_more_sequences_than_one_step_of_the_plan(mode):
     check_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), mode)
 
 
+@each_mode((64, 0), (128, 0), (64, 1), (128, 2))
+@each(
+    Case(lengths=tuple(random.Random(1).choices((0, 1, 64, 65, 130, 200), k=100)), H_k=2, H_v=8, gate="logsigmoid"),
+    Case(lengths=(3, 700, 0, 64, 129) * 12, H_k=4, H_v=12, dtype=FP16, state_v_first=True),
+    Case(lengths=(70,) * 50, H_k=8, H_v=8, initial_state=None, padding=2),
+)
+def test_more_work_than_ctas(mode, case):
+    """CTAs of chunk_forward then go through several segments and heads, states arriving ahead."""
+    check_mode(case, mode)
+
+
 @pytest.mark.parametrize("value_tile", (64, 128))
 @each(
     Case(lengths=(300, 0, 65), padding=3, gate="logsigmoid"),

@@ -50,10 +50,7 @@ enum Gate {
 };
 
 constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
-// In global memory a matrix's block columns, transposed, follow one another, each without the blocks that are zero: of
-// column j rows of 128 - 32 j bytes.
-constexpr int kMatrixBytes = 10 * kBlockFloats * 2;
-constexpr float kNormEps = 1e-6f;  // as in transformers
+constexpr float kNormEps = 1e-6f;                  // as in transformers
 
 // The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
 // registers from before the loops around it.
@@ -165,64 +162,84 @@ __device__ __forceinline__ void store_products(const float* KK, const float* KQ,
   }
 }
 
-// By one warp: a head's gates. g, beta and b_rows are the head's at the chunk's first token, `stride` apart; behind
-// `length` tokens both are taken as 0. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and scale / |q|.
-// b log2(e) and beta go to `gates`, for this warp; with `writes` the table goes to global memory, and the first `valid`
-// of b to b_rows.
-__device__ __forceinline__ void chunk_gates(float* gates, const float* diagonals, const float* g,
-                                            const float* beta_rows, float* b_rows, int64_t stride, int length,
-                                            int valid, float rstd_k_low, float rstd_k_high, float scale_q_low,
-                                            float scale_q_high, float* table, bool writes) {
+// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
+// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
+__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int64_t stride, int heads, int length) {
+  const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
+  }
+}
+
+__device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
+  float4* const pieces = reinterpret_cast<float4*>(to + threadIdx.x % 8 * 8);
+  pieces[0] = {x[0], x[1], x[2], x[3]};
+  pieces[1] = {x[4], x[5], x[6], x[7]};
+}
+
+constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), beta
+
+// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows.
+__device__ __forceinline__ void load_gates(float* gates, const float* g, float* b_rows, int64_t stride, int heads,
+                                           int length, int valid) {
+  const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
+  float b[8];
+  load_heads(b, g, stride, heads, length);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] = b[s] * kLog2e + (s > 0 ? b[s - 1] : 0.f);
+  }
+  float before = b[7];
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    const float below = __shfl_up_sync(~0u, before, step, 8);
+    before += i >= step ? below : 0.f;
+  }
+  before = __shfl_up_sync(~0u, before, 1, 8);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] += i > 0 ? before : 0.f;
+    if (head < heads && 8 * i + s < valid) {
+      b_rows[(8 * i + s) * stride + head] = b[s] * kLn2;
+    }
+  }
+  store_head(gates + head * kHeadGates, b);
+}
+
+// By one warp: likewise beta.
+__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int64_t stride, int heads, int length) {
+  float beta[8];
+  load_heads(beta, beta_rows, stride, heads, length);
+  store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
+}
+
+// By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
+// scale / |q|.
+__device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
+                                            float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
   const int lane = lane_here();
-  float b[2], beta[2];
+  const float rstd_k[2] = {rstd_k_low, rstd_k_high}, scale_q[2] = {scale_q_low, scale_q_high};
+  const float total = gates[kChunk - 1];
+  float growth = 1.f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = lane + 32 * i;
-    b[i] = token < length ? g[token * stride] * kLog2e : 0.f;
-    beta[i] = token < length ? beta_rows[token * stride] : 0.f;
+    const float b = gates[token], beta = gates[kChunk + token], gamma = exp2_fast(b);
+    const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
+    growth *= fmaxf(1.f, fabsf(1.f - beta * square));
+    reinterpret_cast<float2*>(table + kBeta * kChunk)[token] = {beta, beta * gamma * rstd_k[i]};
+    table[kScaleGamma * kChunk + token] = scale_q[i] * gamma;
+    table[kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
   }
+  float bound = __log2f(growth);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float below = __shfl_up_sync(~0u, b[i], step);
-      b[i] += lane >= step ? below : 0.f;
-    }
+    bound += __shfl_xor_sync(~0u, bound, step);
   }
-  b[1] += __shfl_sync(~0u, b[0], 31);
-  const float total = __shfl_sync(~0u, b[1], 31);
-  __syncwarp();  // the last head's have been read
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    gates[lane + 32 * i] = b[i];
-    gates[kChunk + lane + 32 * i] = beta[i];
+  if (lane < 2) {
+    table[kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
   }
-  if (writes) {
-    const float rstd_k[2] = {rstd_k_low, rstd_k_high}, scale_q[2] = {scale_q_low, scale_q_high};
-    float growth = 1.f;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = lane + 32 * i;
-      const float gamma = exp2_fast(b[i]);
-      const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
-      growth *= fmaxf(1.f, fabsf(1.f - beta[i] * square));
-      reinterpret_cast<float2*>(table + kBeta * kChunk)[token] = {beta[i], beta[i] * gamma * rstd_k[i]};
-      table[kScaleGamma * kChunk + token] = scale_q[i] * gamma;
-      table[kDecay * kChunk + token] = exp2_fast(total - b[i]) * rstd_k[i];
-      if (token < valid) {
-        b_rows[token * stride] = b[i] * kLn2;
-      }
-    }
-    float bound = __log2f(growth);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      bound += __shfl_xor_sync(~0u, bound, step);
-    }
-    if (lane < 2) {
-      table[kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
-    }
-  }
-  __syncwarp();
 }
 
 // By half a warp: Y = (I + L)^-1 of diagonal block `block`, as a factor.
@@ -247,6 +264,9 @@ __device__ __forceinline__ void invert_diagonal(const float* diagonals, const fl
       sum[(i - l) & 1] += row[l] * x[l];
     }
     x[i] = (i == column ? 1.f : 0.f) - beta[i] * (sum[0] + sum[1]);
+  }
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {  // in the end: what is stored between them holds back the loads
     Y[in_inverse(i, column)] = as_factor<T>(x[i]);
   }
 }
@@ -328,15 +348,22 @@ __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* b
   }
 }
 
-// One 16 x 16 block (i, j) of both gated matrices, transposed, to shared memory. On the diagonal what lies below it,
-// transposed, is cut off.
-template <typename T, bool kDiagonal>
-__device__ __forceinline__ void gate_block(const float (&X)[2][4], const void* blocks, const float* gates, int i, int j,
-                                           const float (&b_row)[2], uint32_t to_inverse, uint32_t to_attention) {
+// Byte offset of 16-byte piece `piece` of row `row` in a row of blocks, from its diagonal block j on, in shared memory:
+// rows of 128 - 32 j bytes under the swizzle of SWIZZLES in chunk_matrices.py.
+template <int j>
+__device__ __forceinline__ int in_block_row(int row, int piece) {
+  constexpr int shift[4] = {0, 0, 1, 2}, mask[4] = {7, 0, 3, 1};
+  return row * (128 - 32 * j) + ((piece ^ (row >> shift[j] & mask[j])) << 4);
+}
+
+// One 16 x 16 block (i, j) of both gated matrices, transposed. On the diagonal what lies below it, transposed, is cut
+// off.
+template <typename T, int i, int j>
+__device__ __forceinline__ void gate_block(uint32_t (&gated)[2][2], uint32_t (&attended)[2][2], const float (&X)[2][4],
+                                           const void* blocks, const float* gates, const float (&b_row)[2]) {
   const int lane = threadIdx.x & 31;
   const int g = lane >> 2, t = lane & 3;
   const float4* const from = static_cast<const float4*>(blocks) + attention_block(i, j) * kBlockPieces + lane;
-  uint32_t gated[2][2], attended[2][2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const float2 b = *reinterpret_cast<const float2*>(gates + kBlock * i + 8 * n + 2 * t);
@@ -350,7 +377,7 @@ __device__ __forceinline__ void gate_block(const float (&X)[2][4], const void* b
         const float d = exp2_fast((e ? b.y : b.x) - b_row[h]);
         x[e] = X[n][2 * h + e] * d;
         p[e] = kq[2 * h + e] * d;
-        if constexpr (kDiagonal) {
+        if constexpr (i == j) {
           const int distance = 8 * n + 2 * t + e - (g + 8 * h);
           x[e] = distance > 0 ? x[e] : 0.f;
           p[e] = distance >= 0 ? p[e] : 0.f;
@@ -360,51 +387,23 @@ __device__ __forceinline__ void gate_block(const float (&X)[2][4], const void* b
       attended[n][h] = pack(T(), p[0], p[1]);
     }
   }
-  const uint32_t piece = (2 * i + (lane >> 4)) << 4;
-  store_matrices(to_inverse ^ piece, gated[0][0], gated[0][1], gated[1][0], gated[1][1]);
-  store_matrices(to_attention ^ piece, attended[0][0], attended[0][1], attended[1][0], attended[1][1]);
 }
 
-// By one warp: block column j of (A * D - I) and of scale tril(Q K^T) * D, as 16 rows of the transposed each,
-// from the X that invert_column left. `staging`: room for both for each warp.
-template <typename T, int j>
-__device__ __forceinline__ void gate_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
-                                            void* staging, void* matrices) {
-  const int lane = lane_here(), warp = warp_index();
-  const int g = lane >> 2;
-  char* const tiles = static_cast<char*>(staging) + warp * 2 * kColumnBytes;
-  const float b_row[2] = {gates[kBlock * j + g], gates[kBlock * j + g + 8]};
-  const uint32_t inverse = shared_address(tiles) + swizzled(lane & 15, 0), attention = inverse + kColumnBytes;
-  __syncwarp();  // the last column has been read
-  gate_block<T, true>(X[j], blocks, gates, j, j, b_row, inverse, attention);
-#pragma unroll
-  for (int i = j + 1; i < 4; ++i) {
-    gate_block<T, false>(X[i], blocks, gates, i, j, b_row, inverse, attention);
-  }
-  __syncwarp();
-  constexpr int pieces = 8 - 2 * j;  // of 16 bytes, a row
-  constexpr int start = j * kColumnBytes - j * (j - 1) / 2 * kBlockFloats * 2;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    char* const to = static_cast<char*>(matrices) + m * kMatrixBytes + start;
-#pragma unroll
-    for (int step = 0; step < pieces / 2; ++step) {
-      const int i = 32 * step + lane;
-      *reinterpret_cast<uint4*>(to + i * 16) =
-          *reinterpret_cast<const uint4*>(tiles + m * kColumnBytes + swizzled(i / pieces, 2 * j + i % pieces));
-    }
-  }
-}
+// Where the results of a chunk and head go.
+struct MatricesOut {
+  const CUtensorMap &rows_0, &rows_1, &rows_2, &rows_3;  // both matrices by rows of blocks: common.block_row
+  const CUtensorMap& A;                                  // boxes of 64 tokens and 16 columns
+  void* A_rows;                                          // A at the chunk's first token
+  int slot, hv, row, HV;
+  int valid;  // rows of A that are wanted
+};
 
-// By one warp: block column j of the first `valid` rows of A itself, `stride` elements apart. `staging` as above.
+// By one warp: block column j of A itself, to the first half of `staging` and from there to global memory.
 template <typename T, int j>
-__device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], void* staging, void* A, int stride,
-                                              int valid) {
-  const int lane = lane_here(), warp = warp_index();
-  char* const tile = static_cast<char*>(staging) + warp * 2 * kColumnBytes;
-  // 64 tokens of two 16-byte pieces, which change places in tokens 4 to 7 of eight, so that eight meet all banks.
+__device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const MatricesOut& out) {
+  const int lane = lane_here();
+  // 64 tokens of two 16-byte pieces under TMA's 32-byte swizzle: they change places in tokens 4 to 7 of eight.
   const auto in_tile = [](int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); };
-  __syncwarp();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t x[2][2] = {};
@@ -417,50 +416,106 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], void* s
         }
       }
     }
-    store_matrices_transposed(shared_address(tile) + in_tile(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1),
+    store_matrices_transposed(shared_address(staging) + in_tile(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1),
                               x[0][0], x[0][1], x[1][0], x[1][1]);
   }
-  __syncwarp();
-  T* to = static_cast<T*>(A) + lane / 2 * stride + kBlock * j + (lane & 1) * 8;
-#pragma unroll
-  for (int i = 0; i < 4; ++i, to += kBlock * stride) {
-    const int token = kBlock * i + lane / 2;
-    const uint4 data = *reinterpret_cast<const uint4*>(tile + in_tile(token, lane & 1));
-    if (token < valid) {
-      *reinterpret_cast<uint4*>(to) = data;
+  if (out.valid == kChunk) {
+    fence_boxes();
+    __syncwarp();
+    if (lane == 0) {
+      store_box(out.A, staging, kBlock * j, out.hv, out.row);
     }
+  } else {  // the rows behind are others'
+    __syncwarp();
+#pragma unroll 1
+    for (int token = lane / 2; token < out.valid; token += kBlock) {
+      T* const to = static_cast<T*>(out.A_rows) + static_cast<int64_t>(token) * out.HV * kChunk + kBlock * j;
+      reinterpret_cast<uint4*>(to)[lane & 1] = *reinterpret_cast<const uint4*>(staging + in_tile(token, lane & 1));
+    }
+  }
+}
+
+// By one warp: block column j of (A * D - I), of scale tril(Q K^T) * D, both transposed, and if it is wanted of A, from
+// the X that invert_column left. `staging`: room for two tiles of 16 x 64 elements.
+template <typename T, int j>
+__device__ __forceinline__ void store_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
+                                             char* staging, const MatricesOut& out) {
+  const int lane = lane_here();
+  const int g = lane >> 2;
+  const auto wait = [lane] {
+    if (lane == 0) {
+      wait_for_boxes();
+    }
+    __syncwarp();
+  };
+  wait();  // the last column has left
+  if (out.valid > 0) {
+    store_inverse<T, j>(X, staging, out);
+  }
+  const float b_row[2] = {gates[kBlock * j + g], gates[kBlock * j + g + 8]};
+  uint32_t gated[4][2][2], attended[4][2][2];
+  gate_block<T, j, j>(gated[j], attended[j], X[j], blocks, gates, b_row);
+  if constexpr (j < 3) {
+    gate_block<T, j + 1, j>(gated[j + 1], attended[j + 1], X[j + 1], blocks, gates, b_row);
+  }
+  if constexpr (j < 2) {
+    gate_block<T, j + 2, j>(gated[j + 2], attended[j + 2], X[j + 2], blocks, gates, b_row);
+  }
+  if constexpr (j < 1) {
+    gate_block<T, j + 3, j>(gated[j + 3], attended[j + 3], X[j + 3], blocks, gates, b_row);
+  }
+  if (out.valid > 0) {
+    wait();  // A has left
+  }
+#pragma unroll
+  for (int i = j; i < 4; ++i) {
+    const uint32_t to = shared_address(staging) + in_block_row<j>(lane & 15, 2 * (i - j) + (lane >> 4));
+    store_matrices(to, gated[i][0][0], gated[i][0][1], gated[i][1][0], gated[i][1][1]);
+    store_matrices(to + kColumnBytes, attended[i][0][0], attended[i][0][1], attended[i][1][0], attended[i][1][1]);
+  }
+  fence_boxes();
+  __syncwarp();
+  if (lane == 0) {
+    const CUtensorMap& rows = j == 0 ? out.rows_0 : j == 1 ? out.rows_1 : j == 2 ? out.rows_2 : out.rows_3;
+    store_box(rows, staging, 0, 0, 0, out.hv, out.slot);
+    store_box(rows, staging + kColumnBytes, 0, 0, 1, out.hv, out.slot);
   }
 }
 
 // By one warp: all that there is of block column j.
 template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
-                                            void* staging, void* matrices, void* A, int stride, int valid) {
+                                            char* staging, const MatricesOut& out) {
   float X[4][2][4];
   invert_column<T, j>(X, blocks, inverses, gates);
-  gate_column<T, j>(X, blocks, gates, staging, matrices);
-  if (valid > 0) {
-    store_inverse<T, j>(X, staging, A, stride, valid);
-  }
+  store_column<T, j>(X, blocks, gates, staging, out);
 }
 
 // The columns that are this warp's, the `member`-th of a team of `warps`. Column 0 is the longest, 3 the shortest.
+// `staging`: room for two tiles for each warp of the CTA.
 template <typename T>
-__device__ __forceinline__ void make_columns(int warps, int member, const void* blocks, const float* inverses,
-                                             const float* gates, void* staging, void* matrices, void* A, int stride,
-                                             int valid) {
-  const int mine = warps == 1 ? 0b1111 : warps == 2 ? (member == 0 ? 0b1001 : 0b0110) : 1 << member;
-  if (mine & 1) {
-    make_column<T, 0>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+__device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CUtensorMap& rows_1,
+                                             const CUtensorMap& rows_2, const CUtensorMap& rows_3, const CUtensorMap& A,
+                                             int warps, int member, const void* blocks, const float* inverses,
+                                             const float* gates, void* staging, void* A_rows, int slot, int hv, int row,
+                                             int HV, int valid) {
+  const MatricesOut out{rows_0, rows_1, rows_2, rows_3, A, A_rows, slot, hv, row, HV, valid};
+  char* const mine = static_cast<char*>(staging) + warp_index() * 2 * kColumnBytes;
+  const int columns = warps == 1 ? 0b1111 : warps == 2 ? (member == 0 ? 0b1001 : 0b0110) : 1 << member;
+  if (columns & 1) {
+    make_column<T, 0>(blocks, inverses, gates, mine, out);
   }
-  if (mine & 2) {
-    make_column<T, 1>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+  if (columns & 2) {
+    make_column<T, 1>(blocks, inverses, gates, mine, out);
   }
-  if (mine & 4) {
-    make_column<T, 2>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+  if (columns & 4) {
+    make_column<T, 2>(blocks, inverses, gates, mine, out);
   }
-  if (mine & 8) {
-    make_column<T, 3>(blocks, inverses, gates, staging, matrices, A, stride, valid);
+  if (columns & 8) {
+    make_column<T, 3>(blocks, inverses, gates, mine, out);
+  }
+  if (lane_here() == 0) {
+    wait_for_boxes();  // shared memory lives no longer than the CTA
   }
 }
 

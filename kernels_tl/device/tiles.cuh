@@ -101,6 +101,40 @@ __device__ __forceinline__ void store_transposed(const void* fragment, void* til
   }
 }
 
+// A state on its way in, by one warp: `rows` rows of `columns` floats, 128 apart, from `first_state` or `state` to
+// shared memory, where kStatePad floats stay free behind each row. Each lane announces its own rows to the barrier.
+constexpr int kStatePad = 4;
+
+template <typename Barrier>
+__device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const float* state, const float* first_state,
+                                            int is_first, int rows, int columns) {
+  const float* const from = is_first ? first_state : state;
+  const int lane = threadIdx.x & 31;
+  const uint32_t bar = shared_address(&barrier);
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(rows / 32 * columns * 4)
+               : "memory");
+#pragma unroll 1
+  for (int row = lane; row < rows; row += 32) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to + row * (columns + kStatePad))),
+                 "l"(from + row * 128), "r"(columns * 4), "r"(bar)
+                 : "memory");
+  }
+}
+
+// fragment[i][j] = state[(row + i) * stride_i + j * stride_j], a fragment of 64 x 128.
+__device__ __forceinline__ void load_state(float* fragment, const float* state, int row, int stride_i, int stride_j) {
+  const int lane = threadIdx.x & 31, warp = warp_index();
+  const float* const from = state + (row + 16 * warp + lane / 4) * stride_i + lane % 4 * 2 * stride_j;
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      fragment[4 * n + e] = from[8 * (e / 2) * stride_i + (8 * n + e % 2) * stride_j];
+    }
+  }
+}
+
 // rows[i * 128 + j] = fragment[i][j], 64 rows of 128 16-bit elements, from the left factor of a register-sourced WGMMA,
 // which has its registers in the order of an fp32 fragment's pairs.
 __device__ __forceinline__ void store_state(const void* fragment, void* rows) {

@@ -1,6 +1,7 @@
 // The instructions below a tile: warp-wide matrix moves and products, named barriers, conversions.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -67,6 +68,27 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
                "r"(c), "r"(d)
                : "memory");
 }
+
+// Shared to global memory by TMA, by one thread: a box of the tensor behind `map`, from the given coordinates on, the
+// innermost one first. What is out of bounds is left out. The box may be overwritten after wait_for_boxes, by the same
+// thread; before, its writers have to pass fence_boxes.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2)
+      : "memory");
+}
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2, int x3,
+                                          int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+__device__ __forceinline__ void fence_boxes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_boxes() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
