@@ -89,7 +89,11 @@ def tiles():
     N, H = T.dynamic("N"), T.dynamic("H")
 
     @T.prim_func
-    def main(x: T.Tensor([N, H, 128], "bfloat16"), y: T.Tensor([N, H, 128], "bfloat16")):
+    def main(
+        x: T.Tensor([N, H, 128], "bfloat16"),
+        y: T.Tensor([N, H, 128], "bfloat16"),
+        z: T.Tensor([N, 128], "bfloat16"),
+    ):
         with T.Kernel(H, threads=128) as h:
             large = T.alloc_shared([64, 128], "bfloat16")
             small = T.alloc_shared([32, 128], "bfloat16")
@@ -99,6 +103,13 @@ def tiles():
                 for i, j in T.Parallel(32, 128):
                     large[i, j] += small[i, j]
                 T.copy(large, y[n * 64 : n * 64 + 64, h, 0:128])
+            # rank, sizes, strides, box, element strides; no interleaving, swizzle, promotion; zeros out of bounds
+            T.call_extern(
+                "handle",
+                "use",
+                0,
+                T.create_tma_descriptor(9, 2, z.data, 128, N, 2, 256, 64, 8, 1, 1, 0, 0, 0, 0),
+            )
 
     return main
 """
@@ -221,9 +232,10 @@ def test_a_tensor_has_a_descriptor_for_each_tile(tmp_path):
     assert result.returncode == 0, result.stderr
     strides = "['(args.H * 256)', '256']"
     tiles, types = result.stdout.splitlines()[-2:]
-    assert sorted(re.findall(r"'(\w)', '(\d+)'", tiles)) == [("x", "32"), ("x", "64"), ("y", "64")]
+    assert sorted(re.findall(r"'(\w)', '(\d+)'", tiles)) == [("x", "32"), ("x", "64"), ("y", "64"), ("z", "8")]
     assert tiles.count(strides) == 3
-    assert types == "['const void*', 'void*', 'int64_t', 'int64_t']"
+    # What a function does to z through its descriptor is not known: it may write it.
+    assert types == "['const void*', 'void*', 'void*', 'int64_t', 'int64_t']"
 
 
 @pytest.mark.build
