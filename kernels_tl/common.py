@@ -24,7 +24,7 @@ GATE_LOG, GATE_GAMMA, GATE_DECAY, GATE_FADE, GATE_BETA = range(
 GATE_ROWS = 5
 
 # Rows of the forward's, [NT, HV, GATE_TABLE_ROWS, C] fp32, which chunk_matrices writes: the first ones of the enum Gate
-# in device/chunk_matrices.cuh.
+# in device/chunk_gates.cuh.
 FORWARD_BETA, FORWARD_QUERY, FORWARD_DECAY, FORWARD_TOTAL = 0, 2, 3, 4
 GATE_TABLE_ROWS = 5
 

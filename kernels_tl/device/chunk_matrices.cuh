@@ -17,48 +17,16 @@
 // heads are fewer, two or four warps on one: a team), without waiting for the others.
 #pragma once
 
-#include <type_traits>
-
-#include "device/warp.cuh"
+#include "device/chunk_gates.cuh"
 
 namespace flash_qla::device {
-
-constexpr int kChunk = 64;
-constexpr int kBlock = 16;
-
-// K K^T and K Q^T in shared memory. `blocks`: the ten blocks of K Q^T on and above the diagonal, scaled, then the six
-// of K K^T below it, each of eight floats a lane as the accumulators have them: two float4, of columns 0 to 7 and 8 to
-// 15. `diagonals`: the four diagonal blocks of K K^T by rows.
-constexpr int kBlockFloats = kBlock * kBlock;
-constexpr int kBlockPieces = kBlockFloats / 4;
-constexpr int kDiagonalStride = kBlockFloats + 4;  // two blocks' rows are read together, from different banks
-
-__device__ __forceinline__ int attention_block(int column, int row) { return column * (column + 1) / 2 + row; }
-__device__ __forceinline__ int product_block(int row, int column) { return 10 + row * (row - 1) / 2 + column; }
 
 // The inverted diagonal blocks of a head: 16 rows of 16 floats, columns 0 to 7 and 8 to 15 changing places in rows 2,
 // 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
 constexpr int kInverseStride = kBlockFloats + 16;
 __device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
 
-// Rows of the gate table in global memory, of kChunk floats each.
-enum Gate {
-  kBeta,            // two rows of pairs: beta_i; beta_i exp(b_i), times 1 / |k_i| with l2norm
-  kScaleGamma = 2,  // scale exp(b_i), times 1 / |q_i|
-  kDecay,           // exp(b_C - b_i), times 1 / |k_i|
-  kTotal,           // exp(b_C), the log2 norm bound of segments.cuh; the rest is unused
-};
-
 constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
-constexpr float kNormEps = 1e-6f;                  // as in transformers
-
-// The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
-// registers from before the loops around it.
-__device__ __forceinline__ int lane_here() {
-  int lane = threadIdx.x & 31;
-  asm volatile("" : "+r"(lane));
-  return lane;
-}
 
 __device__ __forceinline__ void team_sync(int team, int warps) {
   if (warps == 1) {
@@ -67,178 +35,6 @@ __device__ __forceinline__ void team_sync(int team, int warps) {
     asm volatile("bar.sync %0, %1;" ::"n"(kTeamBarrier), "r"(32 * warps) : "memory");
   } else {
     asm volatile("bar.sync %0, %1;" ::"n"(kTeamBarrier + 1), "r"(32 * warps) : "memory");
-  }
-}
-
-// By four warps: 1 / |k_i| and 1 / |q_i|, from the diagonal of K K^T and from Q in shared memory.
-template <typename T>
-__device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const int g = lane >> 2, t = lane & 3;
-  if (t == g >> 1) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n >> 1 == warp) {
-        const float* x = KK + 4 * n + 2 * (n & 1);
-        const float square = g & 1 ? x[1] : x[0];
-        norms[8 * n + g] = square > 0.f ? rsqrtf(square + kNormEps) : 0.f;  // of zeros: a factor that fp16 can hold
-      }
-    }
-  }
-  // Half a row a thread; the two halves of a row are in lanes 16 apart.
-  const int row = 16 * warp + (lane & 15), half = lane >> 4;
-  const char* const base = static_cast<const char*>(Q) + half * (kChunk * 128);
-  float sum = 0.f;
-#pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
-    const uint4 data = *reinterpret_cast<const uint4*>(base + swizzled(row, piece));
-    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack(T(), words[i]);
-      sum += pair.x * pair.x + pair.y * pair.y;
-    }
-  }
-  sum += __shfl_xor_sync(~0u, sum, 16);
-  norms[kChunk + row] = rsqrtf(sum + kNormEps);  // twice, the same
-}
-
-// Factors of the TF32 products. bf16 results are content with rounded factors; fp16 ones get them in two parts each.
-template <typename T>
-constexpr bool kTwoParts = std::is_same_v<T, __half>;
-
-template <typename T>
-__device__ __forceinline__ float as_factor(float x) {
-  return kTwoParts<T> ? x : round_to_tf32(x);
-}
-
-// By four warps: the fragments (see tiles.cuh) of K K^T and K Q^T to shared memory, with the norms applied.
-template <typename T, bool kNormalize>
-__device__ __forceinline__ void store_products(const float* KK, const float* KQ, const float* norms, void* blocks,
-                                               float* diagonals, float scale) {
-  float4* const to_blocks = static_cast<float4*>(blocks);
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const int g = lane >> 2, t = lane & 3;
-  float norm_row[2] = {1.f, 1.f};
-  if constexpr (kNormalize) {
-    norm_row[0] = norms[16 * warp + g];
-    norm_row[1] = norms[16 * warp + g + 8];
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float* const kk = KK + 8 * i + 4 * n;
-      const float* const kq = KQ + 8 * i + 4 * n;
-      const int column = 16 * i + 8 * n + 2 * t;
-      float x[4], y[4];
-      float2 norm_k = {1.f, 1.f}, norm_q = {1.f, 1.f};
-      if constexpr (kNormalize) {
-        norm_k = *reinterpret_cast<const float2*>(norms + column);
-        norm_q = *reinterpret_cast<const float2*>(norms + kChunk + column);
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        x[e] = kk[e];
-        y[e] = kq[e] * scale;
-        if constexpr (kNormalize) {
-          x[e] *= norm_row[e >> 1] * (e & 1 ? norm_k.y : norm_k.x);
-          y[e] *= norm_row[e >> 1] * (e & 1 ? norm_q.y : norm_q.x);
-        }
-      }
-      if (i < warp) {
-        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {as_factor<T>(x[0]), as_factor<T>(x[1]),
-                                                                            as_factor<T>(x[2]), as_factor<T>(x[3])};
-      }
-      if (i == warp) {
-        float* const to = diagonals + i * kDiagonalStride + g * kBlock + 8 * n + 2 * t;
-        *reinterpret_cast<float2*>(to) = {x[0], x[1]};
-        *reinterpret_cast<float2*>(to + 8 * kBlock) = {x[2], x[3]};
-      }
-      if (i >= warp) {
-        to_blocks[attention_block(i, warp) * kBlockPieces + 32 * n + lane] = {y[0], y[1], y[2], y[3]};
-      }
-    }
-  }
-}
-
-// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
-// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
-__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int64_t stride, int heads, int length) {
-  const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
-#pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
-  }
-}
-
-__device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
-  float4* const pieces = reinterpret_cast<float4*>(to + threadIdx.x % 8 * 8);
-  pieces[0] = {x[0], x[1], x[2], x[3]};
-  pieces[1] = {x[4], x[5], x[6], x[7]};
-}
-
-constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), beta
-
-// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows.
-__device__ __forceinline__ void load_gates(float* gates, const float* g, float* b_rows, int64_t stride, int heads,
-                                           int length, int valid) {
-  const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
-  float b[8];
-  load_heads(b, g, stride, heads, length);
-#pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    b[s] = b[s] * kLog2e + (s > 0 ? b[s - 1] : 0.f);
-  }
-  float before = b[7];
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) {
-    const float below = __shfl_up_sync(~0u, before, step, 8);
-    before += i >= step ? below : 0.f;
-  }
-  before = __shfl_up_sync(~0u, before, 1, 8);
-#pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    b[s] += i > 0 ? before : 0.f;
-    if (head < heads && 8 * i + s < valid) {
-      b_rows[(8 * i + s) * stride + head] = b[s] * kLn2;
-    }
-  }
-  store_head(gates + head * kHeadGates, b);
-}
-
-// By one warp: likewise beta.
-__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int64_t stride, int heads, int length) {
-  float beta[8];
-  load_heads(beta, beta_rows, stride, heads, length);
-  store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
-}
-
-// By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
-// scale / |q|.
-__device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
-                                            float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
-  const int lane = lane_here();
-  const float rstd_k[2] = {rstd_k_low, rstd_k_high}, scale_q[2] = {scale_q_low, scale_q_high};
-  const float total = gates[kChunk - 1];
-  float growth = 1.f;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = lane + 32 * i;
-    const float b = gates[token], beta = gates[kChunk + token], gamma = exp2_fast(b);
-    const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
-    growth *= fmaxf(1.f, fabsf(1.f - beta * square));
-    reinterpret_cast<float2*>(table + kBeta * kChunk)[token] = {beta, beta * gamma * rstd_k[i]};
-    table[kScaleGamma * kChunk + token] = scale_q[i] * gamma;
-    table[kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
-  }
-  float bound = __log2f(growth);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    bound += __shfl_xor_sync(~0u, bound, step);
-  }
-  if (lane < 2) {
-    table[kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
   }
 }
 

@@ -17,6 +17,14 @@ constexpr int kStateBarrier = 9;  // and the next, one for each state warpgroup 
 // branches on it may then be where WGMMAs are in flight.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
 
+// The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
+// registers from before the loops around it.
+__device__ __forceinline__ int lane_here() {
+  int lane = threadIdx.x & 31;
+  asm volatile("" : "+r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ void warpgroup_sync(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }

@@ -1,0 +1,96 @@
+// The gates of a chunk: b_i = g_1 + ... + g_i, and what a token brings to its value head besides its vectors.
+#pragma once
+
+#include "device/chunk_products.cuh"
+
+namespace flash_qla::device {
+
+// Rows of the gate table in global memory, of kChunk floats each.
+enum Gate {
+  kBeta,            // two rows of pairs: beta_i; beta_i exp(b_i), times 1 / |k_i| with l2norm
+  kScaleGamma = 2,  // scale exp(b_i), times 1 / |q_i|
+  kDecay,           // exp(b_C - b_i), times 1 / |k_i|
+  kTotal,           // exp(b_C), the log2 norm bound of segments.cuh; the rest is unused
+};
+
+// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
+// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
+__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int64_t stride, int heads, int length) {
+  const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
+  }
+}
+
+__device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
+  float4* const pieces = reinterpret_cast<float4*>(to + threadIdx.x % 8 * 8);
+  pieces[0] = {x[0], x[1], x[2], x[3]};
+  pieces[1] = {x[4], x[5], x[6], x[7]};
+}
+
+constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), beta
+
+// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows.
+__device__ __forceinline__ void load_gates(float* gates, const float* g, float* b_rows, int64_t stride, int heads,
+                                           int length, int valid) {
+  const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
+  float b[8];
+  load_heads(b, g, stride, heads, length);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] = b[s] * kLog2e + (s > 0 ? b[s - 1] : 0.f);
+  }
+  float before = b[7];
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    const float below = __shfl_up_sync(~0u, before, step, 8);
+    before += i >= step ? below : 0.f;
+  }
+  before = __shfl_up_sync(~0u, before, 1, 8);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] += i > 0 ? before : 0.f;
+    if (head < heads && 8 * i + s < valid) {
+      b_rows[(8 * i + s) * stride + head] = b[s] * kLn2;
+    }
+  }
+  store_head(gates + head * kHeadGates, b);
+}
+
+// By one warp: likewise beta.
+__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int64_t stride, int heads, int length) {
+  float beta[8];
+  load_heads(beta, beta_rows, stride, heads, length);
+  store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
+}
+
+// By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
+// scale / |q|.
+__device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
+                                            float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
+  const int lane = lane_here();
+  const float rstd_k[2] = {rstd_k_low, rstd_k_high}, scale_q[2] = {scale_q_low, scale_q_high};
+  const float total = gates[kChunk - 1];
+  float growth = 1.f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    const float b = gates[token], beta = gates[kChunk + token], gamma = exp2_fast(b);
+    const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
+    growth *= fmaxf(1.f, fabsf(1.f - beta * square));
+    reinterpret_cast<float2*>(table + kBeta * kChunk)[token] = {beta, beta * gamma * rstd_k[i]};
+    table[kScaleGamma * kChunk + token] = scale_q[i] * gamma;
+    table[kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
+  }
+  float bound = __log2f(growth);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    bound += __shfl_xor_sync(~0u, bound, step);
+  }
+  if (lane < 2) {
+    table[kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
+  }
+}
+
+}  // namespace flash_qla::device
