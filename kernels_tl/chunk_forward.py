@@ -71,6 +71,16 @@ def piece(turn, cta, ctas):
     return turn * ctas + T.if_then_else(turn % 2 == 0, cta, ctas - 1 - cta)
 
 
+def starts_from_a_state(flags, chunks, has_initial_state):
+    """Whether S is not zero at the start: a later segment's is in `states`, V-first, a first one's is the caller's."""
+    return T.if_then_else(flags % LAST == 0, chunks, has_initial_state) > 0
+
+
+def k_first(flags, state_stride_k):
+    """Nonzero where that state has K first."""
+    return T.if_then_else(flags % LAST == 0, 0, state_stride_k - 1)
+
+
 def chunk_forward(dtype, value_tile):
     R, HK, HV, NT, NS, state_size, h_slots = dims("R", "HK", "HV", "NT", "NS", "state_size", "h_slots")
     WARPGROUPS = value_tile // ROWS
@@ -153,15 +163,15 @@ def chunk_forward(dtype, value_tile):
                     chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
                     T.clear(S)
                     flags = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_FLAGS])
-                    if T.if_then_else(flags % LAST == 0, chunks, has_initial_state) > 0:
-                        k_first = T.alloc_var("int32", init=T.if_then_else(flags % LAST == 0, 0, state_stride_k - 1))
+                    if starts_from_a_state(flags, chunks, has_initial_state):
+                        rows_are_k = T.alloc_var("int32", init=k_first(flags, state_stride_k))
                         extern(
                             "load_state",
                             S.data,
                             T.access_ptr(S_s, "r"),
                             T.truncdiv(tx, 128) * 64,
-                            T.if_then_else(k_first == 0, D + PAD, 1),
-                            T.if_then_else(k_first == 0, 1, value_tile + PAD),
+                            T.if_then_else(rows_are_k == 0, D + PAD, 1),
+                            T.if_then_else(rows_are_k == 0, 1, value_tile + PAD),
                         )
                     T.barrier_arrive(taken[0])
 
@@ -271,8 +281,8 @@ def chunk_forward(dtype, value_tile):
                         segment_s[turn % 2, lane] = segments[segment, lane]
                     if lane == MORE:
                         segment_s[turn % 2, MORE] = turns - 1 - turn
-                    if T.if_then_else(flags % LAST == 0, chunks, has_initial_state) > 0:
-                        k_first = T.alloc_var("int32", init=T.if_then_else(flags % LAST == 0, 0, state_stride_k - 1))
+                    if starts_from_a_state(flags, chunks, has_initial_state):
+                        rows_are_k = T.alloc_var("int32", init=k_first(flags, state_stride_k))
                         state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
                         extern(
                             "fetch_state",
@@ -281,8 +291,8 @@ def chunk_forward(dtype, value_tile):
                             T.access_ptr(states[segment, hv, v0, 0], "r"),
                             T.access_ptr(initial_state[state + v0 * state_stride_v], "r"),
                             flags % LAST,
-                            T.if_then_else(k_first == 0, value_tile, D),
-                            T.if_then_else(k_first == 0, D, value_tile),
+                            T.if_then_else(rows_are_k == 0, value_tile, D),
+                            T.if_then_else(rows_are_k == 0, D, value_tile),
                         )
                     T.barrier_arrive(begun[0])
                     rows = (matrices_0, matrices_1, matrices_2, matrices_3)

@@ -92,8 +92,8 @@ L2_PROMOTION_128B = 2
 
 
 def descriptor(buffer, box, swizzle):
-    """A TMA descriptor of a tensor, for a function in device/: boxes of these extents, which are of the innermost
-    dimensions."""
+    """A TMA descriptor of a tensor of 16-bit elements, for a function in device/: boxes of these extents, which are of
+    the innermost dimensions."""
     rank = len(buffer.shape)
     strides = list(buffer.strides) or [math.prod(buffer.shape[i + 1 :], start=1) for i in range(rank)]
     box = [1] * (rank - len(box)) + list(box)
