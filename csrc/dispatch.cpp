@@ -18,9 +18,9 @@ constexpr double kPlan = 2.8;                                    // chunk_plan
 constexpr double kMatricesCta = 0.0095, kMatricesHead = 0.0058;  // chunk_matrices on a full card: a CTA, a head of it
 constexpr double kMatricesLatency = 5.5;                         // and the least that it takes
 constexpr double kStart64 = 3.6;   // chunk_forward, value tile 64: a CTA's loads before its first chunk, and its end
-constexpr double kChunk64 = 1.45;  // and a chunk
+constexpr double kChunk64 = 1.4;   // and a chunk
 constexpr double kStart128 = 4.5;  // value tile 128
-constexpr double kChunk128 = 2.1;
+constexpr double kChunk128 = 2.0;
 constexpr double kMapStart = 8, kMapChunk = 1.3;  // segment_maps
 constexpr double kScanStart = 2.5, kScan = 3;     // segment_scan: a segment
 // Of the heads this part is taken to need exact maps: what the gates really do is known on the device alone.

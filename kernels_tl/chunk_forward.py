@@ -13,9 +13,10 @@ P = scale tril(Q K^T) * D):
 With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came.
 
 A piece of work is value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which
-share nothing but the producer's stages, and a producer warp that keeps the next chunks' operands coming by TMA, over
-the borders of pieces: while the last chunks of one are computed, the state and the first chunks of the next arrive.
-With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the head, for when there are few heads.
+share nothing but the producer's stages, a warp for each of these that stores O, and a producer warp that keeps the next
+chunks' operands coming by TMA, over the borders of pieces: while the last chunks of one are computed, the state and the
+first chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the
+head, for when there are few heads.
 
 A CTA goes through several pieces in turns, every other turn in the opposite order: the plan puts long segments first,
 so each CTA gets long and short ones.
@@ -86,7 +87,8 @@ def chunk_forward(dtype, value_tile):
     WARPGROUPS = value_tile // ROWS
     TILES = D // value_tile
     CONSUMERS = 128 * WARPGROUPS
-    PRODUCERS = 32 if WARPGROUPS == 1 else 128  # of which one warp works; setmaxnreg takes whole warpgroups
+    # One warp loads, one for each consumer warpgroup stores; setmaxnreg takes whole warpgroups.
+    PRODUCERS = 64 if WARPGROUPS == 1 else 128
     Full = T.GemmWarpPolicy.FullRow
     element = element_type(dtype)
     STATE_FLOATS = max(D * (value_tile + PAD), value_tile * (D + PAD))
@@ -128,7 +130,10 @@ def chunk_forward(dtype, value_tile):
             T.annotate_layout({V_s: swizzled(V_s), O_s: swizzled(O_s)})
 
             loaded = T.alloc_barrier([32] * STAGES)  # a stage's tiles have arrived
-            released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
+            released = T.alloc_barrier([CONSUMERS] * STAGES)  # K, P and gates of a stage have been used
+            released_early = T.alloc_barrier([CONSUMERS] * STAGES)  # Q, V and L
+            made = T.alloc_barrier([128] * WARPGROUPS)  # a warpgroup's O of a chunk lies in O_s
+            stored = T.alloc_barrier([32] * WARPGROUPS)  # it has left
             begun = T.alloc_barrier([32])  # a turn's segment and state have arrived
             taken = T.alloc_barrier([CONSUMERS])  # they have been read
 
@@ -146,11 +151,13 @@ def chunk_forward(dtype, value_tile):
                 V_16 = T.alloc_fragment([value_tile, C], dtype)
                 decayed = T.alloc_fragment([value_tile, C], dtype)  # V_new^T diag(gamma_C / gamma)
                 O = T.alloc_fragment([value_tile, C], "float32")
-                O_16 = T.alloc_fragment([value_tile, C], dtype)
-                # What is loaded while WGMMAs run: the tile of V, half of its factors, gamma_C / gamma.
+                # What is loaded ahead of WGMMAs: the tile of V, its pairs of factors; gamma_C / gamma, scale gamma.
                 minuend = T.alloc_local([16], "uint32")
-                early = T.alloc_local([16], "float32")
+                pairs = T.alloc_local([32], "float32")
                 decays = T.alloc_local([16], "float32")
+                queries = T.alloc_local([16], "float32")
+                offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+                column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
 
                 turn = T.alloc_var("int32", init=0)
                 while turn >= 0:
@@ -174,6 +181,7 @@ def chunk_forward(dtype, value_tile):
                             T.if_then_else(rows_are_k == 0, 1, value_tile + PAD),
                         )
                     T.barrier_arrive(taken[0])
+                    T.copy(S, S_16)
 
                     for c in T.serial(chunks):
                         s = (done + c) % STAGES
@@ -191,64 +199,60 @@ def chunk_forward(dtype, value_tile):
                             T.fence_proxy_async()
                             T.sync_threads(CLEARED_BARRIER, CONSUMERS)
 
-                        T.copy(S, S_16)
-                        T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
-                        if c > 0:
-                            extern(
-                                f"store_transposed<{element}>",
-                                O_16.data,
-                                T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
-                                T.access_ptr(o[row + (c - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
-                                HV * D,
-                                C,
-                            )
-                        T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
                         extern(
-                            "load_minuend",
+                            "load_minuend<8>",
                             minuend.data,
-                            early.data,
+                            pairs.data,
                             T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
                             T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                            offset,
+                            column,
                         )
+                        total = T.alloc_var(
+                            "float32",
+                            init=extern(
+                                "load_factor", T.access_ptr(gates_s[s, FORWARD_TOTAL, 0], "r"), returns="float32"
+                            ),
+                        )
+                        T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
+                        T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
                         T.wait_wgmma(1)
                         extern(
-                            f"subtract_from_minuend<{element}>",
+                            f"subtract_from_minuend<{element}, 8>",
                             V.data,
                             minuend.data,
-                            early.data,
+                            pairs.data,
                             T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                            column,
                         )
                         T.copy(V, V_16)
                         T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
                         for i, j in T.Parallel(value_tile, D):
-                            S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
-                        T.wait_wgmma(1)
-                        for i, j in T.Parallel(value_tile, C):
-                            O[i, j] *= gates_s[s, FORWARD_QUERY, j]
-                        extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"))
+                            S[i, j] *= total
+                        for factor, of_columns in ((FORWARD_DECAY, decays), (FORWARD_QUERY, queries)):
+                            extern(
+                                "load_column_factors", of_columns.data, T.access_ptr(gates_s[s, factor, 0], "r"), column
+                            )
                         if has_h != 0:  # a branch that keeps what is before it from sinking behind the wait
                             slot = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_CHUNK] + c)
                             if slot < h_slots:
                                 to = T.access_ptr(h[slot, hv, v0 + warpgroup * ROWS, 0], "w")
                                 extern("store_state", S_16.data, to)
                         T.wait_wgmma(0)
+                        T.barrier_arrive(released_early[s])
+                        extern(f"round_scaled_columns<{element}>", decayed.data, V.data, decays.data)
+                        T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
+                        extern("scale_columns", O.data, queries.data)
                         T.copy(V, V_16)
                         T.wgmma_gemm(V_16, P_s[s, :, :], O, policy=Full)
-                        extern(f"scale_columns<{element}>", decayed.data, V.data, decays.data)
-                        T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
+                        T.wait_wgmma(1)
+                        T.copy(S, S_16)
                         T.wait_wgmma(0)
                         T.barrier_arrive(released[s])
-                        T.copy(O, O_16)  # it leaves while the next chunk's first product runs
+                        T.barrier_wait(stored[warpgroup], ((done + c) % 2) ^ 1)
+                        extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[warpgroup, 0, 0], "w"), offset)
+                        T.barrier_arrive(made[warpgroup])
 
-                    if chunks > 0:
-                        extern(
-                            f"store_transposed<{element}>",
-                            O_16.data,
-                            T.access_ptr(O_s[warpgroup, 0, 0], "rw"),
-                            T.access_ptr(o[row + (chunks - 1) * C, hv, v0 + warpgroup * ROWS], "w"),
-                            HV * D,
-                            length - (chunks - 1) * C,
-                        )
                     n = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_SEQ])
                     state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
                     if (has_final_state != 0) & (segment_s[turn % 2, SEGMENT_FLAGS] >= LAST):
@@ -299,13 +303,10 @@ def chunk_forward(dtype, value_tile):
                     for c in T.serial(chunks):
                         s = (done + c) % STAGES
                         t = row + c * C
-                        T.barrier_wait(released[s], (((done + c) // STAGES) % 2) ^ 1)
+                        T.barrier_wait(released_early[s], (((done + c) // STAGES) % 2) ^ 1)
                         for target, source in (
-                            (K_s[s, :, :], k[t : t + C, hk, :]),
                             (Q_s[s, :, :], q[t : t + C, hk, :]),
-                            (gates_s[s, :, :], gates[first + c, hv, :, :]),
                             *block_rows(L_s, s, rows, first + c, hv, 0, edge),
-                            *block_rows(P_s, s, rows, first + c, hv, 1, edge),
                         ):
                             T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
                         for w in T.unroll(WARPGROUPS):
@@ -315,7 +316,44 @@ def chunk_forward(dtype, value_tile):
                                 barrier=loaded[s],
                                 leader_scope_threads=32,
                             )
+                        T.barrier_wait(released[s], (((done + c) // STAGES) % 2) ^ 1)
+                        for target, source in (
+                            (K_s[s, :, :], k[t : t + C, hk, :]),
+                            (gates_s[s, :, :], gates[first + c, hv, :, :]),
+                            *block_rows(P_s, s, rows, first + c, hv, 1, edge),
+                        ):
+                            T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
                         T.barrier_arrive(loaded[s])
                     done += chunks
+
+                w = T.alloc_var("int32", init=T.truncdiv(tx - CONSUMERS, 32) - 1)
+                made_before = T.alloc_var("int32", init=0)
+                for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
+                    work = T.alloc_var("int32", init=piece(turn, block, ctas))
+                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", HV)))
+                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", HV))
+                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
+                    length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    for c in T.serial(T.truncdiv(length + (C - 1), C)):
+                        T.barrier_wait(made[w], (made_before + c) % 2)
+                        if length - c * C >= C:
+                            T.fence_proxy_async()
+                            column = work % TILES * value_tile + w * ROWS
+                            T.tma_copy(
+                                O_s[w, :, :],
+                                o[row + c * C : row + c * C + C, hv, column : column + ROWS],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_store_wait(0)
+                        else:
+                            extern(
+                                f"store_tile<{element}>",
+                                T.access_ptr(O_s[w, 0, 0], "r"),
+                                T.access_ptr(o[row + c * C, hv, work % TILES * value_tile + w * ROWS], "w"),
+                                HV * D,
+                                length - c * C,
+                            )
+                        T.barrier_arrive(stored[w])
+                    made_before += T.truncdiv(length + (C - 1), C)
 
     return main

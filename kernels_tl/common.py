@@ -112,6 +112,6 @@ def descriptor(buffer, box, swizzle):
     )
 
 
-def extern(name, *args):
+def extern(name, *args, returns="handle"):
     """A call of a function in device/."""
-    return T.call_extern("handle", f"flash_qla::device::{name}", *args)
+    return T.call_extern(returns, f"flash_qla::device::{name}", *args)

@@ -130,6 +130,8 @@ def segment_maps(dtype):
                 minuend = T.alloc_local([16], "uint32")
                 early = T.alloc_local([16], "float32")
                 decays = T.alloc_local([16], "float32")
+                offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+                column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
                 for i, j in T.Parallel(D, D):
                     S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
 
@@ -139,28 +141,31 @@ def segment_maps(dtype):
                     T.copy(S, S_16)
                     T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
                     extern(
-                        "load_minuend",
+                        "load_minuend<4>",
                         minuend.data,
                         early.data,
                         T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
                         T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        offset,
+                        column,
                     )
                     T.wait_wgmma(0)
                     extern(
-                        f"subtract_from_minuend<{element}>",
+                        f"subtract_from_minuend<{element}, 4>",
                         V.data,
                         minuend.data,
                         early.data,
                         T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        column,
                         which == MAP_N,
                     )
                     T.copy(V, V_16)
                     T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
                     for i, j in T.Parallel(D, D):
                         S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
-                    extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"))
+                    extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"), column)
                     T.wait_wgmma(0)
-                    extern(f"scale_columns<{element}>", V_16.data, V.data, decays.data)
+                    extern(f"round_scaled_columns<{element}>", V_16.data, V.data, decays.data)
                     T.wgmma_gemm(V_16, K_s[s, :, :], S, policy=Full)
                     T.wait_wgmma(0)
                     T.barrier_arrive(released[s])

@@ -8,27 +8,42 @@
 
 namespace flash_qla::device {
 
-// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps: what comes from shared
-// memory is loaded while the WGMMA that makes the fragment still runs (all of the tile, and half of the factors:
-// registers).
-constexpr int kEarlyFactors = 4;  // of 8 float4
-
-__device__ __forceinline__ float4 column_factors(const float* factors, int n) {
-  return *reinterpret_cast<const float4*>(factors + 2 * (8 * n + 2 * (threadIdx.x & 3)));
+// What of a thread's addresses in a tile is the same in every chunk. Opaque to the compiler, which would otherwise make
+// it anew each time, waiting for special registers and shuffles in the middle of the recurrence.
+__device__ __forceinline__ int kept(int x) {
+  int y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
-__device__ __forceinline__ void load_minuend(uint32_t* x, float* early, const void* tile, const float* factors) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const uint32_t base = shared_address(tile);
+// Byte offset of the thread's row of ldmatrix or stmatrix, transposed, in a tile of 64 x 64: matrices 0, 1 are rows 16w
+// and 16w + 8 of the fragment at column 0; 2, 3 at column 8. 1024 bytes further they are eight columns on.
+__device__ __forceinline__ int transposed_offset() {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 3;
+  return kept(swizzled(8 * (lane >> 4) + (lane & 7), 2 * warp + (lane >> 3 & 1)));
+}
+
+// The first column of the thread's pairs of columns in a fragment.
+__device__ __forceinline__ int first_column() { return kept(2 * (threadIdx.x & 3)); }
+
+// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps: the tile and kEarly of
+// eight quadruples of factors are loaded before the WGMMA that makes the fragment has ended, the others if need be
+// after it.
+__device__ __forceinline__ float4 factor_pairs(const float* factors, int column, int n) {
+  return *reinterpret_cast<const float4*>(factors + 2 * (8 * n + column));
+}
+
+template <int kEarly>
+__device__ __forceinline__ void load_minuend(uint32_t* x, float* early, const void* tile, const float* factors,
+                                             int offset, int column) {
+  const uint32_t from = shared_address(tile) + offset;
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
-    // Matrices 0, 1: rows 16w and 16w + 8 of the fragment at column 8n; 2, 3: at column 8n + 8.
-    const int row = 8 * (n + (lane >> 4)) + (lane & 7), piece = 2 * warp + ((lane >> 3) & 1);
-    load_matrices_transposed(*reinterpret_cast<uint32_t (*)[4]>(x + 2 * n), base + swizzled(row, piece));
+    load_matrices_transposed(*reinterpret_cast<uint32_t (*)[4]>(x + 2 * n), from + 1024 * n);
   }
 #pragma unroll
-  for (int n = 0; n < kEarlyFactors; ++n) {
-    const float4 f = column_factors(factors, n);
+  for (int n = 0; n < kEarly; ++n) {
+    const float4 f = factor_pairs(factors, column, n);
     early[4 * n] = f.x;
     early[4 * n + 1] = f.y;
     early[4 * n + 2] = f.z;
@@ -37,13 +52,13 @@ __device__ __forceinline__ void load_minuend(uint32_t* x, float* early, const vo
 }
 
 // With 0 for the tile unless has_tile.
-template <typename T>
+template <typename T, int kEarly>
 __device__ __forceinline__ void subtract_from_minuend(float* fragment, const uint32_t* x, const float* early,
-                                                      const float* factors, bool has_tile = true) {
+                                                      const float* factors, int column, bool has_tile = true) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    const float4 f = n < kEarlyFactors ? float4{early[4 * n], early[4 * n + 1], early[4 * n + 2], early[4 * n + 3]}
-                                       : column_factors(factors, n);
+    const float4 f = n < kEarly ? float4{early[4 * n], early[4 * n + 1], early[4 * n + 2], early[4 * n + 3]}
+                                : factor_pairs(factors, column, n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float2 pair = unpack(T(), has_tile ? x[2 * n + h] : 0u);
@@ -54,19 +69,33 @@ __device__ __forceinline__ void subtract_from_minuend(float* fragment, const uin
   }
 }
 
-// The factors of a lane's columns, two for each eight columns, and with them scaled[i][j] = factors[j] fragment[i][j]
-// as a left factor of WGMMA, rounded to 16 bits.
-__device__ __forceinline__ void load_column_factors(float* x, const float* factors) {
+// One factor for all columns. Opaque, too: in a uniform register it would hold up the WGMMAs that are issued meanwhile.
+__device__ __forceinline__ float load_factor(const float* factor) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(factor)) : "memory");
+  return x;
+}
+
+// The factors of a lane's columns, two for each eight columns, and with them fragment[i][j] *= factors[j], or that as a
+// left factor of WGMMA, rounded to 16 bits.
+__device__ __forceinline__ void load_column_factors(float* x, const float* factors, int column) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(factors + 8 * n + 2 * (threadIdx.x & 3));
+    const float2 pair = *reinterpret_cast<const float2*>(factors + 8 * n + column);
     x[2 * n] = pair.x;
     x[2 * n + 1] = pair.y;
   }
 }
 
+__device__ __forceinline__ void scale_columns(float* fragment, const float* x) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    fragment[i] *= x[i / 4 * 2 + i % 2];
+  }
+}
+
 template <typename T>
-__device__ __forceinline__ void scale_columns(void* scaled, const float* fragment, const float* x) {
+__device__ __forceinline__ void round_scaled_columns(void* scaled, const float* fragment, const float* x) {
   uint32_t* const to = static_cast<uint32_t*>(scaled);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -74,29 +103,36 @@ __device__ __forceinline__ void scale_columns(void* scaled, const float* fragmen
   }
 }
 
-// rows[j * stride + i] = fragment[i][j] for j < valid, the fragment being rounded to 16 bits already; `tile` is this
-// warpgroup's scratch.
+// tile[j][i] = fragment[i][j], rounded to 16 bits.
 template <typename T>
-__device__ __forceinline__ void store_transposed(const void* fragment, void* tile, void* rows, int stride, int valid) {
-  const int lane = threadIdx.x & 31, warp = warp_index(), thread = threadIdx.x & 127;
-  const uint32_t base = shared_address(tile);
-  const int barrier = kStateBarrier + threadIdx.x / 128;
-  warpgroup_sync(barrier);  // the last tile has been read
+__device__ __forceinline__ void stage_transposed(const float* fragment, void* tile, int offset) {
+  const uint32_t to = shared_address(tile) + offset;
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
-    const int row = 8 * (n + (lane >> 4)) + (lane & 7), piece = 2 * warp + ((lane >> 3) & 1);
-    const uint32_t* const x = static_cast<const uint32_t*>(fragment) + 2 * n;
-    store_matrices_transposed(base + swizzled(row, piece), x[0], x[1], x[2], x[3]);
+    const float* const x = fragment + 4 * n;
+    store_matrices_transposed(to + 1024 * n, pack(T(), x[0], x[1]), pack(T(), x[2], x[3]), pack(T(), x[4], x[5]),
+                              pack(T(), x[6], x[7]));
   }
-  warpgroup_sync(barrier);
-  const int row = thread / 8, piece = thread % 8;
-  const char* const from = static_cast<const char*>(tile) + swizzled(row, piece);  // row % 8 stays the same
-  T* const to = static_cast<T*>(rows) + row * stride + piece * 8;
+}
+
+// By one warp: rows[j * stride + i] = tile[j][i] for j < valid. (A box of TMA would go on into the next sequence.)
+template <typename T>
+__device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid) {
+  const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
+  const char* const from = static_cast<const char*>(tile);
+  T* const to = static_cast<T*>(rows) + piece * 8;
+#pragma unroll 1
+  for (int i = row; i < 64; i += 16) {
+    uint4 data[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint4 data = *reinterpret_cast<const uint4*>(from + 16 * i * 128);
-    if (row + 16 * i < valid) {
-      *reinterpret_cast<uint4*>(to + 16 * i * stride) = data;
+    for (int n = 0; n < 4; ++n) {
+      data[n] = *reinterpret_cast<const uint4*>(from + swizzled(i + 4 * n, piece));
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (i + 4 * n < valid) {
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(i + 4 * n) * stride) = data[n];
+      }
     }
   }
 }

@@ -10,8 +10,7 @@
 namespace flash_qla::device {
 
 // Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself.
-constexpr int kTeamBarrier = 9;   // and the next, in chunk_matrices
-constexpr int kStateBarrier = 9;  // and the next, one for each state warpgroup of chunk_forward
+constexpr int kTeamBarrier = 9;  // and the next, in chunk_matrices
 
 // Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
 // branches on it may then be where WGMMAs are in flight.
@@ -23,10 +22,6 @@ __device__ __forceinline__ int lane_here() {
   int lane = threadIdx.x & 31;
   asm volatile("" : "+r"(lane));
   return lane;
-}
-
-__device__ __forceinline__ void warpgroup_sync(int barrier) {
-  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
