@@ -279,9 +279,16 @@ class Row:
         return min(self.ratios.values(), default=None)
 
 
-def rows_of(cells: list[dict], gate: str) -> list[Row]:
+def rows_of(cells: list[dict], gate: str, variant: str = "default") -> list[Row]:
+    """flash_qla in one variant beside its peers."""
     rows = []
-    timed = [cell for cell in cells if cell["gate"] == gate and cell["variant"] == "default" and "ms" in cell]
+    timed = [
+        cell
+        for cell in cells
+        if cell["gate"] == gate
+        and cell["variant"] == (variant if cell["package"] == "flash_qla" else "default")
+        and "ms" in cell
+    ]
     for (heads, sequences), found in by_cell(timed).items():
         if "flash_qla" in found:
             ours = found["flash_qla"]
@@ -303,6 +310,8 @@ def report(cells: list[dict], markdown: bool = False) -> None:
             lines.append([row.heads, row.sequences, f"{row.ms:.4f}", f"{row.floor:.0%}", *ratios, number(row.best)])
         print_table(header, lines, markdown)
         print_list(summary(rows), markdown)
+        if op := rows_of(cells, gate, "op"):  # FlashInfer returns no A either
+            print_list([f"op: {line}" for line in summary(op)], markdown)
     report_variants(cells, markdown)
     print_list(report_outputs(cells), markdown)
 

@@ -71,6 +71,8 @@ def test_rows_and_means():
     assert (first.best, second.best) == pytest.approx((0.8, 2))
     assert (first.floor, second.floor) == pytest.approx((0.5, 0.05))
     assert forward.rows_of(made_up_cells(), "trained") == []
+    (variant,) = forward.rows_of(made_up_cells(), "bench", "nocp")
+    assert variant.ratios == pytest.approx({"fla": 2.4, "flash_qla_jit": 0.64, "flashinfer": 1.6})
     assert forward.summary([first, second]) == [
         f"Over the best peer: geometric mean {math.sqrt(0.8 * 2):.2f}, least 0.80 (2x8 1x512), n = 2",
         "Cells below 1.0: 2x8 1x512 0.800",
