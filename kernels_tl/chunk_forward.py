@@ -165,7 +165,6 @@ def chunk_forward(dtype, value_tile):
                     T.barrier_wait(begun[0], turn % 2)
                     hv = T.alloc_var("int32", init=T.truncmod(T.truncdiv(work, TILES), T.Cast("int32", HV)))
                     v0 = T.alloc_var("int32", init=work % TILES * value_tile)
-                    row = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_ROW])
                     length = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_LENGTH])
                     chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
                     T.clear(S)
