@@ -62,6 +62,7 @@ PRELUDE = """
 STAGES = 2
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 CLEARED_BARRIER = 11
+EARLY_FACTORS = 8  # of eight, see load_minuend
 MORE = SEGMENT_COLUMNS  # behind a segment's columns in shared memory: how many turns follow
 PAD = 4  # floats behind a row of a state in shared memory, as in the header
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
@@ -175,7 +176,7 @@ def chunk_forward(dtype, value_tile):
                             "load_state",
                             S.data,
                             T.access_ptr(S_s, "r"),
-                            T.truncdiv(tx, 128) * 64,
+                            warpgroup * ROWS,
                             T.if_then_else(rows_are_k == 0, D + PAD, 1),
                             T.if_then_else(rows_are_k == 0, 1, value_tile + PAD),
                         )
@@ -199,7 +200,7 @@ def chunk_forward(dtype, value_tile):
                             T.sync_threads(CLEARED_BARRIER, CONSUMERS)
 
                         extern(
-                            "load_minuend<8>",
+                            f"load_minuend<{EARLY_FACTORS}>",
                             minuend.data,
                             pairs.data,
                             T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
@@ -217,7 +218,7 @@ def chunk_forward(dtype, value_tile):
                         T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
                         T.wait_wgmma(1)
                         extern(
-                            f"subtract_from_minuend<{element}, 8>",
+                            f"subtract_from_minuend<{element}, {EARLY_FACTORS}>",
                             V.data,
                             minuend.data,
                             pairs.data,

@@ -52,6 +52,7 @@ PRELUDE = """
 
 STAGES = 3
 ROWS = 64  # of S^T a warpgroup
+EARLY_FACTORS = 4  # of eight, see load_minuend; with all of them it was 5 % slower (benchmarks/NOTES.md)
 WARPGROUPS = D // ROWS
 CONSUMERS = 128 * WARPGROUPS
 PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
@@ -141,7 +142,7 @@ def segment_maps(dtype):
                     T.copy(S, S_16)
                     T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
                     extern(
-                        "load_minuend<4>",
+                        f"load_minuend<{EARLY_FACTORS}>",
                         minuend.data,
                         early.data,
                         T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
@@ -151,7 +152,7 @@ def segment_maps(dtype):
                     )
                     T.wait_wgmma(0)
                     extern(
-                        f"subtract_from_minuend<{element}, 4>",
+                        f"subtract_from_minuend<{element}, {EARLY_FACTORS}>",
                         V.data,
                         minuend.data,
                         early.data,
