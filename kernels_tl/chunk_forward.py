@@ -30,10 +30,6 @@ Launched on [ctas], at most [segments * HV * value tiles].
 import tilelang.language as T
 
 from kernels_tl.common import (
-    FORWARD_BETA,
-    FORWARD_DECAY,
-    FORWARD_QUERY,
-    FORWARD_TOTAL,
     GATE_TABLE_ROWS,
     LAST,
     PASS_CONFIGS as COMMON,
@@ -52,6 +48,7 @@ from kernels_tl.common import (
     extern,
     swizzled,
 )
+from kernels_tl.recurrence import begin_step, end_step
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
@@ -90,7 +87,6 @@ def chunk_forward(dtype, value_tile):
     CONSUMERS = 128 * WARPGROUPS
     # One warp loads, one for each consumer warpgroup stores; setmaxnreg takes whole warpgroups.
     PRODUCERS = 64 if WARPGROUPS == 1 else 128
-    Full = T.GemmWarpPolicy.FullRow
     element = element_type(dtype)
     STATE_FLOATS = max(D * (value_tile + PAD), value_tile * (D + PAD))
 
@@ -199,40 +195,27 @@ def chunk_forward(dtype, value_tile):
                             T.fence_proxy_async()
                             T.sync_threads(CLEARED_BARRIER, CONSUMERS)
 
-                        extern(
-                            f"load_minuend<{EARLY_FACTORS}>",
-                            minuend.data,
-                            pairs.data,
+                        begin_step(
+                            element,
+                            EARLY_FACTORS,
+                            K_s[s, :, :],
+                            Q_s[s, :, :],
+                            L_s[s, :, :],
                             T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
-                            T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                            gates_s,
+                            s,
+                            S,
+                            S_16,
+                            V,
+                            V_16,
+                            O,
+                            minuend,
+                            pairs,
+                            decays,
+                            queries,
                             offset,
                             column,
                         )
-                        total = T.alloc_var(
-                            "float32",
-                            init=extern(
-                                "load_factor", T.access_ptr(gates_s[s, FORWARD_TOTAL, 0], "r"), returns="float32"
-                            ),
-                        )
-                        T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
-                        T.wgmma_gemm(S_16, Q_s[s, :, :], O, transpose_B=True, policy=Full, clear_accum=True)
-                        T.wait_wgmma(1)
-                        extern(
-                            f"subtract_from_minuend<{element}, {EARLY_FACTORS}>",
-                            V.data,
-                            minuend.data,
-                            pairs.data,
-                            T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
-                            column,
-                        )
-                        T.copy(V, V_16)
-                        T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
-                        for i, j in T.Parallel(value_tile, D):
-                            S[i, j] *= total
-                        for factor, of_columns in ((FORWARD_DECAY, decays), (FORWARD_QUERY, queries)):
-                            extern(
-                                "load_column_factors", of_columns.data, T.access_ptr(gates_s[s, factor, 0], "r"), column
-                            )
                         if has_h != 0:  # a branch that keeps what is before it from sinking behind the wait
                             slot = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_CHUNK] + c)
                             if slot < h_slots:
@@ -240,14 +223,7 @@ def chunk_forward(dtype, value_tile):
                                 extern("store_state", S_16.data, to)
                         T.wait_wgmma(0)
                         T.barrier_arrive(released_early[s])
-                        extern(f"round_scaled_columns<{element}>", decayed.data, V.data, decays.data)
-                        T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=Full)
-                        extern("scale_columns", O.data, queries.data)
-                        T.copy(V, V_16)
-                        T.wgmma_gemm(V_16, P_s[s, :, :], O, policy=Full)
-                        T.wait_wgmma(1)
-                        T.copy(S, S_16)
-                        T.wait_wgmma(0)
+                        end_step(element, K_s[s, :, :], P_s[s, :, :], S, S_16, V, V_16, decayed, O, decays, queries)
                         T.barrier_arrive(released[s])
                         T.barrier_wait(stored[warpgroup], ((done + c) % 2) ^ 1)
                         extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[warpgroup, 0, 0], "w"), offset)
