@@ -60,8 +60,8 @@ PRELUDE = """
 THREADS = 128
 WARPS = THREADS // 32
 BARRIER = 8
-DIAGONALS = 4 * 256 + 3 * 4  # floats, as in the header
-INVERSES = 4 * 256 + 3 * 16
+DIAGONAL, INVERSE = 256 + 4, 256 + 16  # floats from one block to the next, as in the header
+DIAGONALS, INVERSES = 3 * DIAGONAL + 256, 3 * INVERSE + 256
 SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
 
 
@@ -204,14 +204,18 @@ def chunk_matrices(dtype, normalize):
                             scale_q_high,
                             T.access_ptr(gates[slot, hv, 0, 0], "w"),
                         )
+                    # Two blocks a warp, one in a team of four.
                     for step in T.serial(T.if_then_else(warps == 1, 2, 1)):
+                        diagonal = T.alloc_var(
+                            "int32", init=T.if_then_else(warps == WARPS, member, 2 * (member + step))
+                        )
                         extern(
-                            f"invert_diagonal<{element}>",
-                            T.access_ptr(diagonals_s, "r"),
-                            T.access_ptr(gates_s[team, 0, 0], "r"),
-                            T.access_ptr(inverses_s[team, 0], "rw"),
-                            # two blocks a warp, or with a team of four the same one twice
-                            T.if_then_else(warps == WARPS, member, 2 * (member + step) + T.truncdiv(lane, 16)),
+                            f"invert_blocks<{element}>",
+                            T.access_ptr(diagonals_s[diagonal * DIAGONAL], "r"),
+                            DIAGONAL,
+                            T.access_ptr(inverses_s[team, diagonal * INVERSE], "rw"),
+                            T.access_ptr(gates_s[team, 1, diagonal * BLOCK], "r"),
+                            T.if_then_else(warps == WARPS, 1, 2),
                         )
                     extern("team_sync", team, warps)
                     extern(

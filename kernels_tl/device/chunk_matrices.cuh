@@ -38,32 +38,78 @@ __device__ __forceinline__ void team_sync(int team, int warps) {
   }
 }
 
-// By half a warp: Y = (I + L)^-1 of diagonal block `block`, as a factor.
+// acc += left right, 8 x 8 x 8, rows 8 to 15 of the product being zero.
 template <typename T>
-__device__ __forceinline__ void invert_diagonal(const float* diagonals, const float* gates, float* inverses,
-                                                int block) {
-  const int column = lane_here() & 15;
-  const float* const rows = diagonals + block * kDiagonalStride;
-  const float* const beta = gates + kChunk + kBlock * block;
-  float* const Y = inverses + block * kInverseStride;
-  float x[kBlock];
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    float row[kBlock];
-#pragma unroll
-    for (int l = 0; l < i; l += 4) {
-      *reinterpret_cast<float4*>(row + l) = *reinterpret_cast<const float4*>(rows + i * kBlock + l);
-    }
-    float sum[2] = {0.f, 0.f};
-#pragma unroll
-    for (int l = 0; l < i; ++l) {
-      sum[(i - l) & 1] += row[l] * x[l];
-    }
-    x[i] = (i == column ? 1.f : 0.f) - beta[i] * (sum[0] + sum[1]);
+__device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float a1, float b0, float b1) {
+  if constexpr (kTwoParts<T>) {
+    const float a[2] = {truncate_to_tf32(a0), truncate_to_tf32(a1)};
+    const float b[2] = {truncate_to_tf32(b0), truncate_to_tf32(b1)};
+    mma_tf32(acc, a0 - a[0], 0.f, a1 - a[1], 0.f, b[0], b[1]);
+    mma_tf32(acc, a[0], 0.f, a[1], 0.f, b0 - b[0], b1 - b[1]);
+    mma_tf32(acc, a[0], 0.f, a[1], 0.f, b[0], b[1]);
+  } else {
+    mma_tf32(acc, a0, 0.f, a1, 0.f, b0, b1);
   }
+}
+
+// By one warp: (I + diag(beta) stril(block))^-1, as a factor, of one or two symmetric 16 x 16 blocks `stride` apart:
+// the quarters on the diagonal by substitution, one lane a column, the one below them by products as those of blocks.
+// May be in place.
+template <typename T>
+__device__ __forceinline__ void invert_blocks(const float* blocks, int stride, float* inverses, const float* beta,
+                                              int count) {
+  const int lane = lane_here();
+  const int g = lane >> 2, t = lane & 3, column = lane & 7, quarter = lane & 8;
+  const int mine = count == 2 ? lane >> 4 : 0;
+  const float* const rows = blocks + mine * stride + quarter * (kBlock + 1);
+  const float* const betas = beta + mine * kBlock + quarter;
+  float x[8], sum[8] = {}, b[8];
+  *reinterpret_cast<float4*>(b) = *reinterpret_cast<const float4*>(betas);
+  *reinterpret_cast<float4*>(b + 4) = *reinterpret_cast<const float4*>(betas + 4);
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) {  // in the end: what is stored between them holds back the loads
-    Y[in_inverse(i, column)] = as_factor<T>(x[i]);
+  for (int l = 0; l < 8; ++l) {
+    float row[8];
+#pragma unroll
+    for (int i = (l + 1) / 4 * 4; i < 8; i += 4) {
+      *reinterpret_cast<float4*>(row + i) = *reinterpret_cast<const float4*>(rows + l * kBlock + i);
+    }
+    x[l] = (l == column ? 1.f : 0.f) - b[l] * sum[l];
+#pragma unroll
+    for (int i = l + 1; i < 8; ++i) {
+      sum[i] += row[i] * x[l];
+    }
+  }
+  float below[2][2];
+  float2 beta_below[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    if (k < count) {
+      const float* const from = blocks + k * stride + (8 + g) * kBlock + t;
+      below[k][0] = as_factor<T>(from[0]);
+      below[k][1] = as_factor<T>(from[4]);
+      beta_below[k] = *reinterpret_cast<const float2*>(beta + k * kBlock + 8 + 2 * t);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    inverses[mine * kInverseStride + in_inverse(quarter + i, quarter + column)] = as_factor<T>(x[i]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    if (k < count) {
+      float* const inverse = inverses + k * kInverseStride;
+      float product[4] = {}, result[4] = {};
+      multiply_eighth<T>(product, inverse[in_inverse(t, g)], inverse[in_inverse(t + 4, g)], below[k][0], below[k][1]);
+      const float2 right = *reinterpret_cast<const float2*>(inverse + in_inverse(8 + g, 8 + 2 * t));
+      multiply_eighth<T>(result, as_factor<T>(-beta_below[k].x * product[0]),
+                         as_factor<T>(-beta_below[k].y * product[1]), right.x, right.y);
+      inverse[in_inverse(8 + 2 * t, g)] = as_factor<T>(result[0]);
+      inverse[in_inverse(9 + 2 * t, g)] = as_factor<T>(result[1]);
+      inverse[in_inverse(g, 8 + t)] = 0.f;
+      inverse[in_inverse(g, 12 + t)] = 0.f;
+    }
   }
 }
 
@@ -97,50 +143,85 @@ __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)
   }
 }
 
-// By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j.
-template <typename T, int j>
-__device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
-                                              const float* gates) {
+// Right factors of `multiply`: block (i, l) of K K^T, and an inverted diagonal block.
+__device__ __forceinline__ void load_product(float4 (&right)[2], const void* blocks, int i, int l) {
+  const float4* const from = static_cast<const float4*>(blocks) + product_block(i, l) * kBlockPieces + lane_here();
+  right[0] = from[0];
+  right[1] = from[32];
+}
+__device__ __forceinline__ void load_inverse(float4 (&right)[2], const float* inverse) {
   const int lane = lane_here();
-  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float* const from = inverse + in_inverse(lane >> 2, 8 * k + 2 * (lane & 3));
+    const float2 low = *reinterpret_cast<const float2*>(from);
+    const float2 high = *reinterpret_cast<const float2*>(from + 8 * kBlock);
+    right[k] = {low.x, low.y, high.x, high.y};
+  }
+}
+
+// A left factor: an inverted diagonal block, transposed.
+__device__ __forceinline__ void load_transposed(float (&left)[2][4], const float* inverse) {
+  const int lane = lane_here();
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      X[j][k][e] = inverses[j * kInverseStride + in_inverse(8 * k + 2 * t + (e & 1), g + 8 * (e >> 1))];
+      left[k][e] = inverse[in_inverse(8 * k + 2 * (lane & 3) + (e & 1), (lane >> 2) + 8 * (e >> 1))];
     }
   }
+}
+
+// x = -diag(beta) x, x being transposed, as a factor.
+template <typename T>
+__device__ __forceinline__ void apply_beta(float (&x)[2][4], const float* beta) {
 #pragma unroll
-  for (int i = j + 1; i < 4; ++i) {
-    float sum[2][4] = {}, product[2][4] = {};
+  for (int k = 0; k < 2; ++k) {
+    const float2 pair = *reinterpret_cast<const float2*>(beta + 8 * k + 2 * (lane_here() & 3));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[k][e] = as_factor<T>(x[k][e] * -(e & 1 ? pair.y : pair.x));
+    }
+  }
+}
+
+// x = left right, as a factor.
+template <typename T>
+__device__ __forceinline__ void set_product(float (&x)[2][4], const float (&left)[2][4], const float4 (&right)[2]) {
+  float product[2][4] = {};
+  multiply<T>(product, left, right);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[k][e] = as_factor<T>(product[k][e]);
+    }
+  }
+}
+
+// By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j. What a block adds to those below it is added
+// as soon as it is there.
+template <typename T, int j>
+__device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
+                                              const float* beta) {
+  load_transposed(X[j], inverses + j * kInverseStride);
+#pragma unroll
+  for (int l = j; l < 3; ++l) {
     float4 right[2];
 #pragma unroll
-    for (int l = j; l < i; ++l) {
-      const float4* const from = static_cast<const float4*>(blocks) + product_block(i, l) * kBlockPieces + lane;
-      right[0] = from[0];
-      right[1] = from[32];
-      multiply<T>(sum, X[l], right);
-    }
+    for (int i = l + 1; i < 4; ++i) {
+      if (l == j) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const float2 beta = *reinterpret_cast<const float2*>(gates + kChunk + kBlock * i + 8 * k + 2 * t);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum[k][e] = as_factor<T>(sum[k][e] * -(e & 1 ? beta.y : beta.x));
+        for (int e = 0; e < 8; ++e) {
+          X[i][e / 4][e % 4] = 0.f;
+        }
       }
-      const float* const from = inverses + i * kInverseStride + in_inverse(g, 8 * k + 2 * t);
-      const float2 low = *reinterpret_cast<const float2*>(from);
-      const float2 high = *reinterpret_cast<const float2*>(from + 8 * kBlock);
-      right[k] = {low.x, low.y, high.x, high.y};
+      load_product(right, blocks, i, l);
+      multiply<T>(X[i], X[l], right);
     }
-    multiply<T>(product, sum, right);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        X[i][k][e] = as_factor<T>(product[k][e]);
-      }
-    }
+    apply_beta<T>(X[l + 1], beta + kBlock * (l + 1));
+    load_inverse(right, inverses + (l + 1) * kInverseStride);
+    set_product<T>(X[l + 1], X[l + 1], right);
   }
 }
 
@@ -283,7 +364,7 @@ template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
                                             char* staging, const MatricesOut& out) {
   float X[4][2][4];
-  invert_column<T, j>(X, blocks, inverses, gates);
+  invert_column<T, j>(X, blocks, inverses, gates + kChunk);
   store_column<T, j>(X, blocks, gates, staging, out);
 }
 

@@ -23,26 +23,31 @@ __device__ __forceinline__ int product_block(int row, int column) { return 10 + 
 
 constexpr float kNormEps = 1e-6f;  // as in transformers
 
-// By four warps: 1 / |k_i| and 1 / |q_i|, from the diagonal of K K^T and from Q in shared memory.
-template <typename T>
-__device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
+// By four warps: use(i, x_ii), by one lane each, of the fragments (see tiles.cuh) of a matrix of 64 x 64.
+template <typename Use>
+__device__ __forceinline__ void for_diagonal(const float* x, Use use) {
   const int lane = threadIdx.x & 31, warp = warp_index();
   const int g = lane >> 2, t = lane & 3;
   if (t == g >> 1) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       if (n >> 1 == warp) {
-        const float* x = KK + 4 * n + 2 * (n & 1);
-        const float square = g & 1 ? x[1] : x[0];
-        norms[8 * n + g] = square > 0.f ? rsqrtf(square + kNormEps) : 0.f;  // of zeros: a factor that fp16 can hold
+        const float* const pair = x + 4 * n + 2 * (n & 1);
+        use(8 * n + g, g & 1 ? pair[1] : pair[0]);
       }
     }
   }
+}
+
+// By four warps: scale / |q_i|, of the rows of a tile of 64 x 128.
+template <typename T>
+__device__ __forceinline__ void query_norms(float* norms, const void* Q, float scale) {
   // Half a row a thread; the two halves of a row are in lanes 16 apart.
-  const int row = 16 * warp + (lane & 15), half = lane >> 4;
+  const int lane = threadIdx.x & 31;
+  const int row = 16 * warp_index() + (lane & 15), half = lane >> 4;
   const char* const base = static_cast<const char*>(Q) + half * (kChunk * 128);
   float sum = 0.f;
-#pragma unroll
+#pragma unroll 4
   for (int piece = 0; piece < 8; ++piece) {
     const uint4 data = *reinterpret_cast<const uint4*>(base + swizzled(row, piece));
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
@@ -53,7 +58,18 @@ __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const
     }
   }
   sum += __shfl_xor_sync(~0u, sum, 16);
-  norms[kChunk + row] = rsqrtf(sum + kNormEps);  // twice, the same
+  norms[row] = scale * rsqrtf(sum + kNormEps);  // twice, the same
+}
+
+__device__ __forceinline__ float key_norm(float square) {
+  return square > 0.f ? rsqrtf(square + kNormEps) : 0.f;  // of zeros: a factor that fp16 can hold
+}
+
+// By four warps: 1 / |k_i| and 1 / |q_i|, from the diagonal of K K^T and from Q in shared memory.
+template <typename T>
+__device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
+  for_diagonal(KK, [norms](int i, float square) { norms[i] = key_norm(square); });
+  query_norms<T>(norms + kChunk, Q, 1.f);
 }
 
 // Factors of the TF32 products. bf16 results are content with rounded factors; fp16 ones get them in two parts each.
