@@ -128,7 +128,8 @@ FLASH_QLA_API const char* flash_qla_obstacle(int64_t driver_cuda_version, int64_
 }
 
 FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v,
-                                                     int64_t sm_count, int64_t auto_cp, int64_t varlen) {
+                                                     int64_t sm_count, int64_t auto_cp, int64_t varlen,
+                                                     int64_t low_level, int64_t use_qk_l2norm) {
   return answer([&](Json& json) {
     require(B >= 0, "B", B, "at least 0");
     require(T >= 0, "T", T, "at least 0");
@@ -143,16 +144,20 @@ FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64
                                                        .H_v = H_v,
                                                        .varlen = varlen != 0,
                                                        .sm_count = static_cast<int>(sm_count),
-                                                       .auto_cp = auto_cp != 0});
-    json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "segments",
-                dispatch.segments, "ctas", dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta, "workspace_bytes",
-                dispatch.workspace_bytes, "predicted_us", dispatch.predicted_us);
+                                                       .auto_cp = auto_cp != 0,
+                                                       .low_level = low_level != 0,
+                                                       .use_qk_l2norm = use_qk_l2norm != 0});
+    json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "fused",
+                static_cast<int>(dispatch.fused), "segments", dispatch.segments, "ctas", dispatch.ctas, "heads_per_cta",
+                dispatch.heads_per_cta, "workspace_bytes", dispatch.workspace_bytes, "predicted_us",
+                dispatch.predicted_us);
   });
 }
 
-FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks) {
+FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks,
+                                                              int64_t fused) {
   return answer([&](Json& json) {
-    override_forward_dispatch(value_tile, segment_chunks);
+    override_forward_dispatch(value_tile, segment_chunks, fused);
     json.text << "null";
   });
 }

@@ -13,6 +13,8 @@ struct ForwardShape {
   bool varlen;
   int sm_count;
   bool auto_cp;
+  bool low_level;  // g_cumsum, A and, perhaps, h are wanted, which the fused kernel does not make
+  bool use_qk_l2norm;
 
   bool operator==(const ForwardShape&) const = default;
 };
@@ -20,10 +22,11 @@ struct ForwardShape {
 struct ForwardDispatch {
   int64_t value_tile;      // rows of S^T a CTA of chunk_forward: 64 or 128
   int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
+  bool fused;              // fused_forward in place of chunk_matrices and chunk_forward
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
   int64_t slots;           // chunk slots, an upper bound when varlen
   int64_t segments;        // segment slots, likewise
-  int64_t ctas;            // of chunk_forward, at most one an SM: they go through segments, heads and tiles in turns
+  int64_t ctas;            // of the last kernel, at most one an SM: they go through segments, heads and tiles in turns
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 
@@ -32,8 +35,9 @@ struct ForwardDispatch {
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape);
 
-// For tests and experts: what dispatch_forward decides from now on in this process. 0 and -1 leave it to the cost
-// model; segment_chunks = 0 switches context parallelism off. auto_cp = false still does so for its call.
-void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks);
+// For tests and experts: what dispatch_forward decides from now on in this process. 0, -1 and -1 leave it to the cost
+// model; segment_chunks = 0 switches context parallelism off, which auto_cp = false still does for its call. fused = 1
+// takes the fused kernel, which has no other mode, for every call that it can serve.
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused);
 
 }  // namespace flash_qla

@@ -1,5 +1,5 @@
 // The forward on a Hopper GPU: plan, the chunks' matrices, with context parallelism the segments' maps and their scan,
-// then states and output.
+// then states and output; or after the plan one kernel for all of it.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/library.h>
@@ -59,7 +59,9 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .H_v = p.H_v,
                            .varlen = p.varlen,
                            .sm_count = runtime::device_properties().sm_count,
-                           .auto_cp = args.auto_cp};
+                           .auto_cp = args.auto_cp,
+                           .low_level = args.output_low_level,
+                           .use_qk_l2norm = args.use_qk_l2norm};
   const ForwardDispatch dispatch = dispatch_forward(shape);
   ForwardWorkspace workspace(shape, dispatch);
   workspace.allocate(args.q);
@@ -82,6 +84,33 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                        .NS = dispatch.segments},
                       {.offset_dtype = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long) ? "int64" : "int32"},
                       stream);
+  if (dispatch.fused) {
+    kernels::fused_forward({.q = q.const_data_ptr(),
+                            .k = k.const_data_ptr(),
+                            .v = v.const_data_ptr(),
+                            .g = args.g.const_data_ptr(),
+                            .beta = args.beta.const_data_ptr(),
+                            .chunks = workspace[workspace.chunks],
+                            .segments = workspace[workspace.segments],
+                            .initial_state = data(initial_state),
+                            .final_state = data(out.final_state, args.output_final_state),
+                            .o = out.o.mutable_data_ptr(),
+                            .group = group,
+                            .state_stride_v = state_stride_v,
+                            .state_stride_k = state_stride_k,
+                            .has_initial_state = initial_state.has_value(),
+                            .has_final_state = args.output_final_state,
+                            .ctas = dispatch.ctas,
+                            .scale = static_cast<float>(p.scale),
+                            .R = rows,
+                            .HK = p.H_k,
+                            .HV = p.H_v,
+                            .NT = dispatch.slots,
+                            .NS = dispatch.segments,
+                            .state_size = state_size},
+                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
+    return out;
+  }
   const auto block_rows = [&](int64_t j) {  // from the j-th on
     return static_cast<uint16_t*>(workspace[workspace.matrices]) + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
   };

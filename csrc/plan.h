@@ -75,15 +75,15 @@ struct ForwardWorkspace : Workspace {
       : sequences(reserve<int32_t>(shape.N * kTableColumns)),
         chunks(reserve<int32_t>(dispatch.slots * kTableColumns)),
         segments(reserve<int32_t>(dispatch.segments * kSegmentColumns)),
-        gates(reserve<float>(dispatch.slots * shape.H_v * kForwardGateRows * kChunk)),
-        matrices(reserve<uint16_t>(2 * dispatch.slots * shape.H_v * kTriangle)),
+        gates(reserve<float>(dispatch.fused ? 0 : dispatch.slots * shape.H_v * kForwardGateRows * kChunk)),
+        matrices(reserve<uint16_t>(dispatch.fused ? 0 : 2 * dispatch.slots * shape.H_v * kTriangle)),
         states(reserve<float>(dispatch.uses_cp() ? dispatch.segments * shape.H_v * kSquare : 0)),
         maps(reserve<uint16_t>(dispatch.uses_cp() ? 2 * dispatch.segments * shape.H_v * kSquare : 0)),
         skips(reserve<int32_t>(dispatch.uses_cp() ? dispatch.segments * shape.H_v : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments;  // chunk_plan's tables
-  const Region<float> gates;                          // [slots, H_v, kForwardGateRows, kChunk]
-  const Region<uint16_t> matrices;                    // [slots, H_v, 2, kTriangle]
+  const Region<float> gates;                          // [slots, H_v, kForwardGateRows, kChunk], unless fused
+  const Region<uint16_t> matrices;                    // [slots, H_v, 2, kTriangle], unless fused
   const Region<float> states;                         // [segments, H_v, kHeadDim, kHeadDim]
   const Region<uint16_t> maps;                        // [segments, H_v, 2, kHeadDim, kHeadDim]
   const Region<int32_t> skips;                        // [segments, H_v]

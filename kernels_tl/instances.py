@@ -14,6 +14,11 @@ INSTANCES = [
         for normalize in (False, True)
     ),
     *(Instance("chunk_forward", {"dtype": dtype, "value_tile": tile}) for dtype in DTYPES for tile in (64, 128)),
+    *(
+        Instance("fused_forward", {"dtype": dtype, "normalize": normalize})
+        for dtype in DTYPES
+        for normalize in (False, True)
+    ),
     *(Instance("segment_maps", {"dtype": dtype}) for dtype in DTYPES),
     *(Instance("segment_scan", {"dtype": dtype}) for dtype in DTYPES),
     # backward

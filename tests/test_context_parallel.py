@@ -1,5 +1,6 @@
 """The forward's modes on the GPU: each value tile, with and without context parallelism, by segments of one and more
-chunks. All have the bars of the other tests; each reference is made once for all modes that it is compared with."""
+chunks, and in one kernel. All have the bars of the other tests; each reference is made once for all modes that it is
+compared with."""
 
 import functools
 import itertools
@@ -28,12 +29,16 @@ import flash_qla
 pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
-MODES = tuple(itertools.product((64, 128), (0, 1, 2, 5, 16)))  # (value_tile, segment_chunks)
+FUSED = (128, 0, 1)
+MODES = (*itertools.product((64, 128), (0, 1, 2, 5, 16)), FUSED)  # (value_tile, segment_chunks, perhaps fused)
 SKIPPED_BELOW = -24  # log2 of the bound on a map below which it is left out, kNegligible in device/segments.cuh
 
 
 def each_mode(*modes):
-    return pytest.mark.parametrize("mode", modes, ids=lambda mode: f"tile{mode[0]}_segment{mode[1]}")
+    def name(mode):
+        return "fused" if mode == FUSED else "tile{}_segment{}".format(*mode)
+
+    return pytest.mark.parametrize("mode", modes, ids=name)
 
 
 def each(*cases: Case):
@@ -46,10 +51,10 @@ def inputs_and_reference(case: Case) -> tuple[dict, dict]:
     return inputs, expected_outputs(inputs)
 
 
-def check_mode(case: Case, mode: tuple[int, int]):
+def check_mode(case: Case, mode: tuple[int, ...]):
     inputs, expected = inputs_and_reference(case)
     with forward_mode(*mode):
-        check_outputs(case, inputs, expected, f"{case}, tile and segment {mode}")
+        check_outputs(case, inputs, expected, f"{case}, mode {mode}")
 
 
 # Against the recurrence
@@ -66,7 +71,7 @@ def test_every_mode(mode, case):
     check_mode(case, mode)
 
 
-@each_mode((64, 2), (128, 5))
+@each_mode((64, 2), (128, 5), FUSED)
 @each(
     *(Case(B=2, T=650, H_v=4, gate=gate) for gate in ("zero", "tiny", "underflow", "logsigmoid", "resets")),
     *(Case(lengths=(650, 300), gate=gate, dtype=FP16) for gate in ("zero", "underflow", "logsigmoid", "softplus")),
@@ -75,7 +80,7 @@ def test_gates(mode, case):
     check_mode(case, mode)
 
 
-@each_mode((64, 1), (128, 2))
+@each_mode((64, 1), (128, 2), FUSED)
 @each(
     Case(T=390, H_k=1, H_v=1, initial_state=None, dtype=FP16),
     Case(B=3, T=257, H_k=3, H_v=3, initial_state=BF16, state_v_first=True, gate="logsigmoid"),
@@ -83,6 +88,7 @@ def test_gates(mode, case):
     Case(lengths=(330, 0, 65), padding=4, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid"),
     Case(B=2, T=330, keys="raw", use_qk_l2norm_in_kernel=True, dtype=FP16, state_v_first=True, H_k=1, H_v=3),
     Case(T=330, keys="long", beta="stable", gate="zero"),
+    Case(T=200, keys="zero", use_qk_l2norm_in_kernel=True, dtype=FP16),
     Case(T=330, keys="repeated", gate="zero", strides="heads_first"),
     Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="packed"),
     Case(lengths=TINY, H_k=1, H_v=2, padding=9),
@@ -94,21 +100,22 @@ def test_arguments(mode, case):
     check_mode(case, mode)
 
 
-@each_mode((64, 1), (128, 2))
+@each_mode((64, 1), (128, 2), FUSED)
 def test_more_sequences_than_one_step_of_the_plan(mode):
     """chunk_plan cuts 256 sequences a step; the numbers of their segments go on from step to step."""
     lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=600))
     check_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), mode)
 
 
-@each_mode((64, 0), (128, 0), (64, 1), (128, 2))
+@each_mode((64, 0), (128, 0), (64, 1), (128, 2), FUSED)
 @each(
     Case(lengths=tuple(random.Random(1).choices((0, 1, 64, 65, 130, 200), k=100)), H_k=2, H_v=8, gate="logsigmoid"),
     Case(lengths=(3, 700, 0, 64, 129) * 12, H_k=4, H_v=12, dtype=FP16, state_v_first=True),
     Case(lengths=(70,) * 50, H_k=8, H_v=8, initial_state=None, padding=2),
 )
 def test_more_work_than_ctas(mode, case):
-    """CTAs of chunk_forward then go through several segments and heads, states arriving ahead."""
+    """CTAs then go through several segments and heads, those of chunk_forward with states arriving ahead, those of
+    fused_forward with the next ones' matrices made in the last ones' steps."""
     check_mode(case, mode)
 
 
@@ -134,8 +141,8 @@ def test_autograd(case, value_tile):
 @pytest.mark.parametrize("value_tile", (64, 128))
 def test_same_bits_every_time(value_tile):
     inputs = make_inputs(MIXED, "cuda")
-    for segment_chunks in (0, 1, 2, 5, 16):
-        with forward_mode(value_tile, segment_chunks):
+    for mode in (mode for mode in MODES if mode[0] == value_tile):
+        with forward_mode(*mode):
             expected = run_forwards(inputs)
             assert all(equal(run_forwards(inputs), expected) for _ in range(5))
 
@@ -281,7 +288,7 @@ def test_bound_knows_the_length_of_the_keys():
 # As a whole: the tests of execution, now with segments
 
 
-@each_mode((64, 2), (128, 1))
+@each_mode((64, 2), (128, 1), FUSED)
 def test_streams_and_synchronisation(mode):
     with forward_mode(*mode):
         execution.test_runs_on_the_current_stream()
@@ -290,13 +297,14 @@ def test_streams_and_synchronisation(mode):
             execution.test_same_bits_every_time(case)
 
 
+@each_mode((128, 1), FUSED)
 @pytest.mark.parametrize("offsets", execution.BAD_OFFSETS, ids=str)
-def test_bad_offsets_are_confined(offsets):
-    with forward_mode(128, 1):
+def test_bad_offsets_are_confined(offsets, mode):
+    with forward_mode(*mode):
         execution.test_bad_offsets_are_confined(offsets)
 
 
-@each_mode((64, 2), (128, 1))
+@each_mode((64, 2), (128, 1), FUSED)
 def test_graph_replay_with_other_inputs_and_cu_seqlens(mode):
     """How many segments a sequence has, and which of them need a map, is found out in each replay."""
     batches = (

@@ -60,6 +60,7 @@ def test_fields_belong_together(auto_cp):
         assert found.keys() == {
             "value_tile",
             "segment_chunks",
+            "fused",
             "segments",
             "ctas",
             "heads_per_cta",
@@ -67,6 +68,7 @@ def test_fields_belong_together(auto_cp):
             "predicted_us",
         }
         assert found["value_tile"] in TILES
+        assert not found["fused"] or (found["value_tile"], found["segment_chunks"]) == (128, 0), shape
         heads, group = found["heads_per_cta"], shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
@@ -104,7 +106,7 @@ def test_workspace_is_what_the_kernels_need():
             found = _C.forward_dispatch(**shape)
         # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
         of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
-        needed = chunk_slots(shape) * shape["H_v"] * of_chunk
+        needed = 0 if found["fused"] else chunk_slots(shape) * shape["H_v"] * of_chunk
         if found["segment_chunks"]:
             of_segment = (
                 D * D * 4 + 2 * D * D * 2 + 4
@@ -206,6 +208,33 @@ def test_override(value_tile, segment_chunks):
     assert [_C.forward_dispatch(**shape) for shape in SHAPES] == before
 
 
+def test_override_of_the_fused_kernel():
+    """It serves the calls that want nothing but o and the final state."""
+    for shape in SHAPES:
+        found = _C.forward_dispatch(**shape)
+        _C.override_forward_dispatch(fused=1)
+        fused = _C.forward_dispatch(**shape)
+        assert (fused["fused"], fused["value_tile"], fused["segment_chunks"]) == (1, 128, 0), shape
+        assert not _C.forward_dispatch(**shape, low_level=True)["fused"]
+        _C.override_forward_dispatch(fused=0)
+        unfused = _C.forward_dispatch(**shape)
+        assert not unfused["fused"]
+        assert unfused == _C.forward_dispatch(**shape, low_level=True)
+        assert found == min(fused, unfused, key=lambda x: x["predicted_us"]), shape
+        _C.override_forward_dispatch()
+
+
+def test_the_fused_kernel_is_for_small_groups_and_full_cards():
+    def fused(T, N, *heads, **arguments):
+        return _C.forward_dispatch(1, T, N, *heads, **arguments)["fused"]
+
+    assert fused(32768, 8, 16, 16) and fused(32768, 8, 16, 32)
+    assert fused(32768, 8, 16, 16, use_qk_l2norm=True)
+    assert not fused(32768, 8, 16, 32, use_qk_l2norm=True)  # whose norms take it longer than chunk_matrices
+    assert not fused(32768, 8, 16, 64)  # a group of four shares its products
+    assert not fused(512, 1, 16, 16) and not fused(32768, 1, 16, 16) and not fused(100, 2, 2, 4)
+
+
 def test_override_of_one_leaves_the_other_to_the_cost_model():
     shape = (1, 32768, 1, 2, 8)
     decided = _C.forward_dispatch(*shape)
@@ -236,13 +265,14 @@ print(_C.forward_dispatch(1, 2048, 1, 2, 8))
 """
     *lines, last = run_python(code).splitlines()
     for line, (name, value) in zip(lines, calls.values(), strict=True):
-        assert name in line and str(value) in line and "expected" in line, line
+        assert name.split()[-1] in line and str(value) in line and "expected" in line, line
     assert last == str(_C.forward_dispatch(1, 2048, 1, 2, 8))  # nothing of it stays
 
 
 def test_override_takes_known_modes_only():
     wrong = [("value_tile", tile) for tile in (1, 32, 96, 256, -64)]
     wrong += [("segment_chunks", chunks) for chunks in (-2, 2**31 // CHUNK)]  # tokens are counted in 32 bits
+    wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1)]
     check_errors({f"_C.override_forward_dispatch({name}={value})": (name, value) for name, value in wrong})
 
 

@@ -1,0 +1,387 @@
+// A chunk's matrices and gates for one value head, as chunk_matrices.cuh makes them for a group: by a warpgroup that
+// also carries half of the head's state, and a warp beside it.
+#pragma once
+
+#include "device/chunk_matrices.cuh"
+#include "device/tiles.cuh"
+
+namespace flash_qla::device {
+
+// A chunk's table in shared memory, rows of kChunk floats: the first ones are Gate's, then
+enum TableRow {
+  kLog = 5,       // b_i log2(e)
+  kPlainBeta,     // beta_i; with the l2norm then beta_i / |k_i|^2
+  kScaleQ,        // with the l2norm, by those who make the matrices: scale / |q_i|,
+  kRstdK,         // 1 / |k_i|,
+  kNormK,         // and |k_i|
+  kFromBlockEnd,  // exp(b_l - b_i), l the last token of i's block of 16
+  kToBlockEnd,    // four rows, one for each block: exp(b_i - b_l); so D_ij is a product where i's block is behind j's
+};
+
+// A warpgroup's scratch: the six blocks of K K^T below the diagonal as product_block has them, then its diagonal blocks
+// by rows, and in their place the inverted ones.
+constexpr int kBlocksBelow = 6 * kBlockFloats;
+
+__device__ __forceinline__ void warpgroup_sync(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+// The same in all lanes, so that the compiler sees that it is.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+__device__ __forceinline__ void stop() { asm volatile("trap;" ::: "memory"); }
+
+// By one warpgroup: zeros in the rows from `valid` on of a tile of 64 x 64, 16-bit.
+__device__ __forceinline__ void clear_rows_behind(void* tile, int valid) {
+  for (int piece = threadIdx.x & 127; piece < kChunk * 8; piece += 128) {
+    if (piece / 8 >= valid) {
+      static_cast<uint4*>(tile)[piece] = {};
+    }
+  }
+}
+
+// By 256 threads: what lies below the diagonal blocks of L^T and P^T stays zero.
+__device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
+  for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
+    static_cast<uint4*>(L)[piece] = {};
+    static_cast<uint4*>(P)[piece] = {};
+  }
+}
+
+// By one warp.
+__device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
+  for (int64_t i = lane_here() * 16; i < bytes; i += 32 * 16) {
+    *reinterpret_cast<uint4*>(static_cast<char*>(begin) + i) = {};
+  }
+}
+
+// fragment[i][j] = state[(row + i) * stride_i + j * stride_j], a fragment of 64 x 128, and the way back. Neighbouring
+// columns that are neighbours in memory move together: half the accesses, where each one meets as many lines.
+__device__ __forceinline__ void read_state(float* fragment, const float* state, int row, int stride_i, int stride_j) {
+  if (stride_j != 1) {
+    load_state(fragment, state, row, stride_i, stride_j);
+    return;
+  }
+  const int lane = lane_here();
+  const float* const from = state + (row + 16 * warp_index() + lane / 4) * stride_i + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    reinterpret_cast<float2*>(fragment)[i] =
+        *reinterpret_cast<const float2*>(from + 8 * (i % 2) * stride_i + 8 * (i / 2));
+  }
+}
+__device__ __forceinline__ void write_state(const float* fragment, float* state, int row, int stride_i, int stride_j) {
+  const int lane = lane_here();
+  float* const to = state + (row + 16 * warp_index() + lane / 4) * stride_i + lane % 4 * 2 * stride_j;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    float* const pair = to + 8 * (i % 2) * stride_i + 8 * (i / 2) * stride_j;
+    if (stride_j == 1) {
+      *reinterpret_cast<float2*>(pair) = {fragment[2 * i], fragment[2 * i + 1]};
+    } else {
+      pair[0] = fragment[2 * i];
+      pair[stride_j] = fragment[2 * i + 1];
+    }
+  }
+}
+
+// The WGMMA descriptor of 64 rows of 64 16-bit elements, K-major under the 128-byte swizzle.
+__device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
+  return uint64_t{1} << 62 | uint64_t{64} << 32 | uint64_t{1} << 16 | (shared_address(tile) & 0x3ffff) >> 4;
+}
+
+// x = a b^T, or x += a b^T, 64 x 64 x 16, both from shared memory, in flight.
+template <typename T>
+__device__ __forceinline__ void begin_wgmma(float (&x)[32], uint64_t a, uint64_t b, int accumulate) {
+#define FLASH_QLA_WGMMA(type)                                                                                       \
+  asm volatile(                                                                                                     \
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"                                                            \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                                   \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "      \
+      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n\t}"                            \
+      : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), "+f"(x[8]), \
+        "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15]), "+f"(x[16]),      \
+        "+f"(x[17]), "+f"(x[18]), "+f"(x[19]), "+f"(x[20]), "+f"(x[21]), "+f"(x[22]), "+f"(x[23]), "+f"(x[24]),     \
+        "+f"(x[25]), "+f"(x[26]), "+f"(x[27]), "+f"(x[28]), "+f"(x[29]), "+f"(x[30]), "+f"(x[31])                   \
+      : "l"(a), "l"(b), "r"(accumulate))
+  if constexpr (std::is_same_v<T, __half>) {
+    FLASH_QLA_WGMMA("f16");
+  } else {
+    FLASH_QLA_WGMMA("bf16");
+  }
+#undef FLASH_QLA_WGMMA
+}
+
+// By one warpgroup: x = a b^T of tiles of 64 x 128, in flight, as a group of its own.
+template <typename T>
+__device__ __forceinline__ void begin_product(float (&x)[32], const void* a, const void* b) {
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    const uint64_t step = s / 4 * (kChunk * 128 / 16) + s % 4 * 2;  // in units of 16 bytes
+    begin_wgmma<T>(x, tile_descriptor(a) + step, tile_descriptor(b) + step, s > 0);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until x is there, while kInFlight later groups may still be in flight.
+template <int kInFlight>
+__device__ __forceinline__ void end_product(float (&x)[32]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    asm volatile("" : "+f"(x[i])::"memory");
+  }
+}
+
+// By warp j of a warpgroup: block (i, j) of a matrix, transposed, to a tile's address of the lane's row.
+__device__ __forceinline__ void put_block(uint32_t row, int i, const uint32_t (&x)[2][2]) {
+  const int lane = lane_here();
+  store_matrices(row + ((2 * i + (lane >> 4) ^ (lane & 7)) << 4), x[0][0], x[0][1], x[1][0], x[1][1]);
+}
+
+// Factors of the TF32 products are rounded once, for fp16 too: nothing but L is made of them, which has no more digits.
+using Once = __nv_bfloat16;
+
+// The block column j of A, transposed, with zeros on A's diagonal.
+template <int j>
+__device__ __forceinline__ void column_below_diagonal(float (&X)[4][2][4], const void* blocks, const float* inverses,
+                                                      const float* beta) {
+  invert_column<Once, j>(X, blocks, inverses, beta);
+  const int lane = lane_here();
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      X[j][n][e] = 8 * n + 2 * t + (e & 1) == g + 8 * (e >> 1) ? 0.f : X[j][n][e];
+    }
+  }
+}
+
+// By one warpgroup: the norms into what the steps multiply keys and queries with.
+__device__ __forceinline__ void normalize_table(float* table) {
+  const int token = threadIdx.x & 127;
+  if (token < kChunk) {
+    const float rstd_k = table[kRstdK * kChunk + token], scale_q = table[kScaleQ * kChunk + token];
+    table[kBeta * kChunk + 2 * token + 1] *= rstd_k;
+    table[kDecay * kChunk + token] *= rstd_k;
+    table[kScaleGamma * kChunk + token] *= scale_q;
+  }
+}
+
+// By one warpgroup, if there is such a chunk: its L and P. Warp j makes their rows 16 j to 16 j + 15, transposed. All
+// warps run the same code, also for blocks left of the diagonal one, which are not stored: code for each of them would
+// have to be fetched for each chunk. `barrier` is the warpgroup's.
+template <typename T, bool kNormalize, typename Barrier>
+__device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
+                                              const int* length, void* K, const void* Q, float* table, float scale,
+                                              float* scratch, void* L, void* P, int barrier) {
+  gated.wait(phase);
+  const int valid = *length;
+  if (valid < 0) {
+    return;
+  }
+  loaded.wait(phase);
+  if (valid < kChunk) {
+    // Rows behind the sequence belong to others. (What Q has there stays in columns of P and O that nobody uses.)
+    clear_rows_behind(K, valid);
+    clear_rows_behind(static_cast<char*>(K) + kChunk * 128, valid);
+    fence_boxes();
+    warpgroup_sync(barrier);
+  }
+  float KK[32], KQ[32];
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  begin_product<T>(KK, K, K);
+  begin_product<T>(KQ, K, Q);
+  if constexpr (kNormalize) {
+    query_norms<T>(table + kScaleQ * kChunk, Q, scale);
+  }
+  const int j = warp_index();
+  const int lane = lane_here();
+  const int g = lane >> 2, t = lane & 3;
+  const float* const columns = table + 2 * t;
+  const float* const rows = table + kBlock * j + g;
+  float* const inverses = scratch + kBlocksBelow;
+  const auto pair = [&](int row, int i, int n) {
+    return *reinterpret_cast<const float2*>(columns + row * kChunk + kBlock * i + 8 * n);
+  };
+  float diagonal[8];
+  const float b_row[2] = {rows[kLog * kChunk], rows[kLog * kChunk + 8]};
+  float from[2] = {rows[kFromBlockEnd * kChunk], rows[kFromBlockEnd * kChunk + 8]};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float2 b = pair(kLog, j, n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float d = exp2_fast((e & 1 ? b.y : b.x) - b_row[e >> 1]);
+      diagonal[4 * n + e] = 8 * n + 2 * t + (e & 1) >= g + 8 * (e >> 1) ? d : 0.f;
+    }
+  }
+
+  end_product<1>(KK);
+  if constexpr (kNormalize) {
+    for_diagonal(KK, [table](int i, float square) {
+      const float rstd = key_norm(square);
+      table[kRstdK * kChunk + i] = rstd;
+      table[kNormK * kChunk + i] = (square + kNormEps) * rstd;
+      table[kPlainBeta * kChunk + i] *= rstd * rstd;
+    });
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const x = KK + 8 * i;
+    if (i == j) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float* const to = inverses + j * kInverseStride + g * kBlock + 8 * n + 2 * t;
+        *reinterpret_cast<float2*>(to) = {x[4 * n], x[4 * n + 1]};
+        *reinterpret_cast<float2*>(to + 8 * kBlock) = {x[4 * n + 2], x[4 * n + 3]};
+      }
+    }
+    if (i < j) {
+      float4* const to = reinterpret_cast<float4*>(scratch) + (j * (j - 1) / 2 + i) * kBlockPieces + lane;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        to[32 * n] = {as_factor<Once>(x[4 * n]), as_factor<Once>(x[4 * n + 1]), as_factor<Once>(x[4 * n + 2]),
+                      as_factor<Once>(x[4 * n + 3])};
+      }
+    }
+  }
+  __syncwarp();
+  float* const own = inverses + j * kInverseStride;
+  invert_blocks<Once>(own, 0, own, table + kPlainBeta * kChunk + kBlock * j, 1);
+  warpgroup_sync(barrier);
+  if constexpr (kNormalize) {
+    normalize_table(table);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {  // D is D diag(1 / |k|) from here on
+      const float rstd = rows[kRstdK * kChunk + 8 * h];
+      from[h] *= rstd;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        diagonal[4 * (i / 2) + 2 * h + i % 2] *= rstd;
+      }
+    }
+  }
+  float D[4][8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 to = pair(kToBlockEnd + j, i, n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        D[i][4 * n + e] = i == j ? diagonal[4 * n + e] : (e & 1 ? to.y : to.x) * from[e >> 1];
+      }
+    }
+  }
+
+  end_product<0>(KQ);
+  const uint32_t row = (kBlock * j + (lane & 15)) * 128;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t p[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float2 norm = {scale, scale};
+      if constexpr (kNormalize) {
+        norm = pair(kScaleQ, i, n);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          x[e] = KQ[8 * i + 4 * n + 2 * h + e] * (e ? norm.y : norm.x) * D[i][4 * n + 2 * h + e];
+        }
+        p[n][h] = pack(T(), x[0], x[1]);
+      }
+    }
+    if (i >= j) {
+      put_block(shared_address(P) + row, i, p);
+    }
+  }
+
+  float X[4][2][4] = {};
+  const float* const blocks = scratch - product_block(1, 0) * kBlockFloats;
+  const float* const beta = table + kPlainBeta * kChunk;
+  switch (j) {
+    case 0:
+      column_below_diagonal<0>(X, blocks, inverses, beta);
+      break;
+    case 1:
+      column_below_diagonal<1>(X, blocks, inverses, beta);
+      break;
+    case 2:
+      column_below_diagonal<2>(X, blocks, inverses, beta);
+      break;
+    default:
+      column_below_diagonal<3>(X, blocks, inverses, beta);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t l[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float2 norm = {1.f, 1.f};
+      if constexpr (kNormalize) {
+        norm = pair(kNormK, i, n);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* const x = &X[i][n][2 * h];
+        const float* const d = &D[i][4 * n + 2 * h];
+        l[n][h] = pack(T(), x[0] * d[0] * norm.x, x[1] * d[1] * norm.y);
+      }
+    }
+    if (i >= j) {
+      put_block(shared_address(L) + row, i, l);
+    }
+  }
+  fence_boxes();
+  made.arrive();
+}
+
+// By one warp: of tokens 2 l and 2 l + 1 what `rows` holds, `stride` apart; from `length` on 0.
+__device__ __forceinline__ void load_pair(float* x, const float* rows, int stride, int length) {
+  const int token = 2 * lane_here();
+  x[0] = token < length ? rows[static_cast<int64_t>(token) * stride] : 0.f;
+  x[1] = token + 1 < length ? rows[static_cast<int64_t>(token + 1) * stride] : 0.f;
+}
+
+// By one warp: a chunk's table from its tokens' g and beta, two a lane.
+__device__ __forceinline__ void make_table(float* table, const float* g, const float* beta, float scale) {
+  const int lane = lane_here();
+  const auto put = [&](int row, float x, float y) { reinterpret_cast<float2*>(table + row * kChunk)[lane] = {x, y}; };
+  float b[2] = {g[0] * kLog2e, (g[0] + g[1]) * kLog2e};
+  float before = b[1];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float below = __shfl_up_sync(~0u, before, step);
+    before += lane >= step ? below : 0.f;
+  }
+  const float total = __shfl_sync(~0u, before, 31);
+  before = __shfl_up_sync(~0u, before, 1);
+  before = lane > 0 ? before : 0.f;
+  b[0] += before;
+  b[1] += before;
+  const float gamma[2] = {exp2_fast(b[0]), exp2_fast(b[1])};
+  reinterpret_cast<float4*>(table + kBeta * kChunk)[lane] = {beta[0], beta[0] * gamma[0], beta[1], beta[1] * gamma[1]};
+  put(kScaleGamma, scale * gamma[0], scale * gamma[1]);
+  put(kDecay, exp2_fast(total - b[0]), exp2_fast(total - b[1]));
+  put(kLog, b[0], b[1]);
+  put(kPlainBeta, beta[0], beta[1]);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float end = __shfl_sync(~0u, b[1], 8 * j + 7);
+    if (lane / 8 == j) {
+      put(kFromBlockEnd, exp2_fast(end - b[0]), exp2_fast(end - b[1]));
+    }
+    put(kToBlockEnd + j, exp2_fast(b[0] - end), exp2_fast(b[1] - end));
+  }
+  if (lane == 0) {
+    table[kTotal * kChunk] = exp2_fast(total);
+  }
+}
+
+}  // namespace flash_qla::device
