@@ -167,14 +167,11 @@ def chunk_forward(dtype, value_tile):
                     T.clear(S)
                     flags = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_FLAGS])
                     if starts_from_a_state(flags, chunks, has_initial_state):
-                        rows_are_k = T.alloc_var("int32", init=k_first(flags, state_stride_k))
                         extern(
-                            "load_state",
+                            f"read_state<{value_tile}, {PAD}>",
                             S.data,
                             T.access_ptr(S_s, "r"),
-                            warpgroup * ROWS,
-                            T.if_then_else(rows_are_k == 0, D + PAD, 1),
-                            T.if_then_else(rows_are_k == 0, 1, value_tile + PAD),
+                            k_first(flags, state_stride_k) == 0,
                         )
                     T.barrier_arrive(taken[0])
                     T.copy(S, S_16)
@@ -232,8 +229,12 @@ def chunk_forward(dtype, value_tile):
                     n = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_SEQ])
                     state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
                     if (has_final_state != 0) & (segment_s[turn % 2, SEGMENT_FLAGS] >= LAST):
-                        for i, j in T.Parallel(value_tile, D):
-                            final_state[state + (v0 + i) * state_stride_v + j * state_stride_k] = S[i, j]
+                        extern(
+                            "write_state",
+                            S.data,
+                            T.access_ptr(final_state[state + v0 * state_stride_v], "w"),
+                            state_stride_k == 1,
+                        )
                     done += chunks
                     turn = T.if_then_else(segment_s[turn % 2, MORE] != 0, turn + 1, -1)
             else:

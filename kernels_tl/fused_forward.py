@@ -65,8 +65,8 @@ LOADER, STORERS, GATES = 0, 1, 3  # producer warps: one, two, one
 GATE_ROWS = 15  # of a chunk's table, as in the header
 SCRATCH = 6 * BLOCK**2 + 3 * (BLOCK**2 + 16) + BLOCK**2  # floats of a warpgroup, likewise
 BEGIN_BARRIER, MAKER_BARRIER, TAIL_BARRIER = 11, 12, 14  # of all consumers; of each warpgroup: it and the next
-EARLY_FACTORS = 5  # of eight, see load_minuend; more spill
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+EARLY_FACTORS = 4  # of eight, see load_minuend; more spill
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
 
 
 # Where a chunk's tiles are, in one number, because it lives through everything: bits 0 and 1 are the stage, bit 2 its
@@ -137,8 +137,7 @@ def fused_forward(dtype, normalize):
         final_state: T.Tensor([state_size], "float32"),
         o: T.Tensor([R, HV, D], dtype),
         group: T.int32,  # HV / HK
-        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers
-        state_stride_k: T.int32,
+        state_v_first: T.int32,  # the layout of initial_state and final_state
         has_initial_state: T.int32,
         has_final_state: T.int32,
         ctas: T.int32,
@@ -216,12 +215,10 @@ def fused_forward(dtype, normalize):
                     T.clear(S)
                     if (has_initial_state != 0) & (segments[segment, SEGMENT_FLAGS] >= LAST):
                         extern(
-                            "read_state",
+                            f"read_state<{D}>",
                             S.data,
                             T.access_ptr(initial_state[state], "r"),
-                            extern("kept", warpgroup * ROWS, returns="int32"),  # made here, not kept from before
-                            state_stride_v,
-                            state_stride_k,
+                            state_v_first != 0,
                         )
                     T.copy(S, S_16)
 
@@ -261,9 +258,9 @@ def fused_forward(dtype, normalize):
                             extern("stop")
                         T.wait_wgmma(0)
                         T.barrier_arrive(released_v[u])
+                        T.barrier_wait(stored[own], u ^ 1)  # over long ago; behind the products it would cost 2 %
                         end_step(element, K_s[s, :, :], P_s[s, :, :], S, S_16, V, V_16, decayed, O, decays, queries)
                         T.barrier_arrive(released[s])
-                        T.barrier_wait(stored[own], u ^ 1)
                         extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[0, 0, 0], "w"), place & 0xFFFF)
                         T.barrier_arrive(filled[own])
                         if u == own:  # two chunks ahead: the stage before this one
@@ -296,9 +293,7 @@ def fused_forward(dtype, normalize):
                             T.access_ptr(
                                 final_state[(T.Cast("int64", done_n - done_segment) * HV + done_work) * (D * D)], "w"
                             ),
-                            extern("kept", warpgroup * ROWS, returns="int32"),
-                            state_stride_v,
-                            state_stride_k,
+                            state_v_first != 0,
                         )
                     turns_s[tx] += 1
             else:

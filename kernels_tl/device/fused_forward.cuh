@@ -55,36 +55,6 @@ __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   }
 }
 
-// fragment[i][j] = state[(row + i) * stride_i + j * stride_j], a fragment of 64 x 128, and the way back. Neighbouring
-// columns that are neighbours in memory move together: half the accesses, where each one meets as many lines.
-__device__ __forceinline__ void read_state(float* fragment, const float* state, int row, int stride_i, int stride_j) {
-  if (stride_j != 1) {
-    load_state(fragment, state, row, stride_i, stride_j);
-    return;
-  }
-  const int lane = lane_here();
-  const float* const from = state + (row + 16 * warp_index() + lane / 4) * stride_i + lane % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    reinterpret_cast<float2*>(fragment)[i] =
-        *reinterpret_cast<const float2*>(from + 8 * (i % 2) * stride_i + 8 * (i / 2));
-  }
-}
-__device__ __forceinline__ void write_state(const float* fragment, float* state, int row, int stride_i, int stride_j) {
-  const int lane = lane_here();
-  float* const to = state + (row + 16 * warp_index() + lane / 4) * stride_i + lane % 4 * 2 * stride_j;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    float* const pair = to + 8 * (i % 2) * stride_i + 8 * (i / 2) * stride_j;
-    if (stride_j == 1) {
-      *reinterpret_cast<float2*>(pair) = {fragment[2 * i], fragment[2 * i + 1]};
-    } else {
-      pair[0] = fragment[2 * i];
-      pair[stride_j] = fragment[2 * i + 1];
-    }
-  }
-}
-
 // The WGMMA descriptor of 64 rows of 64 16-bit elements, K-major under the 128-byte swizzle.
 __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   return uint64_t{1} << 62 | uint64_t{64} << 32 | uint64_t{1} << 16 | (shared_address(tile) & 0x3ffff) >> 4;

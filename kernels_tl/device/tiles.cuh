@@ -158,16 +158,44 @@ __device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const f
   }
 }
 
-// fragment[i][j] = state[(row + i) * stride_i + j * stride_j], a fragment of 64 x 128.
-__device__ __forceinline__ void load_state(float* fragment, const float* state, int row, int stride_i, int stride_j) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
-  const float* const from = state + (row + 16 * warp + lane / 4) * stride_i + lane % 4 * 2 * stride_j;
+// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x 128; in memory it is a state
+// with V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
+// addresses are one and an immediate, and the thread is opaque like lane_here(): nothing is kept from before the
+// chunks.
+template <int kRowStride, int kColumnStride, typename Use>
+__device__ __forceinline__ void for_pairs(Use use) {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  const int row = 16 * (thread / 32) + thread % 32 / 4, column = 2 * (thread % 4);
+  const int at = row * kRowStride + column * kColumnStride;
 #pragma unroll
-  for (int n = 0; n < 16; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      fragment[4 * n + e] = from[8 * (e / 2) * stride_i + (8 * n + e % 2) * stride_j];
-    }
+  for (int i = 0; i < 32; ++i) {
+    use(i, at + 8 * (i % 2) * kRowStride + 8 * (i / 2) * kColumnStride);
+  }
+}
+
+// From kRows of S^T's rows, with kPad elements behind each row of the state.
+template <int kRows, int kPad = 0>
+__device__ __forceinline__ void read_state(float* fragment, const float* state, bool v_first) {
+  float2* const pairs = reinterpret_cast<float2*>(fragment);
+  if (v_first) {
+    for_pairs<128 + kPad, 1>([=](int i, int at) { pairs[i] = *reinterpret_cast<const float2*>(state + at); });
+  } else {
+    constexpr int kStride = kRows + kPad;
+    for_pairs<1, kStride>([=](int i, int at) { pairs[i] = {state[at], state[at + kStride]}; });
+  }
+}
+
+// To rows of S^T within a state of 128 x 128.
+__device__ __forceinline__ void write_state(const float* fragment, float* state, bool v_first) {
+  const float2* const pairs = reinterpret_cast<const float2*>(fragment);
+  if (v_first) {
+    for_pairs<128, 1>([=](int i, int at) { *reinterpret_cast<float2*>(state + at) = pairs[i]; });
+  } else {
+    for_pairs<1, 128>([=](int i, int at) {
+      state[at] = pairs[i].x;
+      state[at + 128] = pairs[i].y;
+    });
   }
 }
 
