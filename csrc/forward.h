@@ -39,7 +39,7 @@ struct ForwardArgs {
   bool use_qk_l2norm = false;
   bool state_v_first = false;
   bool auto_cp = true;
-  std::optional<ScalarType> state_dtype;  // of the final state as returned; the compute dtype by default
+  std::optional<ScalarType> state_dtype = std::nullopt;  // of the final state as returned; the compute dtype by default
 };
 
 // h and final_state, where they were not asked for, are empty tensors of shape [0] with the dtype and device that they
