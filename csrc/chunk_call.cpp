@@ -51,8 +51,8 @@ ChunkCall::ChunkCall(const Problem& problem, const ForwardArgs& args, bool keep_
       q(aligned(args.q)),
       k(aligned(args.k)),
       v(aligned(args.v)),
-      sequences(workspace.reserve<int32_t>(problem.N * kTableColumns)),
-      chunks(workspace.reserve<int32_t>(plan.slots * kTableColumns)),
+      sequences(workspace.reserve<int32_t>(problem.N * kSequenceColumns)),
+      chunks(workspace.reserve<int32_t>(plan.slots * kChunkColumns)),
       gates(workspace.reserve<float>(plan.slots * problem.H_v * kGateRows * kChunk)),
       gated_inverse(workspace.reserve<uint16_t>(plan.slots * problem.H_v * kMatrix)),
       v_new(workspace.reserve<uint16_t>(plan.slots * problem.H_v * kTile)) {

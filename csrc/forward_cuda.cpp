@@ -154,7 +154,8 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .NT = dispatch.slots,
                            .NS = dispatch.segments},
                           {.dtype = dtype}, stream);
-    kernels::segment_scan({.segments = workspace[workspace.segments],
+    kernels::segment_scan({.sequences = workspace[workspace.sequences],
+                           .segments = workspace[workspace.segments],
                            .maps = workspace[workspace.maps],
                            .skips = workspace[workspace.skips],
                            .initial_state = data(initial_state),
@@ -162,6 +163,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .state_stride_v = state_stride_v,
                            .state_stride_k = state_stride_k,
                            .has_initial_state = initial_state.has_value(),
+                           .N = p.N,
                            .NS = dispatch.segments,
                            .HV = p.H_v,
                            .state_size = state_size},

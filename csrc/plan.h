@@ -13,7 +13,8 @@ namespace flash_qla {
 
 // The tables' and workspaces' layout; kernels_tl/common.py has the same constants.
 inline constexpr int64_t kHeadDim = 128;
-inline constexpr int64_t kTableColumns = 3;
+inline constexpr int64_t kSequenceColumns = 4;
+inline constexpr int64_t kChunkColumns = 3;
 inline constexpr int64_t kGateRows = 5;
 inline constexpr int64_t kForwardGateRows = 5;
 inline constexpr int64_t kSegmentColumns = 5;
@@ -72,8 +73,8 @@ class Workspace {
 // The forward's.
 struct ForwardWorkspace : Workspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& dispatch)
-      : sequences(reserve<int32_t>(shape.N * kTableColumns)),
-        chunks(reserve<int32_t>(dispatch.slots * kTableColumns)),
+      : sequences(reserve<int32_t>(shape.N * kSequenceColumns)),
+        chunks(reserve<int32_t>(dispatch.slots * kChunkColumns)),
         segments(reserve<int32_t>(dispatch.segments * kSegmentColumns)),
         gates(reserve<float>(dispatch.fused ? 0 : dispatch.slots * shape.H_v * kForwardGateRows * kChunk)),
         matrices(reserve<uint16_t>(dispatch.fused ? 0 : 2 * dispatch.slots * shape.H_v * kTriangle)),

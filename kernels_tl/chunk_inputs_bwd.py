@@ -35,6 +35,7 @@ import tilelang.language as T
 
 from kernels_tl.chunk_states_bwd import PARTS
 from kernels_tl.common import (
+    CHUNK_COLUMNS,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
@@ -45,7 +46,6 @@ from kernels_tl.common import (
     GATE_ROWS,
     PADDING,
     PASS_CONFIGS as PASS_CONFIGS,
-    TABLE_COLUMNS,
     C,
     D,
     dims,
@@ -77,7 +77,7 @@ def chunk_inputs_bwd(dtype):
         q_rstd: T.Tensor([R, HK], "float32"),
         k_rstd: T.Tensor([R, HK], "float32"),
         gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
-        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         h: T.Tensor([NT, HV, D, D], dtype),
         dh: T.Tensor([NT, HV, D, D], dtype),
         v_new: T.Tensor([NT, HV, D, C], dtype),

@@ -31,6 +31,7 @@ import tilelang.language as T
 
 from kernels_tl.common import (
     BLOCK,
+    CHUNK_COLUMNS,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
@@ -41,7 +42,6 @@ from kernels_tl.common import (
     SWIZZLE_64B,
     SWIZZLE_128B,
     SWIZZLE_NONE,
-    TABLE_COLUMNS,
     C,
     D,
     block_row,
@@ -77,7 +77,7 @@ def chunk_matrices(dtype, normalize):
         k: T.Tensor([R, HK, D], dtype),
         g: T.Tensor([R, HV], "float32"),
         beta: T.Tensor([R, HV], "float32"),
-        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
         matrices_0: block_row(NT, HV, 0, dtype),
         matrices_1: block_row(NT, HV, 1, dtype),

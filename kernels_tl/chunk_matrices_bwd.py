@@ -14,6 +14,7 @@ Launched on [chunk slots, HK], one warpgroup.
 import tilelang.language as T
 
 from kernels_tl.common import (
+    CHUNK_COLUMNS,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
@@ -21,7 +22,6 @@ from kernels_tl.common import (
     GATE_ROWS,
     PADDING,
     PASS_CONFIGS as PASS_CONFIGS,
-    TABLE_COLUMNS,
     C,
     D,
     dims,
@@ -40,7 +40,7 @@ def chunk_matrices_bwd(dtype):
         k: T.Tensor([R, HK, D], dtype),
         A: T.Tensor([R, HV, C], dtype),
         gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
-        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         gated_inverse: T.Tensor([NT, HV, C, C], dtype),
         attention: T.Tensor([NT, HV, C, C], dtype),
         group: T.int32,  # HV / HK

@@ -4,7 +4,7 @@ The host never reads cu_seqlens, so a captured CUDA graph may be replayed after 
 hold, the tables describe disjoint runs of rows inside [0, rows): the first offset is taken as 0, later ones are clipped
 to [0, rows] and replaced by their running maximum.
 
-    sequences [N, 3]   first row, tokens, first chunk slot
+    sequences [N, 4]   first row, tokens, first chunk slot, first segment slot
     chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
                        (sequence = PADDING), then unused slots (PADDING of 0 tokens)
     segments  [NS, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
@@ -18,6 +18,7 @@ Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every seq
 import tilelang.language as T
 
 from kernels_tl.common import (
+    CHUNK_COLUMNS,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
@@ -32,9 +33,10 @@ from kernels_tl.common import (
     SEGMENT_ROW,
     SEGMENT_SEQ,
     SEQ_CHUNK,
+    SEQ_COLUMNS,
     SEQ_LENGTH,
     SEQ_ROW,
-    TABLE_COLUMNS,
+    SEQ_SEGMENT,
     C,
     dims,
 )
@@ -48,8 +50,8 @@ def chunk_plan(offset_dtype):
     @T.prim_func
     def main(
         offsets: T.Tensor([offsets_size], offset_dtype),
-        sequences: T.Tensor([N, TABLE_COLUMNS], "int32"),
-        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        sequences: T.Tensor([N, SEQ_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
         rows: T.int32,
         has_offsets: T.int32,
@@ -111,6 +113,7 @@ def chunk_plan(offset_dtype):
                         slot = segments_before
                         for i in T.serial(T.min(N - step * THREADS, THREADS)):
                             slot += T.Select((sizes[i] > count) | ((sizes[i] == count) & (i < tx)), 1, 0)
+                    sequences[n, SEQ_SEGMENT] = slot
                     for i in T.serial(part):
                         if slot + i < NS:
                             segments[slot + i, SEGMENT_ROW] = begin + i * size * C

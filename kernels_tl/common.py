@@ -34,9 +34,10 @@ BLOCK = 16
 MATRIX = 10 * BLOCK * BLOCK  # elements
 
 # Columns of the tables that chunk_plan writes.
-SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK = 0, 1, 2  # of sequence n: first token row, tokens, first chunk slot
-CHUNK_ROW, CHUNK_LENGTH, CHUNK_SEQ = 0, 1, 2  # of chunk slot: first token row, tokens, sequence or PADDING
-TABLE_COLUMNS = 3
+SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK, SEQ_SEGMENT = range(4)  # of sequence n: first token row, tokens, first slots
+SEQ_COLUMNS = 4
+CHUNK_ROW, CHUNK_LENGTH, CHUNK_SEQ = range(3)  # of chunk slot: first token row, tokens, sequence or PADDING
+CHUNK_COLUMNS = 3
 # Of a segment, a run of a sequence's chunks that is gone through in one go.
 SEGMENT_ROW, SEGMENT_LENGTH, SEGMENT_CHUNK, SEGMENT_SEQ, SEGMENT_FLAGS = range(5)
 SEGMENT_COLUMNS = 5

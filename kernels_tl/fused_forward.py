@@ -31,6 +31,7 @@ import tilelang.language as T
 from kernels_tl.chunk_forward import piece
 from kernels_tl.common import (
     BLOCK,
+    CHUNK_COLUMNS,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
@@ -42,7 +43,6 @@ from kernels_tl.common import (
     SEGMENT_LENGTH,
     SEGMENT_ROW,
     SEGMENT_SEQ,
-    TABLE_COLUMNS,
     C,
     D,
     dims,
@@ -131,7 +131,7 @@ def fused_forward(dtype, normalize):
         v: T.Tensor([R, HV, D], dtype),
         g: T.Tensor([R, HV], "float32"),
         beta: T.Tensor([R, HV], "float32"),
-        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),

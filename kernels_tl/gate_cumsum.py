@@ -12,6 +12,7 @@ Launched on [chunk slots, HV / 32].
 import tilelang.language as T
 
 from kernels_tl.common import (
+    CHUNK_COLUMNS,
     CHUNK_LENGTH,
     CHUNK_ROW,
     CHUNK_SEQ,
@@ -23,7 +24,6 @@ from kernels_tl.common import (
     GATE_ROWS,
     PADDING,
     PASS_CONFIGS as PASS_CONFIGS,
-    TABLE_COLUMNS,
     C,
     dims,
 )
@@ -39,7 +39,7 @@ def gate_cumsum():
     def main(
         b: T.Tensor([R, HV], "float32"),
         beta: T.Tensor([R, HV], "float32"),
-        chunks: T.Tensor([NT, TABLE_COLUMNS], "int32"),
+        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
     ):
         with T.Kernel(NT, T.ceildiv(HV, HEADS), threads=HEADS) as (slot, head_block):
