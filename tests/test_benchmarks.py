@@ -15,6 +15,7 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: there is another accuracy.py in it
 common = importlib.import_module("common")
+dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 
 MS = {
@@ -108,6 +109,34 @@ def test_later_file_counts(results, tmp_path):
     cells = forward.load([results, later])
     assert len(cells) == len(made_up_cells())
     assert forward.rows_of(cells, "bench")[0].ms == 0.02
+
+
+def test_modes_of_a_batch():
+    found = list(dispatch.modes(8, [2048], sm_count=132))
+    assert found[0] == {"fused": 1}
+    assert [x["segment_chunks"] for x in found if x.get("value_tile") == 128] == [0, 16, 11, 8, 6, 4, 3, 2]
+    assert max(x["segment_chunks"] for x in found[1:]) == 16 and {"value_tile": 64, "segment_chunks": 2} not in found
+    assert [x.get("segment_chunks") for x in dispatch.modes(64, [64] * 3, sm_count=132)] == [None, 0, 0]
+
+
+def test_report_of_modes(capsys):
+    def cell(sequences, ms, predicted_us, chosen=False, segment_chunks=0, fused=0):
+        measured = {"heads": "2x8", "sequences": sequences, "ms": ms, "predicted_us": predicted_us, "chosen": chosen}
+        return measured | {"value_tile": 128, "segment_chunks": segment_chunks, "fused": fused}
+
+    dispatch.report(
+        [
+            cell("1x512", 0.1, 100.0, chosen=True),
+            cell("1x512", 0.1, 100.0),
+            cell("1x512", 0.05, 50 * math.e, segment_chunks=4),
+            cell("128+64", 0.1, 100.0, fused=1, chosen=True),
+            cell("128+64", 0.2, 10.0),
+        ]
+    )
+    printed = capsys.readouterr().out
+    assert "   2x8        1x512     128/-   100.0     100.0     128/4    50.0" in printed
+    assert f"chosen over fastest: {math.sqrt(2):.3f}, at most 2.00" in printed
+    assert f"equal sequences: {math.sqrt(1 / 3):.1%} rms over 3" in printed
 
 
 def test_sketches_estimate_differences():

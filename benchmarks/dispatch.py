@@ -1,0 +1,137 @@
+"""The forward in every mode that the host can choose, beside what the cost model in csrc/dispatch.cpp predicts.
+
+    python benchmarks/dispatch.py --out benchmarks/results/dispatch_h200.json
+    python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
+
+Of each batch: the op in one kernel, without context parallelism, and with segments of several lengths, each with both
+value tiles; then what the model chooses by itself. The model's constants are least squares over such results; it knows
+the average length of a batch alone, so only batches of equal sequences say how good they are. Inputs and timing are
+forward.py's, gates "bench".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from common import (
+    HEAD_DIM,
+    SCALE,
+    add_timing_arguments,
+    make_inputs,
+    parse_heads,
+    parse_lengths,
+    spread,
+    time_graph,
+    write_results,
+)
+from forward import HEADS
+
+SEQUENCES = (
+    "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,8192x4,4096x8,1024x8,256x4,128x64,ragged8,ragged32"
+)
+CHUNK = 64
+PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
+MOST_PIECES = 3  # an SM: more have never been the fastest
+
+
+def modes(H_v: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
+    """Arguments of override_forward_dispatch."""
+    yield {"fused": 1}
+    chunks = math.ceil(sum(lengths) / CHUNK / len(lengths))
+    for value_tile in (64, 128):
+        segments = {0: len(lengths)} | {
+            math.ceil(chunks / parts): len(lengths) * parts for parts in PARTS if parts <= (chunks + 1) // 2
+        }
+        for segment_chunks, count in segments.items():
+            pieces = count * H_v * HEAD_DIM // value_tile
+            if segment_chunks == 0 or pieces <= (1 if value_tile == 64 else MOST_PIECES) * sm_count:
+                yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": 0}
+
+
+def measure(options) -> Iterator[dict]:
+    from flash_qla import _C
+
+    torch.set_grad_enabled(False)
+    sm_count = torch.cuda.get_device_properties().multi_processor_count
+    start = time.monotonic()
+    for H_k, H_v in parse_heads(options.heads):
+        for text in options.sequences.split(","):
+            if time.monotonic() - start > options.budget_s:
+                print(f"{options.budget_s:g} s are spent, stopped before {H_k}x{H_v} {text}")
+                return
+            lengths = parse_lengths(text)
+            arguments = make_inputs(H_k, H_v, lengths) | {"scale": SCALE, "output_final_state": True}
+            shape = (1, sum(lengths), len(lengths), H_k, H_v, sm_count)
+            for override in ({}, *modes(H_v, lengths, sm_count)):
+                _C.override_forward_dispatch(**override)
+                times = time_graph(
+                    lambda arguments=arguments: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments),
+                    options.samples,
+                    options.sample_ms,
+                )
+                found = _C.forward_dispatch(*shape)
+                yield {
+                    "heads": f"{H_k}x{H_v}",
+                    "sequences": text,
+                    "chosen": not override,
+                    **{name: found[name] for name in ("value_tile", "segment_chunks", "fused", "predicted_us")},
+                    **spread(times),
+                }
+            _C.override_forward_dispatch()
+
+
+def name(cell: dict) -> str:
+    return "fused" if cell["fused"] else f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}"
+
+
+def report(cells: list[dict]) -> None:
+    """A line a batch, then how far predictions and choices are off."""
+    batches: dict[tuple[str, str], list[dict]] = {}
+    for cell in cells:
+        batches.setdefault((cell["heads"], cell["sequences"]), []).append(cell)
+    print(f"{'heads':>6} {'sequences':>12}  {'chosen':>8} {'us':>7} {'predicted':>9}  {'fastest':>8} {'us':>7}")
+    lost, off = [], []
+    for (heads, sequences), found in batches.items():
+        [chosen] = [cell for cell in found if cell["chosen"]]
+        # The same mode measured twice differs by chance.
+        times = {name(cell): min(x["ms"] for x in found if name(x) == name(cell)) * 1e3 for cell in found}
+        fastest = min(times, key=times.get)
+        us = times[name(chosen)]
+        lost.append(math.log(us / times[fastest]))
+        print(
+            f"{heads:>6} {sequences:>12}  {name(chosen):>8} {us:7.1f} {chosen['predicted_us']:9.1f}  {fastest:>8} "
+            f"{times[fastest]:7.1f}"
+        )
+        if len(set(parse_lengths(sequences))) == 1:
+            off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in found]
+    print(f"\nchosen over fastest: {math.exp(statistics.mean(lost)):.3f}, at most {math.exp(max(lost)):.2f}")
+    if off:
+        rms = math.sqrt(statistics.mean(x * x for x in off))
+        print(f"predicted over measured, equal sequences: {rms:.1%} rms over {len(off)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_timing_arguments(parser, HEADS, SEQUENCES, samples=5)
+    parser.set_defaults(sample_ms=3.0)
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="stop after this many seconds")
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--report", metavar="FILE", help="print what these results say, and measure nothing")
+    options = parser.parse_args()
+    if options.report:
+        with open(options.report) as file:
+            report(json.load(file)["cells"])
+        sys.exit()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU, and torch sees no CUDA device")
+    measured = list(measure(options))
+    report(measured)
+    if options.out:
+        write_results(options.out, measured)
