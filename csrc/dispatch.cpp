@@ -13,23 +13,24 @@ namespace flash_qla {
 
 namespace {
 
-// Microseconds on one H200, bf16, measured as benchmarks/NOTES.md says.
-constexpr double kPlan = 2.8;                                    // chunk_plan
-constexpr double kMatricesCta = 0.0095, kMatricesHead = 0.0058;  // chunk_matrices on a full card: a CTA, a head of it
-constexpr double kMatricesLatency = 5.5;                         // and the least that it takes
-constexpr double kStart64 = 3.6;   // chunk_forward, value tile 64: a CTA's loads before its first chunk, and its end
-constexpr double kChunk64 = 1.4;   // and a chunk
-constexpr double kStart128 = 4.5;  // value tile 128
-constexpr double kChunk128 = 2.0;
-constexpr double kStartFused = 6;  // fused_forward: before a CTA's first chunk, and its end
-constexpr double kChunkFused = 3.05, kChunkFusedL2norm = 3.35;
-constexpr double kCold = 8;    // what the first chunks take beyond that, in all kernels on a full card, in it always
-constexpr double kFull = 0.9;  // heads for this part of the SMs are a full card
-constexpr double kMapStart = 8, kMapChunk = 1.3;  // segment_maps
-constexpr double kScanStart = 2.5, kScan = 3;     // segment_scan: a segment
-// Of the heads this part is taken to need exact maps: what the gates really do is known on the device alone.
-constexpr double kExact = 0.5;
-constexpr double kUneven = 0.25;  // the weight of a batch whose longest sequence has twice the average
+// Microseconds on one H200, bf16: least squares over batches of equal sequences in all modes, see benchmarks/NOTES.md.
+constexpr double kStart = 6;                                     // chunk_plan, and chunk_matrices' latency
+constexpr double kMatricesCta = 0.0127, kMatricesHead = 0.0068;  // chunk_matrices: a CTA, and each of its heads
+constexpr double kMatricesL2norm = 0.003, kMatricesA = 0.0023;   // more a CTA; more a head
+constexpr double kStart64 = 7.6, kChunk64 = 1.03;    // chunk_forward, value tile 64: around a CTA's chunks, and a chunk
+constexpr double kStart128 = 9.0, kChunk128 = 1.53;  // value tile 128
+// fused_forward: chunk_plan and around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
+constexpr double kStartFused = 7.7, kChunkFused = 2.6, kChunkFusedFull = 0.54;
+constexpr double kChunkFusedL2norm = 0.4;
+constexpr double kTurn = 5;  // of either: a CTA's next piece of work, besides its chunks
+// segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
+// more of them; each map, made or not; a segment behind another.
+constexpr double kMapStart = 5, kMapChunk = 1.1, kMapChunkFull = 1.75;
+constexpr double kMap = 0.115, kScan = 1.8;
+// Of the heads this part is taken to need exact maps, as in the benchmarks: what the gates really do is known on the
+// device alone.
+constexpr double kExact = 0.25;
+constexpr double kUneven = 0.245;  // the weight of a batch whose longest sequence has twice the average
 
 std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1;
 
@@ -51,37 +52,46 @@ struct Mode {
   bool fused;
 };
 
-// The time where the sequences have `chunks` on average and the longest has `longest`.
-double predict(const ForwardShape& shape, const Mode& mode, int64_t chunks, int64_t longest) {
-  const auto [value_tile, segment_chunks, fused] = mode;
-  const auto parts = [&](int64_t of) { return segment_chunks > 0 ? ceil_div(of, segment_chunks) : 1; };
-  const auto length = [&](int64_t of) { return parts(of) > 1 ? segment_chunks : of; };
-  const auto waves = [&](double ctas) { return std::ceil(ctas / shape.sm_count); };
-  const auto tile = [&](int64_t of) {
-    const auto n = static_cast<double>(length(of));
-    return fused              ? kStartFused + n * (shape.use_qk_l2norm ? kChunkFusedL2norm : kChunkFused)
-           : value_tile == 64 ? kStart64 + n * kChunk64
-                              : kStart128 + n * kChunk128;
-  };
-  const auto heads = static_cast<double>(shape.N * shape.H_v);
+int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
+
+// The time where the sequences have `chunks` on average and the longest has `longest`: as many all of them, or else the
+// batch is an uneven one, whose pieces fill the SMs however many there are.
+double predict(const ForwardShape& shape, const Mode& mode, double chunks, double longest) {
+  const auto segment = static_cast<double>(mode.segment_chunks), sms = static_cast<double>(shape.sm_count);
+  const auto N = static_cast<double>(shape.N), H_v = static_cast<double>(shape.H_v);
+  const auto tiles = static_cast<double>(kHeadDim / mode.value_tile);
+  const bool uneven = longest > chunks, cut = segment > 0 && longest > segment;
+  const double length = cut ? segment : longest;
+  // Segments that are not the first ones of their sequences.
+  const double later = !cut ? 0 : N * (uneven ? chunks / segment - chunks / longest : std::ceil(chunks / segment) - 1);
+  const double ctas = (N + later) * H_v * tiles;
+  const double turns = std::max(1.0, uneven ? ctas / sms : std::ceil(ctas / sms));
+  const double in_turns = uneven ? std::max(N * H_v * tiles * chunks / sms, length) : turns * length;
+
+  double us = (turns - 1) * kTurn;
+  if (mode.fused) {
+    us += kStartFused + in_turns * (kChunkFused + std::min(1.0, ctas / sms) * kChunkFusedFull +
+                                    (shape.use_qk_l2norm ? kChunkFusedL2norm : 0));
+    return us;
+  }
   // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
   constexpr int64_t kManySlots = 1 << 20;
-  const double per_head = kMatricesHead + kMatricesCta / static_cast<double>(heads_per_cta(shape, kManySlots));
-  const double matrices = fused ? 0 : std::max(kMatricesLatency, per_head * heads * static_cast<double>(chunks));
-  const auto tiles = static_cast<double>(kHeadDim / value_tile * parts(chunks));
-  const bool cold = fused || heads >= kFull * shape.sm_count;
-  double us = kPlan + (cold ? kCold : 0) + matrices + std::max(waves(heads * tiles) * tile(chunks), tile(longest));
-  if (segment_chunks > 0) {
-    us += waves(2 * kExact * heads * static_cast<double>(parts(chunks) - 1)) *
-              (kMapStart + static_cast<double>(length(chunks)) * kMapChunk) +
-          kScanStart + static_cast<double>(parts(longest) - 1) * kScan;
+  const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
+  const double head = kMatricesHead + (shape.low_level ? kMatricesA : 0);
+  us += kStart + (head + cta / static_cast<double>(heads_per_cta(shape, kManySlots))) * N * H_v * chunks;
+  us += mode.value_tile == 64 ? kStart64 + in_turns * kChunk64 : kStart128 + in_turns * kChunk128;
+  if (cut) {
+    const double exact = 2 * kExact * H_v * later;  // M and N
+    const double sequences = std::max(1.0, 4 * N * H_v / sms);
+    us += kMapStart + length * std::max(kMapChunk, kMapChunkFull * exact / sms) + kMap * H_v * later +
+          kScan * sequences * (std::ceil(longest / segment) - 1);
   }
   return us;
 }
 
 // The sequences' real lengths are on the device; see kUneven.
 double predict(const ForwardShape& shape, const Mode& mode) {
-  const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
+  const auto chunks = static_cast<double>(average_chunks(shape));
   const double equal = predict(shape, mode, chunks, chunks);
   if (!shape.varlen || shape.N == 1) {
     return equal;
@@ -99,7 +109,7 @@ int64_t segment_slots(const ForwardShape& shape, int64_t slots, int64_t segment_
 
 ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks, int64_t fused) {
   ForwardDispatch found{};
-  const int64_t chunks = ceil_div(shape.B * shape.T, kChunk * shape.N);
+  const int64_t chunks = average_chunks(shape);
   const auto consider = [&](int64_t tile, int64_t length, bool one_kernel = false) {
     const double us = predict(shape, {tile, length, one_kernel});
     if (found.value_tile == 0 || us < found.predicted_us) {
@@ -125,7 +135,7 @@ ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t se
       continue;
     }
     consider(tile, 0);
-    for (int64_t parts = 2; parts <= std::min<int64_t>(chunks / 2, 64); ++parts) {
+    for (int64_t parts = 2; parts <= std::min<int64_t>((chunks + 1) / 2, 64); ++parts) {
       consider(tile, ceil_div(chunks, parts));
     }
   }
