@@ -9,8 +9,8 @@
 S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
 
 A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, and a
-producer warp that keeps the next map coming.  A segment takes the time of its products, which is that of reading M from
-shared memory however few the columns, and that of S on its way through shared memory in between.
+producer warp that keeps the next maps coming.  M is the left factor, and S goes through shared memory between its
+products: so the columns may be few.  Other ways, which take as long, are in benchmarks/NOTES.md.
 
 Shared memory: 3 stages * M 64 KB + 2 * S 16 KB = 224 KB.
 
