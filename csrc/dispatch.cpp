@@ -54,8 +54,8 @@ struct Mode {
 
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
 
-// The time where the sequences have `chunks` on average and the longest has `longest`: as many all of them, or else the
-// batch is an uneven one, whose pieces fill the SMs however many there are.
+// The time where the sequences have `chunks` on average and the longest has `longest`. Equal ones go through the SMs in
+// whole turns; the pieces of an uneven batch are taken to fill them.
 double predict(const ForwardShape& shape, const Mode& mode, double chunks, double longest) {
   const auto segment = static_cast<double>(mode.segment_chunks), sms = static_cast<double>(shape.sm_count);
   const auto N = static_cast<double>(shape.N), H_v = static_cast<double>(shape.H_v);
@@ -70,9 +70,9 @@ double predict(const ForwardShape& shape, const Mode& mode, double chunks, doubl
 
   double us = (turns - 1) * kTurn;
   if (mode.fused) {
-    us += kStartFused + in_turns * (kChunkFused + std::min(1.0, ctas / sms) * kChunkFusedFull +
-                                    (shape.use_qk_l2norm ? kChunkFusedL2norm : 0));
-    return us;
+    return us + kStartFused +
+           in_turns * (kChunkFused + std::min(1.0, ctas / sms) * kChunkFusedFull +
+                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0));
   }
   // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
   constexpr int64_t kManySlots = 1 << 20;
