@@ -3,10 +3,9 @@
     python benchmarks/dispatch.py --out benchmarks/results/dispatch_h200.json
     python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
 
-Of each batch: the op in one kernel, without context parallelism, and with segments of several lengths, each with both
-value tiles; then what the model chooses by itself. The model's constants are least squares over such results; it knows
-the average length of a batch alone, so only batches of equal sequences say how good they are. Inputs and timing are
-forward.py's, gates "bench".
+Of each batch: what the model chooses; then the op in one kernel, without context parallelism, and with segments of
+several lengths, the last two with both value tiles. The model knows the average length of a batch alone, so only
+batches of equal sequences say how good its constants are. Inputs and timing are forward.py's, gates "bench".
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SEQUENCES = (
 )
 CHUNK = 64
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
-MOST_PIECES = 3  # an SM: more have never been the fastest
+MOST_PIECES = 3  # an SM: each is one more turn
 
 
 def modes(H_v: int, lengths: list[int], sm_count: int) -> Iterator[dict]:

@@ -13,7 +13,8 @@ namespace flash_qla {
 
 namespace {
 
-// Microseconds on one H200, bf16: least squares over batches of equal sequences in all modes, see benchmarks/NOTES.md.
+// Microseconds on one H200, bf16, most of them least squares over batches of equal sequences in all modes: see
+// benchmarks/NOTES.md.
 constexpr double kStart = 6;                                     // chunk_plan, and chunk_matrices' latency
 constexpr double kMatricesCta = 0.0127, kMatricesHead = 0.0068;  // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 0.003, kMatricesA = 0.0023;   // more a CTA; more a head
@@ -30,7 +31,8 @@ constexpr double kMap = 0.115, kScan = 1.8;
 // Of the heads this part is taken to need exact maps, as in the benchmarks: what the gates really do is known on the
 // device alone.
 constexpr double kExact = 0.25;
-constexpr double kUneven = 0.245;  // the weight of a batch whose longest sequence has twice the average
+// The weight of a batch whose longest sequence has twice the average; chosen, see there.
+constexpr double kUneven = 0.245;
 
 std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1;
 

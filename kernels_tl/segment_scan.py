@@ -100,7 +100,7 @@ def segment_scan(dtype):
                         T.copy(rest, S_s[step % 2, 1, :, :])
                         T.fence_proxy_async()
                         T.sync_threads(ROUNDED_BARRIER, CONSUMERS)
-                    # What follows is behind the fence, which would wait for it, and overlaps the products.
+                    # Behind the fence, which waits for memory; whether that is best is open (benchmarks/NOTES.md).
                     if made != 0:
                         for i, j in T.Parallel(D, COLUMNS):
                             states[slot, hv, v0 + j, i] = S[i, j]
