@@ -147,17 +147,17 @@ FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64
                                                        .auto_cp = auto_cp != 0,
                                                        .low_level = low_level != 0,
                                                        .use_qk_l2norm = use_qk_l2norm != 0});
-    json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "fused",
-                static_cast<int>(dispatch.fused), "segments", dispatch.segments, "ctas", dispatch.ctas, "heads_per_cta",
-                dispatch.heads_per_cta, "workspace_bytes", dispatch.workspace_bytes, "predicted_us",
-                dispatch.predicted_us);
+    json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "cut_above",
+                dispatch.cut_above, "fused", static_cast<int>(dispatch.fused), "segments", dispatch.segments, "ctas",
+                dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta, "workspace_bytes", dispatch.workspace_bytes,
+                "predicted_us", dispatch.predicted_us);
   });
 }
 
-FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks,
-                                                              int64_t fused) {
+FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
+                                                              int64_t cut_above) {
   return answer([&](Json& json) {
-    override_forward_dispatch(value_tile, segment_chunks, fused);
+    override_forward_dispatch(value_tile, segment_chunks, fused, cut_above);
     json.text << "null";
   });
 }

@@ -89,6 +89,7 @@ void ChunkCall::run_plan() const {
        .has_offsets = p.varlen,
        .uniform_length = p.T,
        .segment_chunks = 0,
+       .cut_above = 0,
        .offsets_size = p.N + 1,
        .N = p.N,
        .NT = plan.slots,

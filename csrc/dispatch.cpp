@@ -25,16 +25,22 @@ constexpr double kStartFused = 7.7, kChunkFused = 2.6, kChunkFusedFull = 0.54;
 constexpr double kChunkFusedL2norm = 0.4;
 constexpr double kTurn = 5;  // of either: a CTA's next piece of work, besides its chunks
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
-// more of them; each map, made or not; a segment behind another.
+// more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, used or not.
 constexpr double kMapStart = 5, kMapChunk = 1.1, kMapChunkFull = 1.75;
-constexpr double kMap = 0.115, kScan = 1.8;
+constexpr double kMap = 0.115, kScan = 1.8, kSlotCta = 0.008;
 // Of the heads this part is taken to need exact maps, as in the benchmarks: what the gates really do is known on the
 // device alone.
 constexpr double kExact = 0.25;
-// The weight of a batch whose longest sequence has twice the average; chosen, see there.
-constexpr double kUneven = 0.245;
+// The weights of batches whose longest sequence has twice the average, and half of all tokens; chosen, see there.
+constexpr double kTwice = 0.2, kHalf = 0.05;
 
-std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1;
+std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1, forced_cut_above = 0;
+
+struct Override {
+  int64_t value_tile, segment_chunks, fused, cut_above;
+
+  bool operator==(const Override&) const = default;
+};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -51,24 +57,46 @@ int64_t heads_per_cta(const ForwardShape& shape, int64_t slots) {
 
 struct Mode {
   int64_t value_tile, segment_chunks;
-  bool fused;
+  bool fused, always_cut;
 };
 
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
 
-// The time where the sequences have `chunks` on average and the longest has `longest`. Equal ones go through the SMs in
-// whole turns; the pieces of an uneven batch are taken to fill them.
-double predict(const ForwardShape& shape, const Mode& mode, double chunks, double longest) {
+// Only cu_seqlens say how long the sequences are, and where all are short the device can leave out segments.
+bool device_knows_more(const ForwardShape& shape) { return shape.varlen && shape.N > 1; }
+
+// As the model sees them: one sequence of `longest` chunks and others of the same `rest` each.
+struct Lengths {
+  double longest, rest;
+};
+
+Lengths lengths(const ForwardShape& shape, double longest) {
+  const double others = static_cast<double>(std::max<int64_t>(shape.N - 1, 1));
+  const double total = static_cast<double>(average_chunks(shape) * shape.N);
+  longest = std::min(longest, total);
+  return {longest, std::min(longest, (total - longest) / others)};
+}
+
+// The time with sequences of these lengths, those that are longer than a segment cut or not. Equal ones go through the
+// SMs in whole turns; with others the longest pieces come first and the short ones fill the SMs.
+double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const auto segment = static_cast<double>(mode.segment_chunks), sms = static_cast<double>(shape.sm_count);
   const auto N = static_cast<double>(shape.N), H_v = static_cast<double>(shape.H_v);
   const auto tiles = static_cast<double>(kHeadDim / mode.value_tile);
-  const bool uneven = longest > chunks, cut = segment > 0 && longest > segment;
-  const double length = cut ? segment : longest;
-  // Segments that are not the first ones of their sequences.
-  const double later = !cut ? 0 : N * (uneven ? chunks / segment - chunks / longest : std::ceil(chunks / segment) - 1);
-  const double ctas = (N + later) * H_v * tiles;
-  const double turns = std::max(1.0, uneven ? ctas / sms : std::ceil(ctas / sms));
-  const double in_turns = uneven ? std::max(N * H_v * tiles * chunks / sms, length) : turns * length;
+  const double total = chunks.longest + (N - 1) * chunks.rest;
+  const double parts = cut ? std::ceil(chunks.longest / segment) : 1;
+  const double parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / segment)) : 1;
+  const double pieces = parts + (N - 1) * parts_of_rest;
+  const double length = cut ? segment : chunks.longest;
+  const double ctas = pieces * H_v * tiles;
+  double turns = ctas / sms, in_turns = 0;
+  if (N == 1 || chunks.longest == chunks.rest) {
+    turns = std::ceil(turns);
+    in_turns = turns * length;
+  } else {
+    turns = std::max(1.0, turns);
+    in_turns = std::max(total * H_v * tiles / sms, length + (cut ? 0 : (std::floor(turns) - 1) * chunks.rest));
+  }
 
   double us = (turns - 1) * kTurn;
   if (mode.fused) {
@@ -80,25 +108,54 @@ double predict(const ForwardShape& shape, const Mode& mode, double chunks, doubl
   constexpr int64_t kManySlots = 1 << 20;
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
   const double head = kMatricesHead + (shape.low_level ? kMatricesA : 0);
-  us += kStart + (head + cta / static_cast<double>(heads_per_cta(shape, kManySlots))) * N * H_v * chunks;
+  us += kStart + (head + cta / static_cast<double>(heads_per_cta(shape, kManySlots))) * H_v * total;
   us += mode.value_tile == 64 ? kStart64 + in_turns * kChunk64 : kStart128 + in_turns * kChunk128;
+  if (mode.segment_chunks > 0) {
+    us += kSlotCta * H_v * (2 * (N + total / segment) + 4 * N);
+  }
   if (cut) {
-    const double exact = 2 * kExact * H_v * later;  // M and N
-    const double sequences = std::max(1.0, 4 * N * H_v / sms);
-    us += kMapStart + length * std::max(kMapChunk, kMapChunkFull * exact / sms) + kMap * H_v * later +
-          kScan * sequences * (std::ceil(longest / segment) - 1);
+    const double later = (pieces - N) * H_v;  // segments of a head that are not the first ones of their sequences
+    const double exact = 2 * kExact * later;  // M and N
+    const double sequences = std::max(1.0, 4 * (1 + (N - 1) * (parts_of_rest > 1)) * H_v / sms);
+    us += kMapStart + length * std::max(kMapChunk, kMapChunkFull * exact / sms) + kMap * later +
+          kScan * sequences * (parts - 1);
   }
   return us;
 }
 
-// The sequences' real lengths are on the device; see kUneven.
+// The device cuts, if it may choose, where that is faster.
+double predict(const ForwardShape& shape, const Mode& mode, double longest) {
+  const Lengths chunks = lengths(shape, longest);
+  if (mode.segment_chunks == 0 || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
+    return predict(shape, mode, chunks, false);
+  }
+  const double cut = predict(shape, mode, chunks, true);
+  return mode.always_cut || !device_knows_more(shape) ? cut : std::min(cut, predict(shape, mode, chunks, false));
+}
+
+// What is to be expected of a batch of which the host does not know the lengths.
 double predict(const ForwardShape& shape, const Mode& mode) {
   const auto chunks = static_cast<double>(average_chunks(shape));
-  const double equal = predict(shape, mode, chunks, chunks);
-  if (!shape.varlen || shape.N == 1) {
-    return equal;
+  if (!device_knows_more(shape)) {
+    return predict(shape, mode, chunks);
   }
-  return (1 - kUneven) * equal + kUneven * predict(shape, mode, chunks, 2 * chunks);
+  const double half = std::max(2 * chunks, chunks * static_cast<double>(shape.N) / 2);
+  return (1 - kTwice - kHalf) * predict(shape, mode, chunks) + kTwice * predict(shape, mode, 2 * chunks) +
+         kHalf * predict(shape, mode, half);
+}
+
+// The longest sequence that is better left whole.
+int64_t cut_above(const ForwardShape& shape, const Mode& mode) {
+  if (mode.segment_chunks == 0 || !device_knows_more(shape)) {
+    return 0;
+  }
+  int64_t whole = mode.segment_chunks, cut = std::max(average_chunks(shape) * shape.N, whole);
+  while (cut - whole > 1) {
+    const int64_t longest = whole + (cut - whole) / 2;
+    const Lengths chunks = lengths(shape, static_cast<double>(longest));
+    (predict(shape, mode, chunks, true) < predict(shape, mode, chunks, false) ? cut : whole) = longest;
+  }
+  return whole;
 }
 
 int64_t segment_slots(const ForwardShape& shape, int64_t slots, int64_t segment_chunks) {
@@ -109,11 +166,12 @@ int64_t segment_slots(const ForwardShape& shape, int64_t slots, int64_t segment_
                       : shape.B * std::max<int64_t>(ceil_div(ceil_div(shape.T, kChunk), segment_chunks), 1);
 }
 
-ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t segment_chunks, int64_t fused) {
+ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   ForwardDispatch found{};
   const int64_t chunks = average_chunks(shape);
+  const bool always_cut = forced.segment_chunks > 0;
   const auto consider = [&](int64_t tile, int64_t length, bool one_kernel = false) {
-    const double us = predict(shape, {tile, length, one_kernel});
+    const double us = predict(shape, {tile, length, one_kernel, always_cut});
     if (found.value_tile == 0 || us < found.predicted_us) {
       found.value_tile = tile;
       found.segment_chunks = length;
@@ -121,26 +179,34 @@ ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t se
       found.predicted_us = us;
     }
   };
-  const bool can_fuse = !shape.low_level && value_tile != 64 && segment_chunks <= 0;
-  if (can_fuse && fused != 0) {
+  const bool can_fuse = !shape.low_level && forced.value_tile != 64 && forced.segment_chunks <= 0;
+  if (can_fuse && forced.fused != 0) {
     consider(kHeadDim, 0, true);
   }
   for (const int64_t tile : {64, 128}) {
-    if (can_fuse && fused == 1) {
+    if (can_fuse && forced.fused == 1) {
       break;
     }
-    if (value_tile != 0 && tile != value_tile) {
+    if (forced.value_tile != 0 && tile != forced.value_tile) {
       continue;
     }
-    if (segment_chunks >= 0) {
-      consider(tile, segment_chunks);
+    if (forced.segment_chunks >= 0) {
+      consider(tile, forced.segment_chunks);
       continue;
     }
     consider(tile, 0);
-    for (int64_t parts = 2; parts <= std::min<int64_t>((chunks + 1) / 2, 64); ++parts) {
-      consider(tile, ceil_div(chunks, parts));
+    // Parts of the average sequence, and of one that has all tokens.
+    for (int64_t parts = 2; parts <= 64; parts += std::max<int64_t>(parts / 8, 1)) {
+      if (2 * parts <= chunks + 1) {
+        consider(tile, ceil_div(chunks, parts));
+      }
+      if (device_knows_more(shape) && 2 * parts <= chunks * shape.N + 1) {
+        consider(tile, ceil_div(chunks * shape.N, parts));
+      }
     }
   }
+  const Mode mode{found.value_tile, found.segment_chunks, found.fused, always_cut};
+  found.cut_above = always_cut ? forced.cut_above : cut_above(shape, mode);
   found.slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
   found.heads_per_cta = heads_per_cta(shape, found.slots);
   found.segments = segment_slots(shape, found.slots, found.segment_chunks);
@@ -152,23 +218,24 @@ ForwardDispatch decide(const ForwardShape& shape, int64_t value_tile, int64_t se
 }  // namespace
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape) {
-  // A model's layers call with the same shape one after the other, and a long sequence has a hundred candidates.
+  // A model's layers call with the same shape one after the other, and a batch has a hundred candidates.
   struct Decision {
     ForwardShape shape;
-    int64_t value_tile, segment_chunks, fused;
+    Override forced;
     ForwardDispatch found;
   };
   thread_local std::optional<Decision> last;
-  const int64_t value_tile = forced_value_tile, segment_chunks = shape.auto_cp ? forced_segment_chunks.load() : 0;
-  const int64_t fused = forced_fused;
-  if (!last || last->shape != shape || last->value_tile != value_tile || last->segment_chunks != segment_chunks ||
-      last->fused != fused) {
-    last = {shape, value_tile, segment_chunks, fused, decide(shape, value_tile, segment_chunks, fused)};
+  const Override forced{.value_tile = forced_value_tile,
+                        .segment_chunks = shape.auto_cp ? forced_segment_chunks.load() : 0,
+                        .fused = forced_fused,
+                        .cut_above = forced_cut_above};
+  if (!last || last->shape != shape || last->forced != forced) {
+    last = {shape, forced, decide(shape, forced)};
   }
   return last->found;
 }
 
-void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused) {
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above) {
   if (value_tile != 0 && value_tile != 64 && value_tile != kHeadDim) {
     throw std::invalid_argument("flash_qla._C.override_forward_dispatch: value_tile is " + std::to_string(value_tile) +
                                 ", expected 64, 128 or 0 for the cost model's choice");
@@ -186,9 +253,14 @@ void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64
     throw std::invalid_argument(
         "flash_qla._C.override_forward_dispatch: fused is 1, expected with neither value_tile 64 nor segments");
   }
+  if (cut_above < 0 || cut_above >= INT32_MAX / kChunk || (cut_above > 0 && segment_chunks <= 0)) {
+    throw std::invalid_argument("flash_qla._C.override_forward_dispatch: cut_above is " + std::to_string(cut_above) +
+                                ", expected 0 or, with segments, a number of chunks");
+  }
   forced_value_tile = value_tile;
   forced_segment_chunks = segment_chunks;
   forced_fused = fused;
+  forced_cut_above = cut_above;
 }
 
 }  // namespace flash_qla

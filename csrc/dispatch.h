@@ -22,6 +22,7 @@ struct ForwardShape {
 struct ForwardDispatch {
   int64_t value_tile;      // rows of S^T a CTA of chunk_forward: 64 or 128
   int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
+  int64_t cut_above;       // which the device leaves out where cu_seqlens has no sequence of more chunks than that
   bool fused;              // fused_forward in place of chunk_matrices and chunk_forward
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
   int64_t slots;           // chunk slots, an upper bound when varlen
@@ -37,7 +38,8 @@ ForwardDispatch dispatch_forward(const ForwardShape& shape);
 
 // For tests and experts: what dispatch_forward decides from now on in this process. 0, -1 and -1 leave it to the cost
 // model; segment_chunks = 0 switches context parallelism off, which auto_cp = false still does for its call. fused = 1
-// takes the fused kernel, which has no other mode, for every call that it can serve.
-void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused);
+// takes the fused kernel, which has no other mode, for every call that it can serve. cut_above goes with a number of
+// segment_chunks; 0 cuts whatever is longer than a segment.
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above);
 
 }  // namespace flash_qla

@@ -78,6 +78,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                        .has_offsets = p.varlen,
                        .uniform_length = p.T,
                        .segment_chunks = dispatch.segment_chunks,
+                       .cut_above = dispatch.cut_above,
                        .offsets_size = p.N + 1,
                        .N = p.N,
                        .NT = dispatch.slots,

@@ -62,15 +62,18 @@ def forward_dispatch(
     use_qk_l2norm: bool = False,
 ) -> dict:
     """What a forward call of these shapes launches on a GPU with that many SMs: value_tile, segment_chunks (0: no
-    context parallelism), fused (1 where one kernel does it all), segments and ctas (upper bounds when varlen),
+    context parallelism), cut_above (where no sequence has more chunks than that, the device cuts none), fused (1 where one kernel does it all), segments and ctas (upper bounds when varlen),
     heads_per_cta (of chunk_matrices), workspace_bytes, predicted_us. N is the number of sequences; low_level asks for
     chunk_gated_delta_rule_fwd, which returns what the fused kernel does not make; use_qk_l2norm for the l2norm inside,
     which costs that kernel a tenth. Raises ValueError for a shape that no call has."""
     return _ask("forward_dispatch", B, T, N, H_k, H_v, sm_count, auto_cp, varlen, low_level, use_qk_l2norm)
 
 
-def override_forward_dispatch(value_tile: int = 0, segment_chunks: int = -1, fused: int = -1) -> None:
-    """For tests and experts: what forward_dispatch decides from now on in this process. 0, -1 and -1, the defaults,
-    leave it to the cost model; segment_chunks = 0 switches context parallelism off; fused = 0 or 1 leaves out or takes
-    the fused kernel wherever it can serve a call. Raises ValueError for a mode that there is not."""
-    _ask("override_forward_dispatch", value_tile, segment_chunks, fused)
+def override_forward_dispatch(
+    value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0
+) -> None:
+    """For tests and experts: what forward_dispatch decides from now on in this process. The defaults leave it to the
+    cost model; segment_chunks = 0 switches context parallelism off; fused = 0 or 1 leaves out or takes the fused kernel
+    wherever it can serve a call; cut_above goes with a number of segment_chunks, and 0 cuts whatever is longer than
+    one. Raises ValueError for a mode that there is not."""
+    _ask("override_forward_dispatch", value_tile, segment_chunks, fused, cut_above)

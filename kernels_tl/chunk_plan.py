@@ -8,9 +8,10 @@ to [0, rows] and replaced by their running maximum.
     chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
                        (sequence = PADDING), then unused slots (PADDING of 0 tokens)
     segments  [NS, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
-                       least one; longer ones are cut after every `segment_chunks` chunks, in their order.  If that is
-                       0 nothing is cut, and of each 256 sequences the longest come first.  Unused slots have 0 tokens
-                       and no flags. Written if NS > 0
+                       least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0 or
+                       (with cu_seqlens) none has more than `cut_above` chunks.  A sequence's segments follow one another, and of
+                       each 256 sequences the longest come first.  Unused slots have 0 tokens and no flags.  Written if
+                       NS > 0
 
 Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
 """
@@ -57,13 +58,15 @@ def chunk_plan(offset_dtype):
         has_offsets: T.int32,
         uniform_length: T.int32,
         segment_chunks: T.int32,
+        cut_above: T.int32,
     ):
         with T.Kernel(1, threads=THREADS):
             T.pdl_trigger()
             ends = T.alloc_shared([THREADS], "int32")  # of this step's sequences, a running maximum
             counts = T.alloc_shared([THREADS], "int32")  # of their chunks, a running sum
             parts = T.alloc_shared([THREADS], "int32")  # of their segments, a running sum
-            sizes = T.alloc_shared([THREADS], "int32")  # of their chunks
+            chunks_of = T.alloc_shared([THREADS], "int32")
+            segments_of = T.alloc_shared([THREADS], "int32")
             tx = T.get_thread_binding()
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -75,7 +78,15 @@ def chunk_plan(offset_dtype):
             slot = T.alloc_var("int32")
             size = T.alloc_var("int32", init=0x7FFFFFFF // C)
             if segment_chunks > 0:
-                size = segment_chunks
+                longer = T.alloc_var("int32", init=T.Select((has_offsets != 0) & (cut_above > 0), 0, 1))
+                if longer == 0:
+                    for step in T.serial(T.ceildiv(N, THREADS)):
+                        n = T.min(step * THREADS + tx, N - 1)
+                        # Of offsets that are none the difference may be anything, and so may then the choice.
+                        if offsets[n + 1] - offsets[n] > T.Cast(offset_dtype, cut_above) * C:
+                            longer = 1
+                if T.call_extern("int32", "__syncthreads_or", longer) != 0:
+                    size = segment_chunks
 
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = step * THREADS + tx
@@ -96,23 +107,24 @@ def chunk_plan(offset_dtype):
                 end = ends[tx]
                 count = T.truncdiv(end - begin + (C - 1), C)
                 counts[tx] = count
-                sizes[tx] = count
+                chunks_of[tx] = count
                 part = 0
                 if n < N:
                     part = T.max(T.truncdiv(count + size - 1, size), 1)
                 parts[tx] = part
+                segments_of[tx] = part
                 T.cumsum(counts, dim=0)
                 T.cumsum(parts, dim=0)
                 if n < N:
                     sequences[n, SEQ_ROW] = begin
                     sequences[n, SEQ_LENGTH] = end - begin
                     sequences[n, SEQ_CHUNK] = chunks_before + counts[tx] - count
-                    slot = segments_before + parts[tx] - part
-                    if (segment_chunks == 0) & (NS > 0):
-                        # The longest first, so that no long one is left for the end.
-                        slot = segments_before
+                    slot = segments_before
+                    if NS > 0:  # the longest first, so that no long one is left for the end
                         for i in T.serial(T.min(N - step * THREADS, THREADS)):
-                            slot += T.Select((sizes[i] > count) | ((sizes[i] == count) & (i < tx)), 1, 0)
+                            slot += T.Select(
+                                (chunks_of[i] > count) | ((chunks_of[i] == count) & (i < tx)), segments_of[i], 0
+                            )
                     sequences[n, SEQ_SEGMENT] = slot
                     for i in T.serial(part):
                         if slot + i < NS:

@@ -8,11 +8,12 @@
 
 S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
 
-A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, and a
-producer warp that keeps the next maps coming.  M is the left factor, and S goes through shared memory between its
-products: so the columns may be few.  Other ways, which take as long, are in benchmarks/NOTES.md.
+A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, a warp that
+keeps the next N and M coming, and one that stores.  M is the left factor, and S goes through shared memory between its
+products: so the columns may be few.  N arrives in shared memory, where the new S takes its place and leaves from; each
+thread's own loads and stores of them, 32 bytes at a time, had been half of the time.
 
-Shared memory: 3 stages * M 64 KB + 2 * S 16 KB = 224 KB.
+Shared memory: 2 stages * M 64 KB + 2 * S 16 KB + 3 stages * N 16 KB = 208 KB.
 
 Launched on [N * HV * 4].
 """
@@ -29,15 +30,24 @@ from kernels_tl.common import (
     SEQ_SEGMENT,
     D,
     dims,
+    extern,
+    swizzled,
 )
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
-STAGES = 3
+PRELUDE = """
+#include "device/tiles.cuh"
+"""
+
+MAP_STAGES = 2
+STAGES = 3  # of N
 COLUMNS = 32  # of S a CTA
+BOX = 32  # floats: 128 bytes
 TILES = D // COLUMNS
-CONSUMERS, PRODUCERS = 256, 32
+CONSUMERS, PRODUCERS = 256, 64
 ROUNDED_BARRIER = 1
+SKIP, END = 1, 2  # of a segment: M is negligible; what follows is the sequence's last
 
 
 def segment_scan(dtype):
@@ -56,11 +66,17 @@ def segment_scan(dtype):
         state_stride_k: T.int32,
         has_initial_state: T.int32,
     ):
-        with T.Kernel(N * HV * TILES, threads=CONSUMERS + PRODUCERS) as block:
-            M_s = T.alloc_shared([STAGES, 2, D, D], dtype)
+        with T.Kernel(N * HV * TILES, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
+            M_s = T.alloc_shared([MAP_STAGES, 2, D, D], dtype)
             S_s = T.alloc_shared([2, 2, D, COLUMNS], dtype)  # by turns, as two parts
-            loaded = T.alloc_barrier([PRODUCERS] * STAGES)
-            released = T.alloc_barrier([CONSUMERS] * STAGES)
+            N_s = T.alloc_shared([STAGES, D // BOX, COLUMNS, BOX], "float32")  # N^T, then S^T
+            about_s = T.alloc_shared([STAGES], "int32")  # SKIP and END of the segment
+            T.annotate_layout({N_s: swizzled(N_s)})
+            loaded = T.alloc_barrier([32] * STAGES)  # N and about
+            made = T.alloc_barrier([CONSUMERS] * STAGES)  # S in its place
+            stored = T.alloc_barrier([32] * STAGES)
+            map_loaded = T.alloc_barrier([32] * MAP_STAGES)
+            map_released = T.alloc_barrier([CONSUMERS] * MAP_STAGES)
             T.pdl_sync()
             T.pdl_trigger()
             tx = T.get_thread_binding()
@@ -68,84 +84,99 @@ def segment_scan(dtype):
             n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))
             hv = T.alloc_var("int32", init=T.truncdiv(block, TILES) - n * T.Cast("int32", HV))
             slot = T.alloc_var("int32", init=sequences[n, SEQ_SEGMENT])
-            state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
-            step = T.alloc_var("int32", init=0)  # maps used
-            skip = T.alloc_var("int32", init=skips[slot, hv])
-            flags = T.alloc_var("int32", init=segments[T.min(slot + 1, NS - 1), SEGMENT_FLAGS])  # of the next segment
-            next_skip = T.alloc_var("int32", init=0)
-            next_flags = T.alloc_var("int32", init=0)
-            going = T.alloc_var("int32", init=0)
-            made = T.alloc_var("int32", init=0)  # S is not what states holds already
-            if segments[slot, SEGMENT_FLAGS] == FIRST:  # and not the last as well
-                going = 1
+            step = T.alloc_var("int32", init=0)
+            maps_used = T.alloc_var("int32", init=0)
+            about = T.alloc_var("int32", init=0)
+            if segments[slot, SEGMENT_FLAGS] != FIRST:  # but the last as well, or the slot of no sequence
+                about = END
 
             if tx < CONSUMERS:
                 S = T.alloc_fragment([D, COLUMNS], "float32")
-                next_N = T.alloc_fragment([D, COLUMNS], "float32")
                 S_16 = T.alloc_fragment([D, COLUMNS], dtype)
                 rest = T.alloc_fragment([D, COLUMNS], dtype)
                 T.clear(S)
-                if going != 0:
-                    if has_initial_state != 0:
-                        for i, j in T.Parallel(D, COLUMNS):
-                            S[i, j] = initial_state[state + (v0 + j) * state_stride_v + i * state_stride_k]
+                if (about < END) & (has_initial_state != 0):
+                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
                     for i, j in T.Parallel(D, COLUMNS):
-                        next_N[i, j] = states[slot + 1, hv, v0 + j, i]
-                while going != 0:
-                    if skip == 0:
+                        S[i, j] = initial_state[state + (v0 + j) * state_stride_v + i * state_stride_k]
+                while about < END:
+                    u = step % STAGES
+                    T.barrier_wait(loaded[u], (step // STAGES) % 2)
+                    about = about_s[u]
+                    if about % END != SKIP:
                         T.copy(S, S_16)
                         for i, j in T.Parallel(D, COLUMNS):
                             rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
-                        T.copy(S_16, S_s[step % 2, 0, :, :])
-                        T.copy(rest, S_s[step % 2, 1, :, :])
+                        T.copy(S_16, S_s[maps_used % 2, 0, :, :])
+                        T.copy(rest, S_s[maps_used % 2, 1, :, :])
                         T.fence_proxy_async()
                         T.sync_threads(ROUNDED_BARRIER, CONSUMERS)
-                    # Behind the fence, which waits for memory; whether that is best is open (benchmarks/NOTES.md).
-                    if made != 0:
-                        for i, j in T.Parallel(D, COLUMNS):
-                            states[slot, hv, v0 + j, i] = S[i, j]
-                    next_skip = skips[T.min(slot + 1, NS - 1), hv]
-                    next_flags = segments[T.min(slot + 2, NS - 1), SEGMENT_FLAGS]
-                    T.copy(next_N, S)
-                    for i, j in T.Parallel(D, COLUMNS):
-                        next_N[i, j] = states[T.min(slot + 2, NS - 1), hv, v0 + j, i]
-                    made = 1 - skip
-                    if skip == 0:
-                        T.barrier_wait(loaded[step % STAGES], (step // STAGES) % 2)
-                        for m, x in ((0, 0), (0, 1), (1, 0)):
-                            T.wgmma_gemm(
-                                M_s[step % STAGES, m, :, :], S_s[step % 2, x, :, :], S, transpose_A=True, policy=Full
-                            )
+                    extern("read_columns", S.data, T.access_ptr(N_s[u, 0, 0, 0], "r"))
+                    if about % END != SKIP:
+                        m = maps_used % MAP_STAGES
+                        T.barrier_wait(map_loaded[m], (maps_used // MAP_STAGES) % 2)
+                        for a, b in ((0, 0), (0, 1), (1, 0)):
+                            T.wgmma_gemm(M_s[m, a, :, :], S_s[maps_used % 2, b, :, :], S, transpose_A=True, policy=Full)
                         T.wait_wgmma(0)
-                        T.barrier_arrive(released[step % STAGES])
-                        step = step + 1
-                    if flags >= LAST:
-                        going = 0
-                    slot = slot + 1
-                    skip = next_skip
-                    flags = next_flags
-                if made != 0:
-                    for i, j in T.Parallel(D, COLUMNS):
-                        states[slot, hv, v0 + j, i] = S[i, j]
+                        T.barrier_arrive(map_released[m])
+                        extern("write_columns", S.data, T.access_ptr(N_s[u, 0, 0, 0], "w"))
+                        T.fence_proxy_async()
+                        maps_used = maps_used + 1
+                    T.barrier_arrive(made[u])
+                    step = step + 1
             else:
-                while going != 0:
-                    next_skip = skips[T.min(slot + 1, NS - 1), hv]
-                    next_flags = segments[T.min(slot + 2, NS - 1), SEGMENT_FLAGS]
-                    if skip == 0:
-                        T.barrier_wait(released[step % STAGES], ((step // STAGES) % 2) ^ 1)
-                        for part in T.unroll(2):
+                if tx < CONSUMERS + 32:
+                    skip = T.alloc_var("int32", init=skips[slot, hv])
+                    flags = T.alloc_var("int32", init=segments[T.min(slot + 1, NS - 1), SEGMENT_FLAGS])  # of the next
+                    next_skip = T.alloc_var("int32", init=0)
+                    next_flags = T.alloc_var("int32", init=0)
+                    while about < END:
+                        u = step % STAGES
+                        next_skip = skips[T.min(slot + 1, NS - 1), hv]
+                        next_flags = segments[T.min(slot + 2, NS - 1), SEGMENT_FLAGS]
+                        about = T.Select(skip == 0, 0, SKIP) + T.Select(flags >= LAST, END, 0)
+                        T.barrier_wait(stored[u], ((step // STAGES) % 2) ^ 1)
+                        if tx == CONSUMERS:
+                            about_s[u] = about
+                        for box in T.unroll(D // BOX):
                             T.tma_copy(
-                                maps[slot, hv, part, :, :],
-                                M_s[step % STAGES, part, :, :],
-                                barrier=loaded[step % STAGES],
-                                leader_scope_threads=PRODUCERS,
+                                states[slot + 1, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX],
+                                N_s[u, box, :, :],
+                                barrier=loaded[u],
+                                leader_scope_threads=32,
                             )
-                        T.barrier_arrive(loaded[step % STAGES])
+                        T.barrier_arrive(loaded[u])
+                        if skip == 0:
+                            m = maps_used % MAP_STAGES
+                            T.barrier_wait(map_released[m], ((maps_used // MAP_STAGES) % 2) ^ 1)
+                            for part in T.unroll(2):
+                                T.tma_copy(
+                                    maps[slot, hv, part, :, :],
+                                    M_s[m, part, :, :],
+                                    barrier=map_loaded[m],
+                                    leader_scope_threads=32,
+                                )
+                            T.barrier_arrive(map_loaded[m])
+                            maps_used = maps_used + 1
                         step = step + 1
-                    if flags >= LAST:
-                        going = 0
-                    slot = slot + 1
-                    skip = next_skip
-                    flags = next_flags
+                        slot = slot + 1
+                        skip = next_skip
+                        flags = next_flags
+                else:
+                    while about < END:
+                        u = step % STAGES
+                        T.barrier_wait(made[u], (step // STAGES) % 2)
+                        about = about_s[u]
+                        if about % END != SKIP:
+                            for box in T.unroll(D // BOX):
+                                T.tma_copy(
+                                    N_s[u, box, :, :],
+                                    states[slot + 1, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX],
+                                    leader_scope_threads=32,
+                                )
+                            T.tma_store_wait(0)
+                        T.barrier_arrive(stored[u])
+                        step = step + 1
+                        slot = slot + 1
 
     return main

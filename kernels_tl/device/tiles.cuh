@@ -158,6 +158,30 @@ __device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const f
   }
 }
 
+// 128 rows of 32 columns lie in two warpgroups as fragments of 64 x 32; in shared memory they are four tiles of 32
+// columns by 32 rows, each column's 32 floats under the 128-byte swizzle. By a thread: use(i, at) for its i-th element
+// and the byte where it is: no two lanes of a warp are in the same bank.
+template <typename Use>
+__device__ __forceinline__ void for_columns(Use use) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 2 * (lane % 4);
+  const int at = 4096 * (warp / 2) + 128 * column + 16 * ((4 * (warp % 2) + lane / 16) ^ column) + 4 * (lane / 4 % 4);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int next_column = i % 2, rows_below = i / 2 % 2;  // the eighth row below
+    use(i, (at ^ (16 * next_column + 32 * rows_below)) + 128 * next_column + 1024 * (i / 4));
+  }
+}
+
+__device__ __forceinline__ void read_columns(float* fragment, const void* tiles) {
+  const char* const from = static_cast<const char*>(tiles);
+  for_columns([=](int i, int at) { fragment[i] = *reinterpret_cast<const float*>(from + at); });
+}
+
+__device__ __forceinline__ void write_columns(const float* fragment, void* tiles) {
+  char* const to = static_cast<char*>(tiles);
+  for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
+}
+
 // S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x 128; in memory it is a state
 // with V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
 // addresses are one and an immediate, and the thread is opaque like lane_here(): nothing is kept from before the
