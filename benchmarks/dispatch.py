@@ -4,8 +4,11 @@
     python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
 
 Of each batch: what the model chooses; then the op in one kernel, without context parallelism, and with segments of
-several lengths, the last two with both value tiles. The model knows the average length of a batch alone, so only
-batches of equal sequences say how good its constants are. Inputs and timing are forward.py's, gates "bench".
+several lengths, the last two with both value tiles. Where it leaves the choice to the device (N > M in its name: cut
+after N chunks if a sequence has more than M), that is what it chooses. The model knows the average length of a batch
+alone: what it predicts for a choice is an expectation over batches of that average, what it predicts for the other
+modes is for equal sequences, and these say how good its constants are. Inputs and timing are forward.py's, gates
+"bench".
 """
 
 from __future__ import annotations
@@ -32,11 +35,10 @@ from common import (
 )
 from forward import HEADS
 
-SEQUENCES = (
-    "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,8192x4,4096x8,1024x8,256x4,128x64,ragged8,ragged32"
-)
+SEQUENCES = "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,16384+2048x8,8192x4,4096x8,1024x8,256x4,128x64,ragged8,ragged32"
 CHUNK = 64
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
+FIELDS = ("value_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
 MOST_PIECES = 3  # an SM: each is one more turn
 
 
@@ -67,7 +69,8 @@ def measure(options) -> Iterator[dict]:
                 return
             lengths = parse_lengths(text)
             arguments = make_inputs(H_k, H_v, lengths) | {"scale": SCALE, "output_final_state": True}
-            shape = (1, sum(lengths), len(lengths), H_k, H_v, sm_count)
+            T, N = sum(lengths), len(lengths)
+            equal = len(set(lengths)) == 1
             for override in ({}, *modes(H_v, lengths, sm_count)):
                 _C.override_forward_dispatch(**override)
                 times = time_graph(
@@ -75,19 +78,25 @@ def measure(options) -> Iterator[dict]:
                     options.samples,
                     options.sample_ms,
                 )
-                found = _C.forward_dispatch(*shape)
+                if override and equal:
+                    found = _C.forward_dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False)
+                else:
+                    found = _C.forward_dispatch(1, T, N, H_k, H_v, sm_count)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
                     "chosen": not override,
-                    **{name: found[name] for name in ("value_tile", "segment_chunks", "fused", "predicted_us")},
+                    **{name: found[name] for name in FIELDS},
                     **spread(times),
                 }
             _C.override_forward_dispatch()
 
 
 def name(cell: dict) -> str:
-    return "fused" if cell["fused"] else f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}"
+    if cell["fused"]:
+        return "fused"
+    above = f">{cell['cut_above']}" if cell["cut_above"] else ""
+    return f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}{above}"
 
 
 def report(cells: list[dict]) -> None:
@@ -95,7 +104,7 @@ def report(cells: list[dict]) -> None:
     batches: dict[tuple[str, str], list[dict]] = {}
     for cell in cells:
         batches.setdefault((cell["heads"], cell["sequences"]), []).append(cell)
-    print(f"{'heads':>6} {'sequences':>12}  {'chosen':>8} {'us':>7} {'predicted':>9}  {'fastest':>8} {'us':>7}")
+    print(f"{'heads':>6} {'sequences':>12}  {'chosen':>11} {'us':>7} {'predicted':>9}  {'fastest':>8} {'us':>7}")
     lost, off = [], []
     for (heads, sequences), found in batches.items():
         [chosen] = [cell for cell in found if cell["chosen"]]
@@ -105,11 +114,11 @@ def report(cells: list[dict]) -> None:
         us = times[name(chosen)]
         lost.append(math.log(us / times[fastest]))
         print(
-            f"{heads:>6} {sequences:>12}  {name(chosen):>8} {us:7.1f} {chosen['predicted_us']:9.1f}  {fastest:>8} "
+            f"{heads:>6} {sequences:>12}  {name(chosen):>11} {us:7.1f} {chosen['predicted_us']:9.1f}  {fastest:>8} "
             f"{times[fastest]:7.1f}"
         )
         if len(set(parse_lengths(sequences))) == 1:
-            off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in found]
+            off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in found if not cell["chosen"]]
     print(f"\nchosen over fastest: {math.exp(statistics.mean(lost)):.3f}, at most {math.exp(max(lost)):.2f}")
     if off:
         rms = math.sqrt(statistics.mean(x * x for x in off))

@@ -27,12 +27,15 @@ constexpr double kTurn = 5;  // of either: a CTA's next piece of work, besides i
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
 // more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, used or not.
 constexpr double kMapStart = 5, kMapChunk = 1.1, kMapChunkFull = 1.75;
-constexpr double kMap = 0.115, kScan = 1.8, kSlotCta = 0.008;
+constexpr double kMap = 0.115, kScan = 1.38, kSlotCta = 0.008;
+// What SMs wait for the last one where a batch's segments are not alike, in segments.
+constexpr double kUnbalanced = 0.15;
 // Of the heads this part is taken to need exact maps, as in the benchmarks: what the gates really do is known on the
 // device alone.
 constexpr double kExact = 0.25;
-// The weights of batches whose longest sequence has twice the average, and half of all tokens; chosen, see there.
-constexpr double kTwice = 0.2, kHalf = 0.05;
+// The weights of batches whose longest sequence has twice the average (of two sequences one is seldom much shorter than
+// that), and half of all tokens; chosen, see there.
+constexpr double kTwice = 0.2, kTwiceOfTwo = 0.46, kHalf = 0.05;
 
 std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1, forced_cut_above = 0;
 
@@ -95,7 +98,14 @@ double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunk
     in_turns = turns * length;
   } else {
     turns = std::max(1.0, turns);
-    in_turns = std::max(total * H_v * tiles / sms, length + (cut ? 0 : (std::floor(turns) - 1) * chunks.rest));
+    const double work = total * H_v * tiles / sms;
+    if (cut) {
+      const double full = (std::floor(chunks.longest / segment) + (N - 1) * std::floor(chunks.rest / segment)) * H_v *
+                          tiles;  // pieces of a whole segment
+      in_turns = std::max(work, std::max(1.0, std::ceil(full / sms)) * segment) + (turns > 1) * kUnbalanced * segment;
+    } else {
+      in_turns = std::max(work, chunks.longest + (std::floor(turns) - 1) * chunks.rest);
+    }
   }
 
   double us = (turns - 1) * kTurn;
@@ -140,7 +150,8 @@ double predict(const ForwardShape& shape, const Mode& mode) {
     return predict(shape, mode, chunks);
   }
   const double half = std::max(2 * chunks, chunks * static_cast<double>(shape.N) / 2);
-  return (1 - kTwice - kHalf) * predict(shape, mode, chunks) + kTwice * predict(shape, mode, 2 * chunks) +
+  const double twice = shape.N == 2 ? kTwiceOfTwo : kTwice;
+  return (1 - twice - kHalf) * predict(shape, mode, chunks) + twice * predict(shape, mode, 2 * chunks) +
          kHalf * predict(shape, mode, half);
 }
 

@@ -8,10 +8,10 @@ to [0, rows] and replaced by their running maximum.
     chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
                        (sequence = PADDING), then unused slots (PADDING of 0 tokens)
     segments  [NS, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
-                       least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0 or
-                       (with cu_seqlens) none has more than `cut_above` chunks.  A sequence's segments follow one another, and of
-                       each 256 sequences the longest come first.  Unused slots have 0 tokens and no flags.  Written if
-                       NS > 0
+                       least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0 or (with
+                       cu_seqlens) none has more than `cut_above` chunks.  A sequence's segments follow one another,
+                       and of each 256 sequences the longest come first.  Unused slots have 0 tokens and no flags.
+                       Written if NS > 0
 
 Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
 """

@@ -122,7 +122,7 @@ def test_modes_of_a_batch():
 def test_report_of_modes(capsys):
     def cell(sequences, ms, predicted_us, chosen=False, segment_chunks=0, fused=0):
         measured = {"heads": "2x8", "sequences": sequences, "ms": ms, "predicted_us": predicted_us, "chosen": chosen}
-        return measured | {"value_tile": 128, "segment_chunks": segment_chunks, "fused": fused}
+        return measured | {"value_tile": 128, "segment_chunks": segment_chunks, "cut_above": 0, "fused": fused}
 
     dispatch.report(
         [
@@ -134,9 +134,9 @@ def test_report_of_modes(capsys):
         ]
     )
     printed = capsys.readouterr().out
-    assert "   2x8        1x512     128/-   100.0     100.0     128/4    50.0" in printed
+    assert "   2x8        1x512        128/-   100.0     100.0     128/4    50.0" in printed
     assert f"chosen over fastest: {math.sqrt(2):.3f}, at most 2.00" in printed
-    assert f"equal sequences: {math.sqrt(1 / 3):.1%} rms over 3" in printed
+    assert f"equal sequences: {math.sqrt(1 / 2):.1%} rms over 2" in printed
 
 
 def test_sketches_estimate_differences():

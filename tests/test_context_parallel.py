@@ -164,6 +164,24 @@ def test_without_auto_cp_there_is_none(value_tile):
     assert not torch.equal(actual["o"][:, 320:], expected["o"][:, 320:])  # or nothing here would test anything
 
 
+@pytest.mark.parametrize("value_tile", (64, 128))
+@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (640,) * 256 + (1900,)))  # one step of the plan, two
+def test_device_cuts_where_a_sequence_is_long(value_tile, lengths):
+    """The bits are those of the mode that it takes, whatever cu_seqlens' dtype."""
+    inputs = make_inputs(Case(lengths=lengths, H_k=1, H_v=2), "cuda")
+    longest = -(-max(lengths) // 64)
+    with forward_mode(value_tile, 0):
+        whole = run_forwards(inputs)
+    with forward_mode(value_tile, 5):
+        cut = run_forwards(inputs)
+    assert not torch.equal(whole["o"], cut["o"])  # or nothing here would test anything
+    for dtype in (torch.int32, torch.int64):
+        inputs["cu_seqlens"] = inputs["cu_seqlens"].to(dtype)
+        for cut_above, expected in ((1, cut), (longest - 1, cut), (longest, whole), (10**6, whole)):
+            with forward_mode(value_tile, 5, cut_above=cut_above):
+                assert equal(run_forwards(inputs), expected), (dtype, cut_above)
+
+
 def test_the_cost_model_decides():
     from flash_qla import _C
 

@@ -60,6 +60,7 @@ def test_fields_belong_together(auto_cp):
         assert found.keys() == {
             "value_tile",
             "segment_chunks",
+            "cut_above",
             "fused",
             "segments",
             "ctas",
@@ -75,6 +76,10 @@ def test_fields_belong_together(auto_cp):
         tiles = found["segments"] * shape["H_v"] * (D // found["value_tile"])
         assert found["ctas"] == min(tiles, shape.get("sm_count", 132)), shape
         assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0
+        if found["segment_chunks"] == 0 or shape["N"] == 1 or not shape["varlen"]:
+            assert found["cut_above"] == 0, shape  # the host knows
+        else:
+            assert found["segment_chunks"] <= found["cut_above"] < shape["N"] * chunks_of(shape["T"]), shape
         if found["segment_chunks"] == 0:
             assert found["segments"] == shape["N"], shape
             continue
@@ -134,6 +139,16 @@ def test_context_parallelism_is_for_few_heads_and_long_sequences(varlen):
     assert segment_chunks(1, 131072, 1, 1, 1) > 0
     assert segment_chunks(*((1, 32768, 8) if varlen else (8, 4096, 8)), 16, 64) == 0  # the card is full
     assert segment_chunks(1, 64, 1, 2, 8) == 0  # nothing to split
+
+
+def test_device_is_left_the_choice_where_one_sequence_may_be_long():
+    """Eight sequences of 4096 tokens need no segments on these heads, one of 24576 among seven short ones does."""
+    found = _C.forward_dispatch(1, 32768, 8, 2, 8)
+    assert 4096 // CHUNK < found["cut_above"] < 24576 // CHUNK
+    without = _C.forward_dispatch(8, 4096, 8, 2, 8, varlen=False)
+    assert without["segment_chunks"] == 0
+    # What it costs where all are equal is not much.
+    assert _C.forward_dispatch(1, 32768, 8, 2, 8)["predicted_us"] < 1.2 * without["predicted_us"]
 
 
 def test_context_parallelism_gives_every_sm_work():
