@@ -1,5 +1,5 @@
 // Which kernels a forward call launches: decided from shapes and the number of SMs alone, so that the host never waits
-// for cu_seqlens.
+// for cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the device.
 #pragma once
 
 #include <cstdint>
