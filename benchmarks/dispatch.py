@@ -35,7 +35,10 @@ from common import (
 )
 from forward import HEADS
 
-SEQUENCES = "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,16384+2048x8,8192x4,4096x8,1024x8,256x4,128x64,ragged8,ragged32"
+SEQUENCES = (
+    "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,16384+2048x8,8192x4,4096x8,1024x8,256x4,128x64,"
+    "ragged8,ragged32"
+)
 CHUNK = 64
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
 FIELDS = ("value_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
