@@ -39,7 +39,6 @@ from kernels_tl.common import (
     SEGMENT_LENGTH,
     SEGMENT_ROW,
     SEGMENT_SEQ,
-    STATE_PAD,
     C,
     D,
     block_row,
@@ -62,6 +61,7 @@ ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 CLEARED_BARRIER = 11
 EARLY_FACTORS = 8  # of eight, see load_minuend
 MORE = SEGMENT_COLUMNS  # behind a segment's columns in shared memory: how many turns follow
+PAD = 4  # floats behind a row of a state in shared memory, as in the header
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
 
 
@@ -88,7 +88,7 @@ def chunk_forward(dtype, value_tile):
     # One warp loads, one for each consumer warpgroup stores; setmaxnreg takes whole warpgroups.
     PRODUCERS = 64 if WARPGROUPS == 1 else 128
     element = element_type(dtype)
-    STATE_FLOATS = max(D * (value_tile + STATE_PAD), value_tile * (D + STATE_PAD))
+    STATE_FLOATS = max(D * (value_tile + PAD), value_tile * (D + PAD))
 
     @T.prim_func
     def main(
@@ -168,7 +168,7 @@ def chunk_forward(dtype, value_tile):
                     flags = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_FLAGS])
                     if starts_from_a_state(flags, chunks, has_initial_state):
                         extern(
-                            f"read_state<{value_tile}, {STATE_PAD}>",
+                            f"read_state<{value_tile}, {PAD}>",
                             S.data,
                             T.access_ptr(S_s, "r"),
                             k_first(flags, state_stride_k) == 0,

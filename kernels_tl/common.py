@@ -33,8 +33,6 @@ GATE_TABLE_ROWS = 5
 BLOCK = 16
 MATRIX = 10 * BLOCK * BLOCK  # elements
 
-STATE_PAD = 4  # floats behind a row of a state in shared memory: kStatePad in device/tiles.cuh
-
 # Columns of the tables that chunk_plan writes.
 SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK, SEQ_SEGMENT = range(4)  # of sequence n: first token row, tokens, first slots
 SEQ_COLUMNS = 4
