@@ -129,7 +129,8 @@ FLASH_QLA_API const char* flash_qla_obstacle(int64_t driver_cuda_version, int64_
 
 FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v,
                                                      int64_t sm_count, int64_t auto_cp, int64_t varlen,
-                                                     int64_t low_level, int64_t use_qk_l2norm) {
+                                                     int64_t low_level, int64_t use_qk_l2norm, int64_t output_h,
+                                                     int64_t fp16) {
   return answer([&](Json& json) {
     require(B >= 0, "B", B, "at least 0");
     require(T >= 0, "T", T, "at least 0");
@@ -146,7 +147,9 @@ FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64
                                                        .sm_count = static_cast<int>(sm_count),
                                                        .auto_cp = auto_cp != 0,
                                                        .low_level = low_level != 0,
-                                                       .use_qk_l2norm = use_qk_l2norm != 0});
+                                                       .use_qk_l2norm = use_qk_l2norm != 0,
+                                                       .output_h = output_h != 0,
+                                                       .fp16 = fp16 != 0});
     json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "cut_above",
                 dispatch.cut_above, "fused", static_cast<int>(dispatch.fused), "segments", dispatch.segments, "ctas",
                 dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta, "workspace_bytes", dispatch.workspace_bytes,

@@ -22,7 +22,7 @@ constexpr double kStart64 = 7.6, kChunk64 = 1.03;    // chunk_forward, value til
 constexpr double kStart128 = 9.0, kChunk128 = 1.53;  // value tile 128
 // fused_forward: chunk_plan and around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
 constexpr double kStartFused = 7.7, kChunkFused = 2.6, kChunkFusedFull = 0.54;
-constexpr double kChunkFusedL2norm = 0.4;
+constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.15;
 constexpr double kTurn = 5;  // of either: a CTA's next piece of work, besides its chunks
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
 // more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, used or not.
@@ -112,7 +112,7 @@ double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunk
   if (mode.fused) {
     return us + kStartFused +
            in_turns * (kChunkFused + std::min(1.0, ctas / sms) * kChunkFusedFull +
-                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0));
+                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0));
   }
   // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
   constexpr int64_t kManySlots = 1 << 20;
@@ -190,7 +190,8 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
       found.predicted_us = us;
     }
   };
-  const bool can_fuse = !shape.low_level && forced.value_tile != 64 && forced.segment_chunks <= 0;
+  const bool can_fuse =
+      !shape.output_h && !(shape.low_level && shape.fp16) && forced.value_tile != 64 && forced.segment_chunks <= 0;
   if (can_fuse && forced.fused != 0) {
     consider(kHeadDim, 0, true);
   }

@@ -13,8 +13,9 @@ struct ForwardShape {
   bool varlen;
   int sm_count;
   bool auto_cp;
-  bool low_level;  // g_cumsum, A and, perhaps, h are wanted, which the fused kernel does not make
+  bool low_level;  // g_cumsum and A are wanted
   bool use_qk_l2norm;
+  bool output_h, fp16;  // the fused kernel makes no h, and A in bf16 only
 
   bool operator==(const ForwardShape&) const = default;
 };

@@ -61,7 +61,9 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .sm_count = runtime::device_properties().sm_count,
                            .auto_cp = args.auto_cp,
                            .low_level = args.output_low_level,
-                           .use_qk_l2norm = args.use_qk_l2norm};
+                           .use_qk_l2norm = args.use_qk_l2norm,
+                           .output_h = args.output_h,
+                           .fp16 = p.dtype == ScalarType::Half};
   const ForwardDispatch dispatch = dispatch_forward(shape);
   ForwardWorkspace workspace(shape, dispatch);
   workspace.allocate(args.q);
@@ -96,6 +98,8 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                             .initial_state = data(initial_state),
                             .final_state = data(out.final_state, args.output_final_state),
                             .o = out.o.mutable_data_ptr(),
+                            .A = data(out.A, args.output_low_level),
+                            .g_cumsum = data(out.g_cumsum, args.output_low_level),
                             .group = group,
                             .state_v_first = args.state_v_first,
                             .has_initial_state = initial_state.has_value(),
@@ -108,7 +112,8 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                             .NT = dispatch.slots,
                             .NS = dispatch.segments,
                             .state_size = state_size},
-                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
+                           {.dtype = dtype, .normalize = args.use_qk_l2norm, .low_level = args.output_low_level},
+                           stream);
     return out;
   }
   const auto block_rows = [&](int64_t j) {  // from the j-th on

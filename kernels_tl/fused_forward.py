@@ -8,8 +8,9 @@ two chunks ahead, while the other one is in a step:
     K K^T, K Q^T     by WGMMA from the tiles that are there for the steps
     P = scale tril(Q K^T) * D, L = A * D - I, both transposed: a row of blocks a warp (device/fused_forward.cuh)
 
-A producer warp loads K, Q and V, two store O, and one makes the chunks' tables of gates. g_cumsum, A and h are not
-written: that is chunk_matrices' and chunk_forward's. Rows that no sequence covers get zeros in o.
+A producer warp loads K, Q and V, two store O, and one makes the chunks' tables of gates. With low_level g_cumsum and A
+are written, too: A goes out by way of O's tiles, whose warpgroups have an A to store for every other O. h is not made:
+that is chunk_forward's. Rows that no sequence covers get zeros.
 
 With the l2norm, R = diag(1 / |k_i|), K is left as it is, for
 
@@ -98,17 +99,34 @@ def next_chunk(number, bit=0):
     return (following + (8 << bit)) & ((32 << bit) - 1)
 
 
-def fused_forward(dtype, normalize):
+def fused_forward(dtype, normalize, low_level):
     R, HK, HV, NT, NS, state_size = dims("R", "HK", "HV", "NT", "NS", "state_size")
     element = element_type(dtype)
-    norm = "true" if normalize else "false"
+    flags = f"{str(normalize).lower()}, {str(low_level).lower()}"
 
     @T.macro
     def make_matrices(
-        m, in_phase, warpgroup, gated, loaded, made, lengths_s, K_s, Q_s, table_s, scratch_s, L_s, P_s, scale
+        m,
+        in_phase,
+        warpgroup,
+        gated,
+        loaded,
+        made,
+        lengths_s,
+        K_s,
+        Q_s,
+        table_s,
+        scratch_s,
+        L_s,
+        P_s,
+        scale,
+        stored,
+        filled,
+        place,
+        O_s,
     ):
         extern(
-            f"make_matrices<{element}, {norm}>",
+            f"make_matrices<{element}, {flags}>",
             gated[m],
             loaded[m],
             made[m],
@@ -122,6 +140,10 @@ def fused_forward(dtype, normalize):
             T.access_ptr(L_s[m, 0, 0], "w"),
             T.access_ptr(P_s[m, 0, 0], "w"),
             MAKER_BARRIER + warpgroup,
+            stored[0],
+            filled[0],
+            place,
+            T.access_ptr(O_s[0, 0, 0], "w"),
         )
 
     @T.prim_func
@@ -136,6 +158,8 @@ def fused_forward(dtype, normalize):
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
         o: T.Tensor([R, HV, D], dtype),
+        A: T.Tensor([R, HV, C], dtype),
+        g_cumsum: T.Tensor([R, HV], "float32"),
         group: T.int32,  # HV / HK
         state_v_first: T.int32,  # the layout of initial_state and final_state
         has_initial_state: T.int32,
@@ -204,6 +228,10 @@ def fused_forward(dtype, normalize):
                     L_s,
                     P_s,
                     scale,
+                    stored,
+                    filled,
+                    place,
+                    O_s,
                 )
 
                 turns_s[tx] = 0
@@ -258,7 +286,11 @@ def fused_forward(dtype, normalize):
                             extern("stop")
                         T.wait_wgmma(0)
                         T.barrier_arrive(released_v[u])
-                        T.barrier_wait(stored[own], u ^ 1)  # over long ago; behind the products it would cost 2 %
+                        # Over long ago; behind the products it would cost 2 %.
+                        if low_level:
+                            extern("wait_for_tile", stored[0], place)
+                        else:
+                            T.barrier_wait(stored[own], u ^ 1)
                         end_step(element, K_s[s, :, :], P_s[s, :, :], S, S_16, V, V_16, decayed, O, decays, queries)
                         T.barrier_arrive(released[s])
                         extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[0, 0, 0], "w"), place & 0xFFFF)
@@ -279,6 +311,10 @@ def fused_forward(dtype, normalize):
                                 L_s,
                                 P_s,
                                 scale,
+                                stored,
+                                filled,
+                                place,
+                                O_s,
                             )
                         place = next_chunk(place, RING_BIT)
                         left -= C
@@ -302,6 +338,8 @@ def fused_forward(dtype, normalize):
                 turns = T.alloc_var("int32", init=T.truncdiv(pieces, ctas))  # those in which all CTAs have work
                 turns += T.if_then_else(piece(turns, block, ctas) < pieces, 1, 0)
                 at = T.alloc_var("int32", init=0)  # the ring of this warp
+                # Of A and g_cumsum. A group of 0 there is not: but so all instances have the same parameters.
+                wanted = T.alloc_var("int32", init=T.if_then_else(group == 0, 1, int(low_level)))
                 for turn in T.serial(T.if_then_else(warp == LOADER, turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
@@ -350,6 +388,14 @@ def fused_forward(dtype, normalize):
                             T.float32(1) if normalize else scale,
                         )
                         T.barrier_arrive(gated[s])
+                        if wanted != 0:
+                            extern(
+                                "store_cumsum",
+                                T.access_ptr(g_cumsum[row, hv], "w"),
+                                T.access_ptr(table_s[s, 0, 0], "r"),
+                                HV,
+                                rest,
+                            )
                         at = next_chunk(at)
                         row += C
                         rest -= C
@@ -361,6 +407,13 @@ def fused_forward(dtype, normalize):
                     at = next_chunk(at)
 
                 w = T.alloc_var("int32", init=warp - STORERS)
+                stores = T.alloc_var("int32", init=0)
+                # A's chunk: w at first, then every other one.
+                A_turn = T.alloc_var("int32", init=-1)
+                A_row = T.alloc_var("int32", init=0)
+                A_rest = T.alloc_var("int32", init=0)
+                A_hv = T.alloc_var("int32", init=0)
+                A_ahead = T.alloc_var("int32", init=T.if_then_else(wanted != 0, 1 + w, 0))  # chunks; 0 where O is next
                 for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
@@ -368,7 +421,34 @@ def fused_forward(dtype, normalize):
                     row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
                     rest = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
                     while rest > 0:
-                        T.barrier_wait(filled[w], value_stage(at))
+                        if A_ahead > 0:
+                            while A_ahead > 0:
+                                A_row += C
+                                A_rest -= C
+                                while (A_rest <= 0) & (A_turn + 1 < turns):
+                                    A_turn += 1
+                                    A_work = T.alloc_var("int32", init=piece(A_turn, block, ctas))
+                                    A_segment = T.alloc_var("int32", init=T.truncdiv(A_work, T.Cast("int32", HV)))
+                                    A_hv = A_work - A_segment * T.Cast("int32", HV)
+                                    A_row = segments[A_segment, SEGMENT_ROW]
+                                    A_rest = segments[A_segment, SEGMENT_LENGTH]
+                                A_ahead -= 1
+                            T.barrier_wait(filled[w], stores % 2)
+                            if A_rest >= C:
+                                T.fence_proxy_async()
+                                T.tma_copy(O_s[w, :, :], A[A_row : A_row + C, A_hv, :], leader_scope_threads=32)
+                                T.tma_store_wait(0)
+                            else:
+                                extern(
+                                    f"store_tile<{element}>",
+                                    T.access_ptr(O_s[w, 0, 0], "r"),
+                                    T.access_ptr(A[A_row, A_hv, 0], "w"),
+                                    HV * C,
+                                    A_rest,
+                                )
+                            T.barrier_arrive(stored[w])
+                            stores += 1
+                        T.barrier_wait(filled[w], stores % 2)
                         if rest >= C:
                             T.fence_proxy_async()
                             T.tma_copy(
@@ -386,6 +466,9 @@ def fused_forward(dtype, normalize):
                                 rest,
                             )
                         T.barrier_arrive(stored[w])
+                        stores += 1
+                        if value_stage(at) == w:
+                            A_ahead = 2 * wanted
                         at = next_chunk(at)
                         row += C
                         rest -= C
@@ -398,5 +481,18 @@ def fused_forward(dtype, normalize):
                             T.access_ptr(o[chunks[slot, CHUNK_ROW], 0, 0], "w"),
                             T.Cast("int64", chunks[slot, CHUNK_LENGTH]) * HV * (2 * D),
                         )
+                        if wanted != 0:
+                            extern(
+                                "clear_bytes",
+                                T.access_ptr(A[chunks[slot, CHUNK_ROW], 0, 0], "w"),
+                                T.Cast("int64", chunks[slot, CHUNK_LENGTH]) * HV * (2 * C),
+                            )
+                            for i in T.serial(T.ceildiv(chunks[slot, CHUNK_LENGTH] * T.Cast("int32", HV), 32)):
+                                number = T.alloc_var("int32", init=i * 32 + tx % 32)
+                                if number < chunks[slot, CHUNK_LENGTH] * T.Cast("int32", HV):
+                                    g_cumsum[
+                                        chunks[slot, CHUNK_ROW] + T.truncdiv(number, T.Cast("int32", HV)),
+                                        T.truncmod(number, T.Cast("int32", HV)),
+                                    ] = 0
 
     return main

@@ -224,13 +224,16 @@ def test_override(value_tile, segment_chunks):
 
 
 def test_override_of_the_fused_kernel():
-    """It serves the calls that want nothing but o and the final state."""
+    """It serves the calls that want neither h nor, in fp16, A."""
     for shape in SHAPES:
         found = _C.forward_dispatch(**shape)
         _C.override_forward_dispatch(fused=1)
         fused = _C.forward_dispatch(**shape)
         assert (fused["fused"], fused["value_tile"], fused["segment_chunks"]) == (1, 128, 0), shape
-        assert not _C.forward_dispatch(**shape, low_level=True)["fused"]
+        assert _C.forward_dispatch(**shape, low_level=True)["fused"]
+        for outside in ({"output_h": True}, {"fp16": True}):
+            assert not _C.forward_dispatch(**shape, low_level=True, **outside)["fused"]
+        assert _C.forward_dispatch(**shape, fp16=True) == fused
         _C.override_forward_dispatch(fused=0)
         unfused = _C.forward_dispatch(**shape)
         predicted_us = unfused["predicted_us"]

@@ -128,6 +128,44 @@ __device__ __forceinline__ void column_below_diagonal(float (&X)[4][2][4], const
   }
 }
 
+// By warp j of a warpgroup: block column j of A, which X holds transposed and without its unit diagonal, to a tile of
+// 64 rows of 128 bytes under the 128-byte swizzle. With the l2norm A is R^-1 X R (see fused_forward.py).
+template <typename T, bool kNormalize>
+__device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const float* table, void* tile) {
+  const int j = warp_index(), lane = lane_here();
+  const int g = lane >> 2, t = lane & 3;
+  float rstd[2] = {1.f, 1.f};
+  if constexpr (kNormalize) {
+    const float* const rows = table + kRstdK * kChunk + kBlock * j + g;
+    rstd[0] = rows[0];
+    rstd[1] = rows[8];
+  }
+  const uint32_t row =
+      shared_address(tile) + (8 * (lane >> 4) + (lane & 7)) * 128 + ((2 * j + (lane >> 3 & 1) ^ (lane & 7)) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t a[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float2 norm = {1.f, 1.f};
+      if constexpr (kNormalize) {
+        norm = *reinterpret_cast<const float2*>(table + kNormK * kChunk + kBlock * i + 8 * n + 2 * t);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool one = i == j && 8 * n + 2 * t + e == g + 8 * h;
+          x[e] = one ? 1.f : X[i][n][2 * h + e] * (e ? norm.y : norm.x) * rstd[h];
+        }
+        a[n][h] = pack(T(), x[0], x[1]);
+      }
+    }
+    store_matrices_transposed(row + 16 * 128 * i, a[0][0], a[0][1], a[1][0], a[1][1]);
+  }
+}
+
 // By one warpgroup: the norms into what the steps multiply keys and queries with.
 __device__ __forceinline__ void normalize_table(float* table) {
   const int token = threadIdx.x & 127;
@@ -139,16 +177,48 @@ __device__ __forceinline__ void normalize_table(float* table) {
   }
 }
 
+// With kLowLevel a warpgroup's tile of O holds A of its first chunk, w, then O of chunk 0, and so on: O of each chunk,
+// and behind that of every chunk c with c % 2 = w A of chunk c + 2. So with c = 2 p + u O comes there as number 3 p + u
+// + 1 if w = 1, 3 p + 2 u + 1 if w = 0, and A, for which u = w, as the next. `place` (fused_forward.py) has w in bit
+// 20, u in bit 27 and p % 2 in bit 28; the first A is number 0, made with p = u = 0. It is opaque here, so that nothing
+// is made of it earlier.
+__device__ __forceinline__ int place_here(int place) {
+  asm volatile("" : "+r"(place));
+  return place;
+}
+
+// Until the tile is free for O,
+template <typename Barrier>
+__device__ __forceinline__ void wait_for_tile(Barrier& stored, int place) {
+  place = place_here(place);
+  const int w = place >> 20 & 1, u = place >> 27 & 1, p = place >> 28 & 1;
+  (&stored)[w].wait(p ^ (u & w));
+}
+
+// and for A. The warpgroup's number.
+template <typename Barrier>
+__device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int place) {
+  place = place_here(place);
+  const int w = place >> 20 & 1, u = place >> 27 & 1, p = place >> 28 & 1;
+  (&stored)[w].wait(p ^ u ^ 1);
+  return w;
+}
+
 // By one warpgroup, if there is such a chunk: its L and P. Warp j makes their rows 16 j to 16 j + 15, transposed. All
 // warps run the same code, also for blocks left of the diagonal one, which are not stored: code for each of them would
-// have to be fetched for each chunk. `barrier` is the warpgroup's.
-template <typename T, bool kNormalize, typename Barrier>
+// have to be fetched for each chunk. `barrier` is the warpgroup's. With kLowLevel A goes to O's tile, as soon as
+// what was there has left; the warp that stores is told so even if there is no such chunk.
+template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
                                               const int* length, void* K, const void* Q, float* table, float scale,
-                                              float* scratch, void* L, void* P, int barrier) {
+                                              float* scratch, void* L, void* P, int barrier, Barrier& stored,
+                                              Barrier& filled, int place, void* O) {
   gated.wait(phase);
   const int valid = *length;
   if (valid < 0) {
+    if constexpr (kLowLevel) {
+      (&filled)[wait_for_tile_of_A(stored, place)].arrive();
+    }
     return;
   }
   loaded.wait(phase);
@@ -310,6 +380,23 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   }
   fence_boxes();
   made.arrive();
+  if constexpr (kLowLevel) {
+    const int own = wait_for_tile_of_A(stored, place);
+    stage_inverse<T, kNormalize>(X, table, static_cast<char*>(O) + own * (kChunk * 128));
+    (&filled)[own].arrive();
+  }
+}
+
+// By one warp: g_cumsum of tokens 2 l and 2 l + 1 from the table, `stride` apart, those before `length`.
+__device__ __forceinline__ void store_cumsum(float* rows, const float* table, int stride, int length) {
+  const int token = 2 * lane_here();
+  const float2 b = *reinterpret_cast<const float2*>(table + kLog * kChunk + token);
+  if (token < length) {
+    rows[static_cast<int64_t>(token) * stride] = b.x * kLn2;
+  }
+  if (token + 1 < length) {
+    rows[static_cast<int64_t>(token + 1) * stride] = b.y * kLn2;
+  }
 }
 
 // By one warp: of tokens 2 l and 2 l + 1 what `rows` holds, `stride` apart; from `length` on 0.
