@@ -116,3 +116,8 @@ def descriptor(buffer, box, swizzle):
 def extern(name, *args, returns="handle"):
     """A call of a function in device/."""
     return T.call_extern(returns, f"flash_qla::device::{name}", *args)
+
+
+def load_early(number):
+    """An entry of chunk_plan's tables, before pdl_sync: see device/warp.cuh."""
+    return extern("load_early", T.access_ptr(number, "r"), returns="int32")

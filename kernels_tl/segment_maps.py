@@ -40,6 +40,7 @@ from kernels_tl.common import (
     dims,
     element_type,
     extern,
+    load_early,
     swizzled,
 )
 
@@ -89,20 +90,23 @@ def segment_maps(dtype):
             loaded = T.alloc_barrier([32] * STAGES)
             released = T.alloc_barrier([CONSUMERS] * STAGES)
 
-            T.pdl_sync()
-            T.pdl_trigger()
             tx = T.get_thread_binding()
             which = T.alloc_var("int32", init=block % 2)
             segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, 2), T.Cast("int32", HV)))
+            flags = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_FLAGS]))
+            length = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_LENGTH]))
+            idle = T.alloc_var("int32", init=T.Select((flags >= LAST) | (length == 0), 1, 0))
+            if (idle != 0) & (block != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
             hv = T.alloc_var("int32", init=T.truncdiv(block, 2) - segment * T.Cast("int32", HV))
             hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
             row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-            length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
             first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
-            flags = T.alloc_var("int32", init=segments[segment, SEGMENT_FLAGS])
             chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
             start = T.alloc_var("int32", init=0)
-            if (flags >= LAST) | (chunks == 0):
+            if idle != 0:
                 start = chunks  # no map
             else:
                 start = T.call_extern(

@@ -31,6 +31,7 @@ from kernels_tl.common import (
     D,
     dims,
     extern,
+    load_early,
     swizzled,
 )
 
@@ -77,17 +78,20 @@ def segment_scan(dtype):
             stored = T.alloc_barrier([32] * STAGES)
             map_loaded = T.alloc_barrier([32] * MAP_STAGES)
             map_released = T.alloc_barrier([CONSUMERS] * MAP_STAGES)
-            T.pdl_sync()
-            T.pdl_trigger()
             tx = T.get_thread_binding()
             v0 = T.alloc_var("int32", init=block % TILES * COLUMNS)
             n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))
             hv = T.alloc_var("int32", init=T.truncdiv(block, TILES) - n * T.Cast("int32", HV))
-            slot = T.alloc_var("int32", init=sequences[n, SEQ_SEGMENT])
+            slot = T.alloc_var("int32", init=load_early(sequences[n, SEQ_SEGMENT]))
+            first = T.alloc_var("int32", init=load_early(segments[slot, SEGMENT_FLAGS]))
+            if (first != FIRST) & (block != 0):  # but the last as well
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
             step = T.alloc_var("int32", init=0)
             maps_used = T.alloc_var("int32", init=0)
             about = T.alloc_var("int32", init=0)
-            if segments[slot, SEGMENT_FLAGS] != FIRST:  # but the last as well, or the slot of no sequence
+            if first != FIRST:
                 about = END
 
             if tx < CONSUMERS:

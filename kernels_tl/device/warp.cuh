@@ -28,6 +28,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// For CTAs that find nothing to do before they have waited for the grid ahead of theirs. What the grid before that one
+// wrote is there by then, as all of it waits before it lets its successor begin; from L2, as L1 may hold what was there
+// in an earlier call. The grid itself must still wait, by one CTA at least, or its successor would not wait for the one
+// ahead.
+__device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
+
+__device__ __forceinline__ void leave() { asm volatile("exit;" ::: "memory"); }
+
 // 2^x; relative error 2^-22.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
