@@ -16,6 +16,10 @@ namespace flash_qla {
 
 namespace {
 
+// Of chunk_matrices' CTAs those that an SM takes at first find their chunks themselves while chunk_plan runs, if that
+// takes less time: with up to so many sequences.
+constexpr int64_t kFirstCtas = 4, kMostSearched = 64;
+
 // No sequence has a token: every state passes through, and all rows are padding.
 void pass_states_through(const ForwardArgs& args, ForwardOutputs& out) {
   torch::stable::zero_(out.o);
@@ -72,6 +76,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
   const int64_t group = p.H_v / p.H_k;
   const int64_t state_stride_v = args.state_v_first ? kHeadDim : 1, state_stride_k = args.state_v_first ? 1 : kHeadDim;
   const int64_t state_size = p.N * p.H_v * kSquare;
+  const bool wide_offsets = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long);
   kernels::chunk_plan({.offsets = data(args.cu_seqlens),
                        .sequences = workspace[workspace.sequences],
                        .chunks = workspace[workspace.chunks],
@@ -85,7 +90,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                        .N = p.N,
                        .NT = dispatch.slots,
                        .NS = dispatch.segments},
-                      {.offset_dtype = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long) ? "int64" : "int32"},
+                      {.offset_dtype = wide_offsets ? "int64" : "int32"},
                       stream);
   if (dispatch.fused) {
     kernels::fused_forward({.q = q.const_data_ptr(),
@@ -124,6 +129,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .g = args.g.const_data_ptr(),
                            .beta = args.beta.const_data_ptr(),
                            .chunks = workspace[workspace.chunks],
+                           .offsets = data(args.cu_seqlens),
                            .gates = workspace[workspace.gates],
                            .matrices_0 = block_rows(0),
                            .matrices_1 = block_rows(1),
@@ -136,10 +142,16 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .heads = dispatch.heads_per_cta,
                            .scale = static_cast<float>(p.scale),
                            .low_level = args.output_low_level,
+                           .early_ctas = p.varlen && p.N > kMostSearched ? 0 : kFirstCtas * shape.sm_count,
+                           .N = p.N,
+                           .has_offsets = p.varlen,
+                           .wide_offsets = wide_offsets,
+                           .uniform_length = p.T,
                            .R = rows,
                            .HK = p.H_k,
                            .HV = p.H_v,
-                           .NT = dispatch.slots},
+                           .NT = dispatch.slots,
+                           .offset_words = (p.N + 1) * (wide_offsets ? 2 : 1)},
                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
   if (dispatch.uses_cp()) {
     kernels::segment_maps({.k = k.const_data_ptr(),

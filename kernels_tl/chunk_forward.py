@@ -46,6 +46,7 @@ from kernels_tl.common import (
     dims,
     element_type,
     extern,
+    load_early,
     swizzled,
 )
 from kernels_tl.recurrence import begin_step, end_step
@@ -134,7 +135,6 @@ def chunk_forward(dtype, value_tile):
             begun = T.alloc_barrier([32])  # a turn's segment and state have arrived
             taken = T.alloc_barrier([CONSUMERS])  # they have been read
 
-            T.pdl_sync()
             tx = T.get_thread_binding()
             done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
 
@@ -250,18 +250,20 @@ def chunk_forward(dtype, value_tile):
                     hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", HV))
                     hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
                     v0 = T.alloc_var("int32", init=work % TILES * value_tile)
-                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-                    length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
-                    first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
-                    n = T.alloc_var("int32", init=segments[segment, SEGMENT_SEQ])
-                    flags = T.alloc_var("int32", init=segments[segment, SEGMENT_FLAGS])
+                    row = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_ROW]))
+                    length = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_LENGTH]))
+                    first = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_CHUNK]))
+                    n = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_SEQ]))
+                    flags = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_FLAGS]))
                     chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
                     T.barrier_wait(taken[0], (turn % 2) ^ 1)
                     lane = T.alloc_var("int32", init=tx - CONSUMERS)
                     if lane < SEGMENT_COLUMNS:
-                        segment_s[turn % 2, lane] = segments[segment, lane]
+                        segment_s[turn % 2, lane] = load_early(segments[segment, lane])
                     if lane == MORE:
                         segment_s[turn % 2, MORE] = turns - 1 - turn
+                    if flags % LAST == 0:
+                        T.pdl_sync()
                     if starts_from_a_state(flags, chunks, has_initial_state):
                         rows_are_k = T.alloc_var("int32", init=k_first(flags, state_stride_k))
                         state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
@@ -281,11 +283,9 @@ def chunk_forward(dtype, value_tile):
                         s = (done + c) % STAGES
                         t = row + c * C
                         T.barrier_wait(released_early[s], (((done + c) // STAGES) % 2) ^ 1)
-                        for target, source in (
-                            (Q_s[s, :, :], q[t : t + C, hk, :]),
-                            *block_rows(L_s, s, rows, first + c, hv, 0, edge),
-                        ):
-                            T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
+                        T.tma_copy(
+                            q[t : t + C, hk, :], Q_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
+                        )
                         for w in T.unroll(WARPGROUPS):
                             T.tma_copy(
                                 v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
@@ -293,9 +293,16 @@ def chunk_forward(dtype, value_tile):
                                 barrier=loaded[s],
                                 leader_scope_threads=32,
                             )
+                        at_once = done + c == 0  # what does not come from the kernel before this one
+                        if at_once:
+                            T.tma_copy(k[t : t + C, hk, :], K_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
+                            T.pdl_sync()
+                        for target, source in block_rows(L_s, s, rows, first + c, hv, 0, edge):
+                            T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
                         T.barrier_wait(released[s], (((done + c) // STAGES) % 2) ^ 1)
+                        if not at_once:
+                            T.tma_copy(k[t : t + C, hk, :], K_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
                         for target, source in (
-                            (K_s[s, :, :], k[t : t + C, hk, :]),
                             (gates_s[s, :, :], gates[first + c, hv, :, :]),
                             *block_rows(P_s, s, rows, first + c, hv, 1, edge),
                         ):
@@ -303,6 +310,7 @@ def chunk_forward(dtype, value_tile):
                         T.barrier_arrive(loaded[s])
                     done += chunks
 
+                T.pdl_sync()
                 w = T.alloc_var("int32", init=T.truncdiv(tx - CONSUMERS, 32) - 1)
                 made_before = T.alloc_var("int32", init=0)
                 for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):

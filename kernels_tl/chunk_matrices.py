@@ -55,6 +55,7 @@ PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_sha
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/chunk_matrices.cuh"
+#include "device/find_chunk.cuh"
 """
 
 THREADS = 128
@@ -66,7 +67,7 @@ SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of 
 
 
 def chunk_matrices(dtype, normalize):
-    R, HK, HV, NT = dims("R", "HK", "HV", "NT")
+    R, HK, HV, NT, offset_words = dims("R", "HK", "HV", "NT", "offset_words")
     element = element_type(dtype)
     norm = "true" if normalize else "false"
     Full = T.GemmWarpPolicy.FullRow
@@ -78,6 +79,7 @@ def chunk_matrices(dtype, normalize):
         g: T.Tensor([R, HV], "float32"),
         beta: T.Tensor([R, HV], "float32"),
         chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
+        offsets: T.Tensor([offset_words], "int32"),
         gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
         matrices_0: block_row(NT, HV, 0, dtype),
         matrices_1: block_row(NT, HV, 1, dtype),
@@ -90,6 +92,11 @@ def chunk_matrices(dtype, normalize):
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
         low_level: T.int32,
+        early_ctas: T.int32,
+        N: T.int32,
+        has_offsets: T.int32,
+        wide_offsets: T.int32,  # of 64 bits
+        uniform_length: T.int32,
     ):
         with T.Kernel(NT * T.truncdiv(HV, heads), threads=THREADS, prelude=PRELUDE) as block:
             K_s = T.alloc_shared([C, D], dtype)  # then blocks of the products
@@ -102,23 +109,39 @@ def chunk_matrices(dtype, normalize):
             KK = T.alloc_fragment([C, C], "float32")
             KQ = T.alloc_fragment([C, C], "float32")
 
-            T.pdl_sync()
-            T.pdl_trigger()
             tx = T.get_thread_binding()
             lane = tx % 32
             parts = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", HV), heads))
             slot = T.alloc_var("int32", init=T.truncdiv(block, parts))
             first = T.alloc_var("int32", init=(block - slot * parts) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, group))
-            row = T.alloc_var("int32", init=chunks[slot, CHUNK_ROW])
-            length = T.alloc_var("int32", init=chunks[slot, CHUNK_LENGTH])
+            found = T.alloc_local([CHUNK_COLUMNS], "int32")
+            if block < early_ctas:
+                extern(
+                    "find_chunk",
+                    found.data,
+                    slot,
+                    T.access_ptr(offsets[0], "r"),
+                    has_offsets,
+                    wide_offsets,
+                    N,
+                    T.Cast("int32", R),
+                    uniform_length,
+                )
+            else:
+                T.pdl_sync()
+                for i in T.unroll(CHUNK_COLUMNS):
+                    found[i] = chunks[slot, i]
+            row = T.alloc_var("int32", init=found[CHUNK_ROW])
+            length = T.alloc_var("int32", init=found[CHUNK_LENGTH])
             valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, length, 0))  # rows of A and g_cumsum
-            sequence = T.alloc_var("int32", init=chunks[slot, CHUNK_SEQ])
             warp = T.alloc_var("int32", init=T.call_extern("int32", "flash_qla::device::warp_index"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             team = T.alloc_var("int32", init=T.truncdiv(warp, warps))
             member = T.alloc_var("int32", init=warp - team * warps)
-            if sequence == PADDING:
+            if found[CHUNK_SEQ] == PADDING:
+                T.pdl_sync()
+                T.pdl_trigger()
                 for l in T.serial(heads):
                     for i, j in T.Parallel(C, D):
                         if i < length:
@@ -167,6 +190,8 @@ def chunk_matrices(dtype, normalize):
                 T.wgmma_gemm(K_s, K_s, KK, transpose_B=True, policy=Full, clear_accum=True)
                 T.wgmma_gemm(K_s, Q_s, KQ, transpose_B=True, policy=Full, clear_accum=True)
                 T.wait_wgmma(0)
+                T.pdl_sync()  # before its successors may begin, which take the plan for granted
+                T.pdl_trigger()
                 rstd_k_low = T.alloc_var("float32", init=1.0)
                 rstd_k_high = T.alloc_var("float32", init=1.0)
                 scale_q_low = T.alloc_var("float32", init=scale)

@@ -40,9 +40,14 @@ from kernels_tl.common import (
     SEQ_SEGMENT,
     C,
     dims,
+    extern,
 )
 
-THREADS = 256  # sequences planned per step; one warp does the scans, so a wider step adds latency when they are few
+PRELUDE = """
+#include "device/block_scan.cuh"
+"""
+
+THREADS = 256  # sequences planned per step
 
 
 def chunk_plan(offset_dtype):
@@ -60,22 +65,26 @@ def chunk_plan(offset_dtype):
         segment_chunks: T.int32,
         cut_above: T.int32,
     ):
-        with T.Kernel(1, threads=THREADS):
+        with T.Kernel(1, threads=THREADS, prelude=PRELUDE):
             T.pdl_trigger()
-            ends = T.alloc_shared([THREADS], "int32")  # of this step's sequences, a running maximum
-            counts = T.alloc_shared([THREADS], "int32")  # of their chunks, a running sum
-            parts = T.alloc_shared([THREADS], "int32")  # of their segments, a running sum
-            chunks_of = T.alloc_shared([THREADS], "int32")
-            segments_of = T.alloc_shared([THREADS], "int32")
+            # Of this step's sequences; sums are those of counts, up to the sequence itself.
+            begins = T.alloc_shared([THREADS], "int32")
+            ends = T.alloc_shared([THREADS], "int32")
+            counts = T.alloc_shared([THREADS], "int32")  # chunks
+            sums = T.alloc_shared([THREADS], "int32")
+            parts = T.alloc_shared([THREADS], "int32")  # segments
             tx = T.get_thread_binding()
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
+            up_to = T.alloc_var("int32")
             rows_before = T.alloc_var("int32", init=0)  # this step
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
             part = T.alloc_var("int32")
             slot = T.alloc_var("int32")
+            low = T.alloc_var("int32")
+            first = T.alloc_var("int32")
             size = T.alloc_var("int32", init=0x7FFFFFFF // C)
             if segment_chunks > 0:
                 longer = T.alloc_var("int32", init=T.Select((has_offsets != 0) & (cut_above > 0), 0, 1))
@@ -99,45 +108,58 @@ def chunk_plan(offset_dtype):
                         end = T.Cast("int32", T.max(T.min(offsets[n + 1], highest), lowest))
                     else:
                         end = (n + 1) * uniform_length
+                end = extern(f"running_maximum<{THREADS}>", end, returns="int32")
                 ends[tx] = end
-                T.cummax(ends, dim=0)
+                T.sync_threads()
                 begin = rows_before
                 if tx > 0:
                     begin = ends[tx - 1]
-                end = ends[tx]
                 count = T.truncdiv(end - begin + (C - 1), C)
-                counts[tx] = count
-                chunks_of[tx] = count
                 part = 0
                 if n < N:
                     part = T.max(T.truncdiv(count + size - 1, size), 1)
+                up_to = extern(f"running_sum<{THREADS}>", count, returns="int32")
+                begins[tx] = begin
+                counts[tx] = count
+                sums[tx] = up_to
                 parts[tx] = part
-                segments_of[tx] = part
-                T.cumsum(counts, dim=0)
-                T.cumsum(parts, dim=0)
+                T.sync_threads()
+
+                total = T.alloc_var("int32", init=sums[THREADS - 1])
+                for i in T.serial(T.ceildiv(total - tx, THREADS)):
+                    # Behind as many sequences as have all their chunks before this one.
+                    low = 0
+                    for bit in T.unroll(THREADS.bit_length() - 1):
+                        if sums[low + (THREADS >> (bit + 1)) - 1] <= i * THREADS + tx:
+                            low += THREADS >> (bit + 1)
+                    first = begins[low] + (i * THREADS + tx - (sums[low] - counts[low])) * C
+                    slot = chunks_before + i * THREADS + tx
+                    chunks[slot, CHUNK_ROW] = first
+                    chunks[slot, CHUNK_LENGTH] = T.min(ends[low] - first, C)
+                    chunks[slot, CHUNK_SEQ] = step * THREADS + low
+                first = chunks_before + up_to - count
+                slot = segments_before
+                if NS > 0:
+                    for i in T.serial(T.min(N - step * THREADS, THREADS)):
+                        # The longest first, so that no long one is left for the end.
+                        slot += T.Select((counts[i] > count) | ((counts[i] == count) & (i < tx)), parts[i], 0)
+                        segments_before += parts[i]
                 if n < N:
                     sequences[n, SEQ_ROW] = begin
                     sequences[n, SEQ_LENGTH] = end - begin
-                    sequences[n, SEQ_CHUNK] = chunks_before + counts[tx] - count
-                    slot = segments_before
-                    if NS > 0:  # the longest first, so that no long one is left for the end
-                        for i in T.serial(T.min(N - step * THREADS, THREADS)):
-                            slot += T.Select(
-                                (chunks_of[i] > count) | ((chunks_of[i] == count) & (i < tx)), segments_of[i], 0
-                            )
+                    sequences[n, SEQ_CHUNK] = first
                     sequences[n, SEQ_SEGMENT] = slot
                     for i in T.serial(part):
                         if slot + i < NS:
                             segments[slot + i, SEGMENT_ROW] = begin + i * size * C
                             segments[slot + i, SEGMENT_LENGTH] = T.min(end - begin - i * size * C, size * C)
-                            segments[slot + i, SEGMENT_CHUNK] = chunks_before + counts[tx] - count + i * size
+                            segments[slot + i, SEGMENT_CHUNK] = first + i * size
                             segments[slot + i, SEGMENT_SEQ] = n
                             segments[slot + i, SEGMENT_FLAGS] = T.Select(i == 0, FIRST, 0) + T.Select(
                                 i == part - 1, LAST, 0
                             )
                 rows_before = ends[THREADS - 1]
-                segments_before = segments_before + parts[THREADS - 1]
-                chunks_before = chunks_before + counts[THREADS - 1]
+                chunks_before += total
                 T.sync_threads()
 
             for step in T.serial(T.ceildiv(NS - segments_before, THREADS)):
@@ -146,29 +168,12 @@ def chunk_plan(offset_dtype):
                     for i in T.unroll(SEGMENT_COLUMNS):
                         segments[slot, i] = 0
 
-            low = T.alloc_var("int32")
-            high = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            for step in T.serial(T.ceildiv(NT, THREADS)):
-                slot = step * THREADS + tx
+            for step in T.serial(T.ceildiv(NT - chunks_before, THREADS)):
+                slot = chunks_before + step * THREADS + tx
                 if slot < NT:
-                    if slot < chunks_before:
-                        # The last sequence whose first slot is <= slot: empty ones share theirs with their successor.
-                        low = 0
-                        high = N
-                        while high - low > 1:
-                            if sequences[(low + high) >> 1, SEQ_CHUNK] <= slot:
-                                low = (low + high) >> 1
-                            else:
-                                high = (low + high) >> 1
-                        first = (slot - sequences[low, SEQ_CHUNK]) * C
-                        chunks[slot, CHUNK_ROW] = sequences[low, SEQ_ROW] + first
-                        chunks[slot, CHUNK_LENGTH] = T.min(sequences[low, SEQ_LENGTH] - first, C)
-                        chunks[slot, CHUNK_SEQ] = low
-                    else:
-                        first = rows_before + (slot - chunks_before) * C
-                        chunks[slot, CHUNK_ROW] = T.min(first, rows)
-                        chunks[slot, CHUNK_LENGTH] = T.max(T.min(rows - first, C), 0)
-                        chunks[slot, CHUNK_SEQ] = PADDING
+                    first = rows_before + (slot - chunks_before) * C
+                    chunks[slot, CHUNK_ROW] = T.min(first, rows)
+                    chunks[slot, CHUNK_LENGTH] = T.max(T.min(rows - first, C), 0)
+                    chunks[slot, CHUNK_SEQ] = PADDING
 
     return main

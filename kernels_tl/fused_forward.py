@@ -338,8 +338,6 @@ def fused_forward(dtype, normalize, low_level):
                 turns = T.alloc_var("int32", init=T.truncdiv(pieces, ctas))  # those in which all CTAs have work
                 turns += T.if_then_else(piece(turns, block, ctas) < pieces, 1, 0)
                 at = T.alloc_var("int32", init=0)  # the ring of this warp
-                # Of A and g_cumsum. A group of 0 there is not: but so all instances have the same parameters.
-                wanted = T.alloc_var("int32", init=T.if_then_else(group == 0, 1, int(low_level)))
                 for turn in T.serial(T.if_then_else(warp == LOADER, turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
@@ -388,7 +386,7 @@ def fused_forward(dtype, normalize, low_level):
                             T.float32(1) if normalize else scale,
                         )
                         T.barrier_arrive(gated[s])
-                        if wanted != 0:
+                        if low_level:
                             extern(
                                 "store_cumsum",
                                 T.access_ptr(g_cumsum[row, hv], "w"),
@@ -407,13 +405,14 @@ def fused_forward(dtype, normalize, low_level):
                     at = next_chunk(at)
 
                 w = T.alloc_var("int32", init=warp - STORERS)
-                stores = T.alloc_var("int32", init=0)
-                # A's chunk: w at first, then every other one.
-                A_turn = T.alloc_var("int32", init=-1)
-                A_row = T.alloc_var("int32", init=0)
-                A_rest = T.alloc_var("int32", init=0)
-                A_hv = T.alloc_var("int32", init=0)
-                A_ahead = T.alloc_var("int32", init=T.if_then_else(wanted != 0, 1 + w, 0))  # chunks; 0 where O is next
+                if low_level:
+                    stores = T.alloc_var("int32", init=0)
+                    # A's chunk: w at first, then every other one.
+                    A_turn = T.alloc_var("int32", init=-1)
+                    A_row = T.alloc_var("int32", init=0)
+                    A_rest = T.alloc_var("int32", init=0)
+                    A_hv = T.alloc_var("int32", init=0)
+                    A_ahead = T.alloc_var("int32", init=1 + w)  # chunks; 0 where O is next
                 for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
@@ -421,34 +420,35 @@ def fused_forward(dtype, normalize, low_level):
                     row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
                     rest = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
                     while rest > 0:
-                        if A_ahead > 0:
-                            while A_ahead > 0:
-                                A_row += C
-                                A_rest -= C
-                                while (A_rest <= 0) & (A_turn + 1 < turns):
-                                    A_turn += 1
-                                    A_work = T.alloc_var("int32", init=piece(A_turn, block, ctas))
-                                    A_segment = T.alloc_var("int32", init=T.truncdiv(A_work, T.Cast("int32", HV)))
-                                    A_hv = A_work - A_segment * T.Cast("int32", HV)
-                                    A_row = segments[A_segment, SEGMENT_ROW]
-                                    A_rest = segments[A_segment, SEGMENT_LENGTH]
-                                A_ahead -= 1
-                            T.barrier_wait(filled[w], stores % 2)
-                            if A_rest >= C:
-                                T.fence_proxy_async()
-                                T.tma_copy(O_s[w, :, :], A[A_row : A_row + C, A_hv, :], leader_scope_threads=32)
-                                T.tma_store_wait(0)
-                            else:
-                                extern(
-                                    f"store_tile<{element}>",
-                                    T.access_ptr(O_s[w, 0, 0], "r"),
-                                    T.access_ptr(A[A_row, A_hv, 0], "w"),
-                                    HV * C,
-                                    A_rest,
-                                )
-                            T.barrier_arrive(stored[w])
-                            stores += 1
-                        T.barrier_wait(filled[w], stores % 2)
+                        if low_level:
+                            if A_ahead > 0:
+                                while A_ahead > 0:
+                                    A_row += C
+                                    A_rest -= C
+                                    while (A_rest <= 0) & (A_turn + 1 < turns):
+                                        A_turn += 1
+                                        A_work = T.alloc_var("int32", init=piece(A_turn, block, ctas))
+                                        A_segment = T.alloc_var("int32", init=T.truncdiv(A_work, T.Cast("int32", HV)))
+                                        A_hv = A_work - A_segment * T.Cast("int32", HV)
+                                        A_row = segments[A_segment, SEGMENT_ROW]
+                                        A_rest = segments[A_segment, SEGMENT_LENGTH]
+                                    A_ahead -= 1
+                                T.barrier_wait(filled[w], stores % 2)
+                                if A_rest >= C:
+                                    T.fence_proxy_async()
+                                    T.tma_copy(O_s[w, :, :], A[A_row : A_row + C, A_hv, :], leader_scope_threads=32)
+                                    T.tma_store_wait(0)
+                                else:
+                                    extern(
+                                        f"store_tile<{element}>",
+                                        T.access_ptr(O_s[w, 0, 0], "r"),
+                                        T.access_ptr(A[A_row, A_hv, 0], "w"),
+                                        HV * C,
+                                        A_rest,
+                                    )
+                                T.barrier_arrive(stored[w])
+                                stores += 1
+                        T.barrier_wait(filled[w], stores % 2 if low_level else value_stage(at))
                         if rest >= C:
                             T.fence_proxy_async()
                             T.tma_copy(
@@ -466,9 +466,10 @@ def fused_forward(dtype, normalize, low_level):
                                 rest,
                             )
                         T.barrier_arrive(stored[w])
-                        stores += 1
-                        if value_stage(at) == w:
-                            A_ahead = 2 * wanted
+                        if low_level:
+                            stores += 1
+                            if value_stage(at) == w:
+                                A_ahead = 2
                         at = next_chunk(at)
                         row += C
                         rest -= C
@@ -481,7 +482,8 @@ def fused_forward(dtype, normalize, low_level):
                             T.access_ptr(o[chunks[slot, CHUNK_ROW], 0, 0], "w"),
                             T.Cast("int64", chunks[slot, CHUNK_LENGTH]) * HV * (2 * D),
                         )
-                        if wanted != 0:
+                        # A group of 0 there is not: but so all instances have the same parameters.
+                        if T.bool(low_level) | (group == 0):
                             extern(
                                 "clear_bytes",
                                 T.access_ptr(A[chunks[slot, CHUNK_ROW], 0, 0], "w"),

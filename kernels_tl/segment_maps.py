@@ -95,6 +95,8 @@ def segment_maps(dtype):
             segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, 2), T.Cast("int32", HV)))
             flags = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_FLAGS]))
             length = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_LENGTH]))
+            row = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_ROW]))
+            first = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_CHUNK]))
             idle = T.alloc_var("int32", init=T.Select((flags >= LAST) | (length == 0), 1, 0))
             if (idle != 0) & (block != 0):
                 extern("leave")
@@ -102,8 +104,6 @@ def segment_maps(dtype):
             T.pdl_trigger()
             hv = T.alloc_var("int32", init=T.truncdiv(block, 2) - segment * T.Cast("int32", HV))
             hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-            row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-            first = T.alloc_var("int32", init=segments[segment, SEGMENT_CHUNK])
             chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
             start = T.alloc_var("int32", init=0)
             if idle != 0:

@@ -264,8 +264,11 @@ def make_arguments(case: Case, device: str) -> dict:
 def run_forwards(inputs: dict) -> dict:
     """Every output of both functions of the forward, by name."""
     o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    low_level = zip(("g_cumsum", "A", "low-level o", "h", "low-level final_state"), run_forward(inputs), strict=True)
-    return {"o": o, "final_state": final_state, **dict(low_level)}
+    outputs = {"o": o, "final_state": final_state}
+    low_level = ("g_cumsum", "A", "low-level o", "h", "low-level final_state")
+    outputs |= zip(low_level, run_forward(inputs), strict=True)
+    without_h = zip(low_level, run_forward(inputs, output_h=False), strict=True)  # which may be another kernel's
+    return outputs | {f"{name} without h": x for name, x in without_h if x is not None}
 
 
 def run_all(arguments: dict) -> dict:
@@ -339,18 +342,23 @@ def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> N
     accuracy.check("final_state", final_state, expected["final_state"], case.dtype, name)
     assert not o[:, covered:].any()
 
-    with poisoned(device):
-        g_cumsum, A, o, h, final_state = run_forward(inputs)
-    assert o.dtype == A.dtype == case.dtype and final_state.dtype == g_cumsum.dtype == compute_dtype(case)
-    actual = {"g_cumsum": g_cumsum, "A": A, "o": o, "h": h, "final_state": final_state}
-    for output, x in actual.items():
-        accuracy.check(output, x, expected[output], case.dtype, name)
-    # Above the diagonal, beyond a chunk's end and outside the sequences A is zero, not merely small.
-    position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
-    outside = torch.arange(reference.CHUNK, device=device) > position[..., None]
-    assert not A.transpose(1, 2)[outside[:, None].expand(-1, case.H_v, -1, -1)].any()
-    for x in (o, g_cumsum, A):
-        assert not x[:, covered:].any()
+    for output_h in (True, False):  # perhaps in other kernels
+        with poisoned(device):
+            g_cumsum, A, o, h, final_state = run_forward(inputs, output_h)
+        assert o.dtype == A.dtype == case.dtype and final_state.dtype == g_cumsum.dtype == compute_dtype(case)
+        actual = {"g_cumsum": g_cumsum, "A": A, "o": o, "final_state": final_state}
+        if output_h:
+            actual["h"] = h
+        else:
+            assert h is None
+        for output, x in actual.items():
+            accuracy.check(output, x, expected[output], case.dtype, name)
+        # Above the diagonal, beyond a chunk's end and outside the sequences A is zero, not merely small.
+        position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
+        outside = torch.arange(reference.CHUNK, device=device) > position[..., None]
+        assert not A.transpose(1, 2)[outside[:, None].expand(-1, case.H_v, -1, -1)].any()
+        for x in (o, g_cumsum, A):
+            assert not x[:, covered:].any()
 
 
 def check_backward(case: Case, device: str) -> None:

@@ -1,0 +1,25 @@
+// Inclusive scans over a CTA's threads; each again only behind a barrier of all of them.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+namespace flash_qla::device {
+
+template <int kThreads>
+using BlockScan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+
+template <int kThreads>
+__device__ __forceinline__ int running_sum(int x) {
+  __shared__ typename BlockScan<kThreads>::TempStorage space;
+  BlockScan<kThreads>(space).InclusiveSum(x, x);
+  return x;
+}
+
+template <int kThreads>
+__device__ __forceinline__ int running_maximum(int x) {
+  __shared__ typename BlockScan<kThreads>::TempStorage space;
+  BlockScan<kThreads>(space).InclusiveScan(x, x, [](int a, int b) { return max(a, b); });
+  return x;
+}
+
+}  // namespace flash_qla::device
