@@ -22,7 +22,7 @@ constexpr double kStart64 = 7.6, kChunk64 = 1.03;    // chunk_forward, value til
 constexpr double kStart128 = 9.0, kChunk128 = 1.53;  // value tile 128
 // fused_forward: chunk_plan and around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
 constexpr double kStartFused = 7.7, kChunkFused = 2.6, kChunkFusedFull = 0.54;
-constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.15;
+constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.18;
 constexpr double kTurn = 5;  // of either: a CTA's next piece of work, besides its chunks
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
 // more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, used or not.

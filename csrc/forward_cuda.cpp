@@ -16,9 +16,10 @@ namespace flash_qla {
 
 namespace {
 
-// Of chunk_matrices' CTAs those that an SM takes at first find their chunks themselves while chunk_plan runs, if that
-// takes less time: with up to so many sequences.
-constexpr int64_t kFirstCtas = 4, kMostSearched = 64;
+// While chunk_plan runs, the kernel behind it finds out by itself where its CTAs begin (device/early_plan.cuh), as long
+// as that takes less time: chunk_matrices in the CTAs that an SM takes at first, with up to so many sequences, and
+// fused_forward, which needs them in order, with up to a warp's.
+constexpr int64_t kFirstCtas = 4, kMostSearched = 64, kMostSorted = 32;
 
 // No sequence has a token: every state passes through, and all rows are padding.
 void pass_states_through(const ForwardArgs& args, ForwardOutputs& out) {
@@ -77,6 +78,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
   const int64_t state_stride_v = args.state_v_first ? kHeadDim : 1, state_stride_k = args.state_v_first ? 1 : kHeadDim;
   const int64_t state_size = p.N * p.H_v * kSquare;
   const bool wide_offsets = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long);
+  const int64_t offset_words = (p.N + 1) * (wide_offsets ? 2 : 1);
   kernels::chunk_plan({.offsets = data(args.cu_seqlens),
                        .sequences = workspace[workspace.sequences],
                        .chunks = workspace[workspace.chunks],
@@ -100,6 +102,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                             .beta = args.beta.const_data_ptr(),
                             .chunks = workspace[workspace.chunks],
                             .segments = workspace[workspace.segments],
+                            .offsets = data(args.cu_seqlens),
                             .initial_state = data(initial_state),
                             .final_state = data(out.final_state, args.output_final_state),
                             .o = out.o.mutable_data_ptr(),
@@ -110,12 +113,17 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                             .has_initial_state = initial_state.has_value(),
                             .has_final_state = args.output_final_state,
                             .ctas = dispatch.ctas,
+                            .early = !p.varlen || p.N <= kMostSorted,
+                            .has_offsets = p.varlen,
+                            .wide_offsets = wide_offsets,
+                            .uniform_length = p.T,
                             .scale = static_cast<float>(p.scale),
                             .R = rows,
                             .HK = p.H_k,
                             .HV = p.H_v,
                             .NT = dispatch.slots,
                             .NS = dispatch.segments,
+                            .offset_words = offset_words,
                             .state_size = state_size},
                            {.dtype = dtype, .normalize = args.use_qk_l2norm, .low_level = args.output_low_level},
                            stream);
@@ -151,7 +159,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .HK = p.H_k,
                            .HV = p.H_v,
                            .NT = dispatch.slots,
-                           .offset_words = (p.N + 1) * (wide_offsets ? 2 : 1)},
+                           .offset_words = offset_words},
                           {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
   if (dispatch.uses_cp()) {
     kernels::segment_maps({.k = k.const_data_ptr(),

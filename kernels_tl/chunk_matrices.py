@@ -55,7 +55,7 @@ PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_sha
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/chunk_matrices.cuh"
-#include "device/find_chunk.cuh"
+#include "device/early_plan.cuh"
 """
 
 THREADS = 128

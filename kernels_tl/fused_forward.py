@@ -56,6 +56,7 @@ from kernels_tl.recurrence import begin_step, end_step
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
 PRELUDE = """
+#include "device/early_plan.cuh"
 #include "device/fused_forward.cuh"
 """
 
@@ -100,7 +101,7 @@ def next_chunk(number, bit=0):
 
 
 def fused_forward(dtype, normalize, low_level):
-    R, HK, HV, NT, NS, state_size = dims("R", "HK", "HV", "NT", "NS", "state_size")
+    R, HK, HV, NT, NS, state_size, offset_words = dims("R", "HK", "HV", "NT", "NS", "state_size", "offset_words")
     element = element_type(dtype)
     flags = f"{str(normalize).lower()}, {str(low_level).lower()}"
 
@@ -155,6 +156,7 @@ def fused_forward(dtype, normalize, low_level):
         beta: T.Tensor([R, HV], "float32"),
         chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
         segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
+        offsets: T.Tensor([offset_words], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
         o: T.Tensor([R, HV, D], dtype),
@@ -165,6 +167,10 @@ def fused_forward(dtype, normalize, low_level):
         has_initial_state: T.int32,
         has_final_state: T.int32,
         ctas: T.int32,
+        early: T.int32,
+        has_offsets: T.int32,
+        wide_offsets: T.int32,  # of 64 bits
+        uniform_length: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
@@ -189,7 +195,6 @@ def fused_forward(dtype, normalize, low_level):
             filled = T.alloc_barrier([128] * WARPGROUPS)  # a warpgroup's O of a chunk lies in O_s
             stored = T.alloc_barrier([32] * WARPGROUPS)  # it has left
 
-            T.pdl_sync()
             tx = T.get_thread_binding()
             pieces = T.alloc_var("int32", init=T.Cast("int32", NS * HV))
 
@@ -234,6 +239,7 @@ def fused_forward(dtype, normalize, low_level):
                     O_s,
                 )
 
+                T.pdl_sync()
                 turns_s[tx] = 0
                 while piece(turns_s[tx], block, ctas) < pieces:
                     work = T.alloc_var("int32", init=piece(turns_s[tx], block, ctas))
@@ -338,13 +344,32 @@ def fused_forward(dtype, normalize, low_level):
                 turns = T.alloc_var("int32", init=T.truncdiv(pieces, ctas))  # those in which all CTAs have work
                 turns += T.if_then_else(piece(turns, block, ctas) < pieces, 1, 0)
                 at = T.alloc_var("int32", init=0)  # the ring of this warp
+                extent = T.alloc_local([2], "int32")  # a piece's first row and tokens
+                if (early != 0) & ((warp == LOADER) | (warp == GATES)):
+                    extern(
+                        "find_segment",
+                        extent.data,
+                        T.truncdiv(block, T.Cast("int32", HV)),
+                        T.access_ptr(offsets[0], "r"),
+                        has_offsets,
+                        wide_offsets,
+                        T.Cast("int32", NS),
+                        T.Cast("int32", R),
+                        uniform_length,
+                    )
+                else:
+                    T.pdl_sync()
                 for turn in T.serial(T.if_then_else(warp == LOADER, turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
                     hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
                     hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-                    length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    if (early == 0) | (turn > 0):
+                        T.pdl_sync()
+                        extent[0] = segments[segment, SEGMENT_ROW]
+                        extent[1] = segments[segment, SEGMENT_LENGTH]
+                    row = T.alloc_var("int32", init=extent[0])
+                    length = T.alloc_var("int32", init=extent[1])
                     for c in T.serial(T.truncdiv(length + (C - 1), C)):
                         s = stage(at)
                         u = value_stage(at)
@@ -370,8 +395,12 @@ def fused_forward(dtype, normalize, low_level):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
                     hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
-                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-                    rest = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    if (early == 0) | (turn > 0):
+                        T.pdl_sync()
+                        extent[0] = segments[segment, SEGMENT_ROW]
+                        extent[1] = segments[segment, SEGMENT_LENGTH]
+                    row = T.alloc_var("int32", init=extent[0])
+                    rest = T.alloc_var("int32", init=extent[1])
                     while rest > 0:
                         s = stage(at)
                         extern("load_pair", g_pair.data, T.access_ptr(g[row, hv], "r"), HV, rest)
