@@ -4,11 +4,11 @@
     python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
 
 Of each batch: what the model chooses; then the op in one kernel, without context parallelism, and with segments of
-several lengths, the last two with both value tiles. Where it leaves the choice to the device (N > M in its name: cut
-after N chunks if a sequence has more than M), that is what it chooses. The model knows the average length of a batch
-alone: what it predicts for a choice is an expectation over batches of that average, what it predicts for the other
-modes is for equal sequences, and these say how good its constants are. Inputs and timing are forward.py's, gates
-"bench".
+several lengths, the last two with both value tiles. Where it leaves the choice to the device, that is what it chooses:
+N > M is cut after N chunks if a sequence has more than M, and N > M : V else takes value tile V. The model knows the
+average length of a batch alone: what it predicts for a choice is an expectation over batches of that average, what it
+predicts for the other modes is for equal sequences, and these say how good its constants are. Inputs and timing are
+forward.py's, gates "bench".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SEQUENCES = (
 )
 CHUNK = 64
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
-FIELDS = ("value_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
+FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "predicted_us")
 MOST_PIECES = 3  # an SM: each is one more turn
 
 
@@ -99,6 +99,8 @@ def name(cell: dict) -> str:
     if cell["fused"]:
         return "fused"
     above = f">{cell['cut_above']}" if cell["cut_above"] else ""
+    if cell["whole_tile"] != cell["value_tile"]:
+        above += f":{cell['whole_tile']}"
     return f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}{above}"
 
 

@@ -151,16 +151,16 @@ FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64
                                                        .output_h = output_h != 0,
                                                        .fp16 = fp16 != 0});
     json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "cut_above",
-                dispatch.cut_above, "fused", static_cast<int>(dispatch.fused), "segments", dispatch.segments, "ctas",
-                dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta, "workspace_bytes", dispatch.workspace_bytes,
-                "predicted_us", dispatch.predicted_us);
+                dispatch.cut_above, "whole_tile", dispatch.whole_tile, "fused", static_cast<int>(dispatch.fused),
+                "segments", dispatch.segments, "ctas", dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta,
+                "workspace_bytes", dispatch.workspace_bytes, "predicted_us", dispatch.predicted_us);
   });
 }
 
 FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
-                                                              int64_t cut_above) {
+                                                              int64_t cut_above, int64_t whole_tile) {
   return answer([&](Json& json) {
-    override_forward_dispatch(value_tile, segment_chunks, fused, cut_above);
+    override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile);
     json.text << "null";
   });
 }

@@ -15,19 +15,21 @@ namespace {
 
 // Microseconds on one H200, bf16, most of them least squares over batches of equal sequences in all modes: see
 // benchmarks/NOTES.md.
-constexpr double kStart = 6;                                     // chunk_plan, and chunk_matrices' latency
-constexpr double kMatricesCta = 0.0127, kMatricesHead = 0.0068;  // chunk_matrices: a CTA, and each of its heads
+constexpr double kStart = 4.9;                                   // the first launch, and chunk_matrices' latency
+constexpr double kMatricesCta = 0.0122, kMatricesHead = 0.0075;  // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 0.003, kMatricesA = 0.0023;   // more a CTA; more a head
-constexpr double kStart64 = 7.6, kChunk64 = 1.03;    // chunk_forward, value tile 64: around a CTA's chunks, and a chunk
-constexpr double kStart128 = 9.0, kChunk128 = 1.53;  // value tile 128
-// fused_forward: chunk_plan and around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
-constexpr double kStartFused = 7.7, kChunkFused = 2.6, kChunkFusedFull = 0.54;
+constexpr double kStart64 = 6.7, kChunk64 = 1.04;    // chunk_forward, value tile 64: around a CTA's chunks, and a chunk
+constexpr double kStart128 = 7.7, kChunk128 = 1.51;  // value tile 128
+// fused_forward: around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
+constexpr double kStartFused = 6.5, kChunkFused = 2.62, kChunkFusedFull = 0.56;
 constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.18;
-constexpr double kTurn = 5;  // of either: a CTA's next piece of work, besides its chunks
+constexpr double kTurn = 4.7;  // of either: a CTA's next piece of work, besides its chunks
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
-// more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, used or not.
-constexpr double kMapStart = 5, kMapChunk = 1.1, kMapChunkFull = 1.75;
-constexpr double kMap = 0.115, kScan = 1.38, kSlotCta = 0.008;
+// more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, with nothing to
+// do.
+constexpr double kMapStart = 6.4, kMapChunk = 1.04, kMapChunkFull = 1.73;
+constexpr double kMap = 0.14, kScan = 1.15, kSlotCta = 0.008;
+constexpr double kOtherTile = 1.5;  // a launch of chunk_forward that finds nothing to do
 // What SMs wait for the last one where a batch's segments are not alike, in segments.
 constexpr double kUnbalanced = 0.15;
 // Of the heads this part is taken to need exact maps, as in the benchmarks: what the gates really do is known on the
@@ -37,10 +39,14 @@ constexpr double kExact = 0.25;
 // that), and half of all tokens; chosen, see there.
 constexpr double kTwice = 0.2, kTwiceOfTwo = 0.46, kHalf = 0.05;
 
-std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1, forced_cut_above = 0;
+// Up to so many sequences the first segment tells whether any is cut: chunk_plan puts those of the longest one first.
+constexpr int64_t kMostWithTwoTiles = 256;
+
+std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1, forced_cut_above = 0,
+                     forced_whole_tile = 0;
 
 struct Override {
-  int64_t value_tile, segment_chunks, fused, cut_above;
+  int64_t value_tile, segment_chunks, fused, cut_above, whole_tile;
 
   bool operator==(const Override&) const = default;
 };
@@ -59,7 +65,7 @@ int64_t heads_per_cta(const ForwardShape& shape, int64_t slots) {
 }
 
 struct Mode {
-  int64_t value_tile, segment_chunks;
+  int64_t value_tile, whole_tile, segment_chunks;
   bool fused, always_cut;
 };
 
@@ -80,12 +86,30 @@ Lengths lengths(const ForwardShape& shape, double longest) {
   return {longest, std::min(longest, (total - longest) / others)};
 }
 
+// When the last of a batch's pieces of whole and of parts of segments is done, in chunks, if the SMs take the longest
+// first. Parts go where there is one whole segment less, and where they do not fit there behind one more.
+double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
+  const double whole_of_longest = std::floor(chunks.longest / segment);
+  const double whole_of_rest = std::floor(chunks.rest / segment);
+  const double whole = (whole_of_longest + (N - 1) * whole_of_rest) * pieces;
+  const double part = chunks.longest - whole_of_longest * segment, part_of_rest = chunks.rest - whole_of_rest * segment;
+  const double turns = std::ceil(whole / sms), free = turns * sms - whole;
+  const double longer = std::max(part, part_of_rest), shorter = std::min(part, part_of_rest);
+  const double longer_ones = longer == part_of_rest ? (N - 1) * pieces : pieces;
+  if (longer_ones > free * std::floor(segment / std::max(longer, 1.0))) {
+    return turns * segment + longer;
+  }
+  const double room = free * segment - (part + (N - 1) * part_of_rest) * pieces;
+  return turns * segment + (room < 0 ? shorter : 0);
+}
+
 // The time with sequences of these lengths, those that are longer than a segment cut or not. Equal ones go through the
 // SMs in whole turns; with others the longest pieces come first and the short ones fill the SMs.
 double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const auto segment = static_cast<double>(mode.segment_chunks), sms = static_cast<double>(shape.sm_count);
   const auto N = static_cast<double>(shape.N), H_v = static_cast<double>(shape.H_v);
-  const auto tiles = static_cast<double>(kHeadDim / mode.value_tile);
+  const int64_t tile = cut ? mode.value_tile : mode.whole_tile;
+  const auto tiles = static_cast<double>(kHeadDim / tile);
   const double total = chunks.longest + (N - 1) * chunks.rest;
   const double parts = cut ? std::ceil(chunks.longest / segment) : 1;
   const double parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / segment)) : 1;
@@ -100,9 +124,7 @@ double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunk
     turns = std::max(1.0, turns);
     const double work = total * H_v * tiles / sms;
     if (cut) {
-      const double full = (std::floor(chunks.longest / segment) + (N - 1) * std::floor(chunks.rest / segment)) * H_v *
-                          tiles;  // pieces of a whole segment
-      in_turns = std::max(work, std::max(1.0, std::ceil(full / sms)) * segment) + (turns > 1) * kUnbalanced * segment;
+      in_turns = std::max(work + (turns > 1) * kUnbalanced * segment, last_piece(chunks, N, segment, H_v * tiles, sms));
     } else {
       in_turns = std::max(work, chunks.longest + (std::floor(turns) - 1) * chunks.rest);
     }
@@ -119,8 +141,11 @@ double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunk
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
   const double head = kMatricesHead + (shape.low_level ? kMatricesA : 0);
   us += kStart + (head + cta / static_cast<double>(heads_per_cta(shape, kManySlots))) * H_v * total;
-  us += mode.value_tile == 64 ? kStart64 + in_turns * kChunk64 : kStart128 + in_turns * kChunk128;
-  if (mode.segment_chunks > 0) {
+  us += tile == 64 ? kStart64 + in_turns * kChunk64 : kStart128 + in_turns * kChunk128;
+  if (mode.whole_tile != mode.value_tile) {
+    us += kOtherTile;
+  }
+  if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * H_v * (2 * (N + total / segment) + 4 * N);
   }
   if (cut) {
@@ -181,19 +206,28 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   ForwardDispatch found{};
   const int64_t chunks = average_chunks(shape);
   const bool always_cut = forced.segment_chunks > 0;
-  const auto consider = [&](int64_t tile, int64_t length, bool one_kernel = false) {
-    const double us = predict(shape, {tile, length, one_kernel, always_cut});
+  const auto consider_mode = [&](const Mode& mode) {
+    const double us = predict(shape, mode);
     if (found.value_tile == 0 || us < found.predicted_us) {
-      found.value_tile = tile;
-      found.segment_chunks = length;
-      found.fused = one_kernel;
+      found.value_tile = mode.value_tile;
+      found.whole_tile = mode.whole_tile;
+      found.segment_chunks = mode.segment_chunks;
+      found.fused = mode.fused;
       found.predicted_us = us;
+    }
+  };
+  const auto consider = [&](int64_t tile, int64_t length) {
+    const bool has_choice = length > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
+    const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
+    consider_mode({tile, always_cut ? forced_whole : tile, length, false, always_cut});
+    if (has_choice && !always_cut && forced.value_tile == 0 && tile == kHeadDim) {  // whole sequences are fewer pieces
+      consider_mode({tile, 64, length, false, false});
     }
   };
   const bool can_fuse =
       !shape.output_h && !(shape.low_level && shape.fp16) && forced.value_tile != 64 && forced.segment_chunks <= 0;
   if (can_fuse && forced.fused != 0) {
-    consider(kHeadDim, 0, true);
+    consider_mode({kHeadDim, kHeadDim, 0, true, false});
   }
   for (const int64_t tile : {64, 128}) {
     if (can_fuse && forced.fused == 1) {
@@ -217,12 +251,13 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
       }
     }
   }
-  const Mode mode{found.value_tile, found.segment_chunks, found.fused, always_cut};
+  const Mode mode{found.value_tile, found.whole_tile, found.segment_chunks, found.fused, always_cut};
   found.cut_above = always_cut ? forced.cut_above : cut_above(shape, mode);
   found.slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
   found.heads_per_cta = heads_per_cta(shape, found.slots);
   found.segments = segment_slots(shape, found.slots, found.segment_chunks);
   found.ctas = std::min<int64_t>(found.segments * shape.H_v * (kHeadDim / found.value_tile), shape.sm_count);
+  found.whole_ctas = std::min<int64_t>(found.segments * shape.H_v * (kHeadDim / found.whole_tile), shape.sm_count);
   found.workspace_bytes = ForwardWorkspace(shape, found).bytes();
   return found;
 }
@@ -240,14 +275,16 @@ ForwardDispatch dispatch_forward(const ForwardShape& shape) {
   const Override forced{.value_tile = forced_value_tile,
                         .segment_chunks = shape.auto_cp ? forced_segment_chunks.load() : 0,
                         .fused = forced_fused,
-                        .cut_above = forced_cut_above};
+                        .cut_above = forced_cut_above,
+                        .whole_tile = forced_whole_tile};
   if (!last || last->shape != shape || last->forced != forced) {
     last = {shape, forced, decide(shape, forced)};
   }
   return last->found;
 }
 
-void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above) {
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
+                               int64_t whole_tile) {
   if (value_tile != 0 && value_tile != 64 && value_tile != kHeadDim) {
     throw std::invalid_argument("flash_qla._C.override_forward_dispatch: value_tile is " + std::to_string(value_tile) +
                                 ", expected 64, 128 or 0 for the cost model's choice");
@@ -269,10 +306,15 @@ void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64
     throw std::invalid_argument("flash_qla._C.override_forward_dispatch: cut_above is " + std::to_string(cut_above) +
                                 ", expected 0 or, with segments, a number of chunks");
   }
+  if (whole_tile != 0 && (cut_above == 0 || (whole_tile != 64 && whole_tile != kHeadDim))) {
+    throw std::invalid_argument("flash_qla._C.override_forward_dispatch: whole_tile is " + std::to_string(whole_tile) +
+                                ", expected 0 or, with cut_above, 64 or " + std::to_string(kHeadDim));
+  }
   forced_value_tile = value_tile;
   forced_segment_chunks = segment_chunks;
   forced_fused = fused;
   forced_cut_above = cut_above;
+  forced_whole_tile = whole_tile;
 }
 
 }  // namespace flash_qla

@@ -24,11 +24,13 @@ struct ForwardDispatch {
   int64_t value_tile;      // rows of S^T a CTA of chunk_forward: 64 or 128
   int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
   int64_t cut_above;       // which the device leaves out where cu_seqlens has no sequence of more chunks than that
+  int64_t whole_tile;      // and then takes this value tile
   bool fused;              // fused_forward in place of chunk_matrices and chunk_forward
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
   int64_t slots;           // chunk slots, an upper bound when varlen
   int64_t segments;        // segment slots, likewise
   int64_t ctas;            // of the last kernel, at most one an SM: they go through segments, heads and tiles in turns
+  int64_t whole_ctas;      // likewise, where nothing is cut
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 
@@ -40,7 +42,8 @@ ForwardDispatch dispatch_forward(const ForwardShape& shape);
 // For tests and experts: what dispatch_forward decides from now on in this process. 0, -1 and -1 leave it to the cost
 // model; segment_chunks = 0 switches context parallelism off, which auto_cp = false still does for its call. fused = 1
 // takes the fused kernel, which has no other mode, for every call that it can serve. cut_above goes with a number of
-// segment_chunks; 0 cuts whatever is longer than a segment.
-void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above);
+// segment_chunks; 0 cuts whatever is longer than a segment. whole_tile goes with that; 0 is the same as value_tile.
+void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
+                               int64_t whole_tile);
 
 }  // namespace flash_qla

@@ -92,8 +92,7 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                        .N = p.N,
                        .NT = dispatch.slots,
                        .NS = dispatch.segments},
-                      {.offset_dtype = wide_offsets ? "int64" : "int32"},
-                      stream);
+                      {.offset_dtype = wide_offsets ? "int64" : "int32"}, stream);
   if (dispatch.fused) {
     kernels::fused_forward({.q = q.const_data_ptr(),
                             .k = k.const_data_ptr(),
@@ -195,35 +194,44 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .state_size = state_size},
                           {.dtype = dtype}, stream);
   }
-  kernels::chunk_forward({.q = q.const_data_ptr(),
-                          .k = k.const_data_ptr(),
-                          .v = v.const_data_ptr(),
-                          .gates = workspace[workspace.gates],
-                          .matrices_0 = block_rows(0),
-                          .matrices_1 = block_rows(1),
-                          .matrices_2 = block_rows(2),
-                          .matrices_3 = block_rows(3),
-                          .segments = workspace[workspace.segments],
-                          .initial_state = data(initial_state),
-                          .final_state = data(out.final_state, args.output_final_state),
-                          .states = workspace[workspace.states],
-                          .o = out.o.mutable_data_ptr(),
-                          .h = data(out.h, args.output_h),
-                          .group = group,
-                          .state_stride_v = state_stride_v,
-                          .state_stride_k = state_stride_k,
-                          .has_initial_state = initial_state.has_value(),
-                          .has_final_state = args.output_final_state,
-                          .has_h = args.output_h,
-                          .ctas = dispatch.ctas,
-                          .R = rows,
-                          .HK = p.H_k,
-                          .HV = p.H_v,
-                          .NT = dispatch.slots,
-                          .NS = dispatch.segments,
-                          .state_size = state_size,
-                          .h_slots = args.output_h ? p.NT : 0},
-                         {.dtype = dtype, .value_tile = dispatch.value_tile}, stream);
+  const auto chunk_forward = [&](int64_t value_tile, int64_t ctas, int64_t only_if) {
+    kernels::chunk_forward({.q = q.const_data_ptr(),
+                            .k = k.const_data_ptr(),
+                            .v = v.const_data_ptr(),
+                            .gates = workspace[workspace.gates],
+                            .matrices_0 = block_rows(0),
+                            .matrices_1 = block_rows(1),
+                            .matrices_2 = block_rows(2),
+                            .matrices_3 = block_rows(3),
+                            .segments = workspace[workspace.segments],
+                            .initial_state = data(initial_state),
+                            .final_state = data(out.final_state, args.output_final_state),
+                            .states = workspace[workspace.states],
+                            .o = out.o.mutable_data_ptr(),
+                            .h = data(out.h, args.output_h),
+                            .group = group,
+                            .state_stride_v = state_stride_v,
+                            .state_stride_k = state_stride_k,
+                            .has_initial_state = initial_state.has_value(),
+                            .has_final_state = args.output_final_state,
+                            .has_h = args.output_h,
+                            .ctas = ctas,
+                            .only_if = only_if,
+                            .R = rows,
+                            .HK = p.H_k,
+                            .HV = p.H_v,
+                            .NT = dispatch.slots,
+                            .NS = dispatch.segments,
+                            .state_size = state_size,
+                            .h_slots = args.output_h ? p.NT : 0},
+                           {.dtype = dtype, .value_tile = value_tile}, stream);
+  };
+  if (dispatch.whole_tile == dispatch.value_tile) {
+    chunk_forward(dispatch.value_tile, dispatch.ctas, 0);
+  } else {
+    chunk_forward(dispatch.whole_tile, dispatch.whole_ctas, kFirst + kLast);
+    chunk_forward(dispatch.value_tile, dispatch.ctas, kFirst);
+  }
   return out;
 }
 

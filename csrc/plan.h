@@ -18,7 +18,8 @@ inline constexpr int64_t kChunkColumns = 3;
 inline constexpr int64_t kGateRows = 5;
 inline constexpr int64_t kForwardGateRows = 5;
 inline constexpr int64_t kSegmentColumns = 5;
-inline constexpr int64_t kPassedParts = 8;  // of <S, dS'>, which chunk_states_bwd adds up by warps
+inline constexpr int64_t kFirst = 1, kLast = 2;  // flags of a segment
+inline constexpr int64_t kPassedParts = 8;       // of <S, dS'>, which chunk_states_bwd adds up by warps
 
 inline constexpr int64_t kSquare = kHeadDim * kHeadDim;  // elements of a state
 inline constexpr int64_t kTile = kHeadDim * kChunk;      // of a chunk of one head

@@ -64,7 +64,8 @@ def forward_dispatch(
     fp16: bool = False,
 ) -> dict:
     """What a forward call of these shapes launches on a GPU with that many SMs: value_tile, segment_chunks (0: no
-    context parallelism), cut_above (where no sequence has more chunks than that, the device cuts none), fused (1 where
+    context parallelism), cut_above (where no sequence has more chunks than that, the device cuts none) and
+    whole_tile (the value tile that it then takes), fused (1 where
     one kernel does it all), segments and ctas (upper bounds when varlen), heads_per_cta (of chunk_matrices),
     workspace_bytes, predicted_us. N is the number of sequences; low_level asks for chunk_gated_delta_rule_fwd, which
     returns A, too; use_qk_l2norm for the l2norm inside; output_h and fp16 say that it is to return h and what dtype q
@@ -74,10 +75,11 @@ def forward_dispatch(
 
 
 def override_forward_dispatch(
-    value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0
+    value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0, whole_tile: int = 0
 ) -> None:
     """For tests and experts: what forward_dispatch decides from now on in this process. The defaults leave it to the
     cost model; segment_chunks = 0 switches context parallelism off; fused = 0 or 1 leaves out or takes the fused kernel
     wherever it can serve a call; cut_above goes with a number of segment_chunks, and 0 cuts whatever is longer than
-    one. Raises ValueError for a mode that there is not."""
-    _ask("override_forward_dispatch", value_tile, segment_chunks, fused, cut_above)
+    one; whole_tile goes with cut_above, and 0 is the same as value_tile. Raises ValueError for a mode that there is
+    not."""
+    _ask("override_forward_dispatch", value_tile, segment_chunks, fused, cut_above, whole_tile)

@@ -19,17 +19,20 @@ first chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for
 head, for when there are few heads.
 
 A CTA goes through several pieces in turns, every other turn in the opposite order: the plan puts long segments first,
-so each CTA gets long and short ones.
+so each CTA gets long and short ones. The first piece's segment, state and K, Q and V are fetched while the kernel
+before this one still runs.
 
     shared memory, 128 rows: 2 stages * (K 16 + Q 16 + V 16 + L 8 + P 8 + gates 1.25 KB) + O 16 + state 66 = 213 KB
     64 rows: 2 * 57.25 + 8 + 34 = 157 KB
 
-Launched on [ctas], at most [segments * HV * value tiles].
+Launched on [ctas], at most [segments * HV * value tiles]; twice, with both value tiles, where the device is to choose
+between them: `only_if` is what the first segment tells of the longest sequence.
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import (
+    FIRST,
     GATE_TABLE_ROWS,
     LAST,
     PASS_CONFIGS as COMMON,
@@ -114,6 +117,7 @@ def chunk_forward(dtype, value_tile):
         has_final_state: T.int32,
         has_h: T.int32,
         ctas: T.int32,
+        only_if: T.int32,  # the first segment's flags are these; 0: in any case
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
             K_s = T.alloc_shared([STAGES, C, D], dtype)
@@ -135,6 +139,13 @@ def chunk_forward(dtype, value_tile):
             begun = T.alloc_barrier([32])  # a turn's segment and state have arrived
             taken = T.alloc_barrier([CONSUMERS])  # they have been read
 
+            if only_if != 0:
+                if load_early(segments[0, SEGMENT_FLAGS]) != only_if:
+                    if block == 0:
+                        T.pdl_sync()
+                    extern("leave")
+                if only_if == FIRST + LAST:  # of the two launches the first
+                    T.pdl_trigger()
             tx = T.get_thread_binding()
             done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
 
@@ -283,9 +294,7 @@ def chunk_forward(dtype, value_tile):
                         s = (done + c) % STAGES
                         t = row + c * C
                         T.barrier_wait(released_early[s], (((done + c) // STAGES) % 2) ^ 1)
-                        T.tma_copy(
-                            q[t : t + C, hk, :], Q_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
-                        )
+                        T.tma_copy(q[t : t + C, hk, :], Q_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
                         for w in T.unroll(WARPGROUPS):
                             T.tma_copy(
                                 v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],

@@ -24,7 +24,8 @@ latencies:
     Q 16, later each warp's block column of both matrices, 4 * 4
     diagonal blocks of K K^T 4, of A 4 * 4.25 for 4 heads, b and beta 4 * 0.5 KB
 
-Launched on [chunk slots * HV / heads], one warpgroup.
+Launched on [chunk slots * HV / heads], one warpgroup.  The first early_ctas of them find their chunk in cu_seqlens
+themselves, while chunk_plan runs.
 """
 
 import tilelang.language as T

@@ -13,7 +13,8 @@ to [0, rows] and replaced by their running maximum.
                        and of each 256 sequences the longest come first.  Unused slots have 0 tokens and no flags.
                        Written if NS > 0
 
-Launched once per call, one CTA.  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
+Launched once per call, one CTA.  The kernel behind it does not wait for all of this (device/early_plan.cuh has the same
+arithmetic by warps).  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
 """
 
 import tilelang.language as T

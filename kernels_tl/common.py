@@ -119,5 +119,5 @@ def extern(name, *args, returns="handle"):
 
 
 def load_early(number):
-    """An entry of chunk_plan's tables, before pdl_sync: see device/warp.cuh."""
+    """An entry of chunk_plan's tables, perhaps before pdl_sync: see device/warp.cuh."""
     return extern("load_early", T.access_ptr(number, "r"), returns="int32")

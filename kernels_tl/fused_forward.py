@@ -24,7 +24,7 @@ so that the inverse needs no norms but those of its own rows, and the others com
 A CTA goes through several pieces of work, heads of segments, in turns as chunk_forward's do; chunks are counted through
 all of them, so the matrices of a piece's first chunks are made in the last steps of the one before it.
 
-Launched on [ctas], at most [segments * HV].
+Launched on [ctas], at most [segments * HV]. With `early` the first piece is found in cu_seqlens, while chunk_plan runs.
 """
 
 import tilelang.language as T
@@ -449,7 +449,7 @@ def fused_forward(dtype, normalize, low_level):
                     row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
                     rest = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
                     while rest > 0:
-                        if low_level:
+                        if low_level:  # noqa: SIM102, this one is Python's
                             if A_ahead > 0:
                                 while A_ahead > 0:
                                     A_row += C

@@ -284,12 +284,18 @@ def run_all(arguments: dict) -> dict:
 
 
 @contextlib.contextmanager
-def forward_mode(value_tile: int = 0, segment_chunks: int = -1, fused: int | None = None, cut_above: int = 0):
+def forward_mode(
+    value_tile: int = 0,
+    segment_chunks: int = -1,
+    fused: int | None = None,
+    cut_above: int = 0,
+    whole_tile: int = 0,
+):
     """What the forward's dispatch decides meanwhile; the defaults leave it to the cost model. A tile or segments are
     asked of the kernels that have them, unless it says fused."""
     if fused is None:
         fused = -1 if (value_tile, segment_chunks) == (0, -1) else 0
-    _C.override_forward_dispatch(value_tile, segment_chunks, fused, cut_above)
+    _C.override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile)
     try:
         yield
     finally:

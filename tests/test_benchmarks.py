@@ -122,7 +122,8 @@ def test_modes_of_a_batch():
 def test_report_of_modes(capsys):
     def cell(sequences, ms, predicted_us, chosen=False, segment_chunks=0, fused=0):
         measured = {"heads": "2x8", "sequences": sequences, "ms": ms, "predicted_us": predicted_us, "chosen": chosen}
-        return measured | {"value_tile": 128, "segment_chunks": segment_chunks, "cut_above": 0, "fused": fused}
+        mode = {"value_tile": 128, "segment_chunks": segment_chunks, "cut_above": 0, "whole_tile": 128, "fused": fused}
+        return measured | mode
 
     dispatch.report(
         [

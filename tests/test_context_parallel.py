@@ -182,6 +182,20 @@ def test_device_cuts_where_a_sequence_is_long(value_tile, lengths):
                 assert equal(run_forwards(inputs), expected), (dtype, cut_above)
 
 
+@pytest.mark.parametrize("value_tile", (64, 128))
+@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330)))
+def test_device_takes_another_value_tile_where_it_does_not_cut(value_tile, lengths):
+    inputs = make_inputs(Case(lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
+    longest, whole_tile = -(-max(lengths) // 64), 192 - value_tile
+    with forward_mode(value_tile, 3):
+        cut = run_forwards(inputs)
+    with forward_mode(whole_tile, 0):
+        whole = run_forwards(inputs)
+    for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole)):
+        with forward_mode(value_tile, 3, cut_above=cut_above, whole_tile=whole_tile):
+            assert all(equal(run_forwards(inputs), expected) for _ in range(3)), cut_above
+
+
 def test_the_cost_model_decides():
     from flash_qla import _C
 

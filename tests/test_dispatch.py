@@ -61,6 +61,7 @@ def test_fields_belong_together(auto_cp):
             "value_tile",
             "segment_chunks",
             "cut_above",
+            "whole_tile",
             "fused",
             "segments",
             "ctas",
@@ -77,8 +78,9 @@ def test_fields_belong_together(auto_cp):
         assert found["ctas"] == min(tiles, shape.get("sm_count", 132)), shape
         assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0
         if found["segment_chunks"] == 0 or shape["N"] == 1 or not shape["varlen"]:
-            assert found["cut_above"] == 0, shape  # the host knows
+            assert found["cut_above"] == 0 and found["whole_tile"] == found["value_tile"], shape  # the host knows
         else:
+            assert found["whole_tile"] in TILES
             assert found["segment_chunks"] <= found["cut_above"] < shape["N"] * chunks_of(shape["T"]), shape
         if found["segment_chunks"] == 0:
             assert found["segments"] == shape["N"], shape
@@ -149,6 +151,13 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     assert without["segment_chunks"] == 0
     # What it costs where all are equal is not much.
     assert _C.forward_dispatch(1, 32768, 8, 2, 8)["predicted_us"] < 1.2 * without["predicted_us"]
+
+
+def test_device_is_left_the_choice_of_the_value_tile():
+    """Two sequences of 16384 tokens, one head of each an SM, are faster with a CTA for each half of a head."""
+    found = _C.forward_dispatch(1, 32768, 2, 16, 32)
+    assert (found["value_tile"], found["whole_tile"]) == (128, 64)
+    assert 16384 // CHUNK < found["cut_above"] < 28672 // CHUNK
 
 
 def test_context_parallelism_gives_every_sm_work():
@@ -295,6 +304,8 @@ def test_override_takes_known_modes_only():
     wrong = [("value_tile", tile) for tile in (1, 32, 96, 256, -64)]
     wrong += [("segment_chunks", chunks) for chunks in (-2, 2**31 // CHUNK)]  # tokens are counted in 32 bits
     wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1)]
+    wrong += [("cut_above", 5), ("segment_chunks=5, whole_tile", 64)]
+    wrong += [("segment_chunks=5, cut_above=9, whole_tile", tile) for tile in (-64, 96)]
     check_errors({f"_C.override_forward_dispatch({name}={value})": (name, value) for name, value in wrong})
 
 

@@ -8,8 +8,8 @@
 
 namespace flash_qla::device {
 
-constexpr int kPadding = -1;   // PADDING of common.py
-constexpr int kPlanned = 64;   // tokens a chunk
+constexpr int kPadding = -1;  // PADDING of common.py
+constexpr int kPlanned = 64;  // tokens a chunk
 constexpr int kWarpLanes = 32;
 
 __device__ __forceinline__ int chunks_of(int tokens) { return (tokens + kPlanned - 1) / kPlanned; }
@@ -32,8 +32,8 @@ __device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int
   const int lane = threadIdx.x & 31;
   int64_t offset = 0;
   if (n + lane < N) {
-    offset = wide ? static_cast<const int64_t*>(offsets)[n + lane + 1]
-                  : static_cast<const int32_t*>(offsets)[n + lane + 1];
+    offset =
+        wide ? static_cast<const int64_t*>(offsets)[n + lane + 1] : static_cast<const int32_t*>(offsets)[n + lane + 1];
   }
   // Clipped, then the running maximum.
   int end = static_cast<int>(max(min(offset, int64_t{rows}), int64_t{rows_before}));

@@ -28,12 +28,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// For CTAs that find nothing to do before they have waited for the grid ahead of theirs. What the grid before that one
-// wrote is there by then, as all of it waits before it lets its successor begin; from L2, as L1 may hold what was there
-// in an earlier call. The grid itself must still wait, by one CTA at least, or its successor would not wait for the one
-// ahead.
+// What chunk_plan wrote, before the wait for the grid ahead: it is there, as all of chunk_matrices waits for it before
+// it lets its successor begin. From L2, as L1 may hold what was there in an earlier call.
 __device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
 
+// For CTAs that find nothing to do. One of a grid must still wait for the one ahead, or its successor would not.
 __device__ __forceinline__ void leave() { asm volatile("exit;" ::: "memory"); }
 
 // 2^x; relative error 2^-22.
