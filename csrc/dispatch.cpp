@@ -22,7 +22,7 @@ constexpr double kStart64 = 6.7, kChunk64 = 1.04;    // chunk_forward, value til
 constexpr double kStart128 = 7.7, kChunk128 = 1.51;  // value tile 128
 // fused_forward: around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
 constexpr double kStartFused = 6.5, kChunkFused = 2.62, kChunkFusedFull = 0.56;
-constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.18;
+constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.25;
 constexpr double kTurn = 4.7;  // of either: a CTA's next piece of work, besides its chunks
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
 // more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, with nothing to
@@ -39,6 +39,8 @@ constexpr double kExact = 0.25;
 // that), and half of all tokens; chosen, see there.
 constexpr double kTwice = 0.2, kTwiceOfTwo = 0.46, kHalf = 0.05;
 
+// What an offer to the device has to promise, of the time without: for as good as nothing it is not made.
+constexpr double kWorthOffering = 0.998;
 // Up to so many sequences the first segment tells whether any is cut: chunk_plan puts those of the longest one first.
 constexpr int64_t kMostWithTwoTiles = 256;
 
@@ -208,7 +210,8 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   const bool always_cut = forced.segment_chunks > 0;
   const auto consider_mode = [&](const Mode& mode) {
     const double us = predict(shape, mode);
-    if (found.value_tile == 0 || us < found.predicted_us) {
+    const bool is_first_offer = device_knows_more(shape) && mode.segment_chunks > 0 && found.segment_chunks == 0;
+    if (found.value_tile == 0 || us < found.predicted_us * (is_first_offer ? kWorthOffering : 1)) {
       found.value_tile = mode.value_tile;
       found.whole_tile = mode.whole_tile;
       found.segment_chunks = mode.segment_chunks;
