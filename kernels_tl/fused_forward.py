@@ -110,9 +110,12 @@ def fused_forward(dtype, normalize, low_level):
         m,
         in_phase,
         warpgroup,
+        place,
         gated,
         loaded,
         made,
+        stored,
+        filled,
         lengths_s,
         K_s,
         Q_s,
@@ -120,11 +123,8 @@ def fused_forward(dtype, normalize, low_level):
         scratch_s,
         L_s,
         P_s,
-        scale,
-        stored,
-        filled,
-        place,
         O_s,
+        scale,
     ):
         extern(
             f"make_matrices<{element}, {flags}>",
@@ -218,26 +218,9 @@ def fused_forward(dtype, normalize, low_level):
 
                 extern("clear_matrices", T.access_ptr(L_s, "w"), T.access_ptr(P_s, "w"), STAGES)
                 T.sync_threads(BEGIN_BARRIER, CONSUMERS)
-                make_matrices(
-                    warpgroup,
-                    0,
-                    warpgroup,
-                    gated,
-                    loaded,
-                    made,
-                    lengths_s,
-                    K_s,
-                    Q_s,
-                    table_s,
-                    scratch_s,
-                    L_s,
-                    P_s,
-                    scale,
-                    stored,
-                    filled,
-                    place,
-                    O_s,
-                )
+                barriers = (gated, loaded, made, stored, filled)
+                tiles = (lengths_s, K_s, Q_s, table_s, scratch_s, L_s, P_s, O_s)
+                make_matrices(warpgroup, 0, warpgroup, place, *barriers, *tiles, scale)
 
                 T.pdl_sync()
                 turns_s[tx] = 0
@@ -306,21 +289,10 @@ def fused_forward(dtype, normalize, low_level):
                                 T.if_then_else(s == 0, STAGES - 1, s - 1),
                                 T.if_then_else(s == 0, phase(now), phase(now) ^ 1),
                                 own,
-                                gated,
-                                loaded,
-                                made,
-                                lengths_s,
-                                K_s,
-                                Q_s,
-                                table_s,
-                                scratch_s,
-                                L_s,
-                                P_s,
-                                scale,
-                                stored,
-                                filled,
                                 place,
-                                O_s,
+                                *barriers,
+                                *tiles,
+                                scale,
                             )
                         place = next_chunk(place, RING_BIT)
                         left -= C
