@@ -41,7 +41,7 @@ constexpr double kTwice = 0.2, kTwiceOfTwo = 0.46, kHalf = 0.05;
 
 // What an offer to the device has to promise, of the time without: for as good as nothing it is not made.
 constexpr double kWorthOffering = 0.998;
-// Up to so many sequences the first segment tells whether any is cut: chunk_plan puts those of the longest one first.
+// Up to so many sequences, a step of chunk_plan, the first segment tells whether any is cut: it is the longest one's.
 constexpr int64_t kMostWithTwoTiles = 256;
 
 std::atomic<int64_t> forced_value_tile = 0, forced_segment_chunks = -1, forced_fused = -1, forced_cut_above = 0,

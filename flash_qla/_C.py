@@ -64,12 +64,12 @@ def forward_dispatch(
     fp16: bool = False,
 ) -> dict:
     """What a forward call of these shapes launches on a GPU with that many SMs: value_tile, segment_chunks (0: no
-    context parallelism), cut_above (where no sequence has more chunks than that, the device cuts none) and
-    whole_tile (the value tile that it then takes), fused (1 where
-    one kernel does it all), segments and ctas (upper bounds when varlen), heads_per_cta (of chunk_matrices),
-    workspace_bytes, predicted_us. N is the number of sequences; low_level asks for chunk_gated_delta_rule_fwd, which
-    returns A, too; use_qk_l2norm for the l2norm inside; output_h and fp16 say that it is to return h and what dtype q
-    has: the one kernel makes no h, and A in bf16 only. Raises ValueError for a shape that no call has."""
+    context parallelism), cut_above (where no sequence has more chunks than that, the device cuts none) and whole_tile
+    (the value tile that it then takes), fused (1 where one kernel does it all), segments and ctas (upper bounds when
+    varlen), heads_per_cta (of chunk_matrices), workspace_bytes, predicted_us. N is the number of sequences; low_level
+    asks for chunk_gated_delta_rule_fwd, which returns A, too; use_qk_l2norm for the l2norm inside; output_h and fp16
+    say that it is to return h and what dtype q has: the one kernel makes no h, and A in bf16 only. Raises ValueError
+    for a shape that no call has."""
     flags = (auto_cp, varlen, low_level, use_qk_l2norm, output_h, fp16)
     return _ask("forward_dispatch", B, T, N, H_k, H_v, sm_count, *flags)
 

@@ -106,6 +106,12 @@ def fused_forward(dtype, normalize, low_level):
     flags = f"{str(normalize).lower()}, {str(low_level).lower()}"
 
     @T.macro
+    def read_extent(extent, segments, segment):
+        T.pdl_sync()
+        extent[0] = segments[segment, SEGMENT_ROW]
+        extent[1] = segments[segment, SEGMENT_LENGTH]
+
+    @T.macro
     def make_matrices(
         m,
         in_phase,
@@ -337,9 +343,7 @@ def fused_forward(dtype, normalize, low_level):
                     hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
                     hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
                     if (early == 0) | (turn > 0):
-                        T.pdl_sync()
-                        extent[0] = segments[segment, SEGMENT_ROW]
-                        extent[1] = segments[segment, SEGMENT_LENGTH]
+                        read_extent(extent, segments, segment)
                     row = T.alloc_var("int32", init=extent[0])
                     length = T.alloc_var("int32", init=extent[1])
                     for c in T.serial(T.truncdiv(length + (C - 1), C)):
@@ -368,9 +372,7 @@ def fused_forward(dtype, normalize, low_level):
                     segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
                     hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
                     if (early == 0) | (turn > 0):
-                        T.pdl_sync()
-                        extent[0] = segments[segment, SEGMENT_ROW]
-                        extent[1] = segments[segment, SEGMENT_LENGTH]
+                        read_extent(extent, segments, segment)
                     row = T.alloc_var("int32", init=extent[0])
                     rest = T.alloc_var("int32", init=extent[1])
                     while rest > 0:

@@ -14,7 +14,7 @@ constexpr int kWarpLanes = 32;
 
 __device__ __forceinline__ int chunks_of(int tokens) { return (tokens + kPlanned - 1) / kPlanned; }
 
-__device__ __forceinline__ int running_sum(int x) {
+__device__ __forceinline__ int sum_up_to_lane(int x) {
 #pragma unroll
   for (int step = 1; step < kWarpLanes; step *= 2) {
     const int y = __shfl_up_sync(~0u, x, step);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void find_chunk(int* found, int slot, const void* off
   for (int n = 0; n < N; n += kWarpLanes) {
     const Extent tokens = lane_extent(offsets, wide, N, rows, n, rows_before);
     const int chunks = chunks_of(tokens.end - tokens.begin);
-    const int sum = chunks_before + running_sum(chunks);
+    const int sum = chunks_before + sum_up_to_lane(chunks);
     const unsigned up_to_here = __ballot_sync(~0u, slot < sum);
     if (up_to_here != 0) {
       const int owner = __ffs(up_to_here) - 1;
