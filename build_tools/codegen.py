@@ -1,7 +1,8 @@
 """The CUDA source of an instance: TileLang's device code and a launcher of our own.
 
 The launcher takes its arguments as a struct, one per kernel: the PrimFunc's parameters (tensors as pointers), then its
-dynamic dimensions. It checks what it narrows, encodes the TMA descriptors and launches through csrc/kernel_runtime.h.
+dynamic dimensions. It checks what it narrows, encodes the TMA descriptors and launches through
+csrc/gpu/kernel_runtime.h.
 """
 
 from __future__ import annotations

@@ -9,20 +9,25 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float
 
 @dataclass(frozen=True)
 class Instance:
-    """One compiled variant of a kernel: `kernels_tl/<kernel>.py`'s function <kernel>(**params).
+    """One compiled variant of a kernel: of kernels_tl/<folder>/<kernel>.py, for which `module` is "<folder>.<kernel>",
+    the function <kernel>(**params).
 
     All instances of a kernel carry the same parameter names, with values of the same type (str, int
     or bool); the C++ accessor selects by them. A kernel that needs more registers than it has
     states how many bytes of spills (stores + loads) are acceptable.
     """
 
-    kernel: str
+    module: str
     params: dict[str, str | int | bool] = field(default_factory=dict)
     spill_budget: int = 0
 
     @property
+    def kernel(self) -> str:
+        return self.module.rpartition(".")[2]
+
+    @property
     def name(self) -> str:
-        """E.g. chunk_states_bf16_block_v64; a valid C identifier and file name."""
+        """E.g. chunk_forward_bf16_K128_V128_value_tile64; a valid C identifier and file name."""
         return "_".join([self.kernel, *(_word(key, value) for key, value in self.params.items())])
 
 

@@ -1,10 +1,11 @@
 """Lowers and compiles every kernel instance: `python -m build_tools.kernels --out build/kernels`.
 
 Kernel authors:
-- kernels_tl/<kernel>.py defines a function <kernel>(**params) that returns a TileLang PrimFunc with
+- kernels_tl/<folder>/<kernel>.py defines a function <kernel>(**params) that returns a TileLang PrimFunc with
   one T.Kernel, and optionally PASS_CONFIGS, a dict for TileLang's PassContext.
-- kernels_tl/instances.py lists what is compiled: INSTANCES = [Instance("chunk_states",
-  {"dtype": "bfloat16"}), ...]. It must not import tilelang.
+- kernels_tl/instances.py lists what is compiled: INSTANCES = [Instance("backward.replay_states",
+  {"dtype": "bfloat16", "K": 128, "V": 128}), ...]. It must not import tilelang.
+- kernels_tl/layout.py, if there is one, is also written as layout.h, for device headers and host code.
 - `--only NAME` (an instance, or a kernel for all of its instances) builds just that and prints its
   registers, spills and shared memory. OUT/<instance>.cu is the generated source, OUT/<instance>.log
   what the tools said.
@@ -35,7 +36,7 @@ import time
 import traceback
 from pathlib import Path
 
-from build_tools import codegen, registry
+from build_tools import codegen, layout, registry
 from build_tools.instance import Instance
 from build_tools.lower import Field
 from build_tools.registry import Compiled, Resources
@@ -51,13 +52,15 @@ from build_tools.toolchain import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNTIME_HEADER = ROOT / "csrc/kernel_runtime.h"
+RUNTIME_HEADER = ROOT / "csrc/gpu/kernel_runtime.h"
 # Besides the kernel's own files, what the generated code depends on.
 BUILD_SOURCES = [
     ROOT / "build_tools/lower.py",
     ROOT / "build_tools/codegen.py",
     RUNTIME_HEADER,
 ]
+# What both sides of the kernels share, and the header that is made of it.
+LAYOUT, LAYOUT_HEADER = "layout.py", "layout.h"
 # ptxas remarks that cost speed and would otherwise pass unseen.
 REMARKS = ("Potential Performance Loss", "setmaxnreg")
 
@@ -68,6 +71,8 @@ class Builder:
         self.tilelang = check_tilelang()
         self.toolkit: Toolkit = find_toolkit()
         self.out.mkdir(parents=True, exist_ok=True)
+        if (self.kernels / LAYOUT).is_file():
+            write(self.out / LAYOUT_HEADER, layout.header(self.package))
 
     @property
     def package(self) -> str:
@@ -75,7 +80,7 @@ class Builder:
 
     def content_hash(self, instance: Instance) -> str:
         digest = hashlib.sha256()
-        sources = self._imported(instance.kernel)
+        sources = self._imported(instance.module)
         for path in [*sources, *self._included(sources), *BUILD_SOURCES]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         facts = [instance.name, instance.params, self.tilelang, self.toolkit.version, NVCC_FLAGS]
@@ -87,14 +92,15 @@ class Builder:
         found, pending = {}, [module]
         while pending:
             name = pending.pop()
-            path = self.kernels / f"{name}.py"
+            path = self.kernels / f"{name.replace('.', '/')}.py"
             if name in found or not path.is_file():
                 continue
             found[name] = path
             try:
                 tree = ast.parse(path.read_text())
             except SyntaxError as error:
-                raise BuildError(f"kernel {module} does not lower: {error.msg} ({path}:{error.lineno})") from None
+                kernel = module.rpartition(".")[2]
+                raise BuildError(f"kernel {kernel} does not lower: {error.msg} ({path}:{error.lineno})") from None
             for node in ast.walk(tree):
                 if isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
@@ -103,8 +109,9 @@ class Builder:
                     names = [base, *(f"{base.rstrip('.')}.{alias.name}" for alias in node.names)]
                 else:
                     continue
-                parts = [name.split(".") for name in names]
-                pending += [part[1] for part in parts if part[0] == self.package and len(part) > 1]
+                # One of package.folder.module.name is the module; what is not a file is passed over.
+                inside = [name.split(".")[1:] for name in names if name.startswith(f"{self.package}.")]
+                pending += [".".join(parts[:depth]) for parts in inside for depth in range(1, len(parts) + 1)]
         return [found[name] for name in sorted(found)]
 
     def _included(self, sources: list[Path]) -> list[Path]:
@@ -112,7 +119,7 @@ class Builder:
         found, pending = {}, list(sources)
         while pending:
             for name in re.findall(r'^#include "(.+)"$', pending.pop().read_text(), re.MULTILINE):
-                path = self.kernels / name
+                path = self.kernels / (LAYOUT if name == LAYOUT_HEADER else name)
                 if name not in found and path.is_file():
                     found[name] = path
                     pending.append(path)
@@ -143,7 +150,7 @@ class Builder:
         source.write_text(codegen.kernel_source(instance, lowered))
 
         start = time.monotonic()
-        command = nvcc_command(self.toolkit, source, output, [RUNTIME_HEADER.parent, self.kernels])
+        command = nvcc_command(self.toolkit, source, output, [RUNTIME_HEADER.parent, self.kernels, self.out])
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         log.write_text(f"{shlex.join(command)}\n{result.stdout}")
         if result.returncode != 0:

@@ -85,7 +85,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     import tilelang
     from tilelang import tvm
 
-    module = importlib.import_module(f"{package}.{instance.kernel}")
+    module = importlib.import_module(f"{package}.{instance.module}")
     prim_func = getattr(module, instance.kernel)(**instance.params)
     target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
     pass_configs = getattr(module, "PASS_CONFIGS", {})

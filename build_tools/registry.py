@@ -71,7 +71,14 @@ def by_kernel(compiled: list[Compiled]) -> dict[str, list[Compiled]]:
     return kernels
 
 
+def head_dims(compiled: list[Compiled]) -> list[tuple[int, int]]:
+    """Those of every kernel that is compiled for head dimensions, which then are all the same."""
+    params = [item.instance.params for item in compiled]
+    return sorted({(each["K"], each["V"]) for each in params if "K" in each and "V" in each})
+
+
 def header(compiled: list[Compiled]) -> str:
+    dims = ", ".join(f"{{{K}, {V}}}" for K, V in head_dims(compiled))
     parts = []
     for kernel, variants in by_kernel(compiled).items():
         camel = camel_case(kernel)
@@ -88,10 +95,17 @@ def header(compiled: list[Compiled]) -> str:
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <string_view>
 
 namespace flash_qla::kernels {{
+
+// What the kernels are compiled for.
+struct HeadDims {{
+  int64_t K, V;
+}};
+inline constexpr std::array<HeadDims, {len(head_dims(compiled))}> kHeadDims = {{{{{dims}}}}};
 
 {chr(10).join(parts)}
 }}  // namespace flash_qla::kernels
@@ -111,7 +125,7 @@ def registry(compiled: list[Compiled], tilelang: str, nvcc: str, arch: str) -> s
         )
     dispatch = "\n".join(_dispatch(kernel, items) for kernel, items in by_kernel(compiled).items())
     return f"""{NOTICE}
-#include "registry.h"
+#include "gpu/registry.h"
 
 #include <array>
 #include <sstream>

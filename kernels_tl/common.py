@@ -1,11 +1,12 @@
-"""Constants and small macros that all kernels share.
+"""Small helpers that all kernels share. What the names mean is in docs/glossary.md; numbers that CUDA and C++ need too
+are in layout.py.
 
-Symbols are those of the README's formula: C tokens a chunk, K = V = D channels a head, b the chunk-local cumulative
-sum of the log gate g, gamma = exp(b).  Sizes that only change grids, strides and descriptors are dynamic:
+Sizes that only change grids, strides and descriptors are dynamic:
 
-    R   token rows, B * T            HK, HV  query/key and value heads
-    N   sequences                    NT      chunk slots: an upper bound for varlen batches, with room for padding
-    h_slots                          slots of h, which holds no padding: at most NT
+    tokens          rows of q, k, v: B * T          H_k, H_v       query/key and value heads
+    N               sequences                       chunk_slots    an upper bound of chunks for varlen batches, with
+    segment_slots   an upper bound of segments                     room for padding
+    state_size      elements of all states          h_slots        slots of h, which holds no padding
 """
 
 import math
@@ -13,36 +14,9 @@ import math
 import tilelang
 import tilelang.language as T
 
-C = 64  # tokens a chunk: one WGMMA M tile, and the size whose inverse still fits a warpgroup
-D = 128  # head dimension, K = V
+from kernels_tl.layout import BLOCK, CHUNK, TRIANGLE
 
-# Rows of the backward's gate table, [NT, HV, GATE_ROWS, C] fp32, which gate_cumsum writes: what a token brings to its
-# head besides its vectors, chunk by chunk, with every exponential computed once.
-GATE_LOG, GATE_GAMMA, GATE_DECAY, GATE_FADE, GATE_BETA = range(
-    5
-)  # b_i, exp(b_i), exp(b_C - b_i), exp(b_i - b_1), beta_i
-GATE_ROWS = 5
-
-# Rows of the forward's, [NT, HV, GATE_TABLE_ROWS, C] fp32, which chunk_matrices writes: the first ones of the enum Gate
-# in device/chunk_gates.cuh.
-FORWARD_BETA, FORWARD_QUERY, FORWARD_DECAY, FORWARD_TOTAL = 0, 2, 3, 4
-GATE_TABLE_ROWS = 5
-
-# The forward's matrices, which are triangular, by blocks of 16 x 16: the rows of blocks that they have transposed
-# follow one another, each from the diagonal on.
-BLOCK = 16
-MATRIX = 10 * BLOCK * BLOCK  # elements
-
-# Columns of the tables that chunk_plan writes.
-SEQ_ROW, SEQ_LENGTH, SEQ_CHUNK, SEQ_SEGMENT = range(4)  # of sequence n: first token row, tokens, first slots
-SEQ_COLUMNS = 4
-CHUNK_ROW, CHUNK_LENGTH, CHUNK_SEQ = range(3)  # of chunk slot: first token row, tokens, sequence or PADDING
-CHUNK_COLUMNS = 3
-# Of a segment, a run of a sequence's chunks that is gone through in one go.
-SEGMENT_ROW, SEGMENT_LENGTH, SEGMENT_CHUNK, SEGMENT_SEQ, SEGMENT_FLAGS = range(5)
-SEGMENT_COLUMNS = 5
-FIRST, LAST = 1, 2  # flags: of its sequence
-PADDING = -1  # rows that no sequence covers: outputs there are zeros
+C = CHUNK
 
 # Index arithmetic is in bounds by construction (the plan clamps), so the compiler's own bounds checks are not
 # wanted; warp specialisation is written out, never inferred.
@@ -67,10 +41,12 @@ def element_type(dtype):
     return {"bfloat16": "__nv_bfloat16", "float16": "__half"}[dtype]
 
 
-def block_row(NT, HV, j, dtype):
-    """Block row j of the forward's two matrices of each chunk and value head, a strided part of [NT, HV, 2, MATRIX]."""
+def block_row(chunk_slots, H_v, j, dtype):
+    """Block row j of the forward's two matrices of each chunk and value head, a strided part of [chunk_slots, H_v, 2,
+    TRIANGLE]."""
     width = C - BLOCK * j
-    return T.StridedTensor([NT, HV, 2, BLOCK, width], (HV * 2 * MATRIX, 2 * MATRIX, MATRIX, width, 1), dtype)
+    strides = (H_v * 2 * TRIANGLE, 2 * TRIANGLE, TRIANGLE, width, 1)
+    return T.StridedTensor([chunk_slots, H_v, 2, BLOCK, width], strides, dtype)
 
 
 def block_rows(tiles, stage, buffers, slot, hv, matrix, edge):

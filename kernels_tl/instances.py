@@ -1,36 +1,37 @@
-"""What is compiled: each kernel in its dtypes. Head counts, batch, lengths and layouts are run-time numbers."""
+"""What is compiled: each kernel in its dtypes and head dimensions. Head counts, batch, lengths and layouts are run-time
+numbers."""
 
 from build_tools.instance import Instance
 
 DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = ({"K": 128, "V": 128},)
+
+TYPES = [{"dtype": dtype, **dims} for dtype in DTYPES for dims in HEAD_DIMS]  # of most kernels
 
 INSTANCES = [
-    *(Instance("chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
-    Instance("gate_cumsum"),
-    *(Instance("l2norm", {"dtype": dtype}) for dtype in DTYPES),
-    *(
-        Instance("chunk_matrices", {"dtype": dtype, "normalize": normalize})
-        for dtype in DTYPES
-        for normalize in (False, True)
-    ),
-    *(Instance("chunk_forward", {"dtype": dtype, "value_tile": tile}) for dtype in DTYPES for tile in (64, 128)),
+    *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
+    # forward
+    *(Instance("forward.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
+    *(Instance("forward.chunk_forward", types | {"value_tile": tile}) for types in TYPES for tile in (64, 128)),
     *(
         # What spills is the number of pieces, which is read once a piece.
         Instance(
-            "fused_forward",
-            {"dtype": dtype, "normalize": normalize, "low_level": low_level},
+            "forward.fused_forward",
+            types | {"normalize": normalize, "low_level": low_level},
             spill_budget=12 if low_level else 0,
         )
-        for dtype in DTYPES
+        for types in TYPES
         for normalize in (False, True)
         for low_level in (False, True)
-        if not (low_level and dtype == "float16")  # whose A takes more digits than this kernel's inverse has
+        if not (low_level and types["dtype"] == "float16")  # whose A takes more digits than this kernel's inverse has
     ),
-    *(Instance("segment_maps", {"dtype": dtype}) for dtype in DTYPES),
-    *(Instance("segment_scan", {"dtype": dtype}) for dtype in DTYPES),
+    *(Instance("forward.segment_maps", types) for types in TYPES),
+    *(Instance("forward.segment_scan", types) for types in TYPES),
     # backward
-    *(Instance("chunk_states", {"dtype": dtype}) for dtype in DTYPES),
-    *(Instance("chunk_matrices_bwd", {"dtype": dtype}) for dtype in DTYPES),
-    *(Instance("chunk_states_bwd", {"dtype": dtype}) for dtype in DTYPES),
-    *(Instance("chunk_inputs_bwd", {"dtype": dtype}) for dtype in DTYPES),
+    *(Instance("backward.l2norm", {"dtype": dtype, "K": 128}) for dtype in DTYPES),
+    Instance("backward.replay_gates"),
+    *(Instance("backward.replay_matrices", {"dtype": dtype, "K": 128}) for dtype in DTYPES),
+    *(Instance("backward.replay_states", types) for types in TYPES),
+    *(Instance("backward.state_gradients", types) for types in TYPES),
+    *(Instance("backward.input_gradients", types) for types in TYPES),
 ]

@@ -1,4 +1,4 @@
-#include "chunk.h"
+#include "cpu/chunk.h"
 
 // One binary serves every x86-64 machine: the dynamic loader picks the widest version the processor has. The loops
 // below are written for the compiler's vectorizer (constant trip counts, sums over lanes in halves). Feature names and

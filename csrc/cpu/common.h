@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <new>
 
-#include "chunk.h"
+#include "cpu/chunk.h"
 
 namespace flash_qla::cpu {
 

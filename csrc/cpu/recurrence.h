@@ -2,7 +2,7 @@
 // the compute type.
 #pragma once
 
-#include "common.h"
+#include "cpu/common.h"
 
 namespace flash_qla::cpu {
 

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "common.h"
+#include "cpu/common.h"
 
 namespace flash_qla::cpu {
 

@@ -2,7 +2,7 @@
 first to last chunk.
 
 Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A operand
-(D the gate matrix; L = A * D - I, strictly lower triangular, comes from chunk_matrices_bwd):
+(D the gate matrix; L = A * D - I, strictly lower triangular, comes from replay_matrices):
 
     h        = S                                     stored, V-first
     R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
@@ -18,25 +18,20 @@ sequences and few heads twice the CTAs; their common K and L come from L2.
 
     shared memory a CTA: stages * (K 16 + V 8 + L 8 + gates 1.25 KB) + h 16 + V_new 8 KB = 90 KB, so 2 CTAs an SM
 
-Launched on [N, HV, value tiles].
+Launched on [N, H_v, value tiles].
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import (
-    GATE_BETA,
-    GATE_DECAY,
-    GATE_GAMMA,
-    GATE_ROWS,
     PASS_CONFIGS as PASS_CONFIGS,
-    SEQ_CHUNK,
-    SEQ_COLUMNS,
-    SEQ_LENGTH,
-    SEQ_ROW,
     C,
-    D,
     dims,
     swizzled,
+)
+from kernels_tl.layout import (
+    BackwardGate,
+    SequenceColumn,
 )
 
 VALUE_TILE = 64  # rows of S^T a CTA: the M of one warpgroup's WGMMA
@@ -45,30 +40,30 @@ CONSUMERS = 128  # one warpgroup
 PRODUCERS = 32  # one warp
 
 
-def chunk_states(dtype):
-    R, HK, HV, N, NT, state_size = dims("R", "HK", "HV", "N", "NT", "state_size")
+def replay_states(dtype, K, V):
+    tokens, H_k, H_v, N, chunk_slots, state_size = dims("tokens", "H_k", "H_v", "N", "chunk_slots", "state_size")
 
     @T.prim_func
     def main(
-        k: T.Tensor([R, HK, D], dtype),
-        v: T.Tensor([R, HV, D], dtype),
-        gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
-        gated_inverse: T.Tensor([NT, HV, C, C], dtype),
-        sequences: T.Tensor([N, SEQ_COLUMNS], "int32"),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        gated_inverse: T.Tensor([chunk_slots, H_v, C, C], dtype),
+        sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
-        h: T.Tensor([NT, HV, D, D], dtype),
-        v_new: T.Tensor([NT, HV, D, C], dtype),
-        group: T.int32,  # HV / HK
+        h: T.Tensor([chunk_slots, H_v, V, K], dtype),
+        v_new: T.Tensor([chunk_slots, H_v, V, C], dtype),
+        group: T.int32,  # H_v / H_k
         state_stride_v: T.int32,  # of initial_state: the caller's layout is these two numbers
         state_stride_k: T.int32,
         has_initial_state: T.int32,
     ):
-        with T.Kernel(N, HV, D // VALUE_TILE, threads=CONSUMERS + PRODUCERS) as (n, hv, tile):
-            K_s = T.alloc_shared([STAGES, C, D], dtype)
+        with T.Kernel(N, H_v, V // VALUE_TILE, threads=CONSUMERS + PRODUCERS) as (n, hv, tile):
+            K_s = T.alloc_shared([STAGES, C, K], dtype)
             V_s = T.alloc_shared([STAGES, C, VALUE_TILE], dtype)
             L_s = T.alloc_shared([STAGES, C, C], dtype)
-            gates_s = T.alloc_shared([STAGES, GATE_ROWS, C], "float32")
-            h_s = T.alloc_shared([VALUE_TILE, D], dtype)
+            gates_s = T.alloc_shared([STAGES, BackwardGate.COUNT, C], "float32")
+            h_s = T.alloc_shared([VALUE_TILE, K], dtype)
             V_new_s = T.alloc_shared([VALUE_TILE, C], dtype)
             # V is read element by element, transposed: swizzled, so that a warp's rows meet different banks.
             T.annotate_layout({V_s: swizzled(V_s)})
@@ -78,23 +73,23 @@ def chunk_states(dtype):
 
             tx = T.get_thread_binding()
             v0 = tile * VALUE_TILE
-            row = sequences[n, SEQ_ROW]
-            length = sequences[n, SEQ_LENGTH]
-            first = sequences[n, SEQ_CHUNK]
+            row = sequences[n, SequenceColumn.ROW]
+            length = sequences[n, SequenceColumn.LENGTH]
+            first = sequences[n, SequenceColumn.CHUNK]
             chunks = T.truncdiv(length + (C - 1), C)
-            state = (T.Cast("int64", n) * HV + hv) * (D * D)
+            state = (T.Cast("int64", n) * H_v + hv) * (K * V)
 
             if tx < CONSUMERS:
-                S = T.alloc_fragment([VALUE_TILE, D], "float32")  # S^T
-                S_16 = T.alloc_fragment([VALUE_TILE, D], dtype)
+                S = T.alloc_fragment([VALUE_TILE, K], "float32")  # S^T
+                S_16 = T.alloc_fragment([VALUE_TILE, K], dtype)
                 acc = T.alloc_fragment([VALUE_TILE, C], "float32")  # S^T K^T
-                V = T.alloc_fragment([VALUE_TILE, C], "float32")  # V^T, R^T, V_new^T in turn
-                V_16 = T.alloc_fragment([VALUE_TILE, C], dtype)
+                V_new = T.alloc_fragment([VALUE_TILE, C], "float32")  # V^T, R^T, V_new^T in turn
+                V_new_16 = T.alloc_fragment([VALUE_TILE, C], dtype)
                 decayed = T.alloc_fragment([VALUE_TILE, C], dtype)  # V_new^T diag(gamma_C / gamma)
                 rest = T.alloc_fragment([VALUE_TILE, C], dtype)  # what rounding took from it
 
                 if has_initial_state != 0:
-                    for i, j in T.Parallel(VALUE_TILE, D):
+                    for i, j in T.Parallel(VALUE_TILE, K):
                         S[i, j] = initial_state[state + (v0 + i) * state_stride_v + j * state_stride_k]
                 else:
                     T.clear(S)
@@ -106,7 +101,7 @@ def chunk_states(dtype):
                     if valid < C:
                         # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet
                         # the zeros of V_new in the last product.
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             if i >= valid:
                                 K_s[s, i, j] = 0
                         T.fence_proxy_async()
@@ -117,7 +112,7 @@ def chunk_states(dtype):
                         S_16, K_s[s, :, :], acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
                     )
                     for i, j in T.Parallel(VALUE_TILE, C):
-                        V[i, j] = V_s[s, j, i]
+                        V_new[i, j] = V_s[s, j, i]
                     # The last chunk's h has left h_s (its V_new may still be leaving). One thread issued the store and
                     # waits here; the barrier that the compiler puts before the copy tells the others.
                     T.tma_store_wait(1)
@@ -127,24 +122,27 @@ def chunk_states(dtype):
                     T.wait_wgmma(0)
 
                     for i, j in T.Parallel(VALUE_TILE, C):
-                        V[i, j] = T.if_then_else(
-                            j < valid, gates_s[s, GATE_BETA, j] * (V[i, j] - gates_s[s, GATE_GAMMA, j] * acc[i, j]), 0.0
+                        V_new[i, j] = T.if_then_else(
+                            j < valid,
+                            gates_s[s, BackwardGate.BETA, j]
+                            * (V_new[i, j] - gates_s[s, BackwardGate.GAMMA, j] * acc[i, j]),
+                            0.0,
                         )
-                    T.copy(V, V_16)
-                    T.wgmma_gemm(V_16, L_s[s, :, :], V, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(VALUE_TILE, D):
-                        S[i, j] *= gates_s[s, GATE_GAMMA, C - 1]
+                    T.copy(V_new, V_new_16)
+                    T.wgmma_gemm(V_new_16, L_s[s, :, :], V_new, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    for i, j in T.Parallel(VALUE_TILE, K):
+                        S[i, j] *= gates_s[s, BackwardGate.GAMMA, C - 1]
                     T.wait_wgmma(0)
 
                     for i, j in T.Parallel(VALUE_TILE, C):
-                        decayed[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j]
+                        decayed[i, j] = V_new[i, j] * gates_s[s, BackwardGate.DECAY, j]
                     T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
                     for i, j in T.Parallel(VALUE_TILE, C):
-                        rest[i, j] = V[i, j] * gates_s[s, GATE_DECAY, j] - T.Cast("float32", decayed[i, j])
+                        rest[i, j] = V_new[i, j] * gates_s[s, BackwardGate.DECAY, j] - T.Cast("float32", decayed[i, j])
                     T.wgmma_gemm(rest, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
-                    T.copy(V, V_16)
+                    T.copy(V_new, V_new_16)
                     T.tma_store_wait(1)  # likewise, the last chunk's V_new has left V_new_s
-                    T.copy(V_16, V_new_s)
+                    T.copy(V_new_16, V_new_s)
                     T.fence_proxy_async()
                     T.tma_copy(V_new_s, v_new[first + c, hv, v0 : v0 + VALUE_TILE, :])
                     T.wait_wgmma(0)

@@ -25,25 +25,15 @@ before this one still runs.
     shared memory, 128 rows: 2 stages * (K 16 + Q 16 + V 16 + L 8 + P 8 + gates 1.25 KB) + O 16 + state 66 = 213 KB
     64 rows: 2 * 57.25 + 8 + 34 = 157 KB
 
-Launched on [ctas], at most [segments * HV * value tiles]; twice, with both value tiles, where the device is to choose
+Launched on [ctas], at most [segments * H_v * value tiles]; twice, with both value tiles, where the device is to choose
 between them: `only_if` is what the first segment tells of the longest sequence.
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import (
-    FIRST,
-    GATE_TABLE_ROWS,
-    LAST,
     PASS_CONFIGS as COMMON,
-    SEGMENT_CHUNK,
-    SEGMENT_COLUMNS,
-    SEGMENT_FLAGS,
-    SEGMENT_LENGTH,
-    SEGMENT_ROW,
-    SEGMENT_SEQ,
     C,
-    D,
     block_row,
     block_rows,
     dims,
@@ -52,7 +42,12 @@ from kernels_tl.common import (
     load_early,
     swizzled,
 )
-from kernels_tl.recurrence import begin_step, end_step
+from kernels_tl.forward.recurrence import begin_step, end_step
+from kernels_tl.layout import (
+    ForwardGate,
+    SegmentColumn,
+    SegmentFlag,
+)
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
@@ -64,7 +59,7 @@ STAGES = 2
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 CLEARED_BARRIER = 11
 EARLY_FACTORS = 8  # of eight, see load_minuend
-MORE = SEGMENT_COLUMNS  # behind a segment's columns in shared memory: how many turns follow
+MORE = SegmentColumn.COUNT  # behind a segment's columns in shared memory: how many turns follow
 PAD = 4  # floats behind a row of a state in shared memory, as in the header
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
 
@@ -76,41 +71,43 @@ def piece(turn, cta, ctas):
 
 def starts_from_a_state(flags, chunks, has_initial_state):
     """Whether S is not zero at the start: a later segment's is in `states`, V-first, a first one's is the caller's."""
-    return T.if_then_else(flags % LAST == 0, chunks, has_initial_state) > 0
+    return T.if_then_else(flags % SegmentFlag.LAST == 0, chunks, has_initial_state) > 0
 
 
 def k_first(flags, state_stride_k):
     """Nonzero where that state has K first."""
-    return T.if_then_else(flags % LAST == 0, 0, state_stride_k - 1)
+    return T.if_then_else(flags % SegmentFlag.LAST == 0, 0, state_stride_k - 1)
 
 
-def chunk_forward(dtype, value_tile):
-    R, HK, HV, NT, NS, state_size, h_slots = dims("R", "HK", "HV", "NT", "NS", "state_size", "h_slots")
+def chunk_forward(dtype, K, V, value_tile):
+    tokens, H_k, H_v, chunk_slots, segment_slots, state_size, h_slots = dims(
+        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "h_slots"
+    )
     WARPGROUPS = value_tile // ROWS
-    TILES = D // value_tile
+    TILES = V // value_tile
     CONSUMERS = 128 * WARPGROUPS
     # One warp loads, one for each consumer warpgroup stores; setmaxnreg takes whole warpgroups.
     PRODUCERS = 64 if WARPGROUPS == 1 else 128
     element = element_type(dtype)
-    STATE_FLOATS = max(D * (value_tile + PAD), value_tile * (D + PAD))
+    STATE_FLOATS = max(K * (value_tile + PAD), value_tile * (K + PAD))
 
     @T.prim_func
     def main(
-        q: T.Tensor([R, HK, D], dtype),
-        k: T.Tensor([R, HK, D], dtype),
-        v: T.Tensor([R, HV, D], dtype),
-        gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
-        matrices_0: block_row(NT, HV, 0, dtype),
-        matrices_1: block_row(NT, HV, 1, dtype),
-        matrices_2: block_row(NT, HV, 2, dtype),
-        matrices_3: block_row(NT, HV, 3, dtype),
-        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
+        q: T.Tensor([tokens, H_k, K], dtype),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
-        states: T.Tensor([NS, HV, D, D], "float32"),
-        o: T.Tensor([R, HV, D], dtype),
-        h: T.Tensor([h_slots, HV, D, D], dtype),
-        group: T.int32,  # HV / HK
+        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        o: T.Tensor([tokens, H_v, V], dtype),
+        h: T.Tensor([h_slots, H_v, V, K], dtype),
+        group: T.int32,  # H_v / H_k
         state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers
         state_stride_k: T.int32,
         has_initial_state: T.int32,
@@ -120,15 +117,15 @@ def chunk_forward(dtype, value_tile):
         only_if: T.int32,  # the first segment's flags are these; 0: in any case
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([STAGES, C, D], dtype)
-            Q_s = T.alloc_shared([STAGES, C, D], dtype)
+            K_s = T.alloc_shared([STAGES, C, K], dtype)
+            Q_s = T.alloc_shared([STAGES, C, K], dtype)
             V_s = T.alloc_shared([STAGES, WARPGROUPS, C, ROWS], dtype)
             L_s = T.alloc_shared([STAGES, C, C], dtype)
             P_s = T.alloc_shared([STAGES, C, C], dtype)
             O_s = T.alloc_shared([WARPGROUPS, C, ROWS], dtype)
-            gates_s = T.alloc_shared([STAGES, GATE_TABLE_ROWS, C], "float32")
+            gates_s = T.alloc_shared([STAGES, ForwardGate.COUNT, C], "float32")
             S_s = T.alloc_shared([STATE_FLOATS], "float32")  # a state on its way in
-            segment_s = T.alloc_shared([2, SEGMENT_COLUMNS + 1], "int32")
+            segment_s = T.alloc_shared([2, SegmentColumn.COUNT + 1], "int32")
             T.annotate_layout({V_s: swizzled(V_s), O_s: swizzled(O_s)})
 
             loaded = T.alloc_barrier([32] * STAGES)  # a stage's tiles have arrived
@@ -140,11 +137,11 @@ def chunk_forward(dtype, value_tile):
             taken = T.alloc_barrier([CONSUMERS])  # they have been read
 
             if only_if != 0:
-                if load_early(segments[0, SEGMENT_FLAGS]) != only_if:
+                if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
                     if block == 0:
                         T.pdl_sync()
                     extern("leave")
-                if only_if == FIRST + LAST:  # of the two launches the first
+                if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
                     T.pdl_trigger()
             tx = T.get_thread_binding()
             done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
@@ -153,13 +150,13 @@ def chunk_forward(dtype, value_tile):
                 if WARPGROUPS == 2:
                     T.inc_max_nreg(CONSUMER_REGISTERS)
                 warpgroup = T.truncdiv(tx, 128)
-                S = T.alloc_fragment([value_tile, D], "float32")  # S^T
-                S_16 = T.alloc_fragment([value_tile, D], dtype)
-                V = T.alloc_fragment([value_tile, C], "float32")  # S^T K^T, R^T, V_new^T in turn
-                V_16 = T.alloc_fragment([value_tile, C], dtype)
+                S = T.alloc_fragment([value_tile, K], "float32")  # S^T
+                S_16 = T.alloc_fragment([value_tile, K], dtype)
+                V_new = T.alloc_fragment([value_tile, C], "float32")  # S^T K^T, R^T, V_new^T in turn
+                V_new_16 = T.alloc_fragment([value_tile, C], dtype)
                 decayed = T.alloc_fragment([value_tile, C], dtype)  # V_new^T diag(gamma_C / gamma)
                 O = T.alloc_fragment([value_tile, C], "float32")
-                # What is loaded ahead of WGMMAs: the tile of V, its pairs of factors; gamma_C / gamma, scale gamma.
+                # What is loaded ahead of WGMMAs: the tile of V_new, its pairs of factors; gamma_C / gamma, scale gamma.
                 minuend = T.alloc_local([16], "uint32")
                 pairs = T.alloc_local([32], "float32")
                 decays = T.alloc_local([16], "float32")
@@ -171,12 +168,12 @@ def chunk_forward(dtype, value_tile):
                 while turn >= 0:
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
                     T.barrier_wait(begun[0], turn % 2)
-                    hv = T.alloc_var("int32", init=T.truncmod(T.truncdiv(work, TILES), T.Cast("int32", HV)))
+                    hv = T.alloc_var("int32", init=T.truncmod(T.truncdiv(work, TILES), T.Cast("int32", H_v)))
                     v0 = T.alloc_var("int32", init=work % TILES * value_tile)
-                    length = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_LENGTH])
+                    length = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.LENGTH])
                     chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
                     T.clear(S)
-                    flags = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_FLAGS])
+                    flags = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.FLAGS])
                     if starts_from_a_state(flags, chunks, has_initial_state):
                         extern(
                             f"read_state<{value_tile}, {PAD}>",
@@ -193,7 +190,7 @@ def chunk_forward(dtype, value_tile):
                         if length - c * C < C:
                             # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
                             # zeros of the other factors. (What Q has there stays in columns of O that are not stored.)
-                            for i, j in T.Parallel(C, D):
+                            for i, j in T.Parallel(C, K):
                                 if i >= length - c * C:
                                     K_s[s, i, j] = 0
                             for w in T.unroll(WARPGROUPS):
@@ -214,8 +211,8 @@ def chunk_forward(dtype, value_tile):
                             s,
                             S,
                             S_16,
-                            V,
-                            V_16,
+                            V_new,
+                            V_new_16,
                             O,
                             minuend,
                             pairs,
@@ -225,21 +222,23 @@ def chunk_forward(dtype, value_tile):
                             column,
                         )
                         if has_h != 0:  # a branch that keeps what is before it from sinking behind the wait
-                            slot = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_CHUNK] + c)
+                            slot = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.CHUNK] + c)
                             if slot < h_slots:
                                 to = T.access_ptr(h[slot, hv, v0 + warpgroup * ROWS, 0], "w")
                                 extern("store_state", S_16.data, to)
                         T.wait_wgmma(0)
                         T.barrier_arrive(released_early[s])
-                        end_step(element, K_s[s, :, :], P_s[s, :, :], S, S_16, V, V_16, decayed, O, decays, queries)
+                        end_step(
+                            element, K_s[s, :, :], P_s[s, :, :], S, S_16, V_new, V_new_16, decayed, O, decays, queries
+                        )
                         T.barrier_arrive(released[s])
                         T.barrier_wait(stored[warpgroup], ((done + c) % 2) ^ 1)
                         extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[warpgroup, 0, 0], "w"), offset)
                         T.barrier_arrive(made[warpgroup])
 
-                    n = T.alloc_var("int32", init=segment_s[turn % 2, SEGMENT_SEQ])
-                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
-                    if (has_final_state != 0) & (segment_s[turn % 2, SEGMENT_FLAGS] >= LAST):
+                    n = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.SEQUENCE])
+                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * H_v + hv) * (K * V))
+                    if (has_final_state != 0) & (segment_s[turn % 2, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
                         extern(
                             "write_state",
                             S.data,
@@ -252,41 +251,41 @@ def chunk_forward(dtype, value_tile):
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
                 edge = T.alloc_var("int32", init=0)  # see block_rows
-                pieces = T.alloc_var("int32", init=T.Cast("int32", NS * HV) * TILES)
+                pieces = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v) * TILES)
                 turns = T.alloc_var("int32", init=T.truncdiv(pieces, ctas))  # those in which all CTAs have work
                 turns += T.if_then_else(piece(turns, block, ctas) < pieces, 1, 0)
                 for turn in T.serial(T.if_then_else(tx < CONSUMERS + 32, turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", HV)))
-                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", HV))
+                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", H_v)))
+                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", H_v))
                     hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
                     v0 = T.alloc_var("int32", init=work % TILES * value_tile)
-                    row = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_ROW]))
-                    length = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_LENGTH]))
-                    first = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_CHUNK]))
-                    n = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_SEQ]))
-                    flags = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_FLAGS]))
+                    row = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.ROW]))
+                    length = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.LENGTH]))
+                    first = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.CHUNK]))
+                    n = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.SEQUENCE]))
+                    flags = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.FLAGS]))
                     chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
                     T.barrier_wait(taken[0], (turn % 2) ^ 1)
                     lane = T.alloc_var("int32", init=tx - CONSUMERS)
-                    if lane < SEGMENT_COLUMNS:
+                    if lane < SegmentColumn.COUNT:
                         segment_s[turn % 2, lane] = load_early(segments[segment, lane])
                     if lane == MORE:
                         segment_s[turn % 2, MORE] = turns - 1 - turn
-                    if flags % LAST == 0:
+                    if flags % SegmentFlag.LAST == 0:
                         T.pdl_sync()
                     if starts_from_a_state(flags, chunks, has_initial_state):
                         rows_are_k = T.alloc_var("int32", init=k_first(flags, state_stride_k))
-                        state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
+                        state = T.alloc_var("int64", init=(T.Cast("int64", n) * H_v + hv) * (K * V))
                         extern(
                             "fetch_state",
                             begun[0],
                             T.access_ptr(S_s, "w"),
                             T.access_ptr(states[segment, hv, v0, 0], "r"),
                             T.access_ptr(initial_state[state + v0 * state_stride_v], "r"),
-                            flags % LAST,
-                            T.if_then_else(rows_are_k == 0, value_tile, D),
-                            T.if_then_else(rows_are_k == 0, D, value_tile),
+                            flags % SegmentFlag.LAST,
+                            T.if_then_else(rows_are_k == 0, value_tile, K),
+                            T.if_then_else(rows_are_k == 0, K, value_tile),
                         )
                     T.barrier_arrive(begun[0])
                     rows = (matrices_0, matrices_1, matrices_2, matrices_3)
@@ -324,10 +323,10 @@ def chunk_forward(dtype, value_tile):
                 made_before = T.alloc_var("int32", init=0)
                 for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", HV)))
-                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", HV))
-                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-                    length = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", H_v)))
+                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", H_v))
+                    row = T.alloc_var("int32", init=segments[segment, SegmentColumn.ROW])
+                    length = T.alloc_var("int32", init=segments[segment, SegmentColumn.LENGTH])
                     for c in T.serial(T.truncdiv(length + (C - 1), C)):
                         T.barrier_wait(made[w], (made_before + c) % 2)
                         if length - c * C >= C:
@@ -344,7 +343,7 @@ def chunk_forward(dtype, value_tile):
                                 f"store_tile<{element}>",
                                 T.access_ptr(O_s[w, 0, 0], "r"),
                                 T.access_ptr(o[row + c * C, hv, work % TILES * value_tile + w * ROWS], "w"),
-                                HV * D,
+                                H_v * V,
                                 length - c * C,
                             )
                         T.barrier_arrive(stored[w])

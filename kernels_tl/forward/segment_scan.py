@@ -2,9 +2,9 @@
 
     S behind segment s = M_s S before it + N_s
 
-    states  [NS, HV, D, D] fp32, V-first: in slot s + 1 N_s^T, which becomes the state before segment s + 1
-    maps    [NS, HV, 2, D, D]: M_s^T in two 16-bit parts
-    skips   [NS, HV]: 1 where M is negligible, so that N is all there is, and states is right already
+    states  [segment_slots, H_v, V, K] fp32, V-first: in slot s + 1 N_s^T, which becomes the state before segment s + 1
+    maps    [segment_slots, H_v, 2, K, K]: M_s^T in two 16-bit parts
+    skips   [segment_slots, H_v]: 1 where M is negligible, so that N is all there is, and states is right already
 
 S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
 
@@ -15,24 +15,22 @@ thread's own loads and stores of them, 32 bytes at a time, had been half of the 
 
 Shared memory: 2 stages * M 64 KB + 2 * S 16 KB + 3 stages * N 16 KB = 208 KB.
 
-Launched on [N * HV * 4].
+Launched on [N * H_v * 4].
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import (
-    FIRST,
-    LAST,
     PASS_CONFIGS as COMMON,
-    SEGMENT_COLUMNS,
-    SEGMENT_FLAGS,
-    SEQ_COLUMNS,
-    SEQ_SEGMENT,
-    D,
     dims,
     extern,
     load_early,
     swizzled,
+)
+from kernels_tl.layout import (
+    SegmentColumn,
+    SegmentFlag,
+    SequenceColumn,
 )
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
@@ -45,32 +43,32 @@ MAP_STAGES = 2
 STAGES = 3  # of N
 COLUMNS = 32  # of S a CTA
 BOX = 32  # floats: 128 bytes
-TILES = D // COLUMNS
 CONSUMERS, PRODUCERS = 256, 64
 ROUNDED_BARRIER = 1
 SKIP, END = 1, 2  # of a segment: M is negligible; what follows is the sequence's last
 
 
-def segment_scan(dtype):
-    HV, N, NS, state_size = dims("HV", "N", "NS", "state_size")
+def segment_scan(dtype, K, V):
+    H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
     Full = T.GemmWarpPolicy.FullRow
+    TILES = V // COLUMNS
 
     @T.prim_func
     def main(
-        sequences: T.Tensor([N, SEQ_COLUMNS], "int32"),
-        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
-        maps: T.Tensor([NS, HV, 2, D, D], dtype),
-        skips: T.Tensor([NS, HV], "int32"),
+        sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
+        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
+        skips: T.Tensor([segment_slots, H_v], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
-        states: T.Tensor([NS, HV, D, D], "float32"),
+        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
         state_stride_v: T.int32,
         state_stride_k: T.int32,
         has_initial_state: T.int32,
     ):
-        with T.Kernel(N * HV * TILES, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
-            M_s = T.alloc_shared([MAP_STAGES, 2, D, D], dtype)
-            S_s = T.alloc_shared([2, 2, D, COLUMNS], dtype)  # by turns, as two parts
-            N_s = T.alloc_shared([STAGES, D // BOX, COLUMNS, BOX], "float32")  # N^T, then S^T
+        with T.Kernel(N * H_v * TILES, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
+            M_s = T.alloc_shared([MAP_STAGES, 2, K, K], dtype)
+            S_s = T.alloc_shared([2, 2, K, COLUMNS], dtype)  # by turns, as two parts
+            N_s = T.alloc_shared([STAGES, K // BOX, COLUMNS, BOX], "float32")  # N^T, then S^T
             about_s = T.alloc_shared([STAGES], "int32")  # SKIP and END of the segment
             T.annotate_layout({N_s: swizzled(N_s)})
             loaded = T.alloc_barrier([32] * STAGES)  # N and about
@@ -80,28 +78,28 @@ def segment_scan(dtype):
             map_released = T.alloc_barrier([CONSUMERS] * MAP_STAGES)
             tx = T.get_thread_binding()
             v0 = T.alloc_var("int32", init=block % TILES * COLUMNS)
-            n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", HV)))
-            hv = T.alloc_var("int32", init=T.truncdiv(block, TILES) - n * T.Cast("int32", HV))
-            slot = T.alloc_var("int32", init=load_early(sequences[n, SEQ_SEGMENT]))
-            first = T.alloc_var("int32", init=load_early(segments[slot, SEGMENT_FLAGS]))
-            if (first != FIRST) & (block != 0):  # but the last as well
+            n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, TILES), T.Cast("int32", H_v)))
+            hv = T.alloc_var("int32", init=T.truncdiv(block, TILES) - n * T.Cast("int32", H_v))
+            slot = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.SEGMENT]))
+            first = T.alloc_var("int32", init=load_early(segments[slot, SegmentColumn.FLAGS]))
+            if (first != SegmentFlag.FIRST) & (block != 0):  # but the last as well
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
             step = T.alloc_var("int32", init=0)
             maps_used = T.alloc_var("int32", init=0)
             about = T.alloc_var("int32", init=0)
-            if first != FIRST:
+            if first != SegmentFlag.FIRST:
                 about = END
 
             if tx < CONSUMERS:
-                S = T.alloc_fragment([D, COLUMNS], "float32")
-                S_16 = T.alloc_fragment([D, COLUMNS], dtype)
-                rest = T.alloc_fragment([D, COLUMNS], dtype)
+                S = T.alloc_fragment([K, COLUMNS], "float32")
+                S_16 = T.alloc_fragment([K, COLUMNS], dtype)
+                rest = T.alloc_fragment([K, COLUMNS], dtype)
                 T.clear(S)
                 if (about < END) & (has_initial_state != 0):
-                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * HV + hv) * (D * D))
-                    for i, j in T.Parallel(D, COLUMNS):
+                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * H_v + hv) * (K * V))
+                    for i, j in T.Parallel(K, COLUMNS):
                         S[i, j] = initial_state[state + (v0 + j) * state_stride_v + i * state_stride_k]
                 while about < END:
                     u = step % STAGES
@@ -109,7 +107,7 @@ def segment_scan(dtype):
                     about = about_s[u]
                     if about % END != SKIP:
                         T.copy(S, S_16)
-                        for i, j in T.Parallel(D, COLUMNS):
+                        for i, j in T.Parallel(K, COLUMNS):
                             rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
                         T.copy(S_16, S_s[maps_used % 2, 0, :, :])
                         T.copy(rest, S_s[maps_used % 2, 1, :, :])
@@ -131,18 +129,20 @@ def segment_scan(dtype):
             else:
                 if tx < CONSUMERS + 32:
                     skip = T.alloc_var("int32", init=skips[slot, hv])
-                    flags = T.alloc_var("int32", init=segments[T.min(slot + 1, NS - 1), SEGMENT_FLAGS])  # of the next
+                    flags = T.alloc_var(
+                        "int32", init=segments[T.min(slot + 1, segment_slots - 1), SegmentColumn.FLAGS]
+                    )  # of the next
                     next_skip = T.alloc_var("int32", init=0)
                     next_flags = T.alloc_var("int32", init=0)
                     while about < END:
                         u = step % STAGES
-                        next_skip = skips[T.min(slot + 1, NS - 1), hv]
-                        next_flags = segments[T.min(slot + 2, NS - 1), SEGMENT_FLAGS]
-                        about = T.Select(skip == 0, 0, SKIP) + T.Select(flags >= LAST, END, 0)
+                        next_skip = skips[T.min(slot + 1, segment_slots - 1), hv]
+                        next_flags = segments[T.min(slot + 2, segment_slots - 1), SegmentColumn.FLAGS]
+                        about = T.Select(skip == 0, 0, SKIP) + T.Select(flags >= SegmentFlag.LAST, END, 0)
                         T.barrier_wait(stored[u], ((step // STAGES) % 2) ^ 1)
                         if tx == CONSUMERS:
                             about_s[u] = about
-                        for box in T.unroll(D // BOX):
+                        for box in T.unroll(K // BOX):
                             T.tma_copy(
                                 states[slot + 1, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX],
                                 N_s[u, box, :, :],
@@ -172,7 +172,7 @@ def segment_scan(dtype):
                         T.barrier_wait(made[u], (step // STAGES) % 2)
                         about = about_s[u]
                         if about % END != SKIP:
-                            for box in T.unroll(D // BOX):
+                            for box in T.unroll(K // BOX):
                                 T.tma_copy(
                                     N_s[u, box, :, :],
                                     states[slot + 1, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX],

@@ -1,14 +1,15 @@
 // The forward on a Hopper GPU: plan, the chunks' matrices, with context parallelism the segments' maps and their scan,
 // then states and output; or after the plan one kernel for all of it.
+#include "forward.h"
+
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "checks.h"
-#include "chunk_call.h"
-#include "forward.h"
-#include "kernel_runtime.h"
+#include "gpu/chunk_call.h"
+#include "gpu/kernel_runtime.h"
 #include "kernels.h"
 #include "offsets.h"
 
@@ -90,42 +91,43 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                        .cut_above = dispatch.cut_above,
                        .offsets_size = p.N + 1,
                        .N = p.N,
-                       .NT = dispatch.slots,
-                       .NS = dispatch.segments},
+                       .chunk_slots = dispatch.slots,
+                       .segment_slots = dispatch.segments},
                       {.offset_dtype = wide_offsets ? "int64" : "int32"}, stream);
   if (dispatch.fused) {
-    kernels::fused_forward({.q = q.const_data_ptr(),
-                            .k = k.const_data_ptr(),
-                            .v = v.const_data_ptr(),
-                            .g = args.g.const_data_ptr(),
-                            .beta = args.beta.const_data_ptr(),
-                            .chunks = workspace[workspace.chunks],
-                            .segments = workspace[workspace.segments],
-                            .offsets = data(args.cu_seqlens),
-                            .initial_state = data(initial_state),
-                            .final_state = data(out.final_state, args.output_final_state),
-                            .o = out.o.mutable_data_ptr(),
-                            .A = data(out.A, args.output_low_level),
-                            .g_cumsum = data(out.g_cumsum, args.output_low_level),
-                            .group = group,
-                            .state_v_first = args.state_v_first,
-                            .has_initial_state = initial_state.has_value(),
-                            .has_final_state = args.output_final_state,
-                            .ctas = dispatch.ctas,
-                            .early = !p.varlen || p.N <= kMostSorted,
-                            .has_offsets = p.varlen,
-                            .wide_offsets = wide_offsets,
-                            .uniform_length = p.T,
-                            .scale = static_cast<float>(p.scale),
-                            .R = rows,
-                            .HK = p.H_k,
-                            .HV = p.H_v,
-                            .NT = dispatch.slots,
-                            .NS = dispatch.segments,
-                            .offset_words = offset_words,
-                            .state_size = state_size},
-                           {.dtype = dtype, .normalize = args.use_qk_l2norm, .low_level = args.output_low_level},
-                           stream);
+    kernels::fused_forward(
+        {.q = q.const_data_ptr(),
+         .k = k.const_data_ptr(),
+         .v = v.const_data_ptr(),
+         .g = args.g.const_data_ptr(),
+         .beta = args.beta.const_data_ptr(),
+         .chunks = workspace[workspace.chunks],
+         .segments = workspace[workspace.segments],
+         .offsets = data(args.cu_seqlens),
+         .initial_state = data(initial_state),
+         .final_state = data(out.final_state, args.output_final_state),
+         .o = out.o.mutable_data_ptr(),
+         .A = data(out.A, args.output_low_level),
+         .g_cumsum = data(out.g_cumsum, args.output_low_level),
+         .group = group,
+         .state_v_first = args.state_v_first,
+         .has_initial_state = initial_state.has_value(),
+         .has_final_state = args.output_final_state,
+         .ctas = dispatch.ctas,
+         .early = !p.varlen || p.N <= kMostSorted,
+         .has_offsets = p.varlen,
+         .wide_offsets = wide_offsets,
+         .uniform_length = p.T,
+         .scale = static_cast<float>(p.scale),
+         .tokens = rows,
+         .H_k = p.H_k,
+         .H_v = p.H_v,
+         .chunk_slots = dispatch.slots,
+         .segment_slots = dispatch.segments,
+         .offset_words = offset_words,
+         .state_size = state_size},
+        {.dtype = dtype, .K = p.K, .V = p.V, .normalize = args.use_qk_l2norm, .low_level = args.output_low_level},
+        stream);
     return out;
   }
   const auto block_rows = [&](int64_t j) {  // from the j-th on
@@ -154,12 +156,12 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .has_offsets = p.varlen,
                            .wide_offsets = wide_offsets,
                            .uniform_length = p.T,
-                           .R = rows,
-                           .HK = p.H_k,
-                           .HV = p.H_v,
-                           .NT = dispatch.slots,
+                           .tokens = rows,
+                           .H_k = p.H_k,
+                           .H_v = p.H_v,
+                           .chunk_slots = dispatch.slots,
                            .offset_words = offset_words},
-                          {.dtype = dtype, .normalize = args.use_qk_l2norm}, stream);
+                          {.dtype = dtype, .K = p.K, .V = p.V, .normalize = args.use_qk_l2norm}, stream);
   if (dispatch.uses_cp()) {
     kernels::segment_maps({.k = k.const_data_ptr(),
                            .v = v.const_data_ptr(),
@@ -173,12 +175,12 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .maps = workspace[workspace.maps],
                            .skips = workspace[workspace.skips],
                            .group = group,
-                           .R = rows,
-                           .HK = p.H_k,
-                           .HV = p.H_v,
-                           .NT = dispatch.slots,
-                           .NS = dispatch.segments},
-                          {.dtype = dtype}, stream);
+                           .tokens = rows,
+                           .H_k = p.H_k,
+                           .H_v = p.H_v,
+                           .chunk_slots = dispatch.slots,
+                           .segment_slots = dispatch.segments},
+                          {.dtype = dtype, .K = p.K, .V = p.V}, stream);
     kernels::segment_scan({.sequences = workspace[workspace.sequences],
                            .segments = workspace[workspace.segments],
                            .maps = workspace[workspace.maps],
@@ -189,10 +191,10 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                            .state_stride_k = state_stride_k,
                            .has_initial_state = initial_state.has_value(),
                            .N = p.N,
-                           .NS = dispatch.segments,
-                           .HV = p.H_v,
+                           .segment_slots = dispatch.segments,
+                           .H_v = p.H_v,
                            .state_size = state_size},
-                          {.dtype = dtype}, stream);
+                          {.dtype = dtype, .K = p.K, .V = p.V}, stream);
   }
   const auto chunk_forward = [&](int64_t value_tile, int64_t ctas, int64_t only_if) {
     kernels::chunk_forward({.q = q.const_data_ptr(),
@@ -217,14 +219,14 @@ ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
                             .has_h = args.output_h,
                             .ctas = ctas,
                             .only_if = only_if,
-                            .R = rows,
-                            .HK = p.H_k,
-                            .HV = p.H_v,
-                            .NT = dispatch.slots,
-                            .NS = dispatch.segments,
+                            .tokens = rows,
+                            .H_k = p.H_k,
+                            .H_v = p.H_v,
+                            .chunk_slots = dispatch.slots,
+                            .segment_slots = dispatch.segments,
                             .state_size = state_size,
                             .h_slots = args.output_h ? p.NT : 0},
-                           {.dtype = dtype, .value_tile = value_tile}, stream);
+                           {.dtype = dtype, .K = p.K, .V = p.V, .value_tile = value_tile}, stream);
   };
   if (dispatch.whole_tile == dispatch.value_tile) {
     chunk_forward(dispatch.value_tile, dispatch.ctas, 0);

@@ -1,4 +1,4 @@
-#include "cpu_call.h"
+#include "cpu/call.h"
 
 #include <torch/csrc/stable/ops.h>
 

@@ -1,7 +1,7 @@
 """The gradients of the inputs, chunk-parallel, from what the two passes over the states left.
 
-With S the state at the chunk's start (h), dS' the gradient of the state at its end (dh), V_new, U, D as in chunk_states
-and chunk_states_bwd, dV = diag(beta) U, and for each value head
+With S the state at the chunk's start (h), dS' the gradient of the state at its end (dh), V_new, U, D as in replay_states
+and state_gradients, dV = diag(beta) U, and for each value head
 
     G   = scale * tril(dO V_new^T) * D                  gradient of Q K^T
     F   = -stril(U V_new^T) * D                         diag(beta) F is the gradient of K K^T
@@ -33,23 +33,17 @@ Launched on [SMs], two warpgroups, each of which computes half the columns of ev
 # ruff: noqa: E731 (inside a kernel the builder takes lambdas, but no functions)
 import tilelang.language as T
 
-from kernels_tl.chunk_states_bwd import PARTS
 from kernels_tl.common import (
-    CHUNK_COLUMNS,
-    CHUNK_LENGTH,
-    CHUNK_ROW,
-    CHUNK_SEQ,
-    GATE_BETA,
-    GATE_DECAY,
-    GATE_GAMMA,
-    GATE_LOG,
-    GATE_ROWS,
-    PADDING,
     PASS_CONFIGS as PASS_CONFIGS,
     C,
-    D,
     dims,
     swizzled,
+)
+from kernels_tl.layout import (
+    PADDING,
+    STATE_PRODUCT_PARTS,
+    BackwardGate,
+    ChunkColumn,
 )
 
 THREADS = 256
@@ -65,46 +59,46 @@ def load(copies, loaded, stage):
     T.barrier_arrive(loaded[stage])
 
 
-def chunk_inputs_bwd(dtype):
-    R, HK, HV, NT = dims("R", "HK", "HV", "NT")
+def input_gradients(dtype, K, V):
+    tokens, H_k, H_v, chunk_slots = dims("tokens", "H_k", "H_v", "chunk_slots")
 
     @T.prim_func
     def main(
-        q: T.Tensor([R, HK, D], dtype),
-        k: T.Tensor([R, HK, D], dtype),
-        v: T.Tensor([R, HV, D], dtype),
-        grad_o: T.Tensor([R, HV, D], dtype),
-        q_rstd: T.Tensor([R, HK], "float32"),
-        k_rstd: T.Tensor([R, HK], "float32"),
-        gates: T.Tensor([NT, HV, GATE_ROWS, C], "float32"),
-        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
-        h: T.Tensor([NT, HV, D, D], dtype),
-        dh: T.Tensor([NT, HV, D, D], dtype),
-        v_new: T.Tensor([NT, HV, D, C], dtype),
-        u: T.Tensor([NT, HV, D, C], dtype),
-        passed: T.Tensor([NT, HV, PARTS], "float32"),
-        dq: T.Tensor([R, HK, D], dtype),
-        dk: T.Tensor([R, HK, D], dtype),
-        dv: T.Tensor([R, HV, D], dtype),
-        db: T.Tensor([R, HV], "float32"),
-        dg: T.Tensor([R, HV], "float32"),
-        group: T.int32,  # HV / HK
+        q: T.Tensor([tokens, H_k, K], dtype),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        grad_o: T.Tensor([tokens, H_v, V], dtype),
+        q_rstd: T.Tensor([tokens, H_k], "float32"),
+        k_rstd: T.Tensor([tokens, H_k], "float32"),
+        gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
+        h: T.Tensor([chunk_slots, H_v, V, K], dtype),
+        dh: T.Tensor([chunk_slots, H_v, V, K], dtype),
+        v_new: T.Tensor([chunk_slots, H_v, V, C], dtype),
+        u: T.Tensor([chunk_slots, H_v, V, C], dtype),
+        passed: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
+        dq: T.Tensor([tokens, H_k, K], dtype),
+        dk: T.Tensor([tokens, H_k, K], dtype),
+        dv: T.Tensor([tokens, H_v, V], dtype),
+        db: T.Tensor([tokens, H_v], "float32"),
+        dg: T.Tensor([tokens, H_v], "float32"),
+        group: T.int32,  # H_v / H_k
         scale: T.float32,
         use_l2norm: T.int32,
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as cta:
-            Q_s = T.alloc_shared([C, D], dtype)
-            K_s = T.alloc_shared([C, D], dtype)
-            dO_s = T.alloc_shared([C, D], dtype)
-            V_s = T.alloc_shared([C, D], dtype)  # V, then dV
-            V_new_s = T.alloc_shared([D, C], dtype)
-            U_s = T.alloc_shared([D, C], dtype)
-            h_s = T.alloc_shared([D, D], dtype)
-            dh_s = T.alloc_shared([D, D], dtype)
+            Q_s = T.alloc_shared([C, K], dtype)
+            K_s = T.alloc_shared([C, K], dtype)
+            dO_s = T.alloc_shared([C, V], dtype)
+            V_s = T.alloc_shared([C, V], dtype)  # V, then dV
+            V_new_s = T.alloc_shared([V, C], dtype)
+            U_s = T.alloc_shared([V, C], dtype)
+            h_s = T.alloc_shared([V, K], dtype)
+            dh_s = T.alloc_shared([V, K], dtype)
             G_s = T.alloc_shared([C, C], dtype)
             F_s = T.alloc_shared([C, C], dtype)  # diag(beta) F
-            gates_s = T.alloc_shared([2, GATE_ROWS, C], "float32")
+            gates_s = T.alloc_shared([2, BackwardGate.COUNT, C], "float32")
             # Row sums of each half of the columns, column sums of each quarter of the rows: what a warp can add up.
             # read: of K * gamma U_S; beta_terms: of U * V and F * K K^T
             y_s = T.alloc_shared([C, HALVES], "float32")
@@ -113,7 +107,7 @@ def chunk_inputs_bwd(dtype):
             beta_terms_s = T.alloc_shared([C, HALVES], "float32")
             E_columns_s = T.alloc_shared([WARPS, C], "float32")
             terms_s = T.alloc_shared([2, C], "float32")  # y - column sums of E, z
-            passed_s = T.alloc_shared([PARTS], "float32")
+            passed_s = T.alloc_shared([STATE_PRODUCT_PARTS], "float32")
             place_s = T.alloc_shared([2], "int32")  # row, hk: for the end, as registers are scarce meanwhile
             T.annotate_layout({V_s: swizzled(V_s)})
 
@@ -122,9 +116,9 @@ def chunk_inputs_bwd(dtype):
             G = T.alloc_fragment([C, C], "float32")
             F = T.alloc_fragment([C, C], "float32")
             beta_F = T.alloc_fragment([C, C], dtype)
-            acc = T.alloc_fragment([C, D], "float32")  # Q_S, U_S, V_S and terms of row sums in turn
-            dQ = T.alloc_fragment([C, D], "float32")
-            dK = T.alloc_fragment([C, D], "float32")
+            acc = T.alloc_fragment([C, K], "float32")  # Q_S, U_S, V_S and terms of row sums in turn
+            dQ = T.alloc_fragment([C, K], "float32")
+            dK = T.alloc_fragment([C, K], "float32")
             y = T.alloc_fragment([C, HALVES], "float32")
             z = T.alloc_fragment([C, HALVES], "float32")
             read = T.alloc_fragment([C, HALVES], "float32")
@@ -163,32 +157,32 @@ def chunk_inputs_bwd(dtype):
             chunk = T.alloc_var("int32", init=0)  # chunks done
             step = T.alloc_var("int32", init=0)  # value heads done
 
-            slot = T.truncdiv(cta, HK)
-            hk = cta - slot * HK
+            slot = T.truncdiv(cta, H_k)
+            hk = cta - slot * H_k
             # Chunks come before padding in the table, so the first padding slot ends the loads.
-            if chunks[slot, CHUNK_SEQ] != PADDING:
-                row = chunks[slot, CHUNK_ROW]
+            if chunks[slot, ChunkColumn.SEQUENCE] != PADDING:
+                row = chunks[slot, ChunkColumn.ROW]
                 load(keys(row, hk), qk_loaded, 0)
                 load(tokens(row, hk * group, slot, 0), tokens_loaded, 0)
                 load(states(hk * group, slot), states_loaded, 0)
                 load(values(row, hk * group), values_loaded, 0)
 
-            while slot < NT:
-                row = chunks[slot, CHUNK_ROW]
-                length = chunks[slot, CHUNK_LENGTH]
-                next_slot = T.truncdiv(slot * HK + hk + ctas, HK)
-                next_hk = slot * HK + hk + ctas - next_slot * HK
+            while slot < chunk_slots:
+                row = chunks[slot, ChunkColumn.ROW]
+                length = chunks[slot, ChunkColumn.LENGTH]
+                next_slot = T.truncdiv(slot * H_k + hk + ctas, H_k)
+                next_hk = slot * H_k + hk + ctas - next_slot * H_k
                 next_row = -1
-                if next_slot < NT:  # noqa: SIM102 (the table ends there)
-                    if chunks[next_slot, CHUNK_SEQ] != PADDING:
-                        next_row = chunks[next_slot, CHUNK_ROW]
-                if chunks[slot, CHUNK_SEQ] == PADDING:
-                    for i, j in T.Parallel(C, D):
+                if next_slot < chunk_slots:  # noqa: SIM102 (the table ends there)
+                    if chunks[next_slot, ChunkColumn.SEQUENCE] != PADDING:
+                        next_row = chunks[next_slot, ChunkColumn.ROW]
+                if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
+                    for i, j in T.Parallel(C, K):
                         if i < length:
                             dq[row + i, hk, j] = 0
                             dk[row + i, hk, j] = 0
                     for head in T.serial(group):
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             if i < length:
                                 dv[row + i, hk * group + head, j] = 0
                         if tx < length:
@@ -199,7 +193,7 @@ def chunk_inputs_bwd(dtype):
                     if length < C:
                         # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
                         # zeros of the other factors.
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             if i >= length:
                                 Q_s[i, j] = 0
                                 K_s[i, j] = 0
@@ -224,7 +218,7 @@ def chunk_inputs_bwd(dtype):
 
                         T.barrier_wait(tokens_loaded[0], p)
                         if length < C:
-                            for i, j in T.Parallel(C, D):
+                            for i, j in T.Parallel(C, K):
                                 if i >= length:
                                     dO_s[i, j] = 0
                             T.fence_proxy_async()
@@ -234,47 +228,47 @@ def chunk_inputs_bwd(dtype):
                         T.barrier_wait(states_loaded[0], p)
                         T.wgmma_gemm(dO_s, h_s, acc, clear_accum=True)
                         T.wait_wgmma(0)
-                        for i, j in T.Parallel(C, D):
-                            acc[i, j] *= gates_s[step % 2, GATE_GAMMA, i] * scale
+                        for i, j in T.Parallel(C, K):
+                            acc[i, j] *= gates_s[step % 2, BackwardGate.GAMMA, i] * scale
                             dQ[i, j] += acc[i, j]
                             acc[i, j] *= Q_s[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, D // HALVES]), y, dim=2)
+                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), y, dim=2)
                         T.wgmma_gemm(U_s, h_s, acc, transpose_A=True, clear_accum=True)
                         T.wait_wgmma(0)
-                        for i, j in T.Parallel(C, D):
-                            acc[i, j] *= gates_s[step % 2, GATE_GAMMA, i]
-                            dK[i, j] -= gates_s[step % 2, GATE_BETA, i] * acc[i, j]
+                        for i, j in T.Parallel(C, K):
+                            acc[i, j] *= gates_s[step % 2, BackwardGate.GAMMA, i]
+                            dK[i, j] -= gates_s[step % 2, BackwardGate.BETA, i] * acc[i, j]
                             acc[i, j] *= K_s[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, D // HALVES]), read, dim=2)
+                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), read, dim=2)
                         T.copy(read, read_s)
                         T.wgmma_gemm(V_new_s, dh_s, acc, transpose_A=True, clear_accum=True)
-                        if tx < PARTS:
+                        if tx < STATE_PRODUCT_PARTS:
                             passed_s[tx] = passed[slot, hv, tx]
                         T.wait_wgmma(0)
                         T.sync_threads()
                         if at_row >= 0:
                             load(states(at_head, at_slot), states_loaded, 0)
-                        for i, j in T.Parallel(C, D):
-                            acc[i, j] *= gates_s[step % 2, GATE_DECAY, i]
+                        for i, j in T.Parallel(C, K):
+                            acc[i, j] *= gates_s[step % 2, BackwardGate.DECAY, i]
                             dK[i, j] += acc[i, j]
                             acc[i, j] *= K_s[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, D // HALVES]), z, dim=2)
+                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), z, dim=2)
                         T.copy(z, z_s)
 
                         T.wgmma_gemm(dO_s, V_new_s, G, clear_accum=True)
                         T.wgmma_gemm(U_s, V_new_s, F, transpose_A=True, clear_accum=True)
                         T.barrier_wait(values_loaded[0], p)
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             acc[i, j] = T.Cast("float32", V_s[i, j])
-                        for i, j in T.Parallel(C, D):
-                            V_s[i, j] = gates_s[step % 2, GATE_BETA, i] * U_s[j, i]
+                        for i, j in T.Parallel(C, K):
+                            V_s[i, j] = gates_s[step % 2, BackwardGate.BETA, i] * U_s[j, i]
                             acc[i, j] = T.Select(i < length, acc[i, j] * U_s[j, i], 0.0)
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, D // HALVES]), beta_terms, dim=2)
+                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), beta_terms, dim=2)
                         T.wait_wgmma(0)
                         T.sync_threads()
                         if at_row >= 0:
                             load(tokens(at_row, at_head, at_slot, p ^ 1), tokens_loaded, 0)
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             if i < length:
                                 dv[row + i, hv, j] = V_s[i, j]
 
@@ -283,10 +277,14 @@ def chunk_inputs_bwd(dtype):
                         T.wgmma_gemm(Q_s, K_s, QK, transpose_B=True, clear_accum=True)
                         T.wgmma_gemm(K_s, K_s, KK, transpose_B=True, clear_accum=True)
                         for i, j in T.Parallel(C, C):
-                            D_ij = T.exp(T.min(gates_s[step % 2, GATE_LOG, i] - gates_s[step % 2, GATE_LOG, j], 0.0))
+                            D_ij = T.exp(
+                                T.min(
+                                    gates_s[step % 2, BackwardGate.LOG, i] - gates_s[step % 2, BackwardGate.LOG, j], 0.0
+                                )
+                            )
                             G[i, j] = T.Select(i >= j, G[i, j] * (D_ij * scale), 0.0)
                             F[i, j] = T.Select(i > j, -F[i, j] * D_ij, 0.0)
-                            beta_F[i, j] = gates_s[step % 2, GATE_BETA, i] * F[i, j]
+                            beta_F[i, j] = gates_s[step % 2, BackwardGate.BETA, i] * F[i, j]
                         T.copy(G, G_s)
                         T.copy(beta_F, F_s)
                         T.fence_proxy_async()
@@ -301,7 +299,7 @@ def chunk_inputs_bwd(dtype):
                         for i, j in T.Parallel(C, C):
                             F[i, j] *= KK[i, j]
                             G[i, j] = T.Select(i > j, G[i, j] * QK[i, j], 0.0)
-                            G[i, j] += gates_s[step % 2, GATE_BETA, i] * F[i, j]
+                            G[i, j] += gates_s[step % 2, BackwardGate.BETA, i] * F[i, j]
                         T.reduce_sum(T.reshape(F, [C, HALVES, C // HALVES]), beta_terms, dim=2, clear=False)
                         T.reduce_sum(T.reshape(G, [C, HALVES, C // HALVES]), y, dim=2, clear=False)
                         T.reduce_sum(T.reshape(G, [WARPS, C // WARPS, C]), E_columns, dim=1)
@@ -314,7 +312,7 @@ def chunk_inputs_bwd(dtype):
                             read_t = T.alloc_var("float32")
                             read_t = read_s[tx, 0] + read_s[tx, 1]
                             y_t = T.alloc_var("float32")
-                            y_t = y_s[tx, 0] + y_s[tx, 1] - gates_s[step % 2, GATE_BETA, tx] * read_t
+                            y_t = y_s[tx, 0] + y_s[tx, 1] - gates_s[step % 2, BackwardGate.BETA, tx] * read_t
                             for w in T.unroll(WARPS):
                                 y_t -= E_columns_s[w, tx]
                             terms_s[0, tx] = y_t
@@ -324,9 +322,9 @@ def chunk_inputs_bwd(dtype):
                         T.sync_threads()
                         if tx < length:
                             total = T.alloc_var("float32", init=0.0)
-                            for i in T.unroll(PARTS):
+                            for i in T.unroll(STATE_PRODUCT_PARTS):
                                 total += passed_s[i]
-                            total *= gates_s[step % 2, GATE_GAMMA, C - 1]
+                            total *= gates_s[step % 2, BackwardGate.GAMMA, C - 1]
                             for i in T.unroll(C):
                                 total += T.Select(i >= tx, terms_s[0, i], terms_s[1, i])
                             dg[row + tx, hv] = total
@@ -335,26 +333,26 @@ def chunk_inputs_bwd(dtype):
                     row = place_s[0]
                     hk = place_s[1]
                     if use_l2norm != 0:
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             acc[i, j] = Q_s[i, j] * dQ[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, D // HALVES]), y, dim=2)
-                        for i, j in T.Parallel(C, D):
+                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), y, dim=2)
+                        for i, j in T.Parallel(C, K):
                             acc[i, j] = K_s[i, j] * dK[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, D // HALVES]), z, dim=2)
+                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), z, dim=2)
                         T.sync_threads()
                         T.copy(y, y_s)
                         T.copy(z, z_s)
                         T.sync_threads()
-                        for i, j in T.Parallel(C, D):
+                        for i, j in T.Parallel(C, K):
                             if i < length:
                                 dQ[i, j] = q_rstd[row + i, hk] * (dQ[i, j] - Q_s[i, j] * (y_s[i, 0] + y_s[i, 1]))
                                 dK[i, j] = k_rstd[row + i, hk] * (dK[i, j] - K_s[i, j] * (z_s[i, 0] + z_s[i, 1]))
-                    for i, j in T.Parallel(C, D):
+                    for i, j in T.Parallel(C, K):
                         Q_s[i, j] = dQ[i, j]
                         K_s[i, j] = dK[i, j]
                     T.fence_proxy_async()
                     T.sync_threads()
-                    for i, j in T.Parallel(C, D):
+                    for i, j in T.Parallel(C, K):
                         if i < length:
                             dq[row + i, hk, j] = Q_s[i, j]
                             dk[row + i, hk, j] = K_s[i, j]

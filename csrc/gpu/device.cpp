@@ -1,11 +1,11 @@
-#include "device.h"
+#include "gpu/device.h"
 
 #include <cuda_runtime.h>
 
 #include <sstream>
 
 #include "checks.h"
-#include "kernel_runtime.h"
+#include "gpu/kernel_runtime.h"
 
 namespace flash_qla {
 

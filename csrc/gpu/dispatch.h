@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "registry.h"
+#include "gpu/registry.h"
 
 namespace flash_qla {
 

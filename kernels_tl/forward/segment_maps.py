@@ -6,9 +6,9 @@ N^T is the recurrence of chunk_forward run from S = 0 without outputs, M^T that 
     V_new^T  = R^T + R^T L^T
     S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
-    states  [NS, HV, D, D] fp32     N^T of segment s in slot s + 1, V-first
-    maps    [NS, HV, 2, D, D]       M^T in two 16-bit parts, rounded and rest
-    skips   [NS, HV] int32          1 where the gates make M negligible (device/segments.cuh): it is not made then, and
+    states  [segment_slots, H_v, V, K] fp32     N^T of segment s in slot s + 1, V-first
+    maps    [segment_slots, H_v, 2, K, K]       M^T in two 16-bit parts, rounded and rest
+    skips   [segment_slots, H_v] int32          1 where the gates make M negligible (device/segments.cuh): it is not made then, and
                                     N is made from the last few chunks alone
 
 The last segment of a sequence needs no map.
@@ -16,25 +16,14 @@ The last segment of a sequence needs no map.
 A CTA makes M or N: two consumer warpgroups with 64 rows each, and a producer.  Shared memory: 3 stages * (K 16 + V 16 +
 L 8 + gates 1.25 KB) = 124 KB.
 
-Launched on [segments * HV * 2].
+Launched on [segments * H_v * 2].
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import (
-    FORWARD_BETA,
-    FORWARD_DECAY,
-    FORWARD_TOTAL,
-    GATE_TABLE_ROWS,
-    LAST,
     PASS_CONFIGS as COMMON,
-    SEGMENT_CHUNK,
-    SEGMENT_COLUMNS,
-    SEGMENT_FLAGS,
-    SEGMENT_LENGTH,
-    SEGMENT_ROW,
     C,
-    D,
     block_row,
     block_rows,
     dims,
@@ -42,6 +31,11 @@ from kernels_tl.common import (
     extern,
     load_early,
     swizzled,
+)
+from kernels_tl.layout import (
+    ForwardGate,
+    SegmentColumn,
+    SegmentFlag,
 )
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
@@ -54,55 +48,55 @@ PRELUDE = """
 STAGES = 3
 ROWS = 64  # of S^T a warpgroup
 EARLY_FACTORS = 4  # of eight, see load_minuend; with all of them it was 5 % slower (benchmarks/NOTES.md)
-WARPGROUPS = D // ROWS
-CONSUMERS = 128 * WARPGROUPS
 PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 MAP_N, MAP_M = 0, 1
 
 
-def segment_maps(dtype):
-    R, HK, HV, NT, NS = dims("R", "HK", "HV", "NT", "NS")
+def segment_maps(dtype, K, V):
+    tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
     Full = T.GemmWarpPolicy.FullRow
     element = element_type(dtype)
+    WARPGROUPS = V // ROWS
+    CONSUMERS = 128 * WARPGROUPS
 
     @T.prim_func
     def main(
-        k: T.Tensor([R, HK, D], dtype),
-        v: T.Tensor([R, HV, D], dtype),
-        gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
-        matrices_0: block_row(NT, HV, 0, dtype),
-        matrices_1: block_row(NT, HV, 1, dtype),
-        matrices_2: block_row(NT, HV, 2, dtype),
-        matrices_3: block_row(NT, HV, 3, dtype),
-        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
-        states: T.Tensor([NS, HV, D, D], "float32"),
-        maps: T.Tensor([NS, HV, 2, D, D], dtype),
-        skips: T.Tensor([NS, HV], "int32"),
-        group: T.int32,  # HV / HK
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
+        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
+        skips: T.Tensor([segment_slots, H_v], "int32"),
+        group: T.int32,  # H_v / H_k
     ):
-        with T.Kernel(NS * HV * 2, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([STAGES, C, D], dtype)
+        with T.Kernel(segment_slots * H_v * 2, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
+            K_s = T.alloc_shared([STAGES, C, K], dtype)
             V_s = T.alloc_shared([STAGES, WARPGROUPS, C, ROWS], dtype)
             L_s = T.alloc_shared([STAGES, C, C], dtype)
-            gates_s = T.alloc_shared([STAGES, GATE_TABLE_ROWS, C], "float32")
+            gates_s = T.alloc_shared([STAGES, ForwardGate.COUNT, C], "float32")
             T.annotate_layout({V_s: swizzled(V_s)})
             loaded = T.alloc_barrier([32] * STAGES)
             released = T.alloc_barrier([CONSUMERS] * STAGES)
 
             tx = T.get_thread_binding()
             which = T.alloc_var("int32", init=block % 2)
-            segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, 2), T.Cast("int32", HV)))
-            flags = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_FLAGS]))
-            length = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_LENGTH]))
-            row = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_ROW]))
-            first = T.alloc_var("int32", init=load_early(segments[segment, SEGMENT_CHUNK]))
-            idle = T.alloc_var("int32", init=T.Select((flags >= LAST) | (length == 0), 1, 0))
+            segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, 2), T.Cast("int32", H_v)))
+            flags = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.FLAGS]))
+            length = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.LENGTH]))
+            row = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.ROW]))
+            first = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.CHUNK]))
+            idle = T.alloc_var("int32", init=T.Select((flags >= SegmentFlag.LAST) | (length == 0), 1, 0))
             if (idle != 0) & (block != 0):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hv = T.alloc_var("int32", init=T.truncdiv(block, 2) - segment * T.Cast("int32", HV))
+            hv = T.alloc_var("int32", init=T.truncdiv(block, 2) - segment * T.Cast("int32", H_v))
             hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
             chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
             start = T.alloc_var("int32", init=0)
@@ -112,8 +106,8 @@ def segment_maps(dtype):
                 start = T.call_extern(
                     "int32",
                     "flash_qla::device::first_chunk_that_matters",
-                    T.access_ptr(gates[first, hv, FORWARD_TOTAL, 1], "r"),
-                    T.Cast("int64", HV) * (GATE_TABLE_ROWS * C),
+                    T.access_ptr(gates[first, hv, ForwardGate.TOTAL, 1], "r"),
+                    T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
                     chunks,
                 )
                 if (which == MAP_M) & (tx == 0):
@@ -127,61 +121,63 @@ def segment_maps(dtype):
             if tx < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 warpgroup = T.truncdiv(tx, 128)
-                S = T.alloc_fragment([D, D], "float32")  # S^T
-                S_16 = T.alloc_fragment([D, D], dtype)
-                V = T.alloc_fragment([D, C], "float32")  # S^T K^T, R^T, V_new^T in turn
-                V_16 = T.alloc_fragment([D, C], dtype)
-                # What is loaded while WGMMAs run: the tile of V, half of its factors, gamma_C / gamma.
+                S = T.alloc_fragment([V, K], "float32")  # S^T
+                S_16 = T.alloc_fragment([V, K], dtype)
+                V_new = T.alloc_fragment([V, C], "float32")  # S^T K^T, R^T, V_new^T in turn
+                V_new_16 = T.alloc_fragment([V, C], dtype)
+                # What is loaded while WGMMAs run: the tile of V_new, half of its factors, gamma_C / gamma.
                 minuend = T.alloc_local([16], "uint32")
                 early = T.alloc_local([16], "float32")
                 decays = T.alloc_local([16], "float32")
                 offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
                 column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-                for i, j in T.Parallel(D, D):
+                for i, j in T.Parallel(V, K):
                     S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
 
                 for c in T.serial(start, chunks):
                     s = (c - start) % STAGES
                     T.barrier_wait(loaded[s], ((c - start) // STAGES) % 2)
                     T.copy(S, S_16)
-                    T.wgmma_gemm(S_16, K_s[s, :, :], V, transpose_B=True, policy=Full, clear_accum=True)
+                    T.wgmma_gemm(S_16, K_s[s, :, :], V_new, transpose_B=True, policy=Full, clear_accum=True)
                     extern(
                         f"load_minuend<{EARLY_FACTORS}>",
                         minuend.data,
                         early.data,
                         T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
-                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        T.access_ptr(gates_s[s, ForwardGate.BETA, 0], "r"),
                         offset,
                         column,
                     )
                     T.wait_wgmma(0)
                     extern(
                         f"subtract_from_minuend<{element}, {EARLY_FACTORS}>",
-                        V.data,
+                        V_new.data,
                         minuend.data,
                         early.data,
-                        T.access_ptr(gates_s[s, FORWARD_BETA, 0], "r"),
+                        T.access_ptr(gates_s[s, ForwardGate.BETA, 0], "r"),
                         column,
                         which == MAP_N,
                     )
-                    T.copy(V, V_16)
-                    T.wgmma_gemm(V_16, L_s[s, :, :], V, policy=Full)
-                    for i, j in T.Parallel(D, D):
-                        S[i, j] *= gates_s[s, FORWARD_TOTAL, 0]
-                    extern("load_column_factors", decays.data, T.access_ptr(gates_s[s, FORWARD_DECAY, 0], "r"), column)
+                    T.copy(V_new, V_new_16)
+                    T.wgmma_gemm(V_new_16, L_s[s, :, :], V_new, policy=Full)
+                    for i, j in T.Parallel(V, K):
+                        S[i, j] *= gates_s[s, ForwardGate.TOTAL, 0]
+                    extern(
+                        "load_column_factors", decays.data, T.access_ptr(gates_s[s, ForwardGate.DECAY, 0], "r"), column
+                    )
                     T.wait_wgmma(0)
-                    extern(f"round_scaled_columns<{element}>", V_16.data, V.data, decays.data)
-                    T.wgmma_gemm(V_16, K_s[s, :, :], S, policy=Full)
+                    extern(f"round_scaled_columns<{element}>", V_new_16.data, V_new.data, decays.data)
+                    T.wgmma_gemm(V_new_16, K_s[s, :, :], S, policy=Full)
                     T.wait_wgmma(0)
                     T.barrier_arrive(released[s])
 
                 if start < chunks:
                     if which == MAP_N:
-                        for i, j in T.Parallel(D, D):
+                        for i, j in T.Parallel(V, K):
                             states[segment + 1, hv, i, j] = S[i, j]
                     else:
                         T.copy(S, S_16)
-                        for i, j in T.Parallel(D, D):
+                        for i, j in T.Parallel(V, K):
                             S[i, j] -= T.Cast("float32", S_16[i, j])
                         extern("store_state", S_16.data, T.access_ptr(maps[segment, hv, 0, warpgroup * ROWS, 0], "w"))
                         T.copy(S, S_16)

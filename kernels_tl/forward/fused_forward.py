@@ -24,34 +24,29 @@ so that the inverse needs no norms but those of its own rows, and the others com
 A CTA goes through several pieces of work, heads of segments, in turns as chunk_forward's do; chunks are counted through
 all of them, so the matrices of a piece's first chunks are made in the last steps of the one before it.
 
-Launched on [ctas], at most [segments * HV]. With `early` the first piece is found in cu_seqlens, while chunk_plan runs.
+Launched on [ctas], at most [segments * H_v]. With `early` the first piece is found in cu_seqlens, while chunk_plan runs.
 """
 
 import tilelang.language as T
 
-from kernels_tl.chunk_forward import piece
 from kernels_tl.common import (
-    BLOCK,
-    CHUNK_COLUMNS,
-    CHUNK_LENGTH,
-    CHUNK_ROW,
-    CHUNK_SEQ,
-    LAST,
-    PADDING,
     PASS_CONFIGS as COMMON,
-    SEGMENT_COLUMNS,
-    SEGMENT_FLAGS,
-    SEGMENT_LENGTH,
-    SEGMENT_ROW,
-    SEGMENT_SEQ,
     C,
-    D,
     dims,
     element_type,
     extern,
     swizzled,
 )
-from kernels_tl.recurrence import begin_step, end_step
+from kernels_tl.forward.chunk_forward import piece
+from kernels_tl.forward.recurrence import begin_step, end_step
+from kernels_tl.layout import (
+    BLOCK,
+    PADDING,
+    ChunkColumn,
+    FusedGate,
+    SegmentColumn,
+    SegmentFlag,
+)
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
@@ -64,7 +59,6 @@ STAGES = 3  # of K, Q, matrices and gates; V has two
 WARPGROUPS, ROWS = 2, 64
 CONSUMERS, PRODUCERS = 128 * WARPGROUPS, 128
 LOADER, STORERS, GATES = 0, 1, 3  # producer warps: one, two, one
-GATE_ROWS = 15  # of a chunk's table, as in the header
 SCRATCH = 6 * BLOCK**2 + 3 * (BLOCK**2 + 16) + BLOCK**2  # floats of a warpgroup, likewise
 BEGIN_BARRIER, MAKER_BARRIER, TAIL_BARRIER = 11, 12, 14  # of all consumers; of each warpgroup: it and the next
 EARLY_FACTORS = 4  # of eight, see load_minuend; more spill
@@ -72,7 +66,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what
 
 
 # Where a chunk's tiles are, in one number, because it lives through everything: bits 0 and 1 are the stage, bit 2 its
-# phase; bit 3 is the stage of V, and whose turn it is to make matrices, bit 4 the phase of that. RING_BIT is where a
+# phase; bit 3 is the stage of V_new, and whose turn it is to make matrices, bit 4 the phase of that. RING_BIT is where a
 # consumer has it, in the same register as its place in a tile.
 RING_BIT = 24
 
@@ -100,16 +94,18 @@ def next_chunk(number, bit=0):
     return (following + (8 << bit)) & ((32 << bit) - 1)
 
 
-def fused_forward(dtype, normalize, low_level):
-    R, HK, HV, NT, NS, state_size, offset_words = dims("R", "HK", "HV", "NT", "NS", "state_size", "offset_words")
+def fused_forward(dtype, K, V, normalize, low_level):
+    tokens, H_k, H_v, chunk_slots, segment_slots, state_size, offset_words = dims(
+        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "offset_words"
+    )
     element = element_type(dtype)
     flags = f"{str(normalize).lower()}, {str(low_level).lower()}"
 
     @T.macro
     def read_extent(extent, segments, segment):
         T.pdl_sync()
-        extent[0] = segments[segment, SEGMENT_ROW]
-        extent[1] = segments[segment, SEGMENT_LENGTH]
+        extent[0] = segments[segment, SegmentColumn.ROW]
+        extent[1] = segments[segment, SegmentColumn.LENGTH]
 
     @T.macro
     def make_matrices(
@@ -155,20 +151,20 @@ def fused_forward(dtype, normalize, low_level):
 
     @T.prim_func
     def main(
-        q: T.Tensor([R, HK, D], dtype),
-        k: T.Tensor([R, HK, D], dtype),
-        v: T.Tensor([R, HV, D], dtype),
-        g: T.Tensor([R, HV], "float32"),
-        beta: T.Tensor([R, HV], "float32"),
-        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
-        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
+        q: T.Tensor([tokens, H_k, K], dtype),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        g: T.Tensor([tokens, H_v], "float32"),
+        beta: T.Tensor([tokens, H_v], "float32"),
+        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
         offsets: T.Tensor([offset_words], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
-        o: T.Tensor([R, HV, D], dtype),
-        A: T.Tensor([R, HV, C], dtype),
-        g_cumsum: T.Tensor([R, HV], "float32"),
-        group: T.int32,  # HV / HK
+        o: T.Tensor([tokens, H_v, V], dtype),
+        A: T.Tensor([tokens, H_v, C], dtype),
+        g_cumsum: T.Tensor([tokens, H_v], "float32"),
+        group: T.int32,  # H_v / H_k
         state_v_first: T.int32,  # the layout of initial_state and final_state
         has_initial_state: T.int32,
         has_final_state: T.int32,
@@ -180,14 +176,14 @@ def fused_forward(dtype, normalize, low_level):
         scale: T.float32,
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([STAGES, C, D], dtype)
-            Q_s = T.alloc_shared([STAGES, C, D], dtype)
+            K_s = T.alloc_shared([STAGES, C, K], dtype)
+            Q_s = T.alloc_shared([STAGES, C, K], dtype)
             V_s = T.alloc_shared([2, WARPGROUPS, C, ROWS], dtype)
             L_s = T.alloc_shared([STAGES, C, C], dtype)
             P_s = T.alloc_shared([STAGES, C, C], dtype)
             O_s = T.alloc_shared([WARPGROUPS, C, ROWS], dtype)
             scratch_s = T.alloc_shared([WARPGROUPS, SCRATCH], "float32")
-            table_s = T.alloc_shared([STAGES, GATE_ROWS, C], "float32")
+            table_s = T.alloc_shared([STAGES, FusedGate.COUNT, C], "float32")
             lengths_s = T.alloc_shared([STAGES], "int32")  # tokens of the chunk, negative behind the last one
             turns_s = T.alloc_shared([CONSUMERS], "int32")  # a consumer's, while the chunks take all registers
             T.annotate_layout({V_s: swizzled(V_s), O_s: swizzled(O_s)})
@@ -202,17 +198,17 @@ def fused_forward(dtype, normalize, low_level):
             stored = T.alloc_barrier([32] * WARPGROUPS)  # it has left
 
             tx = T.get_thread_binding()
-            pieces = T.alloc_var("int32", init=T.Cast("int32", NS * HV))
+            pieces = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v))
 
             if tx < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 warpgroup = T.truncdiv(tx, 128)
-                S = T.alloc_fragment([D, D], "float32")  # S^T
-                S_16 = T.alloc_fragment([D, D], dtype)
-                V = T.alloc_fragment([D, C], "float32")  # S^T K^T, R^T, V_new^T in turn
-                V_16 = T.alloc_fragment([D, C], dtype)
-                decayed = T.alloc_fragment([D, C], dtype)  # V_new^T diag(gamma_C / gamma)
-                O = T.alloc_fragment([D, C], "float32")
+                S = T.alloc_fragment([V, K], "float32")  # S^T
+                S_16 = T.alloc_fragment([V, K], dtype)
+                V_new = T.alloc_fragment([V, C], "float32")  # S^T K^T, R^T, V_new^T in turn
+                V_new_16 = T.alloc_fragment([V, C], dtype)
+                decayed = T.alloc_fragment([V, C], dtype)  # V_new^T diag(gamma_C / gamma)
+                O = T.alloc_fragment([V, C], "float32")
                 minuend = T.alloc_local([16], "uint32")
                 pairs = T.alloc_local([32], "float32")
                 decays = T.alloc_local([16], "float32")
@@ -232,20 +228,20 @@ def fused_forward(dtype, normalize, low_level):
                 turns_s[tx] = 0
                 while piece(turns_s[tx], block, ctas) < pieces:
                     work = T.alloc_var("int32", init=piece(turns_s[tx], block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
-                    n = T.alloc_var("int32", init=segments[segment, SEGMENT_SEQ])
-                    state = T.alloc_var("int64", init=(T.Cast("int64", n - segment) * HV + work) * (D * D))
+                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", H_v)))
+                    n = T.alloc_var("int32", init=segments[segment, SegmentColumn.SEQUENCE])
+                    state = T.alloc_var("int64", init=(T.Cast("int64", n - segment) * H_v + work) * (K * V))
                     T.clear(S)
-                    if (has_initial_state != 0) & (segments[segment, SEGMENT_FLAGS] >= LAST):
+                    if (has_initial_state != 0) & (segments[segment, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
                         extern(
-                            f"read_state<{D}>",
+                            f"read_state<{V}>",
                             S.data,
                             T.access_ptr(initial_state[state], "r"),
                             state_v_first != 0,
                         )
                     T.copy(S, S_16)
 
-                    left = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    left = T.alloc_var("int32", init=segments[segment, SegmentColumn.LENGTH])
                     while left > 0:
                         now = T.alloc_var("int32", init=extern("uniform", place >> RING_BIT, returns="int32"))
                         s = stage(now)
@@ -267,8 +263,8 @@ def fused_forward(dtype, normalize, low_level):
                             s,
                             S,
                             S_16,
-                            V,
-                            V_16,
+                            V_new,
+                            V_new_16,
                             O,
                             minuend,
                             pairs,
@@ -286,7 +282,9 @@ def fused_forward(dtype, normalize, low_level):
                             extern("wait_for_tile", stored[0], place)
                         else:
                             T.barrier_wait(stored[own], u ^ 1)
-                        end_step(element, K_s[s, :, :], P_s[s, :, :], S, S_16, V, V_16, decayed, O, decays, queries)
+                        end_step(
+                            element, K_s[s, :, :], P_s[s, :, :], S, S_16, V_new, V_new_16, decayed, O, decays, queries
+                        )
                         T.barrier_arrive(released[s])
                         extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[0, 0, 0], "w"), place & 0xFFFF)
                         T.barrier_arrive(filled[own])
@@ -304,14 +302,14 @@ def fused_forward(dtype, normalize, low_level):
                         left -= C
 
                     done_work = T.alloc_var("int32", init=piece(turns_s[tx], block, ctas))
-                    done_segment = T.alloc_var("int32", init=T.truncdiv(done_work, T.Cast("int32", HV)))
-                    done_n = T.alloc_var("int32", init=segments[done_segment, SEGMENT_SEQ])
-                    if (has_final_state != 0) & (segments[done_segment, SEGMENT_FLAGS] >= LAST):
+                    done_segment = T.alloc_var("int32", init=T.truncdiv(done_work, T.Cast("int32", H_v)))
+                    done_n = T.alloc_var("int32", init=segments[done_segment, SegmentColumn.SEQUENCE])
+                    if (has_final_state != 0) & (segments[done_segment, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
                         extern(
                             "write_state",
                             S.data,
                             T.access_ptr(
-                                final_state[(T.Cast("int64", done_n - done_segment) * HV + done_work) * (D * D)], "w"
+                                final_state[(T.Cast("int64", done_n - done_segment) * H_v + done_work) * (K * V)], "w"
                             ),
                             state_v_first != 0,
                         )
@@ -327,20 +325,20 @@ def fused_forward(dtype, normalize, low_level):
                     extern(
                         "find_segment",
                         extent.data,
-                        T.truncdiv(block, T.Cast("int32", HV)),
+                        T.truncdiv(block, T.Cast("int32", H_v)),
                         T.access_ptr(offsets[0], "r"),
                         has_offsets,
                         wide_offsets,
-                        T.Cast("int32", NS),
-                        T.Cast("int32", R),
+                        T.Cast("int32", segment_slots),
+                        T.Cast("int32", tokens),
                         uniform_length,
                     )
                 else:
                     T.pdl_sync()
                 for turn in T.serial(T.if_then_else(warp == LOADER, turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
-                    hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
+                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", H_v)))
+                    hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", H_v))
                     hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
                     if (early == 0) | (turn > 0):
                         read_extent(extent, segments, segment)
@@ -369,16 +367,16 @@ def fused_forward(dtype, normalize, low_level):
                 beta_pair = T.alloc_local([2], "float32")
                 for turn in T.serial(T.if_then_else(warp == GATES, turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
-                    hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
+                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", H_v)))
+                    hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", H_v))
                     if (early == 0) | (turn > 0):
                         read_extent(extent, segments, segment)
                     row = T.alloc_var("int32", init=extent[0])
                     rest = T.alloc_var("int32", init=extent[1])
                     while rest > 0:
                         s = stage(at)
-                        extern("load_pair", g_pair.data, T.access_ptr(g[row, hv], "r"), HV, rest)
-                        extern("load_pair", beta_pair.data, T.access_ptr(beta[row, hv], "r"), HV, rest)
+                        extern("load_pair", g_pair.data, T.access_ptr(g[row, hv], "r"), H_v, rest)
+                        extern("load_pair", beta_pair.data, T.access_ptr(beta[row, hv], "r"), H_v, rest)
                         T.barrier_wait(released[s], phase(at) ^ 1)
                         lengths_s[s] = T.min(rest, C)
                         extern(
@@ -394,7 +392,7 @@ def fused_forward(dtype, normalize, low_level):
                                 "store_cumsum",
                                 T.access_ptr(g_cumsum[row, hv], "w"),
                                 T.access_ptr(table_s[s, 0, 0], "r"),
-                                HV,
+                                H_v,
                                 rest,
                             )
                         at = next_chunk(at)
@@ -418,10 +416,10 @@ def fused_forward(dtype, normalize, low_level):
                     A_ahead = T.alloc_var("int32", init=1 + w)  # chunks; 0 where O is next
                 for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
                     work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", HV)))
-                    hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", HV))
-                    row = T.alloc_var("int32", init=segments[segment, SEGMENT_ROW])
-                    rest = T.alloc_var("int32", init=segments[segment, SEGMENT_LENGTH])
+                    segment = T.alloc_var("int32", init=T.truncdiv(work, T.Cast("int32", H_v)))
+                    hv = T.alloc_var("int32", init=work - segment * T.Cast("int32", H_v))
+                    row = T.alloc_var("int32", init=segments[segment, SegmentColumn.ROW])
+                    rest = T.alloc_var("int32", init=segments[segment, SegmentColumn.LENGTH])
                     while rest > 0:
                         if low_level:  # noqa: SIM102, this one is Python's
                             if A_ahead > 0:
@@ -431,10 +429,10 @@ def fused_forward(dtype, normalize, low_level):
                                     while (A_rest <= 0) & (A_turn + 1 < turns):
                                         A_turn += 1
                                         A_work = T.alloc_var("int32", init=piece(A_turn, block, ctas))
-                                        A_segment = T.alloc_var("int32", init=T.truncdiv(A_work, T.Cast("int32", HV)))
-                                        A_hv = A_work - A_segment * T.Cast("int32", HV)
-                                        A_row = segments[A_segment, SEGMENT_ROW]
-                                        A_rest = segments[A_segment, SEGMENT_LENGTH]
+                                        A_segment = T.alloc_var("int32", init=T.truncdiv(A_work, T.Cast("int32", H_v)))
+                                        A_hv = A_work - A_segment * T.Cast("int32", H_v)
+                                        A_row = segments[A_segment, SegmentColumn.ROW]
+                                        A_rest = segments[A_segment, SegmentColumn.LENGTH]
                                     A_ahead -= 1
                                 T.barrier_wait(filled[w], stores % 2)
                                 if A_rest >= C:
@@ -446,7 +444,7 @@ def fused_forward(dtype, normalize, low_level):
                                         f"store_tile<{element}>",
                                         T.access_ptr(O_s[w, 0, 0], "r"),
                                         T.access_ptr(A[A_row, A_hv, 0], "w"),
-                                        HV * C,
+                                        H_v * C,
                                         A_rest,
                                     )
                                 T.barrier_arrive(stored[w])
@@ -465,7 +463,7 @@ def fused_forward(dtype, normalize, low_level):
                                 f"store_tile<{element}>",
                                 T.access_ptr(O_s[w, 0, 0], "r"),
                                 T.access_ptr(o[row, hv, w * ROWS], "w"),
-                                HV * D,
+                                H_v * V,
                                 rest,
                             )
                         T.barrier_arrive(stored[w])
@@ -476,28 +474,28 @@ def fused_forward(dtype, normalize, low_level):
                         at = next_chunk(at)
                         row += C
                         rest -= C
-                slots = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", NT) - block + ctas - 1, ctas))
+                slots = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", chunk_slots) - block + ctas - 1, ctas))
                 for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
                     slot = T.alloc_var("int32", init=block + i * ctas)
-                    if chunks[slot, CHUNK_SEQ] == PADDING:
+                    if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
                         extern(
                             "clear_bytes",
-                            T.access_ptr(o[chunks[slot, CHUNK_ROW], 0, 0], "w"),
-                            T.Cast("int64", chunks[slot, CHUNK_LENGTH]) * HV * (2 * D),
+                            T.access_ptr(o[chunks[slot, ChunkColumn.ROW], 0, 0], "w"),
+                            T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v * (2 * V),
                         )
                         # A group of 0 there is not: but so all instances have the same parameters.
                         if T.bool(low_level) | (group == 0):
                             extern(
                                 "clear_bytes",
-                                T.access_ptr(A[chunks[slot, CHUNK_ROW], 0, 0], "w"),
-                                T.Cast("int64", chunks[slot, CHUNK_LENGTH]) * HV * (2 * C),
+                                T.access_ptr(A[chunks[slot, ChunkColumn.ROW], 0, 0], "w"),
+                                T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v * (2 * C),
                             )
-                            for i in T.serial(T.ceildiv(chunks[slot, CHUNK_LENGTH] * T.Cast("int32", HV), 32)):
+                            for i in T.serial(T.ceildiv(chunks[slot, ChunkColumn.LENGTH] * T.Cast("int32", H_v), 32)):
                                 number = T.alloc_var("int32", init=i * 32 + tx % 32)
-                                if number < chunks[slot, CHUNK_LENGTH] * T.Cast("int32", HV):
+                                if number < chunks[slot, ChunkColumn.LENGTH] * T.Cast("int32", H_v):
                                     g_cumsum[
-                                        chunks[slot, CHUNK_ROW] + T.truncdiv(number, T.Cast("int32", HV)),
-                                        T.truncmod(number, T.Cast("int32", HV)),
+                                        chunks[slot, ChunkColumn.ROW] + T.truncdiv(number, T.Cast("int32", H_v)),
+                                        T.truncmod(number, T.Cast("int32", H_v)),
                                     ] = 0
 
     return main

@@ -5,13 +5,13 @@ hold, the tables describe disjoint runs of rows inside [0, rows): the first offs
 to [0, rows] and replaced by their running maximum.
 
     sequences [N, 4]   first row, tokens, first chunk slot, first segment slot
-    chunks    [NT, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
+    chunks    [chunk_slots, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
                        (sequence = PADDING), then unused slots (PADDING of 0 tokens)
-    segments  [NS, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
+    segments  [segment_slots, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
                        least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0 or (with
                        cu_seqlens) none has more than `cut_above` chunks.  A sequence's segments follow one another,
                        and of each 256 sequences the longest come first.  Unused slots have 0 tokens and no flags.
-                       Written if NS > 0
+                       Written if segment_slots > 0
 
 Launched once per call, one CTA.  The kernel behind it does not wait for all of this (device/early_plan.cuh has the same
 arithmetic by warps).  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
@@ -20,28 +20,17 @@ arithmetic by warps).  Without cu_seqlens (has_offsets = 0) every sequence has `
 import tilelang.language as T
 
 from kernels_tl.common import (
-    CHUNK_COLUMNS,
-    CHUNK_LENGTH,
-    CHUNK_ROW,
-    CHUNK_SEQ,
-    FIRST,
-    LAST,
-    PADDING,
     PASS_CONFIGS as PASS_CONFIGS,
-    SEGMENT_CHUNK,
-    SEGMENT_COLUMNS,
-    SEGMENT_FLAGS,
-    SEGMENT_LENGTH,
-    SEGMENT_ROW,
-    SEGMENT_SEQ,
-    SEQ_CHUNK,
-    SEQ_COLUMNS,
-    SEQ_LENGTH,
-    SEQ_ROW,
-    SEQ_SEGMENT,
     C,
     dims,
     extern,
+)
+from kernels_tl.layout import (
+    PADDING,
+    ChunkColumn,
+    SegmentColumn,
+    SegmentFlag,
+    SequenceColumn,
 )
 
 PRELUDE = """
@@ -52,14 +41,14 @@ THREADS = 256  # sequences planned per step
 
 
 def chunk_plan(offset_dtype):
-    N, NT, NS, offsets_size = dims("N", "NT", "NS", "offsets_size")
+    N, chunk_slots, segment_slots, offsets_size = dims("N", "chunk_slots", "segment_slots", "offsets_size")
 
     @T.prim_func
     def main(
         offsets: T.Tensor([offsets_size], offset_dtype),
-        sequences: T.Tensor([N, SEQ_COLUMNS], "int32"),
-        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
-        segments: T.Tensor([NS, SEGMENT_COLUMNS], "int32"),
+        sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
+        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
         rows: T.int32,
         has_offsets: T.int32,
         uniform_length: T.int32,
@@ -135,46 +124,46 @@ def chunk_plan(offset_dtype):
                             low += THREADS >> (bit + 1)
                     first = begins[low] + (i * THREADS + tx - (sums[low] - counts[low])) * C
                     slot = chunks_before + i * THREADS + tx
-                    chunks[slot, CHUNK_ROW] = first
-                    chunks[slot, CHUNK_LENGTH] = T.min(ends[low] - first, C)
-                    chunks[slot, CHUNK_SEQ] = step * THREADS + low
+                    chunks[slot, ChunkColumn.ROW] = first
+                    chunks[slot, ChunkColumn.LENGTH] = T.min(ends[low] - first, C)
+                    chunks[slot, ChunkColumn.SEQUENCE] = step * THREADS + low
                 first = chunks_before + up_to - count
                 slot = segments_before
-                if NS > 0:
+                if segment_slots > 0:
                     for i in T.serial(T.min(N - step * THREADS, THREADS)):
                         # The longest first, so that no long one is left for the end.
                         slot += T.Select((counts[i] > count) | ((counts[i] == count) & (i < tx)), parts[i], 0)
                         segments_before += parts[i]
                 if n < N:
-                    sequences[n, SEQ_ROW] = begin
-                    sequences[n, SEQ_LENGTH] = end - begin
-                    sequences[n, SEQ_CHUNK] = first
-                    sequences[n, SEQ_SEGMENT] = slot
+                    sequences[n, SequenceColumn.ROW] = begin
+                    sequences[n, SequenceColumn.LENGTH] = end - begin
+                    sequences[n, SequenceColumn.CHUNK] = first
+                    sequences[n, SequenceColumn.SEGMENT] = slot
                     for i in T.serial(part):
-                        if slot + i < NS:
-                            segments[slot + i, SEGMENT_ROW] = begin + i * size * C
-                            segments[slot + i, SEGMENT_LENGTH] = T.min(end - begin - i * size * C, size * C)
-                            segments[slot + i, SEGMENT_CHUNK] = first + i * size
-                            segments[slot + i, SEGMENT_SEQ] = n
-                            segments[slot + i, SEGMENT_FLAGS] = T.Select(i == 0, FIRST, 0) + T.Select(
-                                i == part - 1, LAST, 0
+                        if slot + i < segment_slots:
+                            segments[slot + i, SegmentColumn.ROW] = begin + i * size * C
+                            segments[slot + i, SegmentColumn.LENGTH] = T.min(end - begin - i * size * C, size * C)
+                            segments[slot + i, SegmentColumn.CHUNK] = first + i * size
+                            segments[slot + i, SegmentColumn.SEQUENCE] = n
+                            segments[slot + i, SegmentColumn.FLAGS] = T.Select(i == 0, SegmentFlag.FIRST, 0) + T.Select(
+                                i == part - 1, SegmentFlag.LAST, 0
                             )
                 rows_before = ends[THREADS - 1]
                 chunks_before += total
                 T.sync_threads()
 
-            for step in T.serial(T.ceildiv(NS - segments_before, THREADS)):
+            for step in T.serial(T.ceildiv(segment_slots - segments_before, THREADS)):
                 slot = segments_before + step * THREADS + tx
-                if slot < NS:
-                    for i in T.unroll(SEGMENT_COLUMNS):
+                if slot < segment_slots:
+                    for i in T.unroll(SegmentColumn.COUNT):
                         segments[slot, i] = 0
 
-            for step in T.serial(T.ceildiv(NT - chunks_before, THREADS)):
+            for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
                 slot = chunks_before + step * THREADS + tx
-                if slot < NT:
+                if slot < chunk_slots:
                     first = rows_before + (slot - chunks_before) * C
-                    chunks[slot, CHUNK_ROW] = T.min(first, rows)
-                    chunks[slot, CHUNK_LENGTH] = T.max(T.min(rows - first, C), 0)
-                    chunks[slot, CHUNK_SEQ] = PADDING
+                    chunks[slot, ChunkColumn.ROW] = T.min(first, rows)
+                    chunks[slot, ChunkColumn.LENGTH] = T.max(T.min(rows - first, C), 0)
+                    chunks[slot, ChunkColumn.SEQUENCE] = PADDING
 
     return main

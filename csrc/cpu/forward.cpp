@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "cpu/recurrence.h"
-#include "cpu_call.h"
+#include "cpu/call.h"
 
 namespace flash_qla {
 

@@ -8,7 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "forward.h"
-#include "plan.h"
+#include "gpu/plan.h"
 
 namespace flash_qla {
 

@@ -1,4 +1,4 @@
-#include "dispatch.h"
+#include "gpu/dispatch.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "plan.h"
+#include "gpu/plan.h"
 
 namespace flash_qla {
 

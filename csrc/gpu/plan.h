@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "dispatch.h"
 #include "forward.h"
+#include "gpu/dispatch.h"
 
 namespace flash_qla {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "registry.h"
+#include "gpu/registry.h"
 
 namespace flash_qla {
 

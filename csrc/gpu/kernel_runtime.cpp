@@ -1,4 +1,4 @@
-#include "kernel_runtime.h"
+#include "gpu/kernel_runtime.h"
 
 #include <cudaTypedefs.h>
 

@@ -1,12 +1,12 @@
 """Everything about a chunk that does not need the state, for all chunks in parallel: gates, inverse, attention.
 
-    gates      [NT, HV, 5, C] fp32  beta_i and beta_i gamma_i in pairs (two rows), scale gamma_i, gamma_C / gamma_i, and
+    gates      [chunk_slots, H_v, 5, C] fp32  beta_i and beta_i gamma_i in pairs (two rows), scale gamma_i, gamma_C / gamma_i, and
                                     gamma_C with the log2 norm bound of device/segments.cuh behind it; with the l2norm
                                     the factors of keys and queries hold 1 / their norm as well
-    matrices   [NT, HV, 2, MATRIX]  (A * D - I)^T, A = (I + stril(diag(beta) K K^T))^-1; scale (tril(Q K^T) * D)^T:
+    matrices   [chunk_slots, H_v, 2, MATRIX]  (A * D - I)^T, A = (I + stril(diag(beta) K K^T))^-1; scale (tril(Q K^T) * D)^T:
                                     by rows of blocks, of each those from the diagonal on (common.block_row)
-    A          [R, HV, C]           the op's output, if wanted (low_level): row i of a chunk's A at token i
-    g_cumsum   [R, HV] fp32         likewise, b_i = g_1 + ... + g_i
+    A          [tokens, H_v, C]           the op's output, if wanted (low_level): row i of a chunk's A at token i
+    g_cumsum   [tokens, H_v] fp32         likewise, b_i = g_1 + ... + g_i
 
 D_ij = exp(b_i - b_j) for i >= j and 0 above, formed from differences, so it never overflows.  A * D is
 diag(gamma) A diag(1/gamma), so the gates never enter the inverse; its unit diagonal is left out, so that products with
@@ -24,32 +24,30 @@ latencies:
     Q 16, later each warp's block column of both matrices, 4 * 4
     diagonal blocks of K K^T 4, of A 4 * 4.25 for 4 heads, b and beta 4 * 0.5 KB
 
-Launched on [chunk slots * HV / heads], one warpgroup.  The first early_ctas of them find their chunk in cu_seqlens
+Launched on [chunk slots * H_v / heads], one warpgroup.  The first early_ctas of them find their chunk in cu_seqlens
 themselves, while chunk_plan runs.
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import (
-    BLOCK,
-    CHUNK_COLUMNS,
-    CHUNK_LENGTH,
-    CHUNK_ROW,
-    CHUNK_SEQ,
-    GATE_TABLE_ROWS,
-    PADDING,
     PASS_CONFIGS as COMMON,
     SWIZZLE_32B,
     SWIZZLE_64B,
     SWIZZLE_128B,
     SWIZZLE_NONE,
     C,
-    D,
     block_row,
     descriptor,
     dims,
     element_type,
     extern,
+)
+from kernels_tl.layout import (
+    BLOCK,
+    PADDING,
+    ChunkColumn,
+    ForwardGate,
 )
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
@@ -67,29 +65,29 @@ DIAGONALS, INVERSES = 3 * DIAGONAL + 256, 3 * INVERSE + 256
 SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
 
 
-def chunk_matrices(dtype, normalize):
-    R, HK, HV, NT, offset_words = dims("R", "HK", "HV", "NT", "offset_words")
+def chunk_matrices(dtype, K, V, normalize):
+    tokens, H_k, H_v, chunk_slots, offset_words = dims("tokens", "H_k", "H_v", "chunk_slots", "offset_words")
     element = element_type(dtype)
     norm = "true" if normalize else "false"
     Full = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
     def main(
-        q: T.Tensor([R, HK, D], dtype),
-        k: T.Tensor([R, HK, D], dtype),
-        g: T.Tensor([R, HV], "float32"),
-        beta: T.Tensor([R, HV], "float32"),
-        chunks: T.Tensor([NT, CHUNK_COLUMNS], "int32"),
+        q: T.Tensor([tokens, H_k, K], dtype),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        g: T.Tensor([tokens, H_v], "float32"),
+        beta: T.Tensor([tokens, H_v], "float32"),
+        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         offsets: T.Tensor([offset_words], "int32"),
-        gates: T.Tensor([NT, HV, GATE_TABLE_ROWS, C], "float32"),
-        matrices_0: block_row(NT, HV, 0, dtype),
-        matrices_1: block_row(NT, HV, 1, dtype),
-        matrices_2: block_row(NT, HV, 2, dtype),
-        matrices_3: block_row(NT, HV, 3, dtype),
-        o: T.Tensor([R, HV, D], dtype),
-        A: T.Tensor([R, HV, C], dtype),
-        g_cumsum: T.Tensor([R, HV], "float32"),
-        group: T.int32,  # HV / HK
+        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
+        o: T.Tensor([tokens, H_v, V], dtype),
+        A: T.Tensor([tokens, H_v, C], dtype),
+        g_cumsum: T.Tensor([tokens, H_v], "float32"),
+        group: T.int32,  # H_v / H_k
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
         low_level: T.int32,
@@ -99,9 +97,9 @@ def chunk_matrices(dtype, normalize):
         wide_offsets: T.int32,  # of 64 bits
         uniform_length: T.int32,
     ):
-        with T.Kernel(NT * T.truncdiv(HV, heads), threads=THREADS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([C, D], dtype)  # then blocks of the products
-            Q_s = T.alloc_shared([C, D], dtype)  # then block columns of the matrices
+        with T.Kernel(chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as block:
+            K_s = T.alloc_shared([C, K], dtype)  # then blocks of the products
+            Q_s = T.alloc_shared([C, K], dtype)  # then block columns of the matrices
             diagonals_s = T.alloc_shared([DIAGONALS], "float32")
             inverses_s = T.alloc_shared([WARPS, INVERSES], "float32")  # before them the norms
             gates_s = T.alloc_shared([WARPS, 2, C], "float32")
@@ -112,11 +110,11 @@ def chunk_matrices(dtype, normalize):
 
             tx = T.get_thread_binding()
             lane = tx % 32
-            parts = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", HV), heads))
+            parts = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))
             slot = T.alloc_var("int32", init=T.truncdiv(block, parts))
             first = T.alloc_var("int32", init=(block - slot * parts) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, group))
-            found = T.alloc_local([CHUNK_COLUMNS], "int32")
+            found = T.alloc_local([ChunkColumn.COUNT], "int32")
             if block < early_ctas:
                 extern(
                     "find_chunk",
@@ -126,25 +124,25 @@ def chunk_matrices(dtype, normalize):
                     has_offsets,
                     wide_offsets,
                     N,
-                    T.Cast("int32", R),
+                    T.Cast("int32", tokens),
                     uniform_length,
                 )
             else:
                 T.pdl_sync()
-                for i in T.unroll(CHUNK_COLUMNS):
+                for i in T.unroll(ChunkColumn.COUNT):
                     found[i] = chunks[slot, i]
-            row = T.alloc_var("int32", init=found[CHUNK_ROW])
-            length = T.alloc_var("int32", init=found[CHUNK_LENGTH])
+            row = T.alloc_var("int32", init=found[ChunkColumn.ROW])
+            length = T.alloc_var("int32", init=found[ChunkColumn.LENGTH])
             valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, length, 0))  # rows of A and g_cumsum
             warp = T.alloc_var("int32", init=T.call_extern("int32", "flash_qla::device::warp_index"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             team = T.alloc_var("int32", init=T.truncdiv(warp, warps))
             member = T.alloc_var("int32", init=warp - team * warps)
-            if found[CHUNK_SEQ] == PADDING:
+            if found[ChunkColumn.SEQUENCE] == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
                 for l in T.serial(heads):
-                    for i, j in T.Parallel(C, D):
+                    for i, j in T.Parallel(C, V):
                         if i < length:
                             o[row + i, first + l, j] = 0
                     if low_level != 0:
@@ -163,7 +161,7 @@ def chunk_matrices(dtype, normalize):
                         T.access_ptr(gates_s, "rw"),
                         T.access_ptr(g[row, first], "r"),
                         T.access_ptr(g_cumsum[row, first], "w"),
-                        HV,
+                        H_v,
                         heads,
                         length,
                         valid,
@@ -173,17 +171,17 @@ def chunk_matrices(dtype, normalize):
                         "load_beta",
                         T.access_ptr(gates_s, "rw"),
                         T.access_ptr(beta[row, first], "r"),
-                        HV,
+                        H_v,
                         heads,
                         length,
                     )
                 T.barrier_wait(loaded, 0)
                 if length < C:
                     # Rows behind the chunk's last token belong to others, whatever they hold.
-                    for i, j in T.Parallel(C, D):
+                    for i, j in T.Parallel(C, K):
                         if i >= length:
                             K_s[i, j] = 0
-                    for i, j in T.Parallel(C, D):
+                    for i, j in T.Parallel(C, K):
                         if i >= length:
                             Q_s[i, j] = 0
                     T.fence_proxy_async()
@@ -261,7 +259,7 @@ def chunk_matrices(dtype, normalize):
                         slot,
                         hv,
                         row,
-                        HV,
+                        H_v,
                         valid,
                     )
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <string_view>
 
-#include "device.h"
-#include "dispatch.h"
-#include "registry.h"
+#include "gpu/device.h"
+#include "gpu/dispatch.h"
+#include "gpu/registry.h"
 
 namespace flash_qla {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "backward.h"
 #include "cpu/recurrence_bwd.h"
-#include "cpu_call.h"
+#include "cpu/call.h"
 
 namespace flash_qla {
 

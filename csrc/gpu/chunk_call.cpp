@@ -1,11 +1,11 @@
-#include "chunk_call.h"
+#include "gpu/chunk_call.h"
 
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "checks.h"
-#include "device.h"
+#include "gpu/device.h"
 #include "kernels.h"
 #include "offsets.h"
 
@@ -72,7 +72,7 @@ ChunkCall::ChunkCall(const Problem& problem, const ForwardArgs& args, bool keep_
                      .rstd = keep_rstd ? rstd->mutable_data_ptr() : nullptr,
                      .has_rstd = keep_rstd,
                      .rows = plan.rows * p.H_k},
-                    {.dtype = dtype}, stream);
+                    {.dtype = dtype, .K = p.K}, stream);
     x = y;
   };
   normalize(q, q_rstd);
@@ -92,42 +92,42 @@ void ChunkCall::run_plan() const {
        .cut_above = 0,
        .offsets_size = p.N + 1,
        .N = p.N,
-       .NT = plan.slots,
-       .NS = 0},
+       .chunk_slots = plan.slots,
+       .segment_slots = 0},
       {.offset_dtype = p.varlen && args.cu_seqlens->scalar_type() == ScalarType::Long ? "int64" : "int32"}, stream);
 }
 
 void ChunkCall::run_gates() const {
-  kernels::gate_cumsum({.b = args.g.const_data_ptr(),
-                        .beta = args.beta.const_data_ptr(),
-                        .chunks = workspace[chunks],
-                        .gates = workspace[gates],
-                        .R = plan.rows,
-                        .HV = p.H_v,
-                        .NT = plan.slots},
-                       {}, stream);
+  kernels::replay_gates({.b = args.g.const_data_ptr(),
+                         .beta = args.beta.const_data_ptr(),
+                         .chunks = workspace[chunks],
+                         .gates = workspace[gates],
+                         .tokens = plan.rows,
+                         .H_v = p.H_v,
+                         .chunk_slots = plan.slots},
+                        {}, stream);
 }
 
 void ChunkCall::run_states(void* h) const {
-  kernels::chunk_states({.k = k.const_data_ptr(),
-                         .v = v.const_data_ptr(),
-                         .gates = workspace[gates],
-                         .gated_inverse = workspace[gated_inverse],
-                         .sequences = workspace[sequences],
-                         .initial_state = data(args.initial_state),
-                         .h = h,
-                         .v_new = workspace[v_new],
-                         .group = group,
-                         .state_stride_v = args.state_v_first ? kHeadDim : 1,
-                         .state_stride_k = args.state_v_first ? 1 : kHeadDim,
-                         .has_initial_state = args.initial_state.has_value(),
-                         .R = plan.rows,
-                         .HK = p.H_k,
-                         .HV = p.H_v,
-                         .NT = plan.slots,
-                         .N = p.N,
-                         .state_size = p.N * p.H_v * kSquare},
-                        {.dtype = dtype}, stream);
+  kernels::replay_states({.k = k.const_data_ptr(),
+                          .v = v.const_data_ptr(),
+                          .gates = workspace[gates],
+                          .gated_inverse = workspace[gated_inverse],
+                          .sequences = workspace[sequences],
+                          .initial_state = data(args.initial_state),
+                          .h = h,
+                          .v_new = workspace[v_new],
+                          .group = group,
+                          .state_stride_v = args.state_v_first ? kHeadDim : 1,
+                          .state_stride_k = args.state_v_first ? 1 : kHeadDim,
+                          .has_initial_state = args.initial_state.has_value(),
+                          .tokens = plan.rows,
+                          .H_k = p.H_k,
+                          .H_v = p.H_v,
+                          .chunk_slots = plan.slots,
+                          .N = p.N,
+                          .state_size = p.N * p.H_v * kSquare},
+                         {.dtype = dtype, .K = p.K, .V = p.V}, stream);
 }
 
 }  // namespace flash_qla

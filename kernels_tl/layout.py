@@ -1,0 +1,101 @@
+"""What kernels, device headers, host code and the Python package have to agree on, written once.
+
+The build writes it as layout.h for CUDA and C++ (build_tools/layout.py): a number CHUNK is flash_qla::kChunk there, a
+class SegmentColumn with ROW is flash_qla::SegmentColumn::kRow. Plain integers only; what the names of the project's
+symbols mean is in docs/glossary.md.
+"""
+
+# Tokens a chunk, the C of the chunk form: one WGMMA M tile, and the size whose inverse still fits a warpgroup.
+CHUNK = 64
+
+# A chunk's matrices go by blocks of BLOCK x BLOCK.
+BLOCK = 16
+
+# Elements of one of the forward's two matrices of a chunk, which are triangular: ten blocks are not zero. The rows of
+# blocks that the transposed one has follow one another, each from the diagonal on.
+TRIANGLE = 10 * BLOCK * BLOCK
+
+# The sequence of a chunk slot that no sequence covers: its rows are padding, whose outputs are zeros.
+PADDING = -1
+
+# Sequences that a step of chunk_plan takes: of so many the longest comes first in the table of segments.
+PLAN_STEP = 256
+
+# CTAs of chunk_matrices that an SM holds at a time.
+MATRICES_CTAS = 4
+
+# Parts of <S, dS'>, one for each warp of the CTAs that hold a head's dS.
+STATE_PRODUCT_PARTS = 8
+
+# In shared memory, floats: behind a row of a state; from one inverted diagonal block to the next, and from one diagonal
+# block of K K^T to the next (two blocks' rows are read together, from different banks).
+STATE_PAD = 4
+INVERSE_STRIDE = BLOCK * BLOCK + 16
+DIAGONAL_STRIDE = BLOCK * BLOCK + 4
+
+
+class SequenceColumn:
+    """sequences [N, COUNT] int32: first token row, tokens, first chunk slot, first segment slot."""
+
+    ROW, LENGTH, CHUNK, SEGMENT = range(4)
+    COUNT = 4
+
+
+class ChunkColumn:
+    """chunks [chunk slots, COUNT] int32: first token row, tokens, sequence or PADDING."""
+
+    ROW, LENGTH, SEQUENCE = range(3)
+    COUNT = 3
+
+
+class SegmentColumn:
+    """segments [segment slots, COUNT] int32, runs of a sequence's chunks that are gone through in one go: first token
+    row, tokens, first chunk slot, sequence, SegmentFlag."""
+
+    ROW, LENGTH, CHUNK, SEQUENCE, FLAGS = range(5)
+    COUNT = 5
+
+
+class SegmentFlag:
+    """Whether a segment is its sequence's first, and its last."""
+
+    FIRST, LAST = 1, 2
+
+
+class ForwardGate:
+    """The forward's table of a chunk's gates, [chunk slots, H_v, COUNT, CHUNK] fp32: beta_i and beta_i gamma_i in pairs
+    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of device/segments.cuh behind it. With
+    the l2norm the factors of keys and queries hold 1 / their norm as well."""
+
+    BETA, QUERY, DECAY, TOTAL = 0, 2, 3, 4
+    COUNT = 5
+
+
+class FusedGate:
+    """fused_forward's, in shared memory: ForwardGate's rows, then b_i log2(e); beta_i, with the l2norm then beta_i /
+    |k_i|^2; and with the l2norm scale / |q_i|, 1 / |k_i|, |k_i|; exp(b_l - b_i), l the last token of i's block; four
+    rows, one for each block, exp(b_i - b_l): so D_ij is a product where i's block is behind j's."""
+
+    LOG, PLAIN_BETA, QUERY_SCALE, KEY_RSTD, KEY_NORM, FROM_BLOCK_END, TO_BLOCK_END = range(5, 12)
+    COUNT = 15
+
+
+class BackwardGate:
+    """The backward's table, [chunk slots, H_v, COUNT, CHUNK] fp32: b_i, gamma_i, gamma_C / gamma_i, gamma_i / gamma_1,
+    beta_i."""
+
+    LOG, GAMMA, DECAY, FADE, BETA = range(5)
+    COUNT = 5
+
+
+class Barrier:
+    """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
+
+    SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory
+    BACKWARD_CLEARED = 4  # replay_states, state_gradients: rows behind the sequence are zeros
+    MATRICES = 8  # chunk_matrices
+    TEAM = 9  # and the next, chunk_matrices: a team of warps
+    CLEARED = 11  # chunk_forward: rows behind the sequence are zeros
+    FUSED_BEGIN = 11  # fused_forward: all consumers
+    FUSED_MAKER = 12  # and the next: a warpgroup, in the middle of making matrices
+    FUSED_TAIL = 14  # and the next: a warpgroup, rows behind the sequence are zeros
