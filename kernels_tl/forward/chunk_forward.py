@@ -1,33 +1,20 @@
 """The recurrence over the chunks of each segment, and the output, with the state in registers from first to last chunk.
 
-A segment is a whole sequence or, with context parallelism, a run of its chunks. Per chunk, in the transposed form that
-keeps every intermediate in registers as the next WGMMA's A operand (chunk_matrices makes L = A * D - I and
-P = scale tril(Q K^T) * D):
-
-    h        = S                                                  stored if wanted, V-first
-    R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
-    V_new^T  = R^T + R^T L^T
-    O^T      = (S^T Q^T) diag(scale gamma) + V_new^T P^T
-    S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
-
-With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came.
+A segment is a whole sequence or, with context parallelism, a run of its chunks. The step of a chunk, with its formulas,
+is recurrence.py; chunk_matrices makes its L and P. At a chunk's start S is stored as h, V-first, if that is wanted.
 
 A piece of work is value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which
-share nothing but the producer's stages, a warp for each of these that stores O, and a producer warp that keeps the next
-chunks' operands coming by TMA, over the borders of pieces: while the last chunks of one are computed, the state and the
-first chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the
-head, for when there are few heads.
-
-A CTA goes through several pieces in turns, every other turn in the opposite order: the plan puts long segments first,
-so each CTA gets long and short ones. The first piece's segment, state and K, Q and V are fetched while the kernel
-before this one still runs.
-
-    shared memory, 128 rows: 2 stages * (K 16 + Q 16 + V 16 + L 8 + P 8 + gates 1.25 KB) + O 16 + state 66 = 213 KB
-    64 rows: 2 * 57.25 + 8 + 34 = 157 KB
+share nothing but the loader's stages, a warp for each of these that stores O, and a warp that keeps the next chunks'
+operands coming by TMA, over the borders of pieces: while the last chunks of one are computed, the state and the first
+chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the head,
+for when there are few heads. The first piece's segment, state and K, Q and V are fetched while the kernel before this
+one still runs.
 
 Launched on [ctas], at most [segments * H_v * value tiles]; twice, with both value tiles, where the device is to choose
 between them: `only_if` is what the first segment tells of the longest sequence.
 """
+
+from types import SimpleNamespace
 
 import tilelang.language as T
 
@@ -40,14 +27,11 @@ from kernels_tl.common import (
     element_type,
     extern,
     load_early,
-    swizzled,
 )
-from kernels_tl.forward.recurrence import begin_step, end_step
-from kernels_tl.layout import (
-    ForwardGate,
-    SegmentColumn,
-    SegmentFlag,
-)
+from kernels_tl.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
+from kernels_tl.forward.recurrence import begin_step, end_step, registers
+from kernels_tl.layout import STATE_PAD, Barrier, ForwardGate, SegmentColumn, SegmentFlag
+from kernels_tl.states import States
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
@@ -55,41 +39,206 @@ PRELUDE = """
 #include "device/tiles.cuh"
 """
 
-STAGES = 2
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
-CLEARED_BARRIER = 11
-EARLY_FACTORS = 8  # of eight, see load_minuend
-MORE = SegmentColumn.COUNT  # behind a segment's columns in shared memory: how many turns follow
-PAD = 4  # floats behind a row of a state in shared memory, as in the header
+STAGES = 2
+EARLY_FACTORS = 8  # of eight, see recurrence.registers
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
-
-
-def piece(turn, cta, ctas):
-    """The piece of work that is a CTA's in its turn."""
-    return turn * ctas + T.if_then_else(turn % 2 == 0, cta, ctas - 1 - cta)
-
-
-def starts_from_a_state(flags, chunks, has_initial_state):
-    """Whether S is not zero at the start: a later segment's is in `states`, V-first, a first one's is the caller's."""
-    return T.if_then_else(flags % SegmentFlag.LAST == 0, chunks, has_initial_state) > 0
-
-
-def k_first(flags, state_stride_k):
-    """Nonzero where that state has K first."""
-    return T.if_then_else(flags % SegmentFlag.LAST == 0, 0, state_stride_k - 1)
+MORE = SegmentColumn.COUNT  # behind a segment's columns in shared memory: how many turns follow
 
 
 def chunk_forward(dtype, K, V, value_tile):
     tokens, H_k, H_v, chunk_slots, segment_slots, state_size, h_slots = dims(
         "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "h_slots"
     )
+    element = element_type(dtype)
     WARPGROUPS = value_tile // ROWS
     TILES = V // value_tile
+    # Threads: the consumers, a warp that loads, one for each consumer warpgroup that stores. setmaxnreg takes whole
+    # warpgroups, so with two of them there are as many producers as a third has.
     CONSUMERS = 128 * WARPGROUPS
-    # One warp loads, one for each consumer warpgroup stores; setmaxnreg takes whole warpgroups.
     PRODUCERS = 64 if WARPGROUPS == 1 else 128
-    element = element_type(dtype)
-    STATE_FLOATS = max(K * (value_tile + PAD), value_tile * (K + PAD))
+
+    def make_tiles():
+        state = max(K * (value_tile + STATE_PAD), value_tile * (K + STATE_PAD))  # K first, V first
+        return shared(
+            {64: 156.546875, 128: 212.546875}[value_tile],
+            K=([STAGES, C, K], dtype),
+            Q=([STAGES, C, K], dtype),
+            V=([STAGES, WARPGROUPS, C, ROWS], dtype),
+            L=([STAGES, C, C], dtype),
+            P=([STAGES, C, C], dtype),
+            O=([WARPGROUPS, C, ROWS], dtype),
+            gates=([STAGES, ForwardGate.COUNT, C], "float32"),
+            S=([state], "float32"),  # a state on its way in
+            segment=([2, SegmentColumn.COUNT + 1], "int32"),  # this turn's and the next one's
+            swizzle=("V", "O"),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
+            released=[CONSUMERS] * STAGES,  # consumers to loader: K, P and gates of a stage have been used,
+            released_early=[CONSUMERS] * STAGES,  # Q, V and L
+            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its O of a chunk lies in shared memory
+            stored=[32] * WARPGROUPS,  # back: it has left
+            begun=[32],  # loader to consumers: a turn's segment and state have arrived
+            taken=[CONSUMERS],  # back: they have been read
+        )
+
+    def starts_from_a_state(flags, chunks, has_initial_state):
+        """Whether S is not zero at the start: a later segment's is in `states`, V-first, a first one's the caller's."""
+        return T.if_then_else(flags % SegmentFlag.LAST == 0, chunks, has_initial_state) > 0
+
+    def k_first(flags, initial):
+        """Nonzero where that state has K first."""
+        return T.if_then_else(flags % SegmentFlag.LAST == 0, 0, initial.stride_k - 1)
+
+    @T.macro
+    def clear_rows_behind(tiles, s, valid):
+        """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
+        factors. (What Q has there stays in columns of O that are not stored.)"""
+        for i, j in T.Parallel(C, K):
+            if i >= valid:
+                tiles.K[s, i, j] = 0
+        for w in T.unroll(WARPGROUPS):
+            for i, j in T.Parallel(C, ROWS):
+                if i >= valid:
+                    tiles.V[s, w, i, j] = 0
+        T.fence_proxy_async()
+        T.sync_threads(Barrier.CLEARED, CONSUMERS)
+
+    @T.macro
+    def compute(walk, tiles, ready, initial, final, h, has):
+        """The consumers: the recurrence, and O's way to shared memory."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(value_tile, K, dtype, EARLY_FACTORS)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        turn = T.alloc_var("int32", init=0)
+        while turn >= 0:
+            piece = walk.locate(turn)
+            T.barrier_wait(ready.begun[0], turn % 2)
+            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
+            chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
+            T.clear(r.S)
+            flags = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FLAGS])
+            if starts_from_a_state(flags, chunks, has.initial):
+                extern(
+                    f"read_state<{value_tile}, {STATE_PAD}>",
+                    r.S.data,
+                    T.access_ptr(tiles.S, "r"),
+                    k_first(flags, initial) == 0,
+                )
+            T.barrier_arrive(ready.taken[0])
+            T.copy(r.S, r.S_16)
+
+            for c in T.serial(chunks):
+                s = (done + c) % STAGES
+                T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
+                if length - c * C < C:
+                    clear_rows_behind(tiles, s, length - c * C)
+                begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
+                if has.h != 0:  # keeps what is before it from sinking behind the wait
+                    slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
+                    if slot < h_slots:
+                        extern(
+                            "store_state", r.S_16.data, T.access_ptr(h[slot, piece.hv, v0 + warpgroup * ROWS, 0], "w")
+                        )
+                T.wait_wgmma(0)
+                T.barrier_arrive(ready.released_early[s])
+                end_step(r, tiles, s)
+                T.barrier_arrive(ready.released[s])
+                T.barrier_wait(ready.stored[warpgroup], ((done + c) % 2) ^ 1)
+                extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
+                T.barrier_arrive(ready.staged[warpgroup])
+
+            if (has.final != 0) & (tiles.segment[turn % 2, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
+                n = tiles.segment[turn % 2, SegmentColumn.SEQUENCE]
+                final.write(r.S, n, piece.hv, v0)
+            done += chunks
+            turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
+
+    @T.macro
+    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial, has_initial_state):
+        """A turn's segment and state to shared memory, by the loader."""
+        T.barrier_wait(ready.taken[0], (turn % 2) ^ 1)
+        lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
+        if lane < SegmentColumn.COUNT:
+            tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
+        if lane == MORE:
+            tiles.segment[turn % 2, MORE] = turns - 1 - turn
+        if segment.flags % SegmentFlag.LAST == 0:
+            T.pdl_sync()
+        if starts_from_a_state(segment.flags, segment.chunks, has_initial_state):
+            rows_are_k = T.alloc_var("int32", init=k_first(segment.flags, initial))
+            v0 = piece.tile * value_tile
+            extern(
+                "fetch_state",
+                ready.begun[0],
+                T.access_ptr(tiles.S, "w"),
+                T.access_ptr(states[piece.segment, piece.hv, v0, 0], "r"),
+                initial.pointer("r", segment.n, piece.hv, v0),
+                segment.flags % SegmentFlag.LAST,
+                T.if_then_else(rows_are_k == 0, value_tile, K),
+                T.if_then_else(rows_are_k == 0, K, value_tile),
+            )
+        T.barrier_arrive(ready.begun[0])
+
+    @T.macro
+    def load(walk, tiles, ready, turns, q, k, v, gates, matrices, segments, states, initial, group, has_initial_state):
+        """The loader: segments, states and the chunks' operands."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        for turn in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, turns, 0)):
+            piece = walk.locate(turn)
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
+            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            segment = load_segment_early(segments, piece.segment)
+            begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial, has_initial_state)
+            for c in T.serial(segment.chunks):
+                s = (done + c) % STAGES
+                t = segment.row + c * C
+                slot = segment.first + c
+                T.barrier_wait(ready.released_early[s], (((done + c) // STAGES) % 2) ^ 1)
+                fetch(q[t : t + C, hk, :], tiles.Q[s, :, :], ready.loaded[s])
+                for w in T.unroll(WARPGROUPS):
+                    fetch(
+                        v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                        tiles.V[s, w, :, :],
+                        ready.loaded[s],
+                    )
+                at_once = done + c == 0  # what does not come from the kernel before this one
+                if at_once:
+                    fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+                    T.pdl_sync()
+                for target, source in block_rows(tiles.L, s, matrices, slot, piece.hv, 0, edge):
+                    fetch(source, target, ready.loaded[s])
+                T.barrier_wait(ready.released[s], (((done + c) // STAGES) % 2) ^ 1)
+                if not at_once:
+                    fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+                fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+                for target, source in block_rows(tiles.P, s, matrices, slot, piece.hv, 1, edge):
+                    fetch(source, target, ready.loaded[s])
+                T.barrier_arrive(ready.loaded[s])
+            done += segment.chunks
+
+    @T.macro
+    def store(walk, tiles, ready, turns, segments, o):
+        """The storers, one for each consumer warpgroup: O from shared memory."""
+        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
+        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
+            piece = walk.locate(turn)
+            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
+            length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+            v0 = piece.tile * value_tile + w * ROWS
+            for c in T.serial(T.truncdiv(length + (C - 1), C)):
+                T.barrier_wait(ready.staged[w], (done + c) % 2)
+                store_rows(tiles.O, w, o, row + c * C, piece.hv, v0, length - c * C)
+                T.barrier_arrive(ready.stored[w])
+            done += T.truncdiv(length + (C - 1), C)
 
     @T.prim_func
     def main(
@@ -116,237 +265,33 @@ def chunk_forward(dtype, K, V, value_tile):
         ctas: T.int32,
         only_if: T.int32,  # the first segment's flags are these; 0: in any case
     ):
-        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([STAGES, C, K], dtype)
-            Q_s = T.alloc_shared([STAGES, C, K], dtype)
-            V_s = T.alloc_shared([STAGES, WARPGROUPS, C, ROWS], dtype)
-            L_s = T.alloc_shared([STAGES, C, C], dtype)
-            P_s = T.alloc_shared([STAGES, C, C], dtype)
-            O_s = T.alloc_shared([WARPGROUPS, C, ROWS], dtype)
-            gates_s = T.alloc_shared([STAGES, ForwardGate.COUNT, C], "float32")
-            S_s = T.alloc_shared([STATE_FLOATS], "float32")  # a state on its way in
-            segment_s = T.alloc_shared([2, SegmentColumn.COUNT + 1], "int32")
-            T.annotate_layout({V_s: swizzled(V_s), O_s: swizzled(O_s)})
-
-            loaded = T.alloc_barrier([32] * STAGES)  # a stage's tiles have arrived
-            released = T.alloc_barrier([CONSUMERS] * STAGES)  # K, P and gates of a stage have been used
-            released_early = T.alloc_barrier([CONSUMERS] * STAGES)  # Q, V and L
-            made = T.alloc_barrier([128] * WARPGROUPS)  # a warpgroup's O of a chunk lies in O_s
-            stored = T.alloc_barrier([32] * WARPGROUPS)  # it has left
-            begun = T.alloc_barrier([32])  # a turn's segment and state have arrived
-            taken = T.alloc_barrier([CONSUMERS])  # they have been read
-
+        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
             if only_if != 0:
                 if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
-                    if block == 0:
+                    if cta == 0:
                         T.pdl_sync()
                     extern("leave")
                 if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
                     T.pdl_trigger()
-            tx = T.get_thread_binding()
-            done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
-
-            if tx < CONSUMERS:
+            walk = Walk(cta, ctas, segment_slots, H_v, TILES)
+            strides = (state_stride_v, state_stride_k)
+            initial = States(initial_state, H_v, K, V, strides)
+            if T.get_thread_binding() < CONSUMERS:
                 if WARPGROUPS == 2:
                     T.inc_max_nreg(CONSUMER_REGISTERS)
-                warpgroup = T.truncdiv(tx, 128)
-                S = T.alloc_fragment([value_tile, K], "float32")  # S^T
-                S_16 = T.alloc_fragment([value_tile, K], dtype)
-                V_new = T.alloc_fragment([value_tile, C], "float32")  # S^T K^T, R^T, V_new^T in turn
-                V_new_16 = T.alloc_fragment([value_tile, C], dtype)
-                decayed = T.alloc_fragment([value_tile, C], dtype)  # V_new^T diag(gamma_C / gamma)
-                O = T.alloc_fragment([value_tile, C], "float32")
-                # What is loaded ahead of WGMMAs: the tile of V_new, its pairs of factors; gamma_C / gamma, scale gamma.
-                minuend = T.alloc_local([16], "uint32")
-                pairs = T.alloc_local([32], "float32")
-                decays = T.alloc_local([16], "float32")
-                queries = T.alloc_local([16], "float32")
-                offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-                column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-
-                turn = T.alloc_var("int32", init=0)
-                while turn >= 0:
-                    work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    T.barrier_wait(begun[0], turn % 2)
-                    hv = T.alloc_var("int32", init=T.truncmod(T.truncdiv(work, TILES), T.Cast("int32", H_v)))
-                    v0 = T.alloc_var("int32", init=work % TILES * value_tile)
-                    length = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.LENGTH])
-                    chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
-                    T.clear(S)
-                    flags = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.FLAGS])
-                    if starts_from_a_state(flags, chunks, has_initial_state):
-                        extern(
-                            f"read_state<{value_tile}, {PAD}>",
-                            S.data,
-                            T.access_ptr(S_s, "r"),
-                            k_first(flags, state_stride_k) == 0,
-                        )
-                    T.barrier_arrive(taken[0])
-                    T.copy(S, S_16)
-
-                    for c in T.serial(chunks):
-                        s = (done + c) % STAGES
-                        T.barrier_wait(loaded[s], ((done + c) // STAGES) % 2)
-                        if length - c * C < C:
-                            # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
-                            # zeros of the other factors. (What Q has there stays in columns of O that are not stored.)
-                            for i, j in T.Parallel(C, K):
-                                if i >= length - c * C:
-                                    K_s[s, i, j] = 0
-                            for w in T.unroll(WARPGROUPS):
-                                for i, j in T.Parallel(C, ROWS):
-                                    if i >= length - c * C:
-                                        V_s[s, w, i, j] = 0
-                            T.fence_proxy_async()
-                            T.sync_threads(CLEARED_BARRIER, CONSUMERS)
-
-                        begin_step(
-                            element,
-                            EARLY_FACTORS,
-                            K_s[s, :, :],
-                            Q_s[s, :, :],
-                            L_s[s, :, :],
-                            T.access_ptr(V_s[s, warpgroup, 0, 0], "r"),
-                            gates_s,
-                            s,
-                            S,
-                            S_16,
-                            V_new,
-                            V_new_16,
-                            O,
-                            minuend,
-                            pairs,
-                            decays,
-                            queries,
-                            offset,
-                            column,
-                        )
-                        if has_h != 0:  # a branch that keeps what is before it from sinking behind the wait
-                            slot = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.CHUNK] + c)
-                            if slot < h_slots:
-                                to = T.access_ptr(h[slot, hv, v0 + warpgroup * ROWS, 0], "w")
-                                extern("store_state", S_16.data, to)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(released_early[s])
-                        end_step(
-                            element, K_s[s, :, :], P_s[s, :, :], S, S_16, V_new, V_new_16, decayed, O, decays, queries
-                        )
-                        T.barrier_arrive(released[s])
-                        T.barrier_wait(stored[warpgroup], ((done + c) % 2) ^ 1)
-                        extern(f"stage_transposed<{element}>", O.data, T.access_ptr(O_s[warpgroup, 0, 0], "w"), offset)
-                        T.barrier_arrive(made[warpgroup])
-
-                    n = T.alloc_var("int32", init=segment_s[turn % 2, SegmentColumn.SEQUENCE])
-                    state = T.alloc_var("int64", init=(T.Cast("int64", n) * H_v + hv) * (K * V))
-                    if (has_final_state != 0) & (segment_s[turn % 2, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
-                        extern(
-                            "write_state",
-                            S.data,
-                            T.access_ptr(final_state[state + v0 * state_stride_v], "w"),
-                            state_stride_k == 1,
-                        )
-                    done += chunks
-                    turn = T.if_then_else(segment_s[turn % 2, MORE] != 0, turn + 1, -1)
+                final = States(final_state, H_v, K, V, strides)
+                has = SimpleNamespace(initial=has_initial_state, final=has_final_state, h=has_h)
+                compute(walk, tiles, ready, initial, final, h, has)
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
-                edge = T.alloc_var("int32", init=0)  # see block_rows
-                pieces = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v) * TILES)
-                turns = T.alloc_var("int32", init=T.truncdiv(pieces, ctas))  # those in which all CTAs have work
-                turns += T.if_then_else(piece(turns, block, ctas) < pieces, 1, 0)
-                for turn in T.serial(T.if_then_else(tx < CONSUMERS + 32, turns, 0)):
-                    work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", H_v)))
-                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", H_v))
-                    hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-                    v0 = T.alloc_var("int32", init=work % TILES * value_tile)
-                    row = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.ROW]))
-                    length = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.LENGTH]))
-                    first = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.CHUNK]))
-                    n = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.SEQUENCE]))
-                    flags = T.alloc_var("int32", init=load_early(segments[segment, SegmentColumn.FLAGS]))
-                    chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
-                    T.barrier_wait(taken[0], (turn % 2) ^ 1)
-                    lane = T.alloc_var("int32", init=tx - CONSUMERS)
-                    if lane < SegmentColumn.COUNT:
-                        segment_s[turn % 2, lane] = load_early(segments[segment, lane])
-                    if lane == MORE:
-                        segment_s[turn % 2, MORE] = turns - 1 - turn
-                    if flags % SegmentFlag.LAST == 0:
-                        T.pdl_sync()
-                    if starts_from_a_state(flags, chunks, has_initial_state):
-                        rows_are_k = T.alloc_var("int32", init=k_first(flags, state_stride_k))
-                        state = T.alloc_var("int64", init=(T.Cast("int64", n) * H_v + hv) * (K * V))
-                        extern(
-                            "fetch_state",
-                            begun[0],
-                            T.access_ptr(S_s, "w"),
-                            T.access_ptr(states[segment, hv, v0, 0], "r"),
-                            T.access_ptr(initial_state[state + v0 * state_stride_v], "r"),
-                            flags % SegmentFlag.LAST,
-                            T.if_then_else(rows_are_k == 0, value_tile, K),
-                            T.if_then_else(rows_are_k == 0, K, value_tile),
-                        )
-                    T.barrier_arrive(begun[0])
-                    rows = (matrices_0, matrices_1, matrices_2, matrices_3)
-                    for c in T.serial(chunks):
-                        s = (done + c) % STAGES
-                        t = row + c * C
-                        T.barrier_wait(released_early[s], (((done + c) // STAGES) % 2) ^ 1)
-                        T.tma_copy(q[t : t + C, hk, :], Q_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                        for w in T.unroll(WARPGROUPS):
-                            T.tma_copy(
-                                v[t : t + C, hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
-                                V_s[s, w, :, :],
-                                barrier=loaded[s],
-                                leader_scope_threads=32,
-                            )
-                        at_once = done + c == 0  # what does not come from the kernel before this one
-                        if at_once:
-                            T.tma_copy(k[t : t + C, hk, :], K_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                            T.pdl_sync()
-                        for target, source in block_rows(L_s, s, rows, first + c, hv, 0, edge):
-                            T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
-                        T.barrier_wait(released[s], (((done + c) // STAGES) % 2) ^ 1)
-                        if not at_once:
-                            T.tma_copy(k[t : t + C, hk, :], K_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                        for target, source in (
-                            (gates_s[s, :, :], gates[first + c, hv, :, :]),
-                            *block_rows(P_s, s, rows, first + c, hv, 1, edge),
-                        ):
-                            T.tma_copy(source, target, barrier=loaded[s], leader_scope_threads=32)
-                        T.barrier_arrive(loaded[s])
-                    done += chunks
-
+                turns = walk.turns()
+                matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+                inputs = (q, k, v, gates, matrices)
+                load(walk, tiles, ready, turns, *inputs, segments, states, initial, group, has_initial_state)
                 T.pdl_sync()
-                w = T.alloc_var("int32", init=T.truncdiv(tx - CONSUMERS, 32) - 1)
-                made_before = T.alloc_var("int32", init=0)
-                for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
-                    work = T.alloc_var("int32", init=piece(turn, block, ctas))
-                    segment = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(work, TILES), T.Cast("int32", H_v)))
-                    hv = T.alloc_var("int32", init=T.truncdiv(work, TILES) - segment * T.Cast("int32", H_v))
-                    row = T.alloc_var("int32", init=segments[segment, SegmentColumn.ROW])
-                    length = T.alloc_var("int32", init=segments[segment, SegmentColumn.LENGTH])
-                    for c in T.serial(T.truncdiv(length + (C - 1), C)):
-                        T.barrier_wait(made[w], (made_before + c) % 2)
-                        if length - c * C >= C:
-                            T.fence_proxy_async()
-                            column = work % TILES * value_tile + w * ROWS
-                            T.tma_copy(
-                                O_s[w, :, :],
-                                o[row + c * C : row + c * C + C, hv, column : column + ROWS],
-                                leader_scope_threads=32,
-                            )
-                            T.tma_store_wait(0)
-                        else:
-                            extern(
-                                f"store_tile<{element}>",
-                                T.access_ptr(O_s[w, 0, 0], "r"),
-                                T.access_ptr(o[row + c * C, hv, work % TILES * value_tile + w * ROWS], "w"),
-                                H_v * V,
-                                length - c * C,
-                            )
-                        T.barrier_arrive(stored[w])
-                    made_before += T.truncdiv(length + (C - 1), C)
+                store(walk, tiles, ready, turns, segments, o)
 
     return main

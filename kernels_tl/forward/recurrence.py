@@ -1,84 +1,101 @@
-"""A chunk's step of the recurrence, by the warpgroups that carry the state; the formula is chunk_forward's. Two macros,
-so that between them a kernel can release what has been used."""
+"""A chunk's step of the recurrence, by the warpgroups that carry the state. In the transposed form, which keeps every
+intermediate in registers as the next WGMMA's A operand, with L = A * D - I and P = scale tril(Q K^T) * D:
+
+    residual^T = (V^T - (S^T K^T) diag(gamma)) diag(beta)
+    V_new^T    = residual^T + residual^T L^T
+    O^T        = (S^T Q^T) diag(scale gamma) + V_new^T P^T
+    S^T        = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
+
+With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came. Two macros,
+so that between them a kernel can release what has been used. Without an output O is left out.
+"""
+
+from types import SimpleNamespace
 
 import tilelang.language as T
+from tvm.script.ir_builder import IRBuilder
 
-from kernels_tl.common import (
-    extern,
-)
-from kernels_tl.layout import (
-    ForwardGate,
-)
+from kernels_tl.common import C, element_type, extern
+from kernels_tl.layout import ForwardGate
 
 Full = T.GemmWarpPolicy.FullRow
 
 
-@T.macro
-def begin_step(
-    element,
-    early,
-    K,
-    Q,
-    L,
-    value_tile,
-    gates,
-    s,
-    S,
-    S_16,
-    V_new,
-    V_new_16,
-    O,
-    minuend,
-    pairs,
-    decays,
-    queries,
-    offset,
-    column,
-):
-    """Leaves gamma_C S^T in S and S^T Q^T in O, V_new^T in flight in V_new, and factors of columns in decays and queries.
+def registers(rows, K, dtype, early, output=True):
+    """The registers of the warpgroups that carry `rows` rows of S^T. `early` of eight quadruples of the residual's
+    factors are loaded before the first product (device/tiles.cuh: load_minuend); more of them may spill."""
+    made = SimpleNamespace(
+        S=T.alloc_fragment([rows, K], "float32"),  # S^T
+        S_16=T.alloc_fragment([rows, K], dtype),
+        V_new=T.alloc_fragment([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
+        V_new_16=T.alloc_fragment([rows, C], dtype),
+        decayed=T.alloc_fragment([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
+        # Loaded ahead of WGMMAs: the tile of V, its pairs of factors, gamma_C / gamma, and for O scale gamma.
+        minuend=T.alloc_local([16], "uint32"),
+        pairs=T.alloc_local([32], "float32"),
+        decays=T.alloc_local([16], "float32"),
+    )
+    if output:
+        made.O = T.alloc_fragment([rows, C], "float32")  # O^T
+        made.queries = T.alloc_local([16], "float32")
+    for name, buffer in vars(made).items():
+        IRBuilder.name(name, buffer)
+    made.element, made.early, made.output = element_type(dtype), early, output
+    return made
 
-    value_tile points to the chunk's tile of V_new, gates[s] is its table; `early` of eight quadruples of factors are
-    loaded before the first product (load_minuend); minuend, pairs, decays and queries are a thread's registers for what
-    is loaded ahead."""
+
+@T.macro
+def begin_step(r, tiles, s, V, offset, column, has_V=True):
+    """Leaves gamma_C S^T in S and S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
+
+    The chunk's tiles are those of stage s; V is the first element of the warpgroup's tile of V. offset and column are
+    the thread's place in a tile and in a fragment (device/tiles.cuh). Unless has_V, V is taken as zero."""
     extern(
-        f"load_minuend<{early}>",
-        minuend.data,
-        pairs.data,
-        value_tile,
-        T.access_ptr(gates[s, ForwardGate.BETA, 0], "r"),
+        f"load_minuend<{r.early}>",
+        r.minuend.data,
+        r.pairs.data,
+        T.access_ptr(V, "r"),
+        T.access_ptr(tiles.gates[s, ForwardGate.BETA, 0], "r"),
         offset,
         column,
     )
     total = T.alloc_var(
-        "float32", init=extern("load_factor", T.access_ptr(gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32")
+        "float32",
+        init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
     )
-    T.wgmma_gemm(S_16, K, V_new, transpose_B=True, policy=Full, clear_accum=True)
-    T.wgmma_gemm(S_16, Q, O, transpose_B=True, policy=Full, clear_accum=True)
-    T.wait_wgmma(1)
+    T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
+    if r.output:
+        T.wgmma_gemm(r.S_16, tiles.Q[s, :, :], r.O, transpose_B=True, policy=Full, clear_accum=True)
+    T.wait_wgmma(1 if r.output else 0)
     extern(
-        f"subtract_from_minuend<{element}, {early}>",
-        V_new.data,
-        minuend.data,
-        pairs.data,
-        T.access_ptr(gates[s, ForwardGate.BETA, 0], "r"),
+        f"subtract_from_minuend<{r.element}, {r.early}>",
+        r.V_new.data,
+        r.minuend.data,
+        r.pairs.data,
+        T.access_ptr(tiles.gates[s, ForwardGate.BETA, 0], "r"),
         column,
+        *(() if has_V is True else (has_V,)),
     )
-    T.copy(V_new, V_new_16)
-    T.wgmma_gemm(V_new_16, L, V_new, policy=Full)
-    for i, j in T.Parallel(*S.shape):
-        S[i, j] *= total
-    extern("load_column_factors", decays.data, T.access_ptr(gates[s, ForwardGate.DECAY, 0], "r"), column)
-    extern("load_column_factors", queries.data, T.access_ptr(gates[s, ForwardGate.QUERY, 0], "r"), column)
+    T.copy(r.V_new, r.V_new_16)
+    T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, policy=Full)
+    for i, j in T.Parallel(*r.S.shape):
+        r.S[i, j] *= total
+    extern("load_column_factors", r.decays.data, T.access_ptr(tiles.gates[s, ForwardGate.DECAY, 0], "r"), column)
+    if r.output:
+        extern("load_column_factors", r.queries.data, T.access_ptr(tiles.gates[s, ForwardGate.QUERY, 0], "r"), column)
 
 
 @T.macro
-def end_step(element, K, P, S, S_16, V_new, V_new_16, decayed, O, decays, queries):
-    """Behind the wait for V: leaves the next state in S and S_16, and O^T in O."""
-    extern(f"round_scaled_columns<{element}>", decayed.data, V_new.data, decays.data)
-    T.wgmma_gemm(decayed, K, S, policy=Full)
-    extern("scale_columns", O.data, queries.data)
-    T.copy(V_new, V_new_16)
-    T.wgmma_gemm(V_new_16, P, O, policy=Full)
-    T.wait_wgmma(1)
-    T.copy(S, S_16)
+def end_step(r, tiles, s):
+    """Behind the wait for V_new: leaves the next state in S and S_16, and O^T in O."""
+    extern(f"round_scaled_columns<{r.element}>", r.decayed.data, r.V_new.data, r.decays.data)
+    T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
+    if r.output:
+        extern("scale_columns", r.O.data, r.queries.data)
+        T.copy(r.V_new, r.V_new_16)
+        T.wgmma_gemm(r.V_new_16, tiles.P[s, :, :], r.O, policy=Full)
+        T.wait_wgmma(1)
+        T.copy(r.S, r.S_16)
     T.wait_wgmma(0)
+    if not r.output:
+        T.copy(r.S, r.S_16)
