@@ -1,7 +1,7 @@
 """What kernels, device headers, host code and the Python package have to agree on, written once.
 
 The build writes it as layout.h for CUDA and C++ (build_tools/layout.py): a number CHUNK is flash_qla::kChunk there, a
-class SegmentColumn with ROW is flash_qla::SegmentColumn::kRow. Plain integers only; what the names of the project's
+class SegmentColumn with ROW is flash_qla::SegmentColumn::kRow. Plain numbers only; what the names of the project's
 symbols mean is in docs/glossary.md.
 """
 
@@ -34,6 +34,10 @@ INVERSE_STRIDE = BLOCK * BLOCK + 16
 DIAGONAL_STRIDE = BLOCK * BLOCK + 4
 
 
+# Added to the squares' sum in the l2norm, as in transformers.
+NORM_EPS = 1e-6
+
+
 class SequenceColumn:
     """sequences [N, COUNT] int32: first token row, tokens, first chunk slot, first segment slot."""
 
@@ -64,8 +68,8 @@ class SegmentFlag:
 
 class ForwardGate:
     """The forward's table of a chunk's gates, [chunk slots, H_v, COUNT, CHUNK] fp32: beta_i and beta_i gamma_i in pairs
-    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of device/segments.cuh behind it. With
-    the l2norm the factors of keys and queries hold 1 / their norm as well."""
+    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of device/segments.cuh behind it.
+    With the l2norm the factors of keys and queries hold 1 / their norm as well."""
 
     BETA, QUERY, DECAY, TOTAL = 0, 2, 3, 4
     COUNT = 5
@@ -88,7 +92,7 @@ class BackwardGate:
     COUNT = 5
 
 
-class Barrier:
+class NamedBarrier:
     """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
 
     SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory

@@ -10,7 +10,7 @@ class States:
     of v and of k in one, so that the layout is a run-time number."""
 
     def __init__(self, numbers, H_v, K, V, strides):
-        self.numbers, self.H_v, self.size = numbers, H_v, K * V
+        self.numbers, self.H_v, self.K, self.V = numbers, H_v, K, V
         self.stride_v, self.stride_k = strides
 
     @property
@@ -19,11 +19,11 @@ class States:
 
     def state_at(self, n, hv, v=0):
         """The index of the state of sequence n and head hv, from value row v on."""
-        return (T.Cast("int64", n) * self.H_v + hv) * self.size + v * self.stride_v
+        return (T.Cast("int64", n) * self.H_v + hv) * (self.K * self.V) + v * self.stride_v
 
     def pointer(self, access, n, hv, v=0):
         return T.access_ptr(self.numbers[self.state_at(n, hv, v)], access)
 
     def write(self, fragment, n, hv, v=0):
         """The warpgroups' rows of S^T, from value row v on."""
-        return extern("write_state", fragment.data, self.pointer("w", n, hv, v), self.is_v_first)
+        return extern(f"write_state<{self.K}, {self.V}>", fragment.data, self.pointer("w", n, hv, v), self.is_v_first)

@@ -5,14 +5,6 @@
 
 namespace flash_qla::device {
 
-// Rows of the gate table in global memory, of kChunk floats each.
-enum Gate {
-  kBeta,            // two rows of pairs: beta_i; beta_i exp(b_i), times 1 / |k_i| with l2norm
-  kScaleGamma = 2,  // scale exp(b_i), times 1 / |q_i|
-  kDecay,           // exp(b_C - b_i), times 1 / |k_i|
-  kTotal,           // exp(b_C), the log2 norm bound of segments.cuh; the rest is unused
-};
-
 // By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
 // behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
 __device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int64_t stride, int heads, int length) {
@@ -79,9 +71,9 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
     const float b = gates[token], beta = gates[kChunk + token], gamma = exp2_fast(b);
     const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
     growth *= fmaxf(1.f, fabsf(1.f - beta * square));
-    reinterpret_cast<float2*>(table + kBeta * kChunk)[token] = {beta, beta * gamma * rstd_k[i]};
-    table[kScaleGamma * kChunk + token] = scale_q[i] * gamma;
-    table[kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
+    reinterpret_cast<float2*>(table + ForwardGate::kBeta * kChunk)[token] = {beta, beta * gamma * rstd_k[i]};
+    table[ForwardGate::kQuery * kChunk + token] = scale_q[i] * gamma;
+    table[ForwardGate::kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
   }
   float bound = __log2f(growth);
 #pragma unroll
@@ -89,7 +81,7 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
     bound += __shfl_xor_sync(~0u, bound, step);
   }
   if (lane < 2) {
-    table[kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
+    table[ForwardGate::kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
   }
 }
 

@@ -1,19 +1,19 @@
 // What a chunk gives to those that carry the state: the gates' factors, the gated inverse A * D - I and the gated
 // attention, both transposed.
 //
-//   A = (I + L)^-1, L = stril(diag(beta) K K^T)            D_ij = exp(b_i - b_j) for i >= j, else 0
+//   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
 // The inverse is blockwise, 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
 // one lane a column and two blocks a warp. Then a block column of A is made from top to bottom,
 //
-//   A_ij = -A_ii (L_ij A_jj + ... + L_i,i-1 A_i-1,j)
+//   A_ij = -A_ii (B_ij A_jj + ... + B_i,i-1 A_i-1,j),   B_ij block (i, j) of diag(beta) K K^T,
 //
 // in TF32 with fp32 accumulation (for fp16 in two TF32 parts), by one warp. It works on the transposed blocks, A_ij^T =
-// -(sum of A_lj^T L_il^T) A_ii^T: so the accumulators of one product are the left factor of the next, in registers
+// -(sum of A_lj^T B_il^T) A_ii^T: so the accumulators of one product are the left factor of the next, in registers
 // (with K's order permuted alike on both sides).
 //
 // beta, the gates and all that follows are one value head's; K K^T and Q K^T are a group's. So these lie in shared
-// memory, beta is applied where L is used, and each of the CTA's warps works on a value head of its own (or, where the
+// memory, beta is applied where B is used, and each of the CTA's warps works on a value head of its own (or, where the
 // heads are fewer, two or four warps on one: a team), without waiting for the others.
 #pragma once
 
@@ -23,7 +23,6 @@ namespace flash_qla::device {
 
 // The inverted diagonal blocks of a head: 16 rows of 16 floats, columns 0 to 7 and 8 to 15 changing places in rows 2,
 // 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
-constexpr int kInverseStride = kBlockFloats + 16;
 __device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
 
 constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
@@ -32,16 +31,16 @@ __device__ __forceinline__ void team_sync(int team, int warps) {
   if (warps == 1) {
     __syncwarp();
   } else if (team == 0) {
-    asm volatile("bar.sync %0, %1;" ::"n"(kTeamBarrier), "r"(32 * warps) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"n"(int{NamedBarrier::kTeam}), "r"(32 * warps) : "memory");
   } else {
-    asm volatile("bar.sync %0, %1;" ::"n"(kTeamBarrier + 1), "r"(32 * warps) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"n"(NamedBarrier::kTeam + 1), "r"(32 * warps) : "memory");
   }
 }
 
 // acc += left right, 8 x 8 x 8, rows 8 to 15 of the product being zero.
-template <typename T>
+template <int kParts>
 __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float a1, float b0, float b1) {
-  if constexpr (kTwoParts<T>) {
+  if constexpr (kParts == 2) {
     const float a[2] = {truncate_to_tf32(a0), truncate_to_tf32(a1)};
     const float b[2] = {truncate_to_tf32(b0), truncate_to_tf32(b1)};
     mma_tf32(acc, a0 - a[0], 0.f, a1 - a[1], 0.f, b[0], b[1]);
@@ -55,7 +54,7 @@ __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float
 // By one warp: (I + diag(beta) stril(block))^-1, as a factor, of one or two symmetric 16 x 16 blocks `stride` apart:
 // the quarters on the diagonal by substitution, one lane a column, the one below them by products as those of blocks.
 // May be in place.
-template <typename T>
+template <int kParts>
 __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, float* inverses, const float* beta,
                                               int count) {
   const int lane = lane_here();
@@ -85,15 +84,15 @@ __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, f
   for (int k = 0; k < 2; ++k) {
     if (k < count) {
       const float* const from = blocks + k * stride + (8 + g) * kBlock + t;
-      below[k][0] = as_factor<T>(from[0]);
-      below[k][1] = as_factor<T>(from[4]);
+      below[k][0] = as_factor<kParts>(from[0]);
+      below[k][1] = as_factor<kParts>(from[4]);
       beta_below[k] = *reinterpret_cast<const float2*>(beta + k * kBlock + 8 + 2 * t);
     }
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    inverses[mine * kInverseStride + in_inverse(quarter + i, quarter + column)] = as_factor<T>(x[i]);
+    inverses[mine * kInverseStride + in_inverse(quarter + i, quarter + column)] = as_factor<kParts>(x[i]);
   }
   __syncwarp();
 #pragma unroll
@@ -101,12 +100,12 @@ __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, f
     if (k < count) {
       float* const inverse = inverses + k * kInverseStride;
       float product[4] = {}, result[4] = {};
-      multiply_eighth<T>(product, inverse[in_inverse(t, g)], inverse[in_inverse(t + 4, g)], below[k][0], below[k][1]);
+      multiply_eighth<kParts>(product, inverse[in_inverse(t, g)], inverse[in_inverse(t + 4, g)], below[k][0], below[k][1]);
       const float2 right = *reinterpret_cast<const float2*>(inverse + in_inverse(8 + g, 8 + 2 * t));
-      multiply_eighth<T>(result, as_factor<T>(-beta_below[k].x * product[0]),
-                         as_factor<T>(-beta_below[k].y * product[1]), right.x, right.y);
-      inverse[in_inverse(8 + 2 * t, g)] = as_factor<T>(result[0]);
-      inverse[in_inverse(9 + 2 * t, g)] = as_factor<T>(result[1]);
+      multiply_eighth<kParts>(result, as_factor<kParts>(-beta_below[k].x * product[0]),
+                         as_factor<kParts>(-beta_below[k].y * product[1]), right.x, right.y);
+      inverse[in_inverse(8 + 2 * t, g)] = as_factor<kParts>(result[0]);
+      inverse[in_inverse(9 + 2 * t, g)] = as_factor<kParts>(result[1]);
       inverse[in_inverse(g, 8 + t)] = 0.f;
       inverse[in_inverse(g, 12 + t)] = 0.f;
     }
@@ -116,13 +115,13 @@ __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, f
 // acc += left right, 16 x 16 x 16: left is a block of accumulators, [2][4]; right[k] holds rows 8k to 8k + 7 of the
 // right factor as the accumulators of its transposed hold them. K's order is permuted as accumulators are, on both
 // sides.
-template <typename T>
+template <int kParts>
 __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)[2][4], const float4 (&right)[2]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const float2 b[2] = {{right[k].x, right[k].y}, {right[k].z, right[k].w}};
     float a[4], a_rest[4];
-    if constexpr (kTwoParts<T>) {
+    if constexpr (kParts == 2) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         a[e] = truncate_to_tf32(left[k][e]);
@@ -131,7 +130,7 @@ __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      if constexpr (kTwoParts<T>) {
+      if constexpr (kParts == 2) {
         const float2 high = {truncate_to_tf32(b[n].x), truncate_to_tf32(b[n].y)};
         mma_tf32(acc[n], a_rest[0], a_rest[2], a_rest[1], a_rest[3], high.x, high.y);
         mma_tf32(acc[n], a[0], a[2], a[1], a[3], b[n].x - high.x, b[n].y - high.y);
@@ -173,35 +172,35 @@ __device__ __forceinline__ void load_transposed(float (&left)[2][4], const float
 }
 
 // x = -diag(beta) x, x being transposed, as a factor.
-template <typename T>
+template <int kParts>
 __device__ __forceinline__ void apply_beta(float (&x)[2][4], const float* beta) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const float2 pair = *reinterpret_cast<const float2*>(beta + 8 * k + 2 * (lane_here() & 3));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      x[k][e] = as_factor<T>(x[k][e] * -(e & 1 ? pair.y : pair.x));
+      x[k][e] = as_factor<kParts>(x[k][e] * -(e & 1 ? pair.y : pair.x));
     }
   }
 }
 
 // x = left right, as a factor.
-template <typename T>
+template <int kParts>
 __device__ __forceinline__ void set_product(float (&x)[2][4], const float (&left)[2][4], const float4 (&right)[2]) {
   float product[2][4] = {};
-  multiply<T>(product, left, right);
+  multiply<kParts>(product, left, right);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      x[k][e] = as_factor<T>(product[k][e]);
+      x[k][e] = as_factor<kParts>(product[k][e]);
     }
   }
 }
 
 // By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j. What a block adds to those below it is added
 // as soon as it is there.
-template <typename T, int j>
+template <int kParts, int j>
 __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
                                               const float* beta) {
   load_transposed(X[j], inverses + j * kInverseStride);
@@ -217,11 +216,11 @@ __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* b
         }
       }
       load_product(right, blocks, i, l);
-      multiply<T>(X[i], X[l], right);
+      multiply<kParts>(X[i], X[l], right);
     }
-    apply_beta<T>(X[l + 1], beta + kBlock * (l + 1));
+    apply_beta<kParts>(X[l + 1], beta + kBlock * (l + 1));
     load_inverse(right, inverses + (l + 1) * kInverseStride);
-    set_product<T>(X[l + 1], X[l + 1], right);
+    set_product<kParts>(X[l + 1], X[l + 1], right);
   }
 }
 
@@ -364,7 +363,7 @@ template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
                                             char* staging, const MatricesOut& out) {
   float X[4][2][4];
-  invert_column<T, j>(X, blocks, inverses, gates + kChunk);
+  invert_column<kTf32Parts<T>, j>(X, blocks, inverses, gates + kChunk);
   store_column<T, j>(X, blocks, gates, staging, out);
 }
 

@@ -8,20 +8,14 @@
 
 namespace flash_qla::device {
 
-constexpr int kChunk = 64;
-constexpr int kBlock = 16;
-
 // K K^T and K Q^T in shared memory. `blocks`: the ten blocks of K Q^T on and above the diagonal, scaled, then the six
 // of K K^T below it, each of eight floats a lane as the accumulators have them: two float4, of columns 0 to 7 and 8 to
 // 15. `diagonals`: the four diagonal blocks of K K^T by rows.
 constexpr int kBlockFloats = kBlock * kBlock;
 constexpr int kBlockPieces = kBlockFloats / 4;
-constexpr int kDiagonalStride = kBlockFloats + 4;  // two blocks' rows are read together, from different banks
 
 __device__ __forceinline__ int attention_block(int column, int row) { return column * (column + 1) / 2 + row; }
 __device__ __forceinline__ int product_block(int row, int column) { return 10 + row * (row - 1) / 2 + column; }
-
-constexpr float kNormEps = 1e-6f;  // as in transformers
 
 // By four warps: use(i, x_ii), by one lane each, of the fragments (see tiles.cuh) of a matrix of 64 x 64.
 template <typename Use>
@@ -58,11 +52,11 @@ __device__ __forceinline__ void query_norms(float* norms, const void* Q, float s
     }
   }
   sum += __shfl_xor_sync(~0u, sum, 16);
-  norms[row] = scale * rsqrtf(sum + kNormEps);  // twice, the same
+  norms[row] = scale * rsqrtf(sum + float{kNormEps});  // twice, the same
 }
 
 __device__ __forceinline__ float key_norm(float square) {
-  return square > 0.f ? rsqrtf(square + kNormEps) : 0.f;  // of zeros: a factor that fp16 can hold
+  return square > 0.f ? rsqrtf(square + float{kNormEps}) : 0.f;  // of zeros: a factor that fp16 can hold
 }
 
 // By four warps: 1 / |k_i| and 1 / |q_i|, from the diagonal of K K^T and from Q in shared memory.
@@ -72,13 +66,14 @@ __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const
   query_norms<T>(norms + kChunk, Q, 1.f);
 }
 
-// Factors of the TF32 products. bf16 results are content with rounded factors; fp16 ones get them in two parts each.
+// Factors of the TF32 products are rounded, which is enough for bf16 results, or taken in two parts each, as for fp16
+// ones: functions that multiply have the number of parts as a parameter.
 template <typename T>
-constexpr bool kTwoParts = std::is_same_v<T, __half>;
+constexpr int kTf32Parts = std::is_same_v<T, __half> ? 2 : 1;
 
-template <typename T>
+template <int kParts>
 __device__ __forceinline__ float as_factor(float x) {
-  return kTwoParts<T> ? x : round_to_tf32(x);
+  return kParts == 2 ? x : round_to_tf32(x);
 }
 
 // By four warps: the fragments (see tiles.cuh) of K K^T and K Q^T to shared memory, with the norms applied.
@@ -116,8 +111,8 @@ __device__ __forceinline__ void store_products(const float* KK, const float* KQ,
         }
       }
       if (i < warp) {
-        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {as_factor<T>(x[0]), as_factor<T>(x[1]),
-                                                                            as_factor<T>(x[2]), as_factor<T>(x[3])};
+        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {as_factor<kTf32Parts<T>>(x[0]), as_factor<kTf32Parts<T>>(x[1]),
+                                                                            as_factor<kTf32Parts<T>>(x[2]), as_factor<kTf32Parts<T>>(x[3])};
       }
       if (i == warp) {
         float* const to = diagonals + i * kDiagonalStride + g * kBlock + 8 * n + 2 * t;

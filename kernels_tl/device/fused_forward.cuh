@@ -7,17 +7,6 @@
 
 namespace flash_qla::device {
 
-// A chunk's table in shared memory, rows of kChunk floats: the first ones are Gate's, then
-enum TableRow {
-  kLog = 5,       // b_i log2(e)
-  kPlainBeta,     // beta_i; with the l2norm then beta_i / |k_i|^2
-  kScaleQ,        // with the l2norm, by those who make the matrices: scale / |q_i|,
-  kRstdK,         // 1 / |k_i|,
-  kNormK,         // and |k_i|
-  kFromBlockEnd,  // exp(b_l - b_i), l the last token of i's block of 16
-  kToBlockEnd,    // four rows, one for each block: exp(b_i - b_l); so D_ij is a product where i's block is behind j's
-};
-
 // A warpgroup's scratch: the six blocks of K K^T below the diagonal as product_block has them, then its diagonal blocks
 // by rows, and in their place the inverted ones.
 constexpr int kBlocksBelow = 6 * kBlockFloats;
@@ -136,7 +125,7 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   const int g = lane >> 2, t = lane & 3;
   float rstd[2] = {1.f, 1.f};
   if constexpr (kNormalize) {
-    const float* const rows = table + kRstdK * kChunk + kBlock * j + g;
+    const float* const rows = table + FusedGate::kKeyRstd * kChunk + kBlock * j + g;
     rstd[0] = rows[0];
     rstd[1] = rows[8];
   }
@@ -149,7 +138,7 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
     for (int n = 0; n < 2; ++n) {
       float2 norm = {1.f, 1.f};
       if constexpr (kNormalize) {
-        norm = *reinterpret_cast<const float2*>(table + kNormK * kChunk + kBlock * i + 8 * n + 2 * t);
+        norm = *reinterpret_cast<const float2*>(table + FusedGate::kKeyNorm * kChunk + kBlock * i + 8 * n + 2 * t);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -170,10 +159,10 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
 __device__ __forceinline__ void normalize_table(float* table) {
   const int token = threadIdx.x & 127;
   if (token < kChunk) {
-    const float rstd_k = table[kRstdK * kChunk + token], scale_q = table[kScaleQ * kChunk + token];
-    table[kBeta * kChunk + 2 * token + 1] *= rstd_k;
-    table[kDecay * kChunk + token] *= rstd_k;
-    table[kScaleGamma * kChunk + token] *= scale_q;
+    const float rstd_k = table[FusedGate::kKeyRstd * kChunk + token], scale_q = table[FusedGate::kQueryScale * kChunk + token];
+    table[ForwardGate::kBeta * kChunk + 2 * token + 1] *= rstd_k;
+    table[ForwardGate::kDecay * kChunk + token] *= rstd_k;
+    table[ForwardGate::kQuery * kChunk + token] *= scale_q;
   }
 }
 
@@ -234,7 +223,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   begin_product<T>(KK, K, K);
   begin_product<T>(KQ, K, Q);
   if constexpr (kNormalize) {
-    query_norms<T>(table + kScaleQ * kChunk, Q, scale);
+    query_norms<T>(table + FusedGate::kQueryScale * kChunk, Q, scale);
   }
   const int j = warp_index();
   const int lane = lane_here();
@@ -246,11 +235,11 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
     return *reinterpret_cast<const float2*>(columns + row * kChunk + kBlock * i + 8 * n);
   };
   float diagonal[8];
-  const float b_row[2] = {rows[kLog * kChunk], rows[kLog * kChunk + 8]};
-  float from[2] = {rows[kFromBlockEnd * kChunk], rows[kFromBlockEnd * kChunk + 8]};
+  const float b_row[2] = {rows[FusedGate::kLog * kChunk], rows[FusedGate::kLog * kChunk + 8]};
+  float from[2] = {rows[FusedGate::kFromBlockEnd * kChunk], rows[FusedGate::kFromBlockEnd * kChunk + 8]};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const float2 b = pair(kLog, j, n);
+    const float2 b = pair(FusedGate::kLog, j, n);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float d = exp2_fast((e & 1 ? b.y : b.x) - b_row[e >> 1]);
@@ -262,9 +251,9 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   if constexpr (kNormalize) {
     for_diagonal(KK, [table](int i, float square) {
       const float rstd = key_norm(square);
-      table[kRstdK * kChunk + i] = rstd;
-      table[kNormK * kChunk + i] = (square + kNormEps) * rstd;
-      table[kPlainBeta * kChunk + i] *= rstd * rstd;
+      table[FusedGate::kKeyRstd * kChunk + i] = rstd;
+      table[FusedGate::kKeyNorm * kChunk + i] = (square + float{kNormEps}) * rstd;
+      table[FusedGate::kPlainBeta * kChunk + i] *= rstd * rstd;
     });
   }
 #pragma unroll
@@ -289,13 +278,13 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   }
   __syncwarp();
   float* const own = inverses + j * kInverseStride;
-  invert_blocks<Once>(own, 0, own, table + kPlainBeta * kChunk + kBlock * j, 1);
+  invert_blocks<Once>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   warpgroup_sync(barrier);
   if constexpr (kNormalize) {
     normalize_table(table);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // D is D diag(1 / |k|) from here on
-      const float rstd = rows[kRstdK * kChunk + 8 * h];
+      const float rstd = rows[FusedGate::kKeyRstd * kChunk + 8 * h];
       from[h] *= rstd;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -308,7 +297,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 to = pair(kToBlockEnd + j, i, n);
+      const float2 to = pair(FusedGate::kToBlockEnd + j, i, n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         D[i][4 * n + e] = i == j ? diagonal[4 * n + e] : (e & 1 ? to.y : to.x) * from[e >> 1];
@@ -325,7 +314,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
     for (int n = 0; n < 2; ++n) {
       float2 norm = {scale, scale};
       if constexpr (kNormalize) {
-        norm = pair(kScaleQ, i, n);
+        norm = pair(FusedGate::kQueryScale, i, n);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -344,7 +333,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
 
   float X[4][2][4] = {};
   const float* const blocks = scratch - product_block(1, 0) * kBlockFloats;
-  const float* const beta = table + kPlainBeta * kChunk;
+  const float* const beta = table + FusedGate::kPlainBeta * kChunk;
   switch (j) {
     case 0:
       column_below_diagonal<0>(X, blocks, inverses, beta);
@@ -365,7 +354,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
     for (int n = 0; n < 2; ++n) {
       float2 norm = {1.f, 1.f};
       if constexpr (kNormalize) {
-        norm = pair(kNormK, i, n);
+        norm = pair(FusedGate::kKeyNorm, i, n);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -390,7 +379,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
 // By one warp: g_cumsum of tokens 2 l and 2 l + 1 from the table, `stride` apart, those before `length`.
 __device__ __forceinline__ void store_cumsum(float* rows, const float* table, int stride, int length) {
   const int token = 2 * lane_here();
-  const float2 b = *reinterpret_cast<const float2*>(table + kLog * kChunk + token);
+  const float2 b = *reinterpret_cast<const float2*>(table + FusedGate::kLog * kChunk + token);
   if (token < length) {
     rows[static_cast<int64_t>(token) * stride] = b.x * kLn2;
   }
@@ -423,21 +412,21 @@ __device__ __forceinline__ void make_table(float* table, const float* g, const f
   b[0] += before;
   b[1] += before;
   const float gamma[2] = {exp2_fast(b[0]), exp2_fast(b[1])};
-  reinterpret_cast<float4*>(table + kBeta * kChunk)[lane] = {beta[0], beta[0] * gamma[0], beta[1], beta[1] * gamma[1]};
-  put(kScaleGamma, scale * gamma[0], scale * gamma[1]);
-  put(kDecay, exp2_fast(total - b[0]), exp2_fast(total - b[1]));
-  put(kLog, b[0], b[1]);
-  put(kPlainBeta, beta[0], beta[1]);
+  reinterpret_cast<float4*>(table + ForwardGate::kBeta * kChunk)[lane] = {beta[0], beta[0] * gamma[0], beta[1], beta[1] * gamma[1]};
+  put(ForwardGate::kQuery, scale * gamma[0], scale * gamma[1]);
+  put(ForwardGate::kDecay, exp2_fast(total - b[0]), exp2_fast(total - b[1]));
+  put(FusedGate::kLog, b[0], b[1]);
+  put(FusedGate::kPlainBeta, beta[0], beta[1]);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float end = __shfl_sync(~0u, b[1], 8 * j + 7);
     if (lane / 8 == j) {
-      put(kFromBlockEnd, exp2_fast(end - b[0]), exp2_fast(end - b[1]));
+      put(FusedGate::kFromBlockEnd, exp2_fast(end - b[0]), exp2_fast(end - b[1]));
     }
-    put(kToBlockEnd + j, exp2_fast(b[0] - end), exp2_fast(b[1] - end));
+    put(FusedGate::kToBlockEnd + j, exp2_fast(b[0] - end), exp2_fast(b[1] - end));
   }
   if (lane == 0) {
-    table[kTotal * kChunk] = exp2_fast(total);
+    table[ForwardGate::kTotal * kChunk] = exp2_fast(total);
   }
 }
 

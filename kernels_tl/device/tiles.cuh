@@ -137,13 +137,11 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
   }
 }
 
-// A state on its way in, by one warp: `rows` rows of `columns` floats, 128 apart, from `first_state` or `state` to
+// A state on its way in, by one warp: `rows` rows of `columns` floats, `stride` apart, from `first_state` or `state` to
 // shared memory, where kStatePad floats stay free behind each row. Each lane announces its own rows to the barrier.
-constexpr int kStatePad = 4;
-
 template <typename Barrier>
 __device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const float* state, const float* first_state,
-                                            int is_first, int rows, int columns) {
+                                            int is_first, int rows, int columns, int stride) {
   const float* const from = is_first ? first_state : state;
   const int lane = threadIdx.x & 31;
   const uint32_t bar = shared_address(&barrier);
@@ -153,12 +151,12 @@ __device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const f
   for (int row = lane; row < rows; row += 32) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to + row * (columns + kStatePad))),
-                 "l"(from + row * 128), "r"(columns * 4), "r"(bar)
+                 "l"(from + row * stride), "r"(columns * 4), "r"(bar)
                  : "memory");
   }
 }
 
-// 128 rows of 32 columns lie in two warpgroups as fragments of 64 x 32; in shared memory they are four tiles of 32
+// K rows of 32 columns lie in K / 64 warpgroups as fragments of 64 x 32; in shared memory they are K / 32 tiles of 32
 // columns by 32 rows, each column's 32 floats under the 128-byte swizzle. By a thread: use(i, at) for its i-th element
 // and the byte where it is: no two lanes of a warp are in the same bank.
 template <typename Use>
@@ -182,58 +180,60 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
-// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x 128; in memory it is a state
-// with V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
+// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x K; in memory it is a state with
+// V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
 // addresses are one and an immediate, and the thread is opaque like lane_here(): nothing is kept from before the
 // chunks.
-template <int kRowStride, int kColumnStride, typename Use>
+template <int kK, int kRowStride, int kColumnStride, typename Use>
 __device__ __forceinline__ void for_pairs(Use use) {
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));
   const int row = 16 * (thread / 32) + thread % 32 / 4, column = 2 * (thread % 4);
   const int at = row * kRowStride + column * kColumnStride;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kK / 4; ++i) {
     use(i, at + 8 * (i % 2) * kRowStride + 8 * (i / 2) * kColumnStride);
   }
 }
 
-// From kRows of S^T's rows, with kPad elements behind each row of the state.
-template <int kRows, int kPad = 0>
+// To kV rows of S^T, from a state of so many value rows with kPad elements behind each of its rows.
+template <int kK, int kV, int kPad = 0>
 __device__ __forceinline__ void read_state(float* fragment, const float* state, bool v_first) {
   float2* const pairs = reinterpret_cast<float2*>(fragment);
   if (v_first) {
-    for_pairs<128 + kPad, 1>([=](int i, int at) { pairs[i] = *reinterpret_cast<const float2*>(state + at); });
+    for_pairs<kK, kK + kPad, 1>([=](int i, int at) { pairs[i] = *reinterpret_cast<const float2*>(state + at); });
   } else {
-    constexpr int kStride = kRows + kPad;
-    for_pairs<1, kStride>([=](int i, int at) { pairs[i] = {state[at], state[at + kStride]}; });
+    constexpr int kStride = kV + kPad;
+    for_pairs<kK, 1, kStride>([=](int i, int at) { pairs[i] = {state[at], state[at + kStride]}; });
   }
 }
 
-// To rows of S^T within a state of 128 x 128.
+// From rows of S^T to those of a state.
+template <int kK, int kV>
 __device__ __forceinline__ void write_state(const float* fragment, float* state, bool v_first) {
   const float2* const pairs = reinterpret_cast<const float2*>(fragment);
   if (v_first) {
-    for_pairs<128, 1>([=](int i, int at) { *reinterpret_cast<float2*>(state + at) = pairs[i]; });
+    for_pairs<kK, kK, 1>([=](int i, int at) { *reinterpret_cast<float2*>(state + at) = pairs[i]; });
   } else {
-    for_pairs<1, 128>([=](int i, int at) {
+    for_pairs<kK, 1, kV>([=](int i, int at) {
       state[at] = pairs[i].x;
-      state[at + 128] = pairs[i].y;
+      state[at + kV] = pairs[i].y;
     });
   }
 }
 
-// rows[i * 128 + j] = fragment[i][j], 64 rows of 128 16-bit elements, from the left factor of a register-sourced WGMMA,
+// rows[i * K + j] = fragment[i][j], 64 rows of K 16-bit elements, from the left factor of a register-sourced WGMMA,
 // which has its registers in the order of an fp32 fragment's pairs.
+template <int kK>
 __device__ __forceinline__ void store_state(const void* fragment, void* rows) {
   const int lane = threadIdx.x & 31, warp = warp_index();
   const uint32_t* const pairs = static_cast<const uint32_t*>(fragment);
-  uint32_t* const to = static_cast<uint32_t*>(rows) + (16 * warp + lane / 4) * 64 + lane % 4;
+  uint32_t* const to = static_cast<uint32_t*>(rows) + (16 * warp + lane / 4) * (kK / 2) + lane % 4;
 #pragma unroll
-  for (int n = 0; n < 16; ++n) {
+  for (int n = 0; n < kK / 8; ++n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      to[h * 8 * 64 + 4 * n] = pairs[2 * n + h];
+      to[h * 8 * (kK / 2) + 4 * n] = pairs[2 * n + h];
     }
   }
 }

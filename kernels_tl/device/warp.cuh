@@ -7,10 +7,9 @@
 
 #include <cstdint>
 
-namespace flash_qla::device {
+#include "layout.h"
 
-// Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself.
-constexpr int kTeamBarrier = 9;  // and the next, in chunk_matrices
+namespace flash_qla::device {
 
 // Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
 // branches on it may then be where WGMMAs are in flight.

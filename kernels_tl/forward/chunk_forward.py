@@ -30,7 +30,7 @@ from kernels_tl.common import (
 )
 from kernels_tl.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import STATE_PAD, Barrier, ForwardGate, SegmentColumn, SegmentFlag
+from kernels_tl.layout import STATE_PAD, NamedBarrier, ForwardGate, SegmentColumn, SegmentFlag
 from kernels_tl.states import States
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
@@ -105,7 +105,7 @@ def chunk_forward(dtype, K, V, value_tile):
                 if i >= valid:
                     tiles.V[s, w, i, j] = 0
         T.fence_proxy_async()
-        T.sync_threads(Barrier.CLEARED, CONSUMERS)
+        T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
 
     @T.macro
     def compute(walk, tiles, ready, initial, final, h, has):
@@ -126,7 +126,7 @@ def chunk_forward(dtype, K, V, value_tile):
             flags = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FLAGS])
             if starts_from_a_state(flags, chunks, has.initial):
                 extern(
-                    f"read_state<{value_tile}, {STATE_PAD}>",
+                    f"read_state<{K}, {value_tile}, {STATE_PAD}>",
                     r.S.data,
                     T.access_ptr(tiles.S, "r"),
                     k_first(flags, initial) == 0,
@@ -144,7 +144,9 @@ def chunk_forward(dtype, K, V, value_tile):
                     slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
                     if slot < h_slots:
                         extern(
-                            "store_state", r.S_16.data, T.access_ptr(h[slot, piece.hv, v0 + warpgroup * ROWS, 0], "w")
+                            f"store_state<{K}>",
+                            r.S_16.data,
+                            T.access_ptr(h[slot, piece.hv, v0 + warpgroup * ROWS, 0], "w"),
                         )
                 T.wait_wgmma(0)
                 T.barrier_arrive(ready.released_early[s])
@@ -183,6 +185,7 @@ def chunk_forward(dtype, K, V, value_tile):
                 segment.flags % SegmentFlag.LAST,
                 T.if_then_else(rows_are_k == 0, value_tile, K),
                 T.if_then_else(rows_are_k == 0, K, value_tile),
+                K if K == V else T.if_then_else(rows_are_k == 0, K, V),
             )
         T.barrier_arrive(ready.begun[0])
 

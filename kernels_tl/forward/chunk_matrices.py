@@ -1,30 +1,25 @@
 """Everything about a chunk that does not need the state, for all chunks in parallel: gates, inverse, attention.
 
-    gates      [chunk_slots, H_v, 5, C] fp32  beta_i and beta_i gamma_i in pairs (two rows), scale gamma_i, gamma_C / gamma_i, and
-                                    gamma_C with the log2 norm bound of device/segments.cuh behind it; with the l2norm
-                                    the factors of keys and queries hold 1 / their norm as well
-    matrices   [chunk_slots, H_v, 2, MATRIX]  (A * D - I)^T, A = (I + stril(diag(beta) K K^T))^-1; scale (tril(Q K^T) * D)^T:
-                                    by rows of blocks, of each those from the diagonal on (common.block_row)
-    A          [tokens, H_v, C]           the op's output, if wanted (low_level): row i of a chunk's A at token i
-    g_cumsum   [tokens, H_v] fp32         likewise, b_i = g_1 + ... + g_i
+    gates      [chunk_slots, H_v, 5, C] fp32       ForwardGate's rows (layout.py)
+    matrices   [chunk_slots, H_v, 2, TRIANGLE]     L^T and P^T, L = A * D - I, A = (I + stril(diag(beta) K K^T))^-1,
+                                                   P = scale tril(Q K^T) * D: by rows of blocks, of each those from the
+                                                   diagonal on (common.block_row)
+    A          [tokens, H_v, C]                    if wanted (low_level): row i of a chunk's A at token i
+    g_cumsum   [tokens, H_v] fp32                  likewise, b_i = g_1 + ... + g_i
 
-D_ij = exp(b_i - b_j) for i >= j and 0 above, formed from differences, so it never overflows.  A * D is
-diag(gamma) A diag(1/gamma), so the gates never enter the inverse; its unit diagonal is left out, so that products with
-it round only what is small.  Rows that no sequence covers get zeros in A, g_cumsum and o.
+D_ij = exp(b_i - b_j) for i >= j and 0 above, formed from differences, so it never overflows. A * D is diag(gamma) A
+diag(1/gamma), so the gates never enter the inverse; its unit diagonal is left out, so that products with it round only
+what is small. Rows that no sequence covers get zeros in A, g_cumsum and o.
 
 With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it; with larger keys
 entries grow like the product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
 
-The arithmetic is in device/chunk_matrices.cuh.  A CTA takes `heads` value heads of a group: K K^T and Q K^T are made
+The arithmetic is in device/chunk_matrices.cuh. A CTA takes `heads` value heads of a group: K K^T and Q K^T are made
 once for them, by WGMMA, and go to the places of K and Q; then every warp works on a head of its own, or a team of two
-or four warps on one where the heads are 2 or 1.  Shared memory, 56 KB, so that 4 CTAs an SM hide each other's
-latencies:
+or four warps on one where the heads are 2 or 1. Its shared memory lets 4 CTAs share an SM, which hide each other's
+latencies.
 
-    K 16, later K Q^T and K K^T by blocks 16
-    Q 16, later each warp's block column of both matrices, 4 * 4
-    diagonal blocks of K K^T 4, of A 4 * 4.25 for 4 heads, b and beta 4 * 0.5 KB
-
-Launched on [chunk slots * H_v / heads], one warpgroup.  The first early_ctas of them find their chunk in cu_seqlens
+Launched on [chunk slots * H_v / heads], one warpgroup. The first early_ctas of them find their chunk in cu_seqlens
 themselves, while chunk_plan runs.
 """
 
@@ -43,33 +38,201 @@ from kernels_tl.common import (
     element_type,
     extern,
 )
+from kernels_tl.cta import Variables, barriers, shared
 from kernels_tl.layout import (
     BLOCK,
+    DIAGONAL_STRIDE,
+    INVERSE_STRIDE,
+    MATRICES_CTAS,
     PADDING,
     ChunkColumn,
     ForwardGate,
+    NamedBarrier,
 )
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/chunk_matrices.cuh"
-#include "device/early_plan.cuh"
+#include "device/plan.cuh"
 """
 
 THREADS = 128
 WARPS = THREADS // 32
-BARRIER = 8
-DIAGONAL, INVERSE = 256 + 4, 256 + 16  # floats from one block to the next, as in the header
-DIAGONALS, INVERSES = 3 * DIAGONAL + 256, 3 * INVERSE + 256
 SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
+Full = T.GemmWarpPolicy.FullRow
 
 
 def chunk_matrices(dtype, K, V, normalize):
     tokens, H_k, H_v, chunk_slots, offset_words = dims("tokens", "H_k", "H_v", "chunk_slots", "offset_words")
     element = element_type(dtype)
-    norm = "true" if normalize else "false"
-    Full = T.GemmWarpPolicy.FullRow
+    parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
+
+    def make_tiles():
+        return shared(
+            54.796875,
+            K=([C, K], dtype),  # then blocks of the products
+            Q=([C, K], dtype),  # then block columns of the matrices, a warp's two after another's
+            diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
+            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # of A; before them the norms
+            gates=([WARPS, 2, C], "float32"),  # b log2(e) and beta of a head
+        )
+
+    def make_barriers():
+        return barriers(loaded=[THREADS])  # all threads: K and Q have arrived
+
+    @T.macro
+    def find_chunk(slot, early, chunks, offsets, has_offsets, wide_offsets, N, uniform_length):
+        """The chunk in a slot: row, length, sequence."""
+        found = T.alloc_local([ChunkColumn.COUNT], "int32")
+        if early:
+            extern(
+                "find_chunk",
+                found.data,
+                slot,
+                T.access_ptr(offsets[0], "r"),
+                has_offsets,
+                wide_offsets,
+                N,
+                T.Cast("int32", tokens),
+                uniform_length,
+            )
+        else:
+            T.pdl_sync()
+            for i in T.unroll(ChunkColumn.COUNT):
+                found[i] = chunks[slot, i]
+        return Variables(
+            row=found[ChunkColumn.ROW], length=found[ChunkColumn.LENGTH], sequence=found[ChunkColumn.SEQUENCE]
+        )
+
+    @T.macro
+    def clear_padding(chunk, first, heads, low_level, o, A, g_cumsum):
+        """Zeros in the outputs of rows that no sequence covers."""
+        tx = T.get_thread_binding()
+        for l in T.serial(heads):
+            for i, j in T.Parallel(C, V):
+                if i < chunk.length:
+                    o[chunk.row + i, first + l, j] = 0
+            if low_level != 0:
+                for i, j in T.Parallel(C, C):
+                    if i < chunk.length:
+                        A[chunk.row + i, first + l, j] = 0
+                if tx < chunk.length:
+                    g_cumsum[chunk.row + tx, first + l] = 0.0
+
+    @T.macro
+    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum):
+        """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
+        become zeros."""
+        T.tma_copy(k[chunk.row : chunk.row + C, hk, :], tiles.K, barrier=ready.loaded)
+        T.tma_copy(q[chunk.row : chunk.row + C, hk, :], tiles.Q, barrier=ready.loaded)
+        T.barrier_arrive(ready.loaded)
+        if warp == 0:
+            extern(
+                "load_gates",
+                T.access_ptr(tiles.gates, "rw"),
+                T.access_ptr(g[chunk.row, first], "r"),
+                T.access_ptr(g_cumsum[chunk.row, first], "w"),
+                H_v,
+                heads,
+                chunk.length,
+                valid,
+            )
+        if warp == 1:
+            extern(
+                "load_beta",
+                T.access_ptr(tiles.gates, "rw"),
+                T.access_ptr(beta[chunk.row, first], "r"),
+                H_v,
+                heads,
+                chunk.length,
+            )
+        T.barrier_wait(ready.loaded, 0)
+        if chunk.length < C:
+            for i, j in T.Parallel(C, K):
+                if i >= chunk.length:
+                    tiles.K[i, j] = 0
+            for i, j in T.Parallel(C, K):
+                if i >= chunk.length:
+                    tiles.Q[i, j] = 0
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+
+    @T.macro
+    def make_products(tiles, scale):
+        """K K^T and K Q^T into shared memory. Returns the factors of the keys and queries that the lane has in the
+        table of gates, the low and the high one."""
+        KK = T.alloc_fragment([C, C], "float32")
+        KQ = T.alloc_fragment([C, C], "float32")
+        T.wgmma_gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
+        T.wgmma_gemm(tiles.K, tiles.Q, KQ, transpose_B=True, policy=Full, clear_accum=True)
+        T.wait_wgmma(0)
+        T.pdl_sync()  # before its successors may begin, which take the plan for granted
+        T.pdl_trigger()
+        lane = T.get_thread_binding() % 32
+        factors = T.alloc_local([4], "float32")
+        factors[0] = 1.0
+        factors[1] = 1.0
+        factors[2] = scale
+        factors[3] = scale
+        if normalize:
+            extern(f"chunk_norms<{element}>", T.access_ptr(tiles.inverses, "rw"), KK.data, T.access_ptr(tiles.Q, "r"))
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+            factors[0] = tiles.inverses[0, lane]
+            factors[1] = tiles.inverses[0, lane + 32]
+            factors[2] = scale * tiles.inverses[0, C + lane]
+            factors[3] = scale * tiles.inverses[0, C + lane + 32]
+        else:
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)  # K and Q have been read
+        extern(
+            f"store_products<{element}, {str(normalize).lower()}>",
+            KK.data,
+            KQ.data,
+            T.access_ptr(tiles.inverses, "r"),
+            T.access_ptr(tiles.K, "rw"),
+            T.access_ptr(tiles.diagonals, "rw"),
+            scale,
+        )
+        T.sync_threads(NamedBarrier.MATRICES, THREADS)
+        return factors
+
+    @T.macro
+    def invert_diagonal(tiles, team):
+        """The inverses of the diagonal blocks: two a warp, one in a team of four."""
+        for step in T.serial(T.if_then_else(team.warps == 1, 2, 1)):
+            diagonal = T.alloc_var(
+                "int32", init=T.if_then_else(team.warps == WARPS, team.member, 2 * (team.member + step))
+            )
+            extern(
+                f"invert_blocks<{parts}>",
+                T.access_ptr(tiles.diagonals[diagonal * DIAGONAL_STRIDE], "r"),
+                DIAGONAL_STRIDE,
+                T.access_ptr(tiles.inverses[team.head, diagonal * INVERSE_STRIDE], "rw"),
+                T.access_ptr(tiles.gates[team.head, 1, diagonal * BLOCK], "r"),
+                T.if_then_else(team.warps == WARPS, 1, 2),
+            )
+        extern("team_sync", team.head, team.warps)
+
+    @T.macro
+    def make_columns(tiles, team, slot, hv, chunk, valid, matrices, A):
+        """The block columns of the matrices that are the warp's, from shared memory out."""
+        extern(
+            f"make_columns<{element}>",
+            *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
+            descriptor(A, [C, 1, BLOCK], SWIZZLE_32B),
+            team.warps,
+            team.member,
+            T.access_ptr(tiles.K, "r"),
+            T.access_ptr(tiles.inverses[team.head, 0], "r"),
+            T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+            T.access_ptr(tiles.Q, "rw"),
+            T.access_ptr(A[chunk.row, hv, 0], "w"),
+            slot,
+            hv,
+            chunk.row,
+            H_v,
+            valid,
+        )
 
     @T.prim_func
     def main(
@@ -97,170 +260,39 @@ def chunk_matrices(dtype, K, V, normalize):
         wide_offsets: T.int32,  # of 64 bits
         uniform_length: T.int32,
     ):
-        with T.Kernel(chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as block:
-            K_s = T.alloc_shared([C, K], dtype)  # then blocks of the products
-            Q_s = T.alloc_shared([C, K], dtype)  # then block columns of the matrices
-            diagonals_s = T.alloc_shared([DIAGONALS], "float32")
-            inverses_s = T.alloc_shared([WARPS, INVERSES], "float32")  # before them the norms
-            gates_s = T.alloc_shared([WARPS, 2, C], "float32")
-            loaded = T.alloc_barrier(THREADS)
-            T.annotate_min_blocks_per_sm(4)
-            KK = T.alloc_fragment([C, C], "float32")
-            KQ = T.alloc_fragment([C, C], "float32")
-
-            tx = T.get_thread_binding()
-            lane = tx % 32
-            parts = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))
-            slot = T.alloc_var("int32", init=T.truncdiv(block, parts))
-            first = T.alloc_var("int32", init=(block - slot * parts) * heads)
+        with T.Kernel(chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            T.annotate_min_blocks_per_sm(MATRICES_CTAS)
+            share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs a chunk
+            slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
+            first = T.alloc_var("int32", init=(cta - slot * share) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, group))
-            found = T.alloc_local([ChunkColumn.COUNT], "int32")
-            if block < early_ctas:
-                extern(
-                    "find_chunk",
-                    found.data,
-                    slot,
-                    T.access_ptr(offsets[0], "r"),
-                    has_offsets,
-                    wide_offsets,
-                    N,
-                    T.Cast("int32", tokens),
-                    uniform_length,
-                )
-            else:
-                T.pdl_sync()
-                for i in T.unroll(ChunkColumn.COUNT):
-                    found[i] = chunks[slot, i]
-            row = T.alloc_var("int32", init=found[ChunkColumn.ROW])
-            length = T.alloc_var("int32", init=found[ChunkColumn.LENGTH])
-            valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, length, 0))  # rows of A and g_cumsum
-            warp = T.alloc_var("int32", init=T.call_extern("int32", "flash_qla::device::warp_index"))
+            chunk = find_chunk(slot, cta < early_ctas, chunks, offsets, has_offsets, wide_offsets, N, uniform_length)
+            valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, chunk.length, 0))  # rows of A and g_cumsum
+            warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
-            team = T.alloc_var("int32", init=T.truncdiv(warp, warps))
-            member = T.alloc_var("int32", init=warp - team * warps)
-            if found[ChunkColumn.SEQUENCE] == PADDING:
+            head = T.alloc_var("int32", init=T.truncdiv(warp, warps))
+            team = Variables(warps=warps, head=head, member=warp - head * warps)
+            if chunk.sequence == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
-                for l in T.serial(heads):
-                    for i, j in T.Parallel(C, V):
-                        if i < length:
-                            o[row + i, first + l, j] = 0
-                    if low_level != 0:
-                        for i, j in T.Parallel(C, C):
-                            if i < length:
-                                A[row + i, first + l, j] = 0
-                        if tx < length:
-                            g_cumsum[row + tx, first + l] = 0.0
+                clear_padding(chunk, first, heads, low_level, o, A, g_cumsum)
             else:
-                T.tma_copy(k[row : row + C, hk, :], K_s, barrier=loaded)
-                T.tma_copy(q[row : row + C, hk, :], Q_s, barrier=loaded)
-                T.barrier_arrive(loaded)
-                if warp == 0:
-                    extern(
-                        "load_gates",
-                        T.access_ptr(gates_s, "rw"),
-                        T.access_ptr(g[row, first], "r"),
-                        T.access_ptr(g_cumsum[row, first], "w"),
-                        H_v,
-                        heads,
-                        length,
-                        valid,
-                    )
-                if warp == 1:
-                    extern(
-                        "load_beta",
-                        T.access_ptr(gates_s, "rw"),
-                        T.access_ptr(beta[row, first], "r"),
-                        H_v,
-                        heads,
-                        length,
-                    )
-                T.barrier_wait(loaded, 0)
-                if length < C:
-                    # Rows behind the chunk's last token belong to others, whatever they hold.
-                    for i, j in T.Parallel(C, K):
-                        if i >= length:
-                            K_s[i, j] = 0
-                    for i, j in T.Parallel(C, K):
-                        if i >= length:
-                            Q_s[i, j] = 0
-                    T.fence_proxy_async()
-                    T.sync_threads(BARRIER, THREADS)
-                T.wgmma_gemm(K_s, K_s, KK, transpose_B=True, policy=Full, clear_accum=True)
-                T.wgmma_gemm(K_s, Q_s, KQ, transpose_B=True, policy=Full, clear_accum=True)
-                T.wait_wgmma(0)
-                T.pdl_sync()  # before its successors may begin, which take the plan for granted
-                T.pdl_trigger()
-                rstd_k_low = T.alloc_var("float32", init=1.0)
-                rstd_k_high = T.alloc_var("float32", init=1.0)
-                scale_q_low = T.alloc_var("float32", init=scale)
-                scale_q_high = T.alloc_var("float32", init=scale)
-                if normalize:
-                    extern(f"chunk_norms<{element}>", T.access_ptr(inverses_s, "rw"), KK.data, T.access_ptr(Q_s, "r"))
-                    T.sync_threads(BARRIER, THREADS)
-                    rstd_k_low = inverses_s[0, lane]
-                    rstd_k_high = inverses_s[0, lane + 32]
-                    scale_q_low = scale * inverses_s[0, C + lane]
-                    scale_q_high = scale * inverses_s[0, C + lane + 32]
-                else:
-                    T.sync_threads(BARRIER, THREADS)  # K and Q have been read
-                extern(
-                    f"store_products<{element}, {norm}>",
-                    KK.data,
-                    KQ.data,
-                    T.access_ptr(inverses_s, "r"),
-                    T.access_ptr(K_s, "rw"),
-                    T.access_ptr(diagonals_s, "rw"),
-                    scale,
-                )
-                T.sync_threads(BARRIER, THREADS)
-
-                if team < heads:
-                    hv = first + team
-                    if member == 0:
+                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum)
+                factors = make_products(tiles, scale)
+                if team.head < heads:
+                    hv = first + team.head
+                    if team.member == 0:
                         extern(
                             "store_gates",
-                            T.access_ptr(gates_s[team, 0, 0], "r"),
-                            T.access_ptr(diagonals_s, "r"),
-                            rstd_k_low,
-                            rstd_k_high,
-                            scale_q_low,
-                            scale_q_high,
+                            T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+                            T.access_ptr(tiles.diagonals, "r"),
+                            *(factors[i] for i in range(4)),
                             T.access_ptr(gates[slot, hv, 0, 0], "w"),
                         )
-                    # Two blocks a warp, one in a team of four.
-                    for step in T.serial(T.if_then_else(warps == 1, 2, 1)):
-                        diagonal = T.alloc_var(
-                            "int32", init=T.if_then_else(warps == WARPS, member, 2 * (member + step))
-                        )
-                        extern(
-                            f"invert_blocks<{element}>",
-                            T.access_ptr(diagonals_s[diagonal * DIAGONAL], "r"),
-                            DIAGONAL,
-                            T.access_ptr(inverses_s[team, diagonal * INVERSE], "rw"),
-                            T.access_ptr(gates_s[team, 1, diagonal * BLOCK], "r"),
-                            T.if_then_else(warps == WARPS, 1, 2),
-                        )
-                    extern("team_sync", team, warps)
-                    extern(
-                        f"make_columns<{element}>",
-                        descriptor(matrices_0, [BLOCK, C], SWIZZLES[0]),
-                        descriptor(matrices_1, [BLOCK, C - BLOCK], SWIZZLES[1]),
-                        descriptor(matrices_2, [BLOCK, C - 2 * BLOCK], SWIZZLES[2]),
-                        descriptor(matrices_3, [BLOCK, C - 3 * BLOCK], SWIZZLES[3]),
-                        descriptor(A, [C, 1, BLOCK], SWIZZLES[3]),
-                        warps,
-                        member,
-                        T.access_ptr(K_s, "r"),
-                        T.access_ptr(inverses_s[team, 0], "r"),
-                        T.access_ptr(gates_s[team, 0, 0], "r"),
-                        T.access_ptr(Q_s, "rw"),
-                        T.access_ptr(A[row, hv, 0], "w"),
-                        slot,
-                        hv,
-                        row,
-                        H_v,
-                        valid,
-                    )
+                    invert_diagonal(tiles, team)
+                    matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+                    make_columns(tiles, team, slot, hv, chunk, valid, matrices, A)
 
     return main

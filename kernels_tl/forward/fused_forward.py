@@ -234,7 +234,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
                     T.clear(S)
                     if (has_initial_state != 0) & (segments[segment, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
                         extern(
-                            f"read_state<{V}>",
+                            f"read_state<{K}, {V}>",
                             S.data,
                             T.access_ptr(initial_state[state], "r"),
                             state_v_first != 0,
@@ -306,7 +306,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
                     done_n = T.alloc_var("int32", init=segments[done_segment, SegmentColumn.SEQUENCE])
                     if (has_final_state != 0) & (segments[done_segment, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
                         extern(
-                            "write_state",
+                            f"write_state<{K}, {V}>",
                             S.data,
                             T.access_ptr(
                                 final_state[(T.Cast("int64", done_n - done_segment) * H_v + done_work) * (K * V)], "w"

@@ -111,9 +111,9 @@ def segment_maps(dtype, K, V):
             else:
                 for i, j in T.Parallel(V, K):
                     r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
-                extern("store_state", r.S_16.data, T.access_ptr(maps[segment, hv, 0, warpgroup * ROWS, 0], "w"))
+                extern(f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment, hv, 0, warpgroup * ROWS, 0], "w"))
                 T.copy(r.S, r.S_16)
-                extern("store_state", r.S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
+                extern(f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
 
     @T.macro
     def load(tiles, ready, start, chunks, segment, hv, hk, k, v, gates, matrices):

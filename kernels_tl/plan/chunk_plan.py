@@ -1,43 +1,107 @@
-"""The plan: cu_seqlens -> one table of sequences and one of chunks, on the device.
+"""The plan: cu_seqlens -> tables of sequences, chunks and segments, on the device. Their columns are in layout.py.
 
-The host never reads cu_seqlens, so a captured CUDA graph may be replayed after they change in place.  Whatever they
-hold, the tables describe disjoint runs of rows inside [0, rows): the first offset is taken as 0, later ones are clipped
-to [0, rows] and replaced by their running maximum.
+The host never reads cu_seqlens, so a captured CUDA graph may be replayed after they change in place. Whatever they
+hold, the tables describe disjoint runs of rows inside [0, tokens): the first offset is taken as 0, later ones are
+clipped to [0, tokens] and replaced by their running maximum.
 
-    sequences [N, 4]   first row, tokens, first chunk slot, first segment slot
-    chunks    [chunk_slots, 3]  first row, tokens, sequence.  Behind the sequences' chunks come those that cover the padding rows
-                       (sequence = PADDING), then unused slots (PADDING of 0 tokens)
-    segments  [segment_slots, 5]  first row, tokens, first chunk slot, sequence, flags.  Every sequence, even an empty one, has at
-                       least one; longer ones are cut after every `segment_chunks` chunks, unless that is 0 or (with
-                       cu_seqlens) none has more than `cut_above` chunks.  A sequence's segments follow one another,
-                       and of each 256 sequences the longest come first.  Unused slots have 0 tokens and no flags.
-                       Written if segment_slots > 0
+    sequences [N, 4]
+    chunks    [chunk_slots, 3]     behind the sequences' chunks come those that cover the padding rows, of the sequence
+                                   PADDING, then unused slots, of PADDING with 0 tokens
+    segments  [segment_slots, 5]   every sequence, even an empty one, has at least one; longer ones are cut after every
+                                   `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
+                                   `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
+                                   sequences the longest come first. Unused slots have 0 tokens and no flags. Written if
+                                   segment_slots > 0
 
-Launched once per call, one CTA.  The kernel behind it does not wait for all of this (device/early_plan.cuh has the same
-arithmetic by warps).  Without cu_seqlens (has_offsets = 0) every sequence has `uniform_length` tokens.
+Launched once per call, one CTA. The kernel behind it does not wait for all of this: its first CTAs find their rows
+themselves (device/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
+`uniform_length` tokens.
 """
+
+from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.common import (
-    PASS_CONFIGS as PASS_CONFIGS,
-    C,
-    dims,
-    extern,
-)
-from kernels_tl.layout import (
-    PADDING,
-    ChunkColumn,
-    SegmentColumn,
-    SegmentFlag,
-    SequenceColumn,
-)
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, C, dims, extern
+from kernels_tl.layout import PLAN_STEP, ChunkColumn, SegmentColumn, SegmentFlag, SequenceColumn
 
 PRELUDE = """
 #include "device/block_scan.cuh"
+#include "device/plan.cuh"
 """
 
-THREADS = 256  # sequences planned per step
+THREADS = PLAN_STEP  # one sequence each, step by step
+WHOLE = 0x7FFFFFFF // C  # chunks a segment where no sequence is cut
+
+
+def count_chunks(length):
+    return extern("chunks_of", length, returns="int32")
+
+
+@T.macro
+def segment_size(offsets, N, has_offsets, segment_chunks, cut_above):
+    """Chunks a segment: the same for all threads."""
+    size = T.alloc_var("int32", init=WHOLE)
+    if segment_chunks > 0:
+        longer = T.alloc_var("int32", init=T.Select((has_offsets != 0) & (cut_above > 0), 0, 1))
+        if longer == 0:
+            for step in T.serial(T.ceildiv(N, THREADS)):
+                n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
+                # Of offsets that are none the difference may be anything, and so may then the choice.
+                if offsets[n + 1] - offsets[n] > T.Cast(str(offsets.dtype), cut_above) * C:
+                    longer = 1
+        if T.call_extern("int32", "__syncthreads_or", longer) != 0:
+            size = segment_chunks
+    return size
+
+
+@T.macro
+def write_chunks(chunks, of, tx, n0, chunks_before, total):
+    """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
+    low = T.alloc_var("int32")
+    for i in T.serial(T.ceildiv(total - tx, THREADS)):
+        # Behind as many sequences as have all their chunks before this one.
+        low = 0
+        for bit in T.unroll(THREADS.bit_length() - 1):
+            if of.sums[low + (THREADS >> (bit + 1)) - 1] <= i * THREADS + tx:
+                low += THREADS >> (bit + 1)
+        chunk = i * THREADS + tx - (of.sums[low] - of.counts[low])
+        extern(
+            "put_chunk",
+            T.access_ptr(chunks[chunks_before + i * THREADS + tx, 0], "w"),
+            of.begins[low],
+            of.ends[low],
+            chunk,
+            n0 + low,
+        )
+
+
+@T.macro
+def write_segments(segments, segment_slots, n, slot, begin, end, first, parts, size):
+    """A sequence's segments, by its thread."""
+    for i in T.serial(parts):
+        if slot + i < segment_slots:
+            segments[slot + i, SegmentColumn.ROW] = begin + i * size * C
+            segments[slot + i, SegmentColumn.LENGTH] = T.min(end - begin - i * size * C, size * C)
+            segments[slot + i, SegmentColumn.CHUNK] = first + i * size
+            segments[slot + i, SegmentColumn.SEQUENCE] = n
+            segments[slot + i, SegmentColumn.FLAGS] = T.Select(i == 0, SegmentFlag.FIRST, 0) + T.Select(
+                i == parts - 1, SegmentFlag.LAST, 0
+            )
+
+
+@T.macro
+def write_unused(chunks, chunk_slots, chunks_before, segments, segment_slots, segments_before, tx, begin, tokens):
+    """What follows the last sequence's: padding and unused slots."""
+    for step in T.serial(T.ceildiv(segment_slots - segments_before, THREADS)):
+        slot = segments_before + step * THREADS + tx
+        if slot < segment_slots:
+            for i in T.unroll(SegmentColumn.COUNT):
+                segments[slot, i] = 0
+    for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
+        chunk = step * THREADS + tx
+        if chunks_before + chunk < chunk_slots:
+            extern("put_padding", T.access_ptr(chunks[chunks_before + chunk, 0], "w"), begin, tokens, chunk)
 
 
 def chunk_plan(offset_dtype):
@@ -49,7 +113,7 @@ def chunk_plan(offset_dtype):
         sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
         chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        rows: T.int32,
+        tokens: T.int32,
         has_offsets: T.int32,
         uniform_length: T.int32,
         segment_chunks: T.int32,
@@ -67,48 +131,33 @@ def chunk_plan(offset_dtype):
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
-            up_to = T.alloc_var("int32")
-            rows_before = T.alloc_var("int32", init=0)  # this step
-            chunks_before = T.alloc_var("int32", init=0)
-            segments_before = T.alloc_var("int32", init=0)
             part = T.alloc_var("int32")
             slot = T.alloc_var("int32")
-            low = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            size = T.alloc_var("int32", init=0x7FFFFFFF // C)
-            if segment_chunks > 0:
-                longer = T.alloc_var("int32", init=T.Select((has_offsets != 0) & (cut_above > 0), 0, 1))
-                if longer == 0:
-                    for step in T.serial(T.ceildiv(N, THREADS)):
-                        n = T.min(step * THREADS + tx, N - 1)
-                        # Of offsets that are none the difference may be anything, and so may then the choice.
-                        if offsets[n + 1] - offsets[n] > T.Cast(offset_dtype, cut_above) * C:
-                            longer = 1
-                if T.call_extern("int32", "__syncthreads_or", longer) != 0:
-                    size = segment_chunks
+            tokens_before = T.alloc_var("int32", init=0)  # this step
+            chunks_before = T.alloc_var("int32", init=0)
+            segments_before = T.alloc_var("int32", init=0)
+            size = segment_size(offsets, N, has_offsets, segment_chunks, cut_above)
 
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = step * THREADS + tx
-                end = rows_before
+                end = tokens_before
                 if n < N:
                     if has_offsets != 0:
-                        # Clipped in the offsets' own width: an int64 may hold anything.
-                        lowest = T.Cast(offset_dtype, rows_before)
-                        highest = T.Cast(offset_dtype, rows)
-                        end = T.Cast("int32", T.max(T.min(offsets[n + 1], highest), lowest))
+                        offset = T.Cast("int64", offsets[n + 1])
+                        end = extern("clip_offset", offset, tokens_before, tokens, returns="int32")
                     else:
                         end = (n + 1) * uniform_length
                 end = extern(f"running_maximum<{THREADS}>", end, returns="int32")
                 ends[tx] = end
                 T.sync_threads()
-                begin = rows_before
+                begin = tokens_before
                 if tx > 0:
                     begin = ends[tx - 1]
-                count = T.truncdiv(end - begin + (C - 1), C)
+                count = count_chunks(end - begin)
                 part = 0
                 if n < N:
                     part = T.max(T.truncdiv(count + size - 1, size), 1)
-                up_to = extern(f"running_sum<{THREADS}>", count, returns="int32")
+                up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
                 sums[tx] = up_to
@@ -116,54 +165,27 @@ def chunk_plan(offset_dtype):
                 T.sync_threads()
 
                 total = T.alloc_var("int32", init=sums[THREADS - 1])
-                for i in T.serial(T.ceildiv(total - tx, THREADS)):
-                    # Behind as many sequences as have all their chunks before this one.
-                    low = 0
-                    for bit in T.unroll(THREADS.bit_length() - 1):
-                        if sums[low + (THREADS >> (bit + 1)) - 1] <= i * THREADS + tx:
-                            low += THREADS >> (bit + 1)
-                    first = begins[low] + (i * THREADS + tx - (sums[low] - counts[low])) * C
-                    slot = chunks_before + i * THREADS + tx
-                    chunks[slot, ChunkColumn.ROW] = first
-                    chunks[slot, ChunkColumn.LENGTH] = T.min(ends[low] - first, C)
-                    chunks[slot, ChunkColumn.SEQUENCE] = step * THREADS + low
-                first = chunks_before + up_to - count
+                of = SimpleNamespace(begins=begins, ends=ends, counts=counts, sums=sums)
+                write_chunks(chunks, of, tx, step * THREADS, chunks_before, total)
                 slot = segments_before
                 if segment_slots > 0:
                     for i in T.serial(T.min(N - step * THREADS, THREADS)):
-                        # The longest first, so that no long one is left for the end.
-                        slot += T.Select((counts[i] > count) | ((counts[i] == count) & (i < tx)), parts[i], 0)
+                        if extern("comes_first", counts[i], i, count, tx, returns="bool"):
+                            slot += parts[i]
                         segments_before += parts[i]
                 if n < N:
+                    first = T.alloc_var("int32", init=chunks_before + up_to - count)
                     sequences[n, SequenceColumn.ROW] = begin
                     sequences[n, SequenceColumn.LENGTH] = end - begin
                     sequences[n, SequenceColumn.CHUNK] = first
                     sequences[n, SequenceColumn.SEGMENT] = slot
-                    for i in T.serial(part):
-                        if slot + i < segment_slots:
-                            segments[slot + i, SegmentColumn.ROW] = begin + i * size * C
-                            segments[slot + i, SegmentColumn.LENGTH] = T.min(end - begin - i * size * C, size * C)
-                            segments[slot + i, SegmentColumn.CHUNK] = first + i * size
-                            segments[slot + i, SegmentColumn.SEQUENCE] = n
-                            segments[slot + i, SegmentColumn.FLAGS] = T.Select(i == 0, SegmentFlag.FIRST, 0) + T.Select(
-                                i == part - 1, SegmentFlag.LAST, 0
-                            )
-                rows_before = ends[THREADS - 1]
+                    write_segments(segments, segment_slots, n, slot, begin, end, first, part, size)
+                tokens_before = ends[THREADS - 1]
                 chunks_before += total
                 T.sync_threads()
 
-            for step in T.serial(T.ceildiv(segment_slots - segments_before, THREADS)):
-                slot = segments_before + step * THREADS + tx
-                if slot < segment_slots:
-                    for i in T.unroll(SegmentColumn.COUNT):
-                        segments[slot, i] = 0
-
-            for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
-                slot = chunks_before + step * THREADS + tx
-                if slot < chunk_slots:
-                    first = rows_before + (slot - chunks_before) * C
-                    chunks[slot, ChunkColumn.ROW] = T.min(first, rows)
-                    chunks[slot, ChunkColumn.LENGTH] = T.max(T.min(rows - first, C), 0)
-                    chunks[slot, ChunkColumn.SEQUENCE] = PADDING
+            write_unused(
+                chunks, chunk_slots, chunks_before, segments, segment_slots, segments_before, tx, tokens_before, tokens
+            )
 
     return main
