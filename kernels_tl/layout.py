@@ -92,6 +92,23 @@ class BackwardGate:
     COUNT = 5
 
 
+class Ring:
+    """Where a chunk's tiles are in fused_forward, as one number, because it lives through everything; the first bits of
+    the stage (two bits) and its phase, of the stage of V, whose number is also that of the warpgroup that then makes
+    matrices, and of that stage's phase."""
+
+    STAGE, PHASE, VALUE_STAGE, VALUE_PHASE = 0, 2, 3, 4
+    END = 5
+    STAGES, VALUE_STAGES = 3, 2
+
+
+class Place:
+    """What a consumer of fused_forward has in one register: the first bits of its offset in a tile and its column in a
+    fragment (device/tiles.cuh), of its warpgroup, and of its Ring."""
+
+    OFFSET, COLUMN, WARPGROUP, RING = 0, 16, 20, 24
+
+
 class NamedBarrier:
     """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
 

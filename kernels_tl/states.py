@@ -24,6 +24,11 @@ class States:
     def pointer(self, access, n, hv, v=0):
         return T.access_ptr(self.numbers[self.state_at(n, hv, v)], access)
 
+    def read(self, fragment, n, hv):
+        """All rows of S^T."""
+        name = f"read_state<{self.K}, {self.V}>"
+        return extern(name, fragment.data, self.pointer("r", n, hv), self.is_v_first)
+
     def write(self, fragment, n, hv, v=0):
         """The warpgroups' rows of S^T, from value row v on."""
         return extern(f"write_state<{self.K}, {self.V}>", fragment.data, self.pointer("w", n, hv, v), self.is_v_first)

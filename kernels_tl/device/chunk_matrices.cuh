@@ -100,10 +100,11 @@ __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, f
     if (k < count) {
       float* const inverse = inverses + k * kInverseStride;
       float product[4] = {}, result[4] = {};
-      multiply_eighth<kParts>(product, inverse[in_inverse(t, g)], inverse[in_inverse(t + 4, g)], below[k][0], below[k][1]);
+      multiply_eighth<kParts>(product, inverse[in_inverse(t, g)], inverse[in_inverse(t + 4, g)], below[k][0],
+                              below[k][1]);
       const float2 right = *reinterpret_cast<const float2*>(inverse + in_inverse(8 + g, 8 + 2 * t));
       multiply_eighth<kParts>(result, as_factor<kParts>(-beta_below[k].x * product[0]),
-                         as_factor<kParts>(-beta_below[k].y * product[1]), right.x, right.y);
+                              as_factor<kParts>(-beta_below[k].y * product[1]), right.x, right.y);
       inverse[in_inverse(8 + 2 * t, g)] = as_factor<kParts>(result[0]);
       inverse[in_inverse(9 + 2 * t, g)] = as_factor<kParts>(result[1]);
       inverse[in_inverse(g, 8 + t)] = 0.f;

@@ -111,8 +111,9 @@ __device__ __forceinline__ void store_products(const float* KK, const float* KQ,
         }
       }
       if (i < warp) {
-        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {as_factor<kTf32Parts<T>>(x[0]), as_factor<kTf32Parts<T>>(x[1]),
-                                                                            as_factor<kTf32Parts<T>>(x[2]), as_factor<kTf32Parts<T>>(x[3])};
+        to_blocks[product_block(warp, i) * kBlockPieces + 32 * n + lane] = {
+            as_factor<kTf32Parts<T>>(x[0]), as_factor<kTf32Parts<T>>(x[1]), as_factor<kTf32Parts<T>>(x[2]),
+            as_factor<kTf32Parts<T>>(x[3])};
       }
       if (i == warp) {
         float* const to = diagonals + i * kDiagonalStride + g * kBlock + 8 * n + 2 * t;

@@ -1,15 +1,14 @@
-// A chunk's matrices and gates for one value head, as chunk_matrices.cuh makes them for a group: by a warpgroup that
-// also carries half of the head's state, and a warp beside it.
+// A chunk's matrices for one value head, as chunk_matrices.cuh makes them for a group: by a warpgroup that also carries
+// half of the head's state.
 #pragma once
 
 #include "device/chunk_matrices.cuh"
+#include "device/fused_gates.cuh"
+#include "device/place.cuh"
 #include "device/tiles.cuh"
+#include "device/wgmma.cuh"
 
 namespace flash_qla::device {
-
-// A warpgroup's scratch: the six blocks of K K^T below the diagonal as product_block has them, then its diagonal blocks
-// by rows, and in their place the inverted ones.
-constexpr int kBlocksBelow = 6 * kBlockFloats;
 
 __device__ __forceinline__ void warpgroup_sync(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
@@ -44,81 +43,236 @@ __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   }
 }
 
-// The WGMMA descriptor of 64 rows of 64 16-bit elements, K-major under the 128-byte swizzle.
-__device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
-  return uint64_t{1} << 62 | uint64_t{64} << 32 | uint64_t{1} << 16 | (shared_address(tile) & 0x3ffff) >> 4;
+// With low_level a warpgroup's tile of O holds A of its first chunk, w, then O of chunk 0, and so on: O of each chunk,
+// and behind that of every chunk c with c % 2 = w A of chunk c + 2. So with c = 2 p + u O comes there as number 3 p + u
+// + 1 if w = 1, 3 p + 2 u + 1 if w = 0, and A, for which u = w, as the next. Of a place, w is the warpgroup, u the
+// value stage and p % 2 its phase; the first A is number 0, made with p = u = 0.
+
+// Until the tile is free for O,
+template <typename Barrier>
+__device__ __forceinline__ void wait_for_tile(Barrier& stored, int number) {
+  const ConsumerPlace place(number);
+  const int w = place.warpgroup(), u = place.value_stage(), p = place.value_phase();
+  (&stored)[w].wait(p ^ (u & w));
 }
 
-// x = a b^T, or x += a b^T, 64 x 64 x 16, both from shared memory, in flight.
-template <typename T>
-__device__ __forceinline__ void begin_wgmma(float (&x)[32], uint64_t a, uint64_t b, int accumulate) {
-#define FLASH_QLA_WGMMA(type)                                                                                       \
-  asm volatile(                                                                                                     \
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"                                                            \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                                   \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "      \
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n\t}"                            \
-      : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), "+f"(x[8]), \
-        "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15]), "+f"(x[16]),      \
-        "+f"(x[17]), "+f"(x[18]), "+f"(x[19]), "+f"(x[20]), "+f"(x[21]), "+f"(x[22]), "+f"(x[23]), "+f"(x[24]),     \
-        "+f"(x[25]), "+f"(x[26]), "+f"(x[27]), "+f"(x[28]), "+f"(x[29]), "+f"(x[30]), "+f"(x[31])                   \
-      : "l"(a), "l"(b), "r"(accumulate))
-  if constexpr (std::is_same_v<T, __half>) {
-    FLASH_QLA_WGMMA("f16");
-  } else {
-    FLASH_QLA_WGMMA("bf16");
+// and for A. The warpgroup's number.
+template <typename Barrier>
+__device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
+  const ConsumerPlace place(number);
+  const int w = place.warpgroup(), u = place.value_stage(), p = place.value_phase();
+  (&stored)[w].wait(p ^ u ^ 1);
+  return w;
+}
+
+// What a warpgroup makes a chunk's matrices of. Warp j makes their rows 16 j to 16 j + 15, transposed. All warps run
+// the same code, also for blocks left of the diagonal one, which are not stored: code for each of them would have to be
+// fetched for each chunk.
+//
+// Lane 4 g + t of warp j has of each 16 x 16 block the accumulators' elements [4 n + 2 h + e]: row g + 8 h, column 8 n
+// + 2 t + e. Factors of the TF32 products are rounded once, for fp16 too: nothing but L is made of them, which has no
+// more digits.
+template <typename T, bool kNormalize>
+struct MatricesMaker {
+  static constexpr int kParts = 1;
+
+  float* table;    // FusedGate's rows
+  float* scratch;  // the six blocks of K K^T below the diagonal as product_block has them, then its diagonal blocks by
+                   // rows, and in their place the inverted ones
+  float scale;
+  int j, lane, g, t;
+
+  __device__ __forceinline__ MatricesMaker(float* table, float* scratch, float scale)
+      : table(table), scratch(scratch), scale(scale), j(warp_index()), lane(lane_here()), g(lane >> 2), t(lane & 3) {}
+
+  __device__ __forceinline__ float* inverses() const { return scratch + 6 * kBlockFloats; }
+
+  // Of a row of the table: what the lane's rows have, h = 0 and 1, and its columns of block i.
+  __device__ __forceinline__ float of_row(int gate, int h) const {
+    return table[kBlock * j + g + gate * kChunk + 8 * h];
   }
-#undef FLASH_QLA_WGMMA
-}
-
-// By one warpgroup: x = a b^T of tiles of 64 x 128, in flight, as a group of its own.
-template <typename T>
-__device__ __forceinline__ void begin_product(float (&x)[32], const void* a, const void* b) {
-#pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    const uint64_t step = s / 4 * (kChunk * 128 / 16) + s % 4 * 2;  // in units of 16 bytes
-    begin_wgmma<T>(x, tile_descriptor(a) + step, tile_descriptor(b) + step, s > 0);
+  __device__ __forceinline__ float2 of_columns(int gate, int i, int n) const {
+    return *reinterpret_cast<const float2*>(table + 2 * t + gate * kChunk + kBlock * i + 8 * n);
   }
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Until x is there, while kInFlight later groups may still be in flight.
-template <int kInFlight>
-__device__ __forceinline__ void end_product(float (&x)[32]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    asm volatile("" : "+f"(x[i])::"memory");
+  __device__ __forceinline__ bool is_in_upper_triangle(int n, int e) const {
+    return 8 * n + 2 * t + (e & 1) >= g + 8 * (e >> 1);
   }
-}
 
-// By warp j of a warpgroup: block (i, j) of a matrix, transposed, to a tile's address of the lane's row.
-__device__ __forceinline__ void put_block(uint32_t row, int i, const uint32_t (&x)[2][2]) {
-  const int lane = lane_here();
-  store_matrices(row + ((2 * i + (lane >> 4) ^ (lane & 7)) << 4), x[0][0], x[0][1], x[1][0], x[1][1]);
-}
-
-// Factors of the TF32 products are rounded once, for fp16 too: nothing but L is made of them, which has no more digits.
-using Once = __nv_bfloat16;
-
-// The block column j of A, transposed, with zeros on A's diagonal.
-template <int j>
-__device__ __forceinline__ void column_below_diagonal(float (&X)[4][2][4], const void* blocks, const float* inverses,
-                                                      const float* beta) {
-  invert_column<Once, j>(X, blocks, inverses, beta);
-  const int lane = lane_here();
-  const int g = lane >> 2, t = lane & 3;
+  // The diagonal block of D^T, which is formed from differences.
+  __device__ __forceinline__ void gate_diagonal(float (&diagonal)[8], const float (&b_row)[2]) const {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < 2; ++n) {
+      const float2 b = of_columns(FusedGate::kLog, j, n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      X[j][n][e] = 8 * n + 2 * t + (e & 1) == g + 8 * (e >> 1) ? 0.f : X[j][n][e];
+      for (int e = 0; e < 4; ++e) {
+        const float d = exp2_fast((e & 1 ? b.y : b.x) - b_row[e >> 1]);
+        diagonal[4 * n + e] = is_in_upper_triangle(n, e) ? d : 0.f;
+      }
     }
   }
-}
+
+  // The norms of K from the diagonal of K K^T, to the table.
+  __device__ __forceinline__ void keep_norms(const float* KK) const {
+    float* const gates = table;
+    for_diagonal(KK, [gates](int i, float square) {
+      const float rstd = key_norm(square);
+      gates[FusedGate::kKeyRstd * kChunk + i] = rstd;
+      gates[FusedGate::kKeyNorm * kChunk + i] = (square + float{kNormEps}) * rstd;
+      gates[FusedGate::kPlainBeta * kChunk + i] *= rstd * rstd;
+    });
+  }
+
+  // The warp's blocks of K K^T, to the scratch.
+  __device__ __forceinline__ void keep_products(const float* KK) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const x = KK + 8 * i;
+      if (i == j) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float* const to = inverses() + j * kInverseStride + g * kBlock + 8 * n + 2 * t;
+          *reinterpret_cast<float2*>(to) = {x[4 * n], x[4 * n + 1]};
+          *reinterpret_cast<float2*>(to + 8 * kBlock) = {x[4 * n + 2], x[4 * n + 3]};
+        }
+      }
+      if (i < j) {
+        float4* const to = reinterpret_cast<float4*>(scratch) + (j * (j - 1) / 2 + i) * kBlockPieces + lane;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          to[32 * n] = {as_factor<kParts>(x[4 * n]), as_factor<kParts>(x[4 * n + 1]), as_factor<kParts>(x[4 * n + 2]),
+                        as_factor<kParts>(x[4 * n + 3])};
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void invert_diagonal() const {
+    float* const own = inverses() + j * kInverseStride;
+    invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
+  }
+
+  // By the warpgroup: the norms into what the steps multiply keys and queries with; D^T becomes diag(1 / |k|) D^T.
+  __device__ __forceinline__ void normalize(float (&diagonal)[8], float (&from)[2]) const {
+    const int token = threadIdx.x & 127;
+    if (token < kChunk) {
+      const float rstd_k = table[FusedGate::kKeyRstd * kChunk + token];
+      const float scale_q = table[FusedGate::kQueryScale * kChunk + token];
+      table[ForwardGate::kBeta * kChunk + 2 * token + 1] *= rstd_k;
+      table[ForwardGate::kDecay * kChunk + token] *= rstd_k;
+      table[ForwardGate::kQuery * kChunk + token] *= scale_q;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float rstd = of_row(FusedGate::kKeyRstd, h);
+      from[h] *= rstd;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        diagonal[4 * (i / 2) + 2 * h + i % 2] *= rstd;
+      }
+    }
+  }
+
+  // All blocks of D^T: off the diagonal products of a row's and a column's factor.
+  __device__ __forceinline__ void gate(float (&D)[4][8], const float (&diagonal)[8], const float (&from)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float2 to = of_columns(FusedGate::kToBlockEnd + j, i, n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          D[i][4 * n + e] = i == j ? diagonal[4 * n + e] : (e & 1 ? to.y : to.x) * from[e >> 1];
+        }
+      }
+    }
+  }
+
+  // Block i of the warp's rows to a tile, if it is one of the triangle's.
+  __device__ __forceinline__ void put_block(void* tile, int i, const uint32_t (&x)[2][2]) const {
+    const uint32_t row = shared_address(tile) + (kBlock * j + (lane & 15)) * 128;
+    const int here = lane_here();
+    if (i >= j) {
+      store_matrices(row + ((2 * i + (here >> 4) ^ (here & 7)) << 4), x[0][0], x[0][1], x[1][0], x[1][1]);
+    }
+  }
+
+  __device__ __forceinline__ void put_attention(void* P, const float (&KQ)[32], const float (&D)[4][8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t p[2][2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float2 norm = {scale, scale};
+        if constexpr (kNormalize) {
+          norm = of_columns(FusedGate::kQueryScale, i, n);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            x[e] = KQ[8 * i + 4 * n + 2 * h + e] * (e ? norm.y : norm.x) * D[i][4 * n + 2 * h + e];
+          }
+          p[n][h] = pack(T(), x[0], x[1]);
+        }
+      }
+      put_block(P, i, p);
+    }
+  }
+
+  // The block column j of A, transposed, with zeros on A's diagonal.
+  template <int kColumn>
+  __device__ __forceinline__ void invert_column_of(float (&X)[4][2][4]) const {
+    const float* const blocks = scratch - product_block(1, 0) * kBlockFloats;
+    invert_column<kParts, kColumn>(X, blocks, inverses(), table + FusedGate::kPlainBeta * kChunk);
+    const int here = lane_here();
+    const int row = here >> 2, column = 2 * (here & 3);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        X[kColumn][n][e] = 8 * n + column + (e & 1) == row + 8 * (e >> 1) ? 0.f : X[kColumn][n][e];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void invert(float (&X)[4][2][4]) const {
+    switch (j) {
+      case 0:
+        return invert_column_of<0>(X);
+      case 1:
+        return invert_column_of<1>(X);
+      case 2:
+        return invert_column_of<2>(X);
+      default:
+        return invert_column_of<3>(X);
+    }
+  }
+
+  __device__ __forceinline__ void put_inverse(void* L, const float (&X)[4][2][4], const float (&D)[4][8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t l[2][2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float2 norm = {1.f, 1.f};
+        if constexpr (kNormalize) {
+          norm = of_columns(FusedGate::kKeyNorm, i, n);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* const x = &X[i][n][2 * h];
+          const float* const d = &D[i][4 * n + 2 * h];
+          l[n][h] = pack(T(), x[0] * d[0] * norm.x, x[1] * d[1] * norm.y);
+        }
+      }
+      put_block(L, i, l);
+    }
+  }
+};
 
 // By warp j of a warpgroup: block column j of A, which X holds transposed and without its unit diagonal, to a tile of
-// 64 rows of 128 bytes under the 128-byte swizzle. With the l2norm A is R^-1 X R (see fused_forward.py).
+// 64 rows of 128 bytes under the 128-byte swizzle. With the l2norm A is r^-1 X r (r of fused_forward.py).
 template <typename T, bool kNormalize>
 __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const float* table, void* tile) {
   const int j = warp_index(), lane = lane_here();
@@ -155,58 +309,20 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   }
 }
 
-// By one warpgroup: the norms into what the steps multiply keys and queries with.
-__device__ __forceinline__ void normalize_table(float* table) {
-  const int token = threadIdx.x & 127;
-  if (token < kChunk) {
-    const float rstd_k = table[FusedGate::kKeyRstd * kChunk + token], scale_q = table[FusedGate::kQueryScale * kChunk + token];
-    table[ForwardGate::kBeta * kChunk + 2 * token + 1] *= rstd_k;
-    table[ForwardGate::kDecay * kChunk + token] *= rstd_k;
-    table[ForwardGate::kQuery * kChunk + token] *= scale_q;
-  }
-}
-
-// With kLowLevel a warpgroup's tile of O holds A of its first chunk, w, then O of chunk 0, and so on: O of each chunk,
-// and behind that of every chunk c with c % 2 = w A of chunk c + 2. So with c = 2 p + u O comes there as number 3 p + u
-// + 1 if w = 1, 3 p + 2 u + 1 if w = 0, and A, for which u = w, as the next. `place` (fused_forward.py) has w in bit
-// 20, u in bit 27 and p % 2 in bit 28; the first A is number 0, made with p = u = 0. It is opaque here, so that nothing
-// is made of it earlier.
-__device__ __forceinline__ int place_here(int place) {
-  asm volatile("" : "+r"(place));
-  return place;
-}
-
-// Until the tile is free for O,
-template <typename Barrier>
-__device__ __forceinline__ void wait_for_tile(Barrier& stored, int place) {
-  place = place_here(place);
-  const int w = place >> 20 & 1, u = place >> 27 & 1, p = place >> 28 & 1;
-  (&stored)[w].wait(p ^ (u & w));
-}
-
-// and for A. The warpgroup's number.
-template <typename Barrier>
-__device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int place) {
-  place = place_here(place);
-  const int w = place >> 20 & 1, u = place >> 27 & 1, p = place >> 28 & 1;
-  (&stored)[w].wait(p ^ u ^ 1);
-  return w;
-}
-
-// By one warpgroup, if there is such a chunk: its L and P. Warp j makes their rows 16 j to 16 j + 15, transposed. All
-// warps run the same code, also for blocks left of the diagonal one, which are not stored: code for each of them would
-// have to be fetched for each chunk. `barrier` is the warpgroup's. With kLowLevel A goes to O's tile, as soon as
-// what was there has left; the warp that stores is told so even if there is no such chunk.
+// By one warpgroup, if there is such a chunk: its L and P. `barrier` is the warpgroup's. With kLowLevel A goes to O's
+// tile, as soon as what was there has left; the warp that stores is told so even if there is no such chunk.
+//
+// A kernel cannot pass records, so everything is an argument here; MatricesMaker has the arithmetic.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
                                               const int* length, void* K, const void* Q, float* table, float scale,
                                               float* scratch, void* L, void* P, int barrier, Barrier& stored,
-                                              Barrier& filled, int place, void* O) {
+                                              Barrier& staged, int place, void* O) {
   gated.wait(phase);
   const int valid = *length;
   if (valid < 0) {
     if constexpr (kLowLevel) {
-      (&filled)[wait_for_tile_of_A(stored, place)].arrive();
+      (&staged)[wait_for_tile_of_A(stored, place)].arrive();
     }
     return;
   }
@@ -225,208 +341,35 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   if constexpr (kNormalize) {
     query_norms<T>(table + FusedGate::kQueryScale * kChunk, Q, scale);
   }
-  const int j = warp_index();
-  const int lane = lane_here();
-  const int g = lane >> 2, t = lane & 3;
-  const float* const columns = table + 2 * t;
-  const float* const rows = table + kBlock * j + g;
-  float* const inverses = scratch + kBlocksBelow;
-  const auto pair = [&](int row, int i, int n) {
-    return *reinterpret_cast<const float2*>(columns + row * kChunk + kBlock * i + 8 * n);
-  };
-  float diagonal[8];
-  const float b_row[2] = {rows[FusedGate::kLog * kChunk], rows[FusedGate::kLog * kChunk + 8]};
-  float from[2] = {rows[FusedGate::kFromBlockEnd * kChunk], rows[FusedGate::kFromBlockEnd * kChunk + 8]};
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float2 b = pair(FusedGate::kLog, j, n);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float d = exp2_fast((e & 1 ? b.y : b.x) - b_row[e >> 1]);
-      diagonal[4 * n + e] = 8 * n + 2 * t + (e & 1) >= g + 8 * (e >> 1) ? d : 0.f;
-    }
-  }
+  const MatricesMaker<T, kNormalize> maker(table, scratch, scale);
+  float diagonal[8], D[4][8], X[4][2][4] = {};
+  const float b_row[2] = {maker.of_row(FusedGate::kLog, 0), maker.of_row(FusedGate::kLog, 1)};
+  float from[2] = {maker.of_row(FusedGate::kFromBlockEnd, 0), maker.of_row(FusedGate::kFromBlockEnd, 1)};
+  maker.gate_diagonal(diagonal, b_row);
 
   end_product<1>(KK);
   if constexpr (kNormalize) {
-    for_diagonal(KK, [table](int i, float square) {
-      const float rstd = key_norm(square);
-      table[FusedGate::kKeyRstd * kChunk + i] = rstd;
-      table[FusedGate::kKeyNorm * kChunk + i] = (square + float{kNormEps}) * rstd;
-      table[FusedGate::kPlainBeta * kChunk + i] *= rstd * rstd;
-    });
+    maker.keep_norms(KK);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* const x = KK + 8 * i;
-    if (i == j) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float* const to = inverses + j * kInverseStride + g * kBlock + 8 * n + 2 * t;
-        *reinterpret_cast<float2*>(to) = {x[4 * n], x[4 * n + 1]};
-        *reinterpret_cast<float2*>(to + 8 * kBlock) = {x[4 * n + 2], x[4 * n + 3]};
-      }
-    }
-    if (i < j) {
-      float4* const to = reinterpret_cast<float4*>(scratch) + (j * (j - 1) / 2 + i) * kBlockPieces + lane;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        to[32 * n] = {as_factor<Once>(x[4 * n]), as_factor<Once>(x[4 * n + 1]), as_factor<Once>(x[4 * n + 2]),
-                      as_factor<Once>(x[4 * n + 3])};
-      }
-    }
-  }
+  maker.keep_products(KK);
   __syncwarp();
-  float* const own = inverses + j * kInverseStride;
-  invert_blocks<Once>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
+  maker.invert_diagonal();
   warpgroup_sync(barrier);
   if constexpr (kNormalize) {
-    normalize_table(table);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {  // D is D diag(1 / |k|) from here on
-      const float rstd = rows[FusedGate::kKeyRstd * kChunk + 8 * h];
-      from[h] *= rstd;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        diagonal[4 * (i / 2) + 2 * h + i % 2] *= rstd;
-      }
-    }
+    maker.normalize(diagonal, from);
   }
-  float D[4][8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 to = pair(FusedGate::kToBlockEnd + j, i, n);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        D[i][4 * n + e] = i == j ? diagonal[4 * n + e] : (e & 1 ? to.y : to.x) * from[e >> 1];
-      }
-    }
-  }
+  maker.gate(D, diagonal, from);
 
   end_product<0>(KQ);
-  const uint32_t row = (kBlock * j + (lane & 15)) * 128;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t p[2][2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float2 norm = {scale, scale};
-      if constexpr (kNormalize) {
-        norm = pair(FusedGate::kQueryScale, i, n);
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float x[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          x[e] = KQ[8 * i + 4 * n + 2 * h + e] * (e ? norm.y : norm.x) * D[i][4 * n + 2 * h + e];
-        }
-        p[n][h] = pack(T(), x[0], x[1]);
-      }
-    }
-    if (i >= j) {
-      put_block(shared_address(P) + row, i, p);
-    }
-  }
-
-  float X[4][2][4] = {};
-  const float* const blocks = scratch - product_block(1, 0) * kBlockFloats;
-  const float* const beta = table + FusedGate::kPlainBeta * kChunk;
-  switch (j) {
-    case 0:
-      column_below_diagonal<0>(X, blocks, inverses, beta);
-      break;
-    case 1:
-      column_below_diagonal<1>(X, blocks, inverses, beta);
-      break;
-    case 2:
-      column_below_diagonal<2>(X, blocks, inverses, beta);
-      break;
-    default:
-      column_below_diagonal<3>(X, blocks, inverses, beta);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t l[2][2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float2 norm = {1.f, 1.f};
-      if constexpr (kNormalize) {
-        norm = pair(FusedGate::kKeyNorm, i, n);
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float* const x = &X[i][n][2 * h];
-        const float* const d = &D[i][4 * n + 2 * h];
-        l[n][h] = pack(T(), x[0] * d[0] * norm.x, x[1] * d[1] * norm.y);
-      }
-    }
-    if (i >= j) {
-      put_block(shared_address(L) + row, i, l);
-    }
-  }
+  maker.put_attention(P, KQ, D);
+  maker.invert(X);
+  maker.put_inverse(L, X, D);
   fence_boxes();
   made.arrive();
   if constexpr (kLowLevel) {
     const int own = wait_for_tile_of_A(stored, place);
     stage_inverse<T, kNormalize>(X, table, static_cast<char*>(O) + own * (kChunk * 128));
-    (&filled)[own].arrive();
-  }
-}
-
-// By one warp: g_cumsum of tokens 2 l and 2 l + 1 from the table, `stride` apart, those before `length`.
-__device__ __forceinline__ void store_cumsum(float* rows, const float* table, int stride, int length) {
-  const int token = 2 * lane_here();
-  const float2 b = *reinterpret_cast<const float2*>(table + FusedGate::kLog * kChunk + token);
-  if (token < length) {
-    rows[static_cast<int64_t>(token) * stride] = b.x * kLn2;
-  }
-  if (token + 1 < length) {
-    rows[static_cast<int64_t>(token + 1) * stride] = b.y * kLn2;
-  }
-}
-
-// By one warp: of tokens 2 l and 2 l + 1 what `rows` holds, `stride` apart; from `length` on 0.
-__device__ __forceinline__ void load_pair(float* x, const float* rows, int stride, int length) {
-  const int token = 2 * lane_here();
-  x[0] = token < length ? rows[static_cast<int64_t>(token) * stride] : 0.f;
-  x[1] = token + 1 < length ? rows[static_cast<int64_t>(token + 1) * stride] : 0.f;
-}
-
-// By one warp: a chunk's table from its tokens' g and beta, two a lane.
-__device__ __forceinline__ void make_table(float* table, const float* g, const float* beta, float scale) {
-  const int lane = lane_here();
-  const auto put = [&](int row, float x, float y) { reinterpret_cast<float2*>(table + row * kChunk)[lane] = {x, y}; };
-  float b[2] = {g[0] * kLog2e, (g[0] + g[1]) * kLog2e};
-  float before = b[1];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float below = __shfl_up_sync(~0u, before, step);
-    before += lane >= step ? below : 0.f;
-  }
-  const float total = __shfl_sync(~0u, before, 31);
-  before = __shfl_up_sync(~0u, before, 1);
-  before = lane > 0 ? before : 0.f;
-  b[0] += before;
-  b[1] += before;
-  const float gamma[2] = {exp2_fast(b[0]), exp2_fast(b[1])};
-  reinterpret_cast<float4*>(table + ForwardGate::kBeta * kChunk)[lane] = {beta[0], beta[0] * gamma[0], beta[1], beta[1] * gamma[1]};
-  put(ForwardGate::kQuery, scale * gamma[0], scale * gamma[1]);
-  put(ForwardGate::kDecay, exp2_fast(total - b[0]), exp2_fast(total - b[1]));
-  put(FusedGate::kLog, b[0], b[1]);
-  put(FusedGate::kPlainBeta, beta[0], beta[1]);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float end = __shfl_sync(~0u, b[1], 8 * j + 7);
-    if (lane / 8 == j) {
-      put(FusedGate::kFromBlockEnd, exp2_fast(end - b[0]), exp2_fast(end - b[1]));
-    }
-    put(FusedGate::kToBlockEnd + j, exp2_fast(b[0] - end), exp2_fast(b[1] - end));
-  }
-  if (lane == 0) {
-    table[ForwardGate::kTotal * kChunk] = exp2_fast(total);
+    (&staged)[own].arrive();
   }
 }
 

@@ -180,8 +180,8 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
-// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x K; in memory it is a state with
-// V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
+// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x K; in memory it is a state
+// with V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
 // addresses are one and an immediate, and the thread is opaque like lane_here(): nothing is kept from before the
 // chunks.
 template <int kK, int kRowStride, int kColumnStride, typename Use>

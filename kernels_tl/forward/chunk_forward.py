@@ -30,7 +30,7 @@ from kernels_tl.common import (
 )
 from kernels_tl.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import STATE_PAD, NamedBarrier, ForwardGate, SegmentColumn, SegmentFlag
+from kernels_tl.layout import STATE_PAD, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 from kernels_tl.states import States
 
 PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}

@@ -22,7 +22,7 @@ from kernels_tl.common import (
     dims,
     extern,
 )
-from kernels_tl.cta import Variables, barriers, fetch, load_segment_early, shared
+from kernels_tl.cta import barriers, fetch, load_segment_early, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
 from kernels_tl.layout import ForwardGate, SegmentColumn, SegmentFlag
 
