@@ -3,6 +3,7 @@
 import re
 
 import flash_qla
+import flash_qla._C  # here, or autodoc would take its .pyi, in which there are no docstrings
 
 project = "flash_qla"
 version = release = flash_qla.__version__
