@@ -13,7 +13,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # last: there is another accuracy.py in it
+sys.path.append(str(BENCHMARKS))
 common = importlib.import_module("common")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")

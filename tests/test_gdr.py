@@ -41,7 +41,7 @@ from subprocesses import start_python
 import flash_qla
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # last: there is another accuracy.py in it
+sys.path.append(str(BENCHMARKS))
 import common  # noqa: E402
 
 SETS = ("develop", "varlen", "profile", "product")

@@ -1,7 +1,7 @@
 """Errors of flash_qla and FLA against the fp64 recurrence on one GPU, same inputs, one process per package.
 
-    python benchmarks/accuracy.py --out benchmarks/results/accuracy_h200.json
-    python benchmarks/accuracy.py --cases underflow,4095 --packages flash_qla
+    python benchmarks/peer_errors.py --out benchmarks/results/accuracy_h200.json
+    python benchmarks/peer_errors.py --cases underflow,4095 --packages flash_qla
 
 Each case is one call of chunk_gated_delta_rule in bf16 with an initial state, and torch.autograd.grad of both results;
 the error is relative L2, of o, the final state and the six gradients. Inputs are from tests/cases.py, the reference is

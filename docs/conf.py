@@ -1,0 +1,42 @@
+"""The documentation's site: `sphinx-build -W --keep-going docs build/docs`, with the package installed."""
+
+import re
+
+import flash_qla
+import flash_qla._C  # here, or autodoc would take its .pyi, in which there are no docstrings
+
+project = "flash_qla"
+version = release = flash_qla.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"flash_qla {release}"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_mock_imports = ["fla"]  # of flash_qla.integrations.fla
+napoleon_custom_sections = [("Results", "params_style")]
+
+
+def plain_docstring(app, what, name, obj, options, lines):
+    """Docstrings are plain text: what reStructuredText would take for markup is not, indented lines behind a blank one
+    are formulas or code, and results that have names are listed like arguments."""
+    literal = blank = section = False
+    found = []
+    for line in lines:
+        indented = line.startswith(" ")
+        if line and not indented:
+            literal, section = False, re.fullmatch(r"(Args|Returns|Raises):", line) is not None
+        elif indented and blank and not literal and not section:
+            found += ["::", ""]
+            literal = True
+        found.append(line if literal else re.sub(r"([\\*`|_])", r"\\\1", line))
+        blank = not line
+    text = "\n".join(found)
+    lines[:] = re.sub(r"^Returns:(?=\n +[\w, \\]+: )", "Results:", text, flags=re.MULTILINE).split("\n")
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", plain_docstring, priority=400)  # napoleon's is 500
