@@ -268,7 +268,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
             while (rest <= 0) & (turn + 1 < turns):
                 turn += 1
                 piece = walk.locate(turn)
-                hv = piece.hv
+                hv = piece.hv  # noqa: F841, the caller's
                 row = segments[piece.segment, SegmentColumn.ROW]
                 rest = segments[piece.segment, SegmentColumn.LENGTH]
             chunks -= 1
