@@ -128,7 +128,7 @@ void check_arguments(Call& call) {
 void check_gradients(const BackwardCall& call) {
   check_device(call.op, "A", call.A, call.q);
   check_same_dtype(call.op, "A", call.A, call.q);
-  check_shape(call.op, "A", call.A, {call.B, call.T, call.H_v, kChunk}, "[B, T, H_v, 64]");
+  check_shape(call.op, "A", call.A, {call.B, call.T, call.H_v, kChunk}, "[B, T, H_v, C]");
 
   check_device(call.op, "do", call.grad_o, call.q);
   check_floating(call.op, "do", call.grad_o);
@@ -138,13 +138,6 @@ void check_gradients(const BackwardCall& call) {
     check_device(call.op, "dht", *call.grad_final_state, call.q);
     check_floating(call.op, "dht", *call.grad_final_state);
     check_state_shape(call, "dht", *call.grad_final_state);
-  }
-}
-
-// What only a GPU cannot do.
-void check_device(const Call& call) {
-  if (call.q.is_cuda()) {
-    check_supported_on_gpu(call);
   }
 }
 
@@ -161,9 +154,18 @@ void make_canonical(Call& call) {
   }
   if (call.cu_seqlens) {
     make_contiguous(call.op, *call.cu_seqlens, call.wide_offsets ? ScalarType::Long : ScalarType::Int);
-    if (call.q.is_cuda() && offsets_are_checked()) {
-      checked_offsets(call);
-    }
+  }
+}
+
+// Between the checks of the arguments and the pass.
+void prepare(Call& call) {
+  const bool on_gpu = call.q.is_cuda();
+  if (on_gpu) {
+    check_supported_on_gpu(call);
+  }
+  make_canonical(call);
+  if (on_gpu && call.varlen && offsets_are_checked()) {
+    checked_offsets(call);
   }
 }
 
@@ -177,16 +179,15 @@ void make_gradients_canonical(BackwardCall& call) {
 
 }  // namespace
 
-std::vector<int64_t> Call::state_shape() const {
-  return state_v_first ? std::vector{N, H_v, V, K} : std::vector{N, H_v, K, V};
+std::array<int64_t, 4> Call::state_shape() const {
+  return state_v_first ? std::array{N, H_v, V, K} : std::array{N, H_v, K, V};
 }
 
 Call make_call(const char* op, Arguments arguments) {
   Call call{std::move(arguments)};
   call.op = op;
   check_arguments(call);
-  check_device(call);
-  make_canonical(call);
+  prepare(call);
   return call;
 }
 
@@ -195,8 +196,7 @@ BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients g
   call.op = op;
   check_arguments(call);
   check_gradients(call);
-  check_device(call);
-  make_canonical(call);
+  prepare(call);
   make_gradients_canonical(call);
   return call;
 }

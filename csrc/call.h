@@ -5,9 +5,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "tensors.h"
 
@@ -42,8 +42,8 @@ struct Gradients {
   std::optional<Tensor> grad_final_state;  // shape of a state; none: zero
 };
 
-// Tensors are contiguous; q, k, v, A and grad_o have the dtype of q, g, beta and the states the compute dtype. States
-// stay in the caller's layout.
+// Tensors are contiguous, those that TMA reads at multiples of 16 bytes. A and grad_o have the dtype of q, g, beta and
+// the states the compute dtype. States stay in the caller's layout.
 struct Call : Arguments {
   const char* op = nullptr;  // qualified name, for messages
   int64_t B = 0, T = 0, H_k = 0, H_v = 0, K = 0, V = 0;
@@ -58,7 +58,7 @@ struct Call : Arguments {
   int64_t tokens() const { return B * T; }
   int64_t group() const { return H_v / H_k; }                // value heads a query/key head
   bool is_empty() const { return tokens() == 0 || N == 0; }  // no sequence has a token
-  std::vector<int64_t> state_shape() const;
+  std::array<int64_t, 4> state_shape() const;
   int64_t state_size() const { return N * H_v * K * V; }
   int64_t state_stride_k() const { return state_v_first ? 1 : V; }
   int64_t state_stride_v() const { return state_v_first ? K : 1; }

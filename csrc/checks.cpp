@@ -51,6 +51,8 @@ const char* dtype_string(ScalarType dtype) {
       return "int32";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Byte:
+      return "uint8";
     default:
       return torch::headeronly::toString(dtype);
   }

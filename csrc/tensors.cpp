@@ -22,6 +22,8 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr const char* kOutOfMemory = "CUDA out of memory. ";
+
 // 20.00 MiB
 std::string size_string(double bytes) {
   const char* const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
@@ -34,8 +36,8 @@ std::string size_string(double bytes) {
   return text.str();
 }
 
-// Why there was no memory, as PyTorch says it. An older PyTorch does not, but sizes have been checked: what remains on
-// a GPU in order is that it has no memory.
+// Why there was no memory. An older PyTorch does not say it, but sizes have been checked: where a GPU is in order, it
+// has no more memory.
 std::string reason_for(const Tensor& like, double bytes) {
   if (torch_exception_get_what_without_backtrace != nullptr) {
     return torch_exception_get_what_without_backtrace();
@@ -48,11 +50,10 @@ std::string reason_for(const Tensor& like, double bytes) {
   size_t free = 0, total = 0;
   const cudaError_t status = cudaMemGetInfo(&free, &total);
   if (status != cudaSuccess) {  // an earlier kernel's error, say
-    return "CUDA error: " + std::string(cudaGetErrorString(status)) + ". " + asked;
+    return std::string("CUDA error: ") + cudaGetErrorString(status) + ". " + asked;
   }
-  return "CUDA out of memory. " + asked + " GPU " + std::to_string(like.get_device_index()) +
-         " has a total capacity of " + size_string(static_cast<double>(total)) + " of which " +
-         size_string(static_cast<double>(free)) + " is free.";
+  return kOutOfMemory + asked + " GPU " + std::to_string(like.get_device_index()) + " has a total capacity of " +
+         size_string(static_cast<double>(total)) + " of which " + size_string(static_cast<double>(free)) + " is free.";
 }
 
 double element_bytes(ScalarType dtype) {
@@ -75,8 +76,11 @@ double element_bytes(ScalarType dtype) {
   for (const int64_t size : shape) {
     bytes *= static_cast<double>(size);
   }
-  throw std::runtime_error(reason_for(like, bytes) + " (" + op + ", " + dtype_string(dtype) + " " +
-                           shape_string(shape) + ")");
+  std::string reason = reason_for(like, bytes);
+  if (like.is_cuda() && reason.find("out of memory") != std::string::npos && !reason.starts_with(kOutOfMemory)) {
+    reason = kOutOfMemory + reason;  // other allocators than PyTorch's usual one have other words
+  }
+  throw std::runtime_error(reason + " (" + op + ", " + dtype_string(dtype) + " " + shape_string(shape) + ")");
 }
 
 void replace_by_copy(const char* op, Tensor& tensor, ScalarType dtype) {

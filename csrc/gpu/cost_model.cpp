@@ -17,7 +17,7 @@ constexpr double kStartWide = 7.7, kChunkWide = 1.51;            // with the wid
 // fused_forward: around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
 constexpr double kStartFused = 6.5, kChunkFused = 2.62, kChunkFusedFull = 0.56;
 constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.25;
-constexpr double kTurn = 4.7;  // of either: a CTA's next piece of work, besides its chunks
+constexpr double kTurn = 4.7;  // of chunk_forward or fused_forward: a CTA's next piece of work, besides its chunks
 // segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
 // more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, with nothing to
 // do.

@@ -11,6 +11,8 @@ namespace {
 // Up to so many sequences, a step of chunk_plan, the first segment tells whether any is cut: it is the longest one's.
 constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
+constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
+
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
   return !shape.output_h && !(shape.low_level && shape.fp16) && forced.value_tile != kNarrowTile &&
          !forced.always_cuts() && forced.fused != 0;
@@ -54,7 +56,7 @@ bool device_knows_more(const ForwardShape& shape) { return shape.varlen && shape
 
 int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
   const int64_t group = shape.group();
-  for (int64_t heads = std::min<int64_t>(group, 4); heads > 1; --heads) {
+  for (int64_t heads = std::min(group, kMostHeadsPerCta); heads > 1; --heads) {
     if (group % heads == 0 && chunk_slots * shape.H_v / heads >= shape.sm_count) {
       return heads;
     }

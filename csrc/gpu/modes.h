@@ -29,7 +29,7 @@ int64_t average_chunks(const ForwardShape& shape);
 // Only cu_seqlens say how long the sequences are, and where all are short the device can leave out segments.
 bool device_knows_more(const ForwardShape& shape);
 
-// Of chunk_matrices: the most, up to one a warp, that still leave a CTA for every SM.
+// Of chunk_matrices: the most that still leave a CTA for every SM.
 int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots);
 
 }  // namespace flash_qla
