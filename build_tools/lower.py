@@ -76,7 +76,6 @@ class Lowered:
     tensor_maps: list[TensorMap]
     grid: list[str]
     block: list[int]
-    cluster: list[int] | None
     shared_bytes: int
     waits_for_predecessor: bool  # calls T.pdl_sync: safe to launch before its predecessor ends
 
@@ -101,6 +100,8 @@ def lower(package: str, instance: Instance) -> Lowered:
     attributes = device_function.attrs
     if attributes.get("use_cooperative_groups", False):
         raise LoweringError("grid-wide synchronisation (cooperative launch) is not supported")
+    if attributes.get("cluster_dims", None) is not None:
+        raise LoweringError("thread block clusters are not supported")
     _check_shared_names(artifact.kernel_source)
 
     # The packed call passes the device function's parameters, then the launch extents.
@@ -110,7 +111,6 @@ def lower(package: str, instance: Instance) -> Lowered:
     descriptors = host_function.attrs.get("tma_descriptor_args", {})
     tensor_maps = [_tensor_map(name, descriptors[value]) for name, value in passed.items() if value in descriptors]
     extents = attributes["thread_extent"]
-    cluster = attributes.get("cluster_dims", None)
 
     return Lowered(
         source=artifact.kernel_source,
@@ -120,7 +120,6 @@ def lower(package: str, instance: Instance) -> Lowered:
         tensor_maps=tensor_maps,
         grid=[_cpp(extents.get(f"blockIdx.{axis}", 1)) for axis in "xyz"],
         block=[_constant(extents.get(f"threadIdx.{axis}", 1), "block size") for axis in "xyz"],
-        cluster=[int(n) for n in cluster] if cluster is not None else None,
         shared_bytes=int(attributes.get("dyn_shared_memory_buf", 0)),
         waits_for_predecessor="has_cuda_pdl_sync" in attributes,
     )

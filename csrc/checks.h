@@ -32,17 +32,21 @@ void check(bool ok, const char* op, const Parts&... parts) {
 
 const char* dtype_string(torch::headeronly::ScalarType dtype);  // bfloat16
 
+std::string shape_string(torch::headeronly::IntHeaderOnlyArrayRef shape);  // [1, 64, 4, 128]
+
 // Cheaper than Tensor::scalar_type, which compares the dtype with one after the other, each a call into libtorch.
 bool has_dtype(const torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 
-// Each fails unless the argument is as the function's name says.
+// Each fails unless the argument is as the function's name says. symbols says what the dimensions are, e.g.
+// "[B, T, H_v]".
+void check_defined(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,
                   const torch::stable::Tensor& q);
 void check_floating(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_same_dtype(const char* op, const char* name, const torch::stable::Tensor& tensor,
                       const torch::stable::Tensor& q);
-
-// Fails unless tensor has exactly this shape. symbols says what the dimensions are, e.g. "[B, T, H_v]".
+void check_rank(const char* op, const char* name, const torch::stable::Tensor& tensor, int64_t rank,
+                const char* symbols);
 void check_shape(const char* op, const char* name, const torch::stable::Tensor& tensor,
                  torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols);
 

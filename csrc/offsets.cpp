@@ -1,5 +1,8 @@
 #include "offsets.h"
 
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdlib>
 #include <string_view>
 
@@ -10,22 +13,25 @@ namespace flash_qla {
 namespace {
 
 template <typename Offset>
-std::vector<int64_t> checked(const Problem& p, const Offset* data) {
-  std::vector<int64_t> offsets(data, data + p.N + 1);
-  check(offsets[0] == 0, p.op, "cu_seqlens[0] is ", offsets[0], ", expected 0");
-  for (int64_t n = 0; n < p.N; ++n) {
-    check(offsets[n] <= offsets[n + 1], p.op, "cu_seqlens[", n + 1, "] is ", offsets[n + 1],
+std::vector<int64_t> checked(const Call& call, const Offset* data) {
+  std::vector<int64_t> offsets(data, data + call.N + 1);
+  check(offsets[0] == 0, call.op, "cu_seqlens[0] is ", offsets[0], ", expected 0");
+  for (int64_t n = 0; n < call.N; ++n) {
+    check(offsets[n] <= offsets[n + 1], call.op, "cu_seqlens[", n + 1, "] is ", offsets[n + 1],
           ", expected at least cu_seqlens[", n, "] = ", offsets[n]);
   }
-  check(offsets[p.N] <= p.T, p.op, "cu_seqlens[", p.N, "] is ", offsets[p.N], ", expected at most T = ", p.T);
+  check(offsets[call.N] <= call.T, call.op, "cu_seqlens[", call.N, "] is ", offsets[call.N],
+        ", expected at most T = ", call.T);
   return offsets;
 }
 
 }  // namespace
 
-std::vector<int64_t> checked_offsets(const Problem& problem, const Tensor& cu_seqlens) {
-  return cu_seqlens.scalar_type() == ScalarType::Int ? checked(problem, cu_seqlens.const_data_ptr<int32_t>())
-                                                     : checked(problem, cu_seqlens.const_data_ptr<int64_t>());
+std::vector<int64_t> checked_offsets(const Call& call) {
+  const Tensor& given = *call.cu_seqlens;
+  const Tensor offsets = given.is_cpu() ? given : torch::stable::to(given, torch::stable::Device("cpu"));
+  return call.wide_offsets ? checked(call, offsets.const_data_ptr<int64_t>())
+                           : checked(call, offsets.const_data_ptr<int32_t>());
 }
 
 bool offsets_are_checked() {

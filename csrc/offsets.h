@@ -4,15 +4,15 @@
 #include <cstdint>
 #include <vector>
 
-#include "forward.h"
+#include "call.h"
 
 namespace flash_qla {
 
-// The N + 1 offsets of a CPU tensor. Throws unless they start at 0, never decrease and end at T or before.
-std::vector<int64_t> checked_offsets(const Problem& problem, const Tensor& cu_seqlens);
+// The N + 1 offsets of a call, which has some. Throws unless they start at 0, never decrease and end at T or before.
+// On a GPU this synchronizes.
+std::vector<int64_t> checked_offsets(const Call& call);
 
-// FLASH_QLA_CHECK=1: GPU calls validate cu_seqlens too, at the price of a synchronization. Otherwise bad offsets are
-// clamped on the device.
+// FLASH_QLA_CHECK=1: calls on a GPU check them too. Otherwise bad offsets are clamped on the device.
 bool offsets_are_checked();
 
 }  // namespace flash_qla

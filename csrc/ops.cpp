@@ -1,21 +1,120 @@
-// The ops of torch.ops.flash_qla. An output that was not asked for (h, final_state, dh0) is an empty tensor of shape
-// [0]: TorchScript, export and functionalization all represent that, and not all of them an optional return.
+// The ops of torch.ops.flash_qla: schemas, what each does, and on which devices. An output that was not asked for (h,
+// final_state, dh0) is an empty tensor of shape [0]: TorchScript, export and functionalization all represent that, and
+// not all of them an optional return.
 #include <torch/csrc/stable/library.h>
 
+#include <utility>
+
+#include "passes.h"
+
+namespace flash_qla {
+
+namespace {
+
+// How PyTorch calls an op: its arguments lie on a stack in the schema's order, and its results take their place. Two
+// lists of arguments to agree, the schema's and take's, where TORCH_BOX would need a third and a fourth.
+class Stack {
+ public:
+  Stack(StableIValue* values, uint64_t arguments, uint64_t results)
+      : values_(values), arguments_(arguments), results_(results) {}
+
+  template <typename... T>
+  void take(T&... arguments) const {
+    STD_TORCH_CHECK(sizeof...(T) == arguments_, "flash_qla: an op takes other arguments than its schema says");
+    const StableIValue* next = values_;
+    ((arguments = torch::stable::detail::to<T>(*next++)), ...);
+  }
+
+  template <typename... T>
+  void give(T... results) const {
+    STD_TORCH_CHECK(sizeof...(T) == results_, "flash_qla: an op returns other results than its schema says");
+    StableIValue* next = values_;
+    ((*next++ = torch::stable::detail::from(std::move(results))), ...);
+  }
+
+ private:
+  StableIValue* values_;
+  uint64_t arguments_, results_;
+};
+
+template <void (*Op)(const Stack&)>
+void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
+  Op(Stack(values, arguments, results));
+}
+
+constexpr const char* kChunkGatedDeltaRule =
+    "chunk_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
+    "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
+    "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None) "
+    "-> (Tensor o, Tensor final_state)";
+
+template <auto Forward>
+void chunk_gated_delta_rule(const Stack& stack) {
+  Arguments a;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens,
+             a.state_v_first, a.auto_cp, a.state_dtype);
+  const Call call = make_call("flash_qla::chunk_gated_delta_rule", std::move(a));
+  ForwardOutputs out = Forward(call);
+  stack.give(std::move(out.o), final_state_as_returned(call, std::move(out.final_state)));
+}
+
+constexpr const char* kChunkGatedDeltaRuleFwd =
+    "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
+    "Tensor? initial_state=None, Tensor? cu_seqlens=None, bool output_final_state=True, bool output_h=False, "
+    "bool auto_cp=True, bool state_v_first=False, bool use_qk_l2norm_in_kernel=False, "
+    "ScalarType? state_dtype=None) -> (Tensor g_cumsum, Tensor A, Tensor o, Tensor h, Tensor final_state)";
+
+template <auto Forward>
+void chunk_gated_delta_rule_fwd(const Stack& stack) {
+  Arguments a;
+  a.output_low_level = true;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h,
+             a.auto_cp, a.state_v_first, a.use_qk_l2norm, a.state_dtype);
+  const Call call = make_call("flash_qla::chunk_gated_delta_rule_fwd", std::move(a));
+  ForwardOutputs out = Forward(call);
+  stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(call, std::move(out.h)),
+             final_state_as_returned(call, std::move(out.final_state)));
+}
+
+constexpr const char* kChunkGatedDeltaRuleBwd =
+    "chunk_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A, Tensor do, "
+    "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
+    "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0)";
+
+template <auto Backward>
+void chunk_gated_delta_rule_bwd(const Stack& stack) {
+  Arguments a;
+  Gradients d;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, d.A, d.grad_o, d.grad_final_state, a.scale, a.initial_state, a.cu_seqlens,
+             a.state_v_first, a.auto_cp, a.use_qk_l2norm);
+  const BackwardCall call = make_backward_call("flash_qla::chunk_gated_delta_rule_bwd", std::move(a), std::move(d));
+  BackwardOutputs out = Backward(call);
+  stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
+             std::move(out.dh0));
+}
+
+template <auto Forward, auto Backward>
+void register_for_device(torch::stable::detail::StableLibrary& m) {
+  m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
+  m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
+  m.impl("chunk_gated_delta_rule_bwd", boxed<chunk_gated_delta_rule_bwd<Backward>>);
+}
+
+}  // namespace
+
+}  // namespace flash_qla
+
 STABLE_TORCH_LIBRARY(flash_qla, m) {
-  m.def(
-      "chunk_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
-      "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
-      "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None) "
-      "-> (Tensor o, Tensor final_state)");
-  m.def(
-      "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
-      "Tensor? initial_state=None, Tensor? cu_seqlens=None, bool output_final_state=True, bool output_h=False, "
-      "bool auto_cp=True, bool state_v_first=False, bool use_qk_l2norm_in_kernel=False, "
-      "ScalarType? state_dtype=None) -> (Tensor g_cumsum, Tensor A, Tensor o, Tensor h, Tensor final_state)");
-  m.def(
-      "chunk_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A, Tensor do, "
-      "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
-      "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False) "
-      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0)");
+  m.def(flash_qla::kChunkGatedDeltaRule);
+  m.def(flash_qla::kChunkGatedDeltaRuleFwd);
+  m.def(flash_qla::kChunkGatedDeltaRuleBwd);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
+  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu>(m);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
+  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda>(m);
 }

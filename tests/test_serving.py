@@ -1,7 +1,9 @@
 """What serving engines do: states of any floating dtype in, final states in the dtype asked for, many short packed
 sequences, states gathered from a pool and scattered back."""
 
+import contextlib
 import random
+import re
 import runpy
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from cases import (
     GRADIENT_OF,
     Case,
     compute_dtype,
+    equal,
     expected_outputs,
+    forward_mode,
+    make_arguments,
     make_gradients,
     make_inputs,
     run_backward,
@@ -235,3 +240,68 @@ def test_a_step_does_not_synchronize(pool_dtype):
         EXAMPLE["step"](*arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# Running out of memory: callers that look for a batch that fits, and engines, go on
+
+
+@contextlib.contextmanager
+def gpu_memory_left(size: int):
+    """No more than so many bytes beside what is taken."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def refused_allocation(run, left: int) -> str | None:
+    """The dtype of what a call could not allocate; None if it could."""
+    with gpu_memory_left(left):
+        try:
+            run()
+        except RuntimeError as error:
+            message = str(error)
+            assert message.startswith("CUDA out of memory. "), message
+            return re.search(r"\(flash_qla::\w+, (\w+) \[[\d, ]+\]\)$", message)[1]
+    return None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", (*OPS, "chunk_gated_delta_rule_bwd"))
+@pytest.mark.parametrize("normalize", (False, True))
+def test_out_of_gpu_memory(op, normalize):
+    """With little memory an output is refused, with more of it the workspace; and the next call has the same bits."""
+    case = Case(T=4096, H_k=8, H_v=16, use_qk_l2norm_in_kernel=normalize, g_dtype=BF16, beta_dtype=BF16)
+    arguments = make_arguments(case, "cuda")
+    inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
+    g_cumsum, A, *_ = run_forward(inputs, output_h=False)
+    runs = {
+        OPS[0]: lambda: dict(enumerate(flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True))),
+        OPS[1]: lambda: dict(enumerate(run_forward(inputs))),
+        "chunk_gated_delta_rule_bwd": lambda: run_backward(
+            inputs, arguments["do"], arguments["dht"], intermediates=(g_cumsum, A)
+        ),
+    }
+    run = runs[op]
+    with forward_mode(fused=0):
+        expected = run()
+        refused = []
+        while (dtype := refused_allocation(run, len(refused) * 4 << 20)) is not None:
+            refused.append(dtype)
+            assert equal(run(), expected)
+        assert {"bfloat16", "uint8"} <= set(refused)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_out_of_cpu_memory(op):
+    inputs = make_inputs(Case(T=70), "cpu")
+    expected = getattr(flash_qla, op)(**inputs)
+    q = torch.zeros((), dtype=BF16).expand(1, 2**20, 1, 2**28)  # more than can be addressed
+    v, g = torch.zeros(1, 2**20, 1, 1, dtype=BF16), torch.zeros(1, 2**20, 1)
+    with pytest.raises(RuntimeError, match=rf"memory.*\(flash_qla::{op}, bfloat16 \[1, 1048576, 1, 268435456\]\)$"):
+        getattr(flash_qla, op)(q, q, v, g, g)
+    actual = getattr(flash_qla, op)(**inputs)
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(actual, expected, strict=True))

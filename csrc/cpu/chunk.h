@@ -4,10 +4,9 @@
 
 #include <cstdint>
 
-namespace flash_qla::cpu {
+#include "layout.h"
 
-// Tokens per chunk.
-inline constexpr int64_t kChunk = 64;
+namespace flash_qla::cpu {
 
 // Value columns advanced together. The columns of the state do not depend on one another, so a block's state, K rows
 // of 128 bytes, stays in the L1 cache over all tokens of a chunk (16 KiB at K = 128 in float).

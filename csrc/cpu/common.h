@@ -7,11 +7,10 @@
 #include <cstdint>
 #include <new>
 
+#include "chunks.h"
 #include "cpu/chunk.h"
 
 namespace flash_qla::cpu {
-
-inline int64_t chunk_count(int64_t tokens) { return (tokens + kChunk - 1) / kChunk; }
 
 struct Sequence {
   int64_t index;        // n, into the states

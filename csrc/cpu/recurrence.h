@@ -6,7 +6,7 @@
 
 namespace flash_qla::cpu {
 
-// Pointers to contiguous tensors, shapes as in ForwardArgs and ForwardOutputs. What may be null says so.
+// Pointers to contiguous tensors, shapes as in Call and ForwardOutputs. What may be null says so.
 template <typename T, typename CT>
 struct Forward {
   int64_t H_k, H_v, K, V;
@@ -67,7 +67,7 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
              scratch.state());
 
   for (int64_t begin = sequence.begin, chunk = sequence.first_chunk; begin < sequence.end; begin += kChunk, ++chunk) {
-    const int64_t tokens = std::min(kChunk, sequence.end - begin);
+    const int64_t tokens = std::min<int64_t>(kChunk, sequence.end - begin);
     if (p.h) {
       store_state(scratch.dims, scratch.state(), K, V, true, p.h + (chunk * p.H_v + head) * V * K);
     }

@@ -9,7 +9,7 @@
 
 namespace flash_qla::cpu {
 
-// Pointers to contiguous tensors, shapes as in BackwardArgs and BackwardOutputs. What may be null says so.
+// Pointers to contiguous tensors, shapes as in BackwardCall and BackwardOutputs. What may be null says so.
 template <typename T, typename CT>
 struct Backward {
   int64_t H_k, H_v, K, V;
@@ -152,7 +152,7 @@ class SequenceBackward {
 
   // q, k, decay and beta of a chunk; returns its number of tokens.
   int64_t load_chunk(int64_t head, int64_t chunk) const {
-    const int64_t begin = sequence_.begin + chunk * kChunk, tokens = std::min(kChunk, sequence_.end - begin);
+    const int64_t begin = sequence_.begin + chunk * kChunk, tokens = std::min<int64_t>(kChunk, sequence_.end - begin);
     CT cumsum = 0;
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t row = begin + t, x = (row * p_.H_k + k_head_) * p_.K;

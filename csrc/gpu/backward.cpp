@@ -1,28 +1,196 @@
-// The backward on a Hopper GPU: plan, gates, the chunks' matrices, the states again, the states' gradient in reverse,
-// the inputs' gradients.
-#include "backward.h"
-
+// The backward on a Hopper GPU: the l2norm, plan, gates, the chunks' matrices, the states again, the states' gradient
+// in reverse, the inputs' gradients.
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 
-#include "gpu/chunk_call.h"
-#include "gpu/kernel_runtime.h"
+#include "gpu/device.h"
+#include "gpu/launch.h"
+#include "gpu/plan.h"
+#include "gpu/workspace.h"
 #include "kernels.h"
+#include "passes.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
 namespace {
 
+// The launches of a call, each in a function of its name.
+class Backward {
+ public:
+  Backward(const BackwardCall& call, const BackwardOutputs& out)
+      : call_(call),
+        out_(out),
+        chunk_slots_(chunk_slots(call.B, call.T, call.N, call.varlen)),
+        workspace_(call, chunk_slots_),
+        stream_(current_stream(call)),
+        dtype_(dtype_name(call)),
+        q_(call.q),
+        k_(call.k) {}
+
+  void run() {
+    if (call_.use_qk_l2norm) {
+      l2norm(q_, q_rstd_);
+      l2norm(k_, k_rstd_);
+    }
+    workspace_.allocate(call_);
+    plan();
+    replay_gates();
+    replay_matrices();
+    replay_states();
+    state_gradients();
+    input_gradients();
+  }
+
+ private:
+  void l2norm(Tensor& x, std::optional<Tensor>& rstd) const {
+    const Tensor y = new_empty(call_.op, x, x.sizes(), call_.dtype);
+    rstd = new_empty(call_.op, x, {call_.B, call_.T, call_.H_k}, ScalarType::Float);
+    kernels::l2norm({.x = x.const_data_ptr(),
+                     .y = y.mutable_data_ptr(),
+                     .rstd = rstd->mutable_data_ptr(),
+                     .has_rstd = true,
+                     .rows = call_.tokens() * call_.H_k},
+                    {.dtype = dtype_, .K = call_.K}, stream_);
+    x = y;
+  }
+
+  void plan() const {
+    make_plan(call_,
+              {.sequences = workspace_[workspace_.sequences],
+               .chunks = workspace_[workspace_.chunks],
+               .chunk_slots = chunk_slots_},
+              stream_);
+  }
+
+  void replay_gates() const {
+    kernels::replay_gates({.b = call_.g.const_data_ptr(),
+                           .beta = call_.beta.const_data_ptr(),
+                           .chunks = workspace_[workspace_.chunks],
+                           .gates = workspace_[workspace_.gates],
+                           .tokens = call_.tokens(),
+                           .H_v = call_.H_v,
+                           .chunk_slots = chunk_slots_},
+                          {}, stream_);
+  }
+
+  void replay_matrices() const {
+    kernels::replay_matrices({.q = q_.const_data_ptr(),
+                              .k = k_.const_data_ptr(),
+                              .A = call_.A.const_data_ptr(),
+                              .gates = workspace_[workspace_.gates],
+                              .chunks = workspace_[workspace_.chunks],
+                              .gated_inverse = workspace_[workspace_.gated_inverse],
+                              .attention = workspace_[workspace_.attention],
+                              .group = call_.group(),
+                              .scale = static_cast<float>(*call_.scale),
+                              .tokens = call_.tokens(),
+                              .H_k = call_.H_k,
+                              .H_v = call_.H_v,
+                              .chunk_slots = chunk_slots_},
+                             {.dtype = dtype_, .K = call_.K}, stream_);
+  }
+
+  void replay_states() const {
+    kernels::replay_states({.k = k_.const_data_ptr(),
+                            .v = call_.v.const_data_ptr(),
+                            .gates = workspace_[workspace_.gates],
+                            .gated_inverse = workspace_[workspace_.gated_inverse],
+                            .sequences = workspace_[workspace_.sequences],
+                            .initial_state = data(call_.initial_state),
+                            .h = workspace_[workspace_.h],
+                            .v_new = workspace_[workspace_.v_new],
+                            .group = call_.group(),
+                            .state_stride_v = call_.state_stride_v(),
+                            .state_stride_k = call_.state_stride_k(),
+                            .has_initial_state = call_.initial_state.has_value(),
+                            .tokens = call_.tokens(),
+                            .H_k = call_.H_k,
+                            .H_v = call_.H_v,
+                            .chunk_slots = chunk_slots_,
+                            .N = call_.N,
+                            .state_size = call_.state_size()},
+                           {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  void state_gradients() const {
+    kernels::state_gradients({.q = q_.const_data_ptr(),
+                              .k = k_.const_data_ptr(),
+                              .grad_o = call_.grad_o.const_data_ptr(),
+                              .gates = workspace_[workspace_.gates],
+                              .gated_inverse = workspace_[workspace_.gated_inverse],
+                              .attention = workspace_[workspace_.attention],
+                              .h = workspace_[workspace_.h],
+                              .sequences = workspace_[workspace_.sequences],
+                              .dht = data(call_.grad_final_state),
+                              .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
+                              .dh = workspace_[workspace_.dh],
+                              .u = workspace_[workspace_.u],
+                              .passed = workspace_[workspace_.passed],
+                              .group = call_.group(),
+                              .scale = static_cast<float>(*call_.scale),
+                              .state_stride_v = call_.state_stride_v(),
+                              .state_stride_k = call_.state_stride_k(),
+                              .has_dht = call_.grad_final_state.has_value(),
+                              .has_dh0 = call_.initial_state.has_value(),
+                              .tokens = call_.tokens(),
+                              .H_k = call_.H_k,
+                              .H_v = call_.H_v,
+                              .chunk_slots = chunk_slots_,
+                              .N = call_.N,
+                              .state_size = call_.state_size()},
+                             {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  void input_gradients() const {
+    kernels::input_gradients({.q = q_.const_data_ptr(),
+                              .k = k_.const_data_ptr(),
+                              .v = call_.v.const_data_ptr(),
+                              .grad_o = call_.grad_o.const_data_ptr(),
+                              .q_rstd = data(q_rstd_),
+                              .k_rstd = data(k_rstd_),
+                              .gates = workspace_[workspace_.gates],
+                              .chunks = workspace_[workspace_.chunks],
+                              .h = workspace_[workspace_.h],
+                              .dh = workspace_[workspace_.dh],
+                              .v_new = workspace_[workspace_.v_new],
+                              .u = workspace_[workspace_.u],
+                              .passed = workspace_[workspace_.passed],
+                              .dq = out_.dq.mutable_data_ptr(),
+                              .dk = out_.dk.mutable_data_ptr(),
+                              .dv = out_.dv.mutable_data_ptr(),
+                              .db = out_.db.mutable_data_ptr(),
+                              .dg = out_.dg.mutable_data_ptr(),
+                              .group = call_.group(),
+                              .scale = static_cast<float>(*call_.scale),
+                              .use_l2norm = call_.use_qk_l2norm,
+                              .ctas = std::min<int64_t>(chunk_slots_ * call_.H_k, gpu_of(call_).sm_count),
+                              .tokens = call_.tokens(),
+                              .H_k = call_.H_k,
+                              .H_v = call_.H_v,
+                              .chunk_slots = chunk_slots_},
+                             {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  const BackwardCall& call_;
+  const BackwardOutputs& out_;
+  const int64_t chunk_slots_;
+  BackwardWorkspace workspace_;
+  const cudaStream_t stream_;
+  const char* const dtype_;
+  Tensor q_, k_;                           // normalized where that was asked for,
+  std::optional<Tensor> q_rstd_, k_rstd_;  // by these factors, [B, T, H_k] fp32
+};
+
 // No sequence has a token: the states passed through, and no input mattered.
-void pass_gradients_through(const BackwardArgs& args, BackwardOutputs& out) {
+void pass_gradients_through(const BackwardCall& call, BackwardOutputs& out) {
   for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg}) {
     torch::stable::zero_(*zeros);
   }
-  if (args.forward.initial_state && args.grad_final_state) {
-    torch::stable::copy_(out.dh0, *args.grad_final_state);
+  if (call.initial_state && call.grad_final_state) {
+    torch::stable::copy_(out.dh0, *call.grad_final_state);
   } else {
     torch::stable::zero_(out.dh0);
   }
@@ -30,103 +198,15 @@ void pass_gradients_through(const BackwardArgs& args, BackwardOutputs& out) {
 
 }  // namespace
 
-BackwardOutputs backward_cuda(const Problem& p, const BackwardArgs& given) {
-  const torch::stable::accelerator::DeviceGuard guard(given.forward.q.get_device_index());
-  check_supported_on_gpu(p);
-  const BackwardArgs args = canonicalize(p, given);
-  BackwardOutputs out = allocate_backward(p, args);
-  ChunkCall call(p, args.forward, /*keep_rstd=*/true);
+BackwardOutputs backward_cuda(const BackwardCall& call) {
+  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  BackwardOutputs out = allocate_backward(call);
   if (call.is_empty()) {
-    pass_gradients_through(args, out);
-    return out;
+    pass_gradients_through(call, out);
+  } else {
+    Backward(call, out).run();
   }
-
-  const Tensor A = aligned(args.A);
-  const Tensor grad_o = aligned(args.grad_o);
-  const int64_t slots = call.plan.slots;
-  Workspace& workspace = call.workspace;
-  const auto attention = workspace.reserve<uint16_t>(slots * p.H_v * kMatrix);
-  const auto u = workspace.reserve<uint16_t>(slots * p.H_v * kTile);
-  const auto h = workspace.reserve<uint16_t>(slots * p.H_v * kSquare);
-  const auto dh = workspace.reserve<uint16_t>(slots * p.H_v * kSquare);
-  const auto passed = workspace.reserve<float>(slots * p.H_v * kPassedParts);
-  workspace.allocate(args.forward.q);
-
-  call.run_plan();
-  call.run_gates();
-  kernels::replay_matrices({.q = call.q.const_data_ptr(),
-                            .k = call.k.const_data_ptr(),
-                            .A = A.const_data_ptr(),
-                            .gates = workspace[call.gates],
-                            .chunks = workspace[call.chunks],
-                            .gated_inverse = workspace[call.gated_inverse],
-                            .attention = workspace[attention],
-                            .group = call.group,
-                            .scale = static_cast<float>(p.scale),
-                            .tokens = call.plan.rows,
-                            .H_k = p.H_k,
-                            .H_v = p.H_v,
-                            .chunk_slots = slots},
-                           {.dtype = call.dtype, .K = p.K}, call.stream);
-  call.run_states(workspace[h]);
-  kernels::state_gradients({.q = call.q.const_data_ptr(),
-                            .k = call.k.const_data_ptr(),
-                            .grad_o = grad_o.const_data_ptr(),
-                            .gates = workspace[call.gates],
-                            .gated_inverse = workspace[call.gated_inverse],
-                            .attention = workspace[attention],
-                            .h = workspace[h],
-                            .sequences = workspace[call.sequences],
-                            .dht = data(args.grad_final_state),
-                            .dh0 = data(out.dh0, args.forward.initial_state.has_value()),
-                            .dh = workspace[dh],
-                            .u = workspace[u],
-                            .passed = workspace[passed],
-                            .group = call.group,
-                            .scale = static_cast<float>(p.scale),
-                            .state_stride_v = args.forward.state_v_first ? kHeadDim : 1,
-                            .state_stride_k = args.forward.state_v_first ? 1 : kHeadDim,
-                            .has_dht = args.grad_final_state.has_value(),
-                            .has_dh0 = args.forward.initial_state.has_value(),
-                            .tokens = call.plan.rows,
-                            .H_k = p.H_k,
-                            .H_v = p.H_v,
-                            .chunk_slots = slots,
-                            .N = p.N,
-                            .state_size = p.N * p.H_v * kSquare},
-                           {.dtype = call.dtype, .K = p.K, .V = p.V}, call.stream);
-  kernels::input_gradients({.q = call.q.const_data_ptr(),
-                            .k = call.k.const_data_ptr(),
-                            .v = call.v.const_data_ptr(),
-                            .grad_o = grad_o.const_data_ptr(),
-                            .q_rstd = data(call.q_rstd),
-                            .k_rstd = data(call.k_rstd),
-                            .gates = workspace[call.gates],
-                            .chunks = workspace[call.chunks],
-                            .h = workspace[h],
-                            .dh = workspace[dh],
-                            .v_new = workspace[call.v_new],
-                            .u = workspace[u],
-                            .passed = workspace[passed],
-                            .dq = out.dq.mutable_data_ptr(),
-                            .dk = out.dk.mutable_data_ptr(),
-                            .dv = out.dv.mutable_data_ptr(),
-                            .db = out.db.mutable_data_ptr(),
-                            .dg = out.dg.mutable_data_ptr(),
-                            .group = call.group,
-                            .scale = static_cast<float>(p.scale),
-                            .use_l2norm = args.forward.use_qk_l2norm,
-                            .ctas = std::min<int64_t>(slots * p.H_k, runtime::device_properties().sm_count),
-                            .tokens = call.plan.rows,
-                            .H_k = p.H_k,
-                            .H_v = p.H_v,
-                            .chunk_slots = slots},
-                           {.dtype = call.dtype, .K = p.K, .V = p.V}, call.stream);
   return out;
 }
 
 }  // namespace flash_qla
-
-STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  m.impl("chunk_gated_delta_rule_bwd", TORCH_BOX(&flash_qla::chunk_gated_delta_rule_bwd_op<flash_qla::backward_cuda>));
-}

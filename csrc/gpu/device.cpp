@@ -2,10 +2,13 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <sstream>
 
 #include "checks.h"
-#include "gpu/kernel_runtime.h"
+#include "kernels.h"
+#include "layout.h"
 
 namespace flash_qla {
 
@@ -18,6 +21,27 @@ constexpr const char* kNeededDriverName = CUDART_VERSION >= 13000 ? "580" : "525
 
 std::string cuda_version(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// (128, 128)
+std::string head_dims_string() {
+  std::ostringstream text;
+  for (const char* between = ""; const kernels::HeadDims& dims : kernels::kHeadDims) {
+    text << between << '(' << dims.K << ", " << dims.V << ')';
+    between = ", ";
+  }
+  return text.str();
+}
+
+void check_head_dims(const Call& call) {
+  const auto some = [](auto has) { return std::ranges::any_of(kernels::kHeadDims, has); };
+  if (!some([&](const auto& dims) { return dims.K == call.K; })) [[unlikely]] {
+    fail(call.op, "q has head dimension K = ", call.K, ", expected (K, V) = ", head_dims_string(), " on a GPU");
+  }
+  if (!some([&](const auto& dims) { return dims.K == call.K && dims.V == call.V; })) [[unlikely]] {
+    fail(call.op, "v has head dimension V = ", call.V, " with K = ", call.K, ", expected (K, V) = ", head_dims_string(),
+         " on a GPU");
+  }
 }
 
 }  // namespace
@@ -46,6 +70,11 @@ std::vector<Gpu> gpus() {
   return found;
 }
 
+const Gpu& gpu_of(const Call& call) {
+  static const std::vector<Gpu> all = gpus();
+  return all.at(call.q.get_device_index());
+}
+
 std::string obstacle(int driver_cuda_version, int major, int minor) {
   const bool driver_is_old = driver_cuda_version < kNeededDriver;
   if (!driver_is_old && major == 9 && minor == 0) {
@@ -67,15 +96,22 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
   return text.str();
 }
 
-void require_supported_gpu(const char* op) {
+void check_supported_on_gpu(const Call& call) {
+  check(call.dtype == ScalarType::BFloat16 || call.dtype == ScalarType::Half, call.op, "q has dtype ",
+        dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
+  check_head_dims(call);
+  check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
+  check(call.T + (kChunk - 1) * (call.N + 1) <= INT32_MAX, call.op, call.T, " tokens in ", call.N,
+        " sequences need more than 2^31 rows when each sequence is padded to whole chunks of ", kChunk);
+
   const int driver = driver_cuda_version();
   // Asking an old driver for more than its version fails, with a worse message.
   if (driver < kNeededDriver) {
-    fail(op, obstacle(driver, 0, 0), "; CPU tensors work without it");
+    fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
   }
-  const runtime::DeviceProperties& gpu = runtime::device_properties();
+  const Gpu& gpu = gpu_of(call);
   const std::string reason = obstacle(driver, gpu.major, gpu.minor);
-  check(reason.empty(), op, reason, "; CPU tensors work without it");
+  check(reason.empty(), call.op, reason, "; CPU tensors work without it");
 }
 
 }  // namespace flash_qla

@@ -1,11 +1,10 @@
-// Which GPUs and driver there are, and whether the kernels run on them. Answers in sentences; nothing here fails where
-// there is no GPU or no driver.
+// Which GPUs and driver there are, and whether the kernels run on them.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "gpu/registry.h"
+#include "call.h"
 
 namespace flash_qla {
 
@@ -18,13 +17,17 @@ struct Gpu {
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
 int driver_cuda_version();
 
+// None where there is no GPU or no driver.
 std::vector<Gpu> gpus();
+
+// The GPU of a call's tensors, asked for once a process.
+const Gpu& gpu_of(const Call& call);
 
 // Why the kernels do not run under this driver on a GPU of this compute capability: what they need and what was found.
 // Empty if they do.
 std::string obstacle(int driver_cuda_version, int major, int minor);
 
-// Throws unless the kernels run on the current device.
-void require_supported_gpu(const char* op);
+// What only a GPU cannot do: dtypes, head dims, sizes, architecture. Throws, naming the argument.
+void check_supported_on_gpu(const Call& call);
 
 }  // namespace flash_qla

@@ -1,10 +1,13 @@
-// Which kernels a forward call launches: decided from shapes and the number of SMs alone, so that the host never waits
-// for cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the device.
+// What a forward call launches, all of it: decided from shapes and the number of SMs alone, so that the host never
+// waits for cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the
+// device.
+//
+// modes.h lists the ways to run a call, cost_model.h says how long each takes, override.h is for tests; here the
+// fastest becomes the launch record that forward.cpp follows.
 #pragma once
 
+#include <array>
 #include <cstdint>
-
-#include "gpu/registry.h"
 
 namespace flash_qla {
 
@@ -16,21 +19,34 @@ struct ForwardShape {
   bool low_level;  // g_cumsum and A are wanted
   bool use_qk_l2norm;
   bool output_h, fp16;  // the fused kernel makes no h, and A in bf16 only
+  int64_t K = 128, V = 128;
 
+  int64_t group() const { return H_v / H_k; }  // value heads a query/key head
   bool operator==(const ForwardShape&) const = default;
 };
 
 struct ForwardDispatch {
-  int64_t value_tile;      // rows of S^T a CTA of chunk_forward: 64 or 128
+  // A launch of chunk_forward, or of fused_forward.
+  struct Launch {
+    int64_t value_tile;  // rows of S^T a CTA
+    int64_t ctas;        // at most one an SM: they go through segments, heads and tiles in turns
+    int64_t only_if;     // it does nothing unless the first segment has exactly these flags; 0: it always runs
+  };
+
+  int64_t value_tile;      // of the launch that takes cut sequences: 64 or 128
   int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
   int64_t cut_above;       // which the device leaves out where cu_seqlens has no sequence of more chunks than that
   int64_t whole_tile;      // and then takes this value tile
   bool fused;              // fused_forward in place of chunk_matrices and chunk_forward
-  int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
-  int64_t slots;           // chunk slots, an upper bound when varlen
+  int64_t chunk_slots;     // see plan.h
   int64_t segments;        // segment slots, likewise
-  int64_t ctas;            // of the last kernel, at most one an SM: they go through segments, heads and tiles in turns
-  int64_t whole_ctas;      // likewise, where nothing is cut
+  int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
+  int64_t early_ctas;      // of chunk_matrices: so many find their chunks by themselves, while chunk_plan runs
+  bool early;              // of fused_forward: every CTA finds its first segment by itself
+  bool clear_h;            // there may be slots of h that no chunk uses
+  int64_t ctas;            // of the last launch
+  std::array<Launch, 2> launches;
+  int64_t launch_count;
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 

@@ -1,37 +1,250 @@
 // The forward on a Hopper GPU: plan, the chunks' matrices, with context parallelism the segments' maps and their scan,
 // then states and output; or after the plan one kernel for all of it.
-#include "forward.h"
-
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/device.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "checks.h"
-#include "gpu/chunk_call.h"
-#include "gpu/kernel_runtime.h"
+#include "gpu/device.h"
+#include "gpu/dispatch.h"
+#include "gpu/launch.h"
+#include "gpu/plan.h"
+#include "gpu/workspace.h"
 #include "kernels.h"
-#include "offsets.h"
+#include "passes.h"
 
 namespace flash_qla {
 
 namespace {
 
-// While chunk_plan runs, the kernel behind it finds out by itself where its CTAs begin (device/early_plan.cuh), as long
-// as that takes less time: chunk_matrices in the CTAs that an SM takes at first, with up to so many sequences, and
-// fused_forward, which needs them in order, with up to a warp's.
-constexpr int64_t kFirstCtas = 4, kMostSearched = 64, kMostSorted = 32;
+ForwardShape shape_of(const Call& call) {
+  return {.B = call.B,
+          .T = call.T,
+          .N = call.N,
+          .H_k = call.H_k,
+          .H_v = call.H_v,
+          .varlen = call.varlen,
+          .sm_count = gpu_of(call).sm_count,
+          .auto_cp = call.auto_cp,
+          .low_level = call.output_low_level,
+          .use_qk_l2norm = call.use_qk_l2norm,
+          .output_h = call.output_h,
+          .fp16 = call.dtype == ScalarType::Half,
+          .K = call.K,
+          .V = call.V};
+}
+
+// The launches of a call, each in a function of its name.
+class Forward {
+ public:
+  Forward(const Call& call, const ForwardShape& shape, const ForwardOutputs& out)
+      : call_(call),
+        d_(dispatch_forward(shape)),
+        out_(out),
+        workspace_(shape, d_),
+        stream_(current_stream(call)),
+        dtype_(dtype_name(call)),
+        offset_words_((call.N + 1) * (call.wide_offsets ? 2 : 1)) {
+    workspace_.allocate(call);
+  }
+
+  void run() {
+    if (d_.clear_h) {
+      Tensor h = out_.h;
+      torch::stable::zero_(h);
+    }
+    plan();
+    if (d_.fused) {
+      fused_forward(d_.launches[0]);
+      return;
+    }
+    chunk_matrices();
+    if (d_.uses_cp()) {
+      segment_maps();
+      segment_scan();
+    }
+    for (int64_t i = 0; i < d_.launch_count; ++i) {
+      chunk_forward(d_.launches[i]);
+    }
+  }
+
+ private:
+  void plan() const {
+    make_plan(call_,
+              {.sequences = workspace_[workspace_.sequences],
+               .chunks = workspace_[workspace_.chunks],
+               .chunk_slots = d_.chunk_slots,
+               .segments = workspace_[workspace_.segments],
+               .segment_slots = d_.segments,
+               .segment_chunks = d_.segment_chunks,
+               .cut_above = d_.cut_above},
+              stream_);
+  }
+
+  // The matrices' rows of blocks from the j-th on, of the first chunk and head.
+  uint16_t* block_rows(int64_t j) const {
+    return workspace_[workspace_.matrices] + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
+  }
+
+  void fused_forward(const ForwardDispatch::Launch& launch) const {
+    kernels::fused_forward({.q = call_.q.const_data_ptr(),
+                            .k = call_.k.const_data_ptr(),
+                            .v = call_.v.const_data_ptr(),
+                            .g = call_.g.const_data_ptr(),
+                            .beta = call_.beta.const_data_ptr(),
+                            .chunks = workspace_[workspace_.chunks],
+                            .segments = workspace_[workspace_.segments],
+                            .offsets = data(call_.cu_seqlens),
+                            .initial_state = data(call_.initial_state),
+                            .final_state = data_if(call_.output_final_state, out_.final_state),
+                            .o = out_.o.mutable_data_ptr(),
+                            .A = data_if(call_.output_low_level, out_.A),
+                            .g_cumsum = data_if(call_.output_low_level, out_.g_cumsum),
+                            .group = call_.group(),
+                            .state_v_first = call_.state_v_first,
+                            .has_initial_state = call_.initial_state.has_value(),
+                            .has_final_state = call_.output_final_state,
+                            .ctas = launch.ctas,
+                            .early = d_.early,
+                            .has_offsets = call_.varlen,
+                            .wide_offsets = call_.wide_offsets,
+                            .uniform_length = call_.T,
+                            .scale = static_cast<float>(*call_.scale),
+                            .tokens = call_.tokens(),
+                            .H_k = call_.H_k,
+                            .H_v = call_.H_v,
+                            .chunk_slots = d_.chunk_slots,
+                            .segment_slots = d_.segments,
+                            .offset_words = offset_words_,
+                            .state_size = call_.state_size()},
+                           {.dtype = dtype_,
+                            .K = call_.K,
+                            .V = call_.V,
+                            .normalize = call_.use_qk_l2norm,
+                            .low_level = call_.output_low_level},
+                           stream_);
+  }
+
+  void chunk_matrices() const {
+    kernels::chunk_matrices({.q = call_.q.const_data_ptr(),
+                             .k = call_.k.const_data_ptr(),
+                             .g = call_.g.const_data_ptr(),
+                             .beta = call_.beta.const_data_ptr(),
+                             .chunks = workspace_[workspace_.chunks],
+                             .offsets = data(call_.cu_seqlens),
+                             .gates = workspace_[workspace_.gates],
+                             .matrices_0 = block_rows(0),
+                             .matrices_1 = block_rows(1),
+                             .matrices_2 = block_rows(2),
+                             .matrices_3 = block_rows(3),
+                             .o = out_.o.mutable_data_ptr(),
+                             .A = data_if(call_.output_low_level, out_.A),
+                             .g_cumsum = data_if(call_.output_low_level, out_.g_cumsum),
+                             .group = call_.group(),
+                             .heads = d_.heads_per_cta,
+                             .scale = static_cast<float>(*call_.scale),
+                             .low_level = call_.output_low_level,
+                             .early_ctas = d_.early_ctas,
+                             .N = call_.N,
+                             .has_offsets = call_.varlen,
+                             .wide_offsets = call_.wide_offsets,
+                             .uniform_length = call_.T,
+                             .tokens = call_.tokens(),
+                             .H_k = call_.H_k,
+                             .H_v = call_.H_v,
+                             .chunk_slots = d_.chunk_slots,
+                             .offset_words = offset_words_},
+                            {.dtype = dtype_, .K = call_.K, .V = call_.V, .normalize = call_.use_qk_l2norm}, stream_);
+  }
+
+  void segment_maps() const {
+    kernels::segment_maps({.k = call_.k.const_data_ptr(),
+                           .v = call_.v.const_data_ptr(),
+                           .gates = workspace_[workspace_.gates],
+                           .matrices_0 = block_rows(0),
+                           .matrices_1 = block_rows(1),
+                           .matrices_2 = block_rows(2),
+                           .matrices_3 = block_rows(3),
+                           .segments = workspace_[workspace_.segments],
+                           .states = workspace_[workspace_.states],
+                           .maps = workspace_[workspace_.maps],
+                           .skips = workspace_[workspace_.skips],
+                           .group = call_.group(),
+                           .tokens = call_.tokens(),
+                           .H_k = call_.H_k,
+                           .H_v = call_.H_v,
+                           .chunk_slots = d_.chunk_slots,
+                           .segment_slots = d_.segments},
+                          {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  void segment_scan() const {
+    kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
+                           .segments = workspace_[workspace_.segments],
+                           .maps = workspace_[workspace_.maps],
+                           .skips = workspace_[workspace_.skips],
+                           .initial_state = data(call_.initial_state),
+                           .states = workspace_[workspace_.states],
+                           .state_stride_v = call_.state_stride_v(),
+                           .state_stride_k = call_.state_stride_k(),
+                           .has_initial_state = call_.initial_state.has_value(),
+                           .N = call_.N,
+                           .segment_slots = d_.segments,
+                           .H_v = call_.H_v,
+                           .state_size = call_.state_size()},
+                          {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  void chunk_forward(const ForwardDispatch::Launch& launch) const {
+    kernels::chunk_forward({.q = call_.q.const_data_ptr(),
+                            .k = call_.k.const_data_ptr(),
+                            .v = call_.v.const_data_ptr(),
+                            .gates = workspace_[workspace_.gates],
+                            .matrices_0 = block_rows(0),
+                            .matrices_1 = block_rows(1),
+                            .matrices_2 = block_rows(2),
+                            .matrices_3 = block_rows(3),
+                            .segments = workspace_[workspace_.segments],
+                            .initial_state = data(call_.initial_state),
+                            .final_state = data_if(call_.output_final_state, out_.final_state),
+                            .states = workspace_[workspace_.states],
+                            .o = out_.o.mutable_data_ptr(),
+                            .h = data_if(call_.output_h, out_.h),
+                            .group = call_.group(),
+                            .state_stride_v = call_.state_stride_v(),
+                            .state_stride_k = call_.state_stride_k(),
+                            .has_initial_state = call_.initial_state.has_value(),
+                            .has_final_state = call_.output_final_state,
+                            .has_h = call_.output_h,
+                            .ctas = launch.ctas,
+                            .only_if = launch.only_if,
+                            .tokens = call_.tokens(),
+                            .H_k = call_.H_k,
+                            .H_v = call_.H_v,
+                            .chunk_slots = d_.chunk_slots,
+                            .segment_slots = d_.segments,
+                            .state_size = call_.state_size(),
+                            .h_slots = call_.output_h ? call_.h_chunks : 0},
+                           {.dtype = dtype_, .K = call_.K, .V = call_.V, .value_tile = launch.value_tile}, stream_);
+  }
+
+  const Call& call_;
+  const ForwardDispatch d_;
+  const ForwardOutputs& out_;
+  ForwardWorkspace workspace_;
+  const cudaStream_t stream_;
+  const char* const dtype_;
+  const int64_t offset_words_;  // cu_seqlens in words of 32 bits
+};
 
 // No sequence has a token: every state passes through, and all rows are padding.
-void pass_states_through(const ForwardArgs& args, ForwardOutputs& out) {
+void pass_states_through(const Call& call, ForwardOutputs& out) {
   torch::stable::zero_(out.o);
-  if (args.output_low_level) {
+  if (call.output_low_level) {
     for (Tensor* zeros : {&out.g_cumsum, &out.A, &out.h}) {
       torch::stable::zero_(*zeros);
     }
   }
-  if (args.output_final_state && args.initial_state) {
-    torch::stable::copy_(out.final_state, *args.initial_state);
+  if (call.output_final_state && call.initial_state) {
+    torch::stable::copy_(out.final_state, *call.initial_state);
   } else {
     torch::stable::zero_(out.final_state);
   }
@@ -39,207 +252,15 @@ void pass_states_through(const ForwardArgs& args, ForwardOutputs& out) {
 
 }  // namespace
 
-ForwardOutputs forward_cuda(const Problem& p, const ForwardArgs& given) {
-  const torch::stable::accelerator::DeviceGuard guard(given.q.get_device_index());
-  check_supported_on_gpu(p);
-  const ForwardArgs args = canonicalize(p, given);
-  if (p.varlen && offsets_are_checked()) {
-    checked_offsets(p, torch::stable::to(*args.cu_seqlens, torch::stable::Device("cpu")));
-  }
-  ForwardOutputs out = allocate_forward(p, args);
-  const int64_t rows = p.B * p.T;
-  if (rows == 0 || p.N == 0) {
-    pass_states_through(args, out);
-    return out;
-  }
-  const Tensor q = aligned(args.q), k = aligned(args.k), v = aligned(args.v);
-  const std::optional<Tensor> initial_state =
-      args.initial_state ? std::optional(aligned(*args.initial_state)) : std::nullopt;
-  if (args.output_h && p.varlen) {
-    torch::stable::zero_(out.h);  // slots that no chunk uses
-  }
-  const ForwardShape shape{.B = p.B,
-                           .T = p.T,
-                           .N = p.N,
-                           .H_k = p.H_k,
-                           .H_v = p.H_v,
-                           .varlen = p.varlen,
-                           .sm_count = runtime::device_properties().sm_count,
-                           .auto_cp = args.auto_cp,
-                           .low_level = args.output_low_level,
-                           .use_qk_l2norm = args.use_qk_l2norm,
-                           .output_h = args.output_h,
-                           .fp16 = p.dtype == ScalarType::Half};
-  const ForwardDispatch dispatch = dispatch_forward(shape);
-  ForwardWorkspace workspace(shape, dispatch);
-  workspace.allocate(args.q);
-  const char* const dtype = p.dtype == ScalarType::BFloat16 ? "bfloat16" : "float16";
-  const cudaStream_t stream = current_stream(args.q);
-  const int64_t group = p.H_v / p.H_k;
-  const int64_t state_stride_v = args.state_v_first ? kHeadDim : 1, state_stride_k = args.state_v_first ? 1 : kHeadDim;
-  const int64_t state_size = p.N * p.H_v * kSquare;
-  const bool wide_offsets = p.varlen && has_dtype(*args.cu_seqlens, ScalarType::Long);
-  const int64_t offset_words = (p.N + 1) * (wide_offsets ? 2 : 1);
-  kernels::chunk_plan({.offsets = data(args.cu_seqlens),
-                       .sequences = workspace[workspace.sequences],
-                       .chunks = workspace[workspace.chunks],
-                       .segments = workspace[workspace.segments],
-                       .rows = rows,
-                       .has_offsets = p.varlen,
-                       .uniform_length = p.T,
-                       .segment_chunks = dispatch.segment_chunks,
-                       .cut_above = dispatch.cut_above,
-                       .offsets_size = p.N + 1,
-                       .N = p.N,
-                       .chunk_slots = dispatch.slots,
-                       .segment_slots = dispatch.segments},
-                      {.offset_dtype = wide_offsets ? "int64" : "int32"}, stream);
-  if (dispatch.fused) {
-    kernels::fused_forward(
-        {.q = q.const_data_ptr(),
-         .k = k.const_data_ptr(),
-         .v = v.const_data_ptr(),
-         .g = args.g.const_data_ptr(),
-         .beta = args.beta.const_data_ptr(),
-         .chunks = workspace[workspace.chunks],
-         .segments = workspace[workspace.segments],
-         .offsets = data(args.cu_seqlens),
-         .initial_state = data(initial_state),
-         .final_state = data(out.final_state, args.output_final_state),
-         .o = out.o.mutable_data_ptr(),
-         .A = data(out.A, args.output_low_level),
-         .g_cumsum = data(out.g_cumsum, args.output_low_level),
-         .group = group,
-         .state_v_first = args.state_v_first,
-         .has_initial_state = initial_state.has_value(),
-         .has_final_state = args.output_final_state,
-         .ctas = dispatch.ctas,
-         .early = !p.varlen || p.N <= kMostSorted,
-         .has_offsets = p.varlen,
-         .wide_offsets = wide_offsets,
-         .uniform_length = p.T,
-         .scale = static_cast<float>(p.scale),
-         .tokens = rows,
-         .H_k = p.H_k,
-         .H_v = p.H_v,
-         .chunk_slots = dispatch.slots,
-         .segment_slots = dispatch.segments,
-         .offset_words = offset_words,
-         .state_size = state_size},
-        {.dtype = dtype, .K = p.K, .V = p.V, .normalize = args.use_qk_l2norm, .low_level = args.output_low_level},
-        stream);
-    return out;
-  }
-  const auto block_rows = [&](int64_t j) {  // from the j-th on
-    return static_cast<uint16_t*>(workspace[workspace.matrices]) + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
-  };
-  kernels::chunk_matrices({.q = q.const_data_ptr(),
-                           .k = k.const_data_ptr(),
-                           .g = args.g.const_data_ptr(),
-                           .beta = args.beta.const_data_ptr(),
-                           .chunks = workspace[workspace.chunks],
-                           .offsets = data(args.cu_seqlens),
-                           .gates = workspace[workspace.gates],
-                           .matrices_0 = block_rows(0),
-                           .matrices_1 = block_rows(1),
-                           .matrices_2 = block_rows(2),
-                           .matrices_3 = block_rows(3),
-                           .o = out.o.mutable_data_ptr(),
-                           .A = data(out.A, args.output_low_level),
-                           .g_cumsum = data(out.g_cumsum, args.output_low_level),
-                           .group = group,
-                           .heads = dispatch.heads_per_cta,
-                           .scale = static_cast<float>(p.scale),
-                           .low_level = args.output_low_level,
-                           .early_ctas = p.varlen && p.N > kMostSearched ? 0 : kFirstCtas * shape.sm_count,
-                           .N = p.N,
-                           .has_offsets = p.varlen,
-                           .wide_offsets = wide_offsets,
-                           .uniform_length = p.T,
-                           .tokens = rows,
-                           .H_k = p.H_k,
-                           .H_v = p.H_v,
-                           .chunk_slots = dispatch.slots,
-                           .offset_words = offset_words},
-                          {.dtype = dtype, .K = p.K, .V = p.V, .normalize = args.use_qk_l2norm}, stream);
-  if (dispatch.uses_cp()) {
-    kernels::segment_maps({.k = k.const_data_ptr(),
-                           .v = v.const_data_ptr(),
-                           .gates = workspace[workspace.gates],
-                           .matrices_0 = block_rows(0),
-                           .matrices_1 = block_rows(1),
-                           .matrices_2 = block_rows(2),
-                           .matrices_3 = block_rows(3),
-                           .segments = workspace[workspace.segments],
-                           .states = workspace[workspace.states],
-                           .maps = workspace[workspace.maps],
-                           .skips = workspace[workspace.skips],
-                           .group = group,
-                           .tokens = rows,
-                           .H_k = p.H_k,
-                           .H_v = p.H_v,
-                           .chunk_slots = dispatch.slots,
-                           .segment_slots = dispatch.segments},
-                          {.dtype = dtype, .K = p.K, .V = p.V}, stream);
-    kernels::segment_scan({.sequences = workspace[workspace.sequences],
-                           .segments = workspace[workspace.segments],
-                           .maps = workspace[workspace.maps],
-                           .skips = workspace[workspace.skips],
-                           .initial_state = data(initial_state),
-                           .states = workspace[workspace.states],
-                           .state_stride_v = state_stride_v,
-                           .state_stride_k = state_stride_k,
-                           .has_initial_state = initial_state.has_value(),
-                           .N = p.N,
-                           .segment_slots = dispatch.segments,
-                           .H_v = p.H_v,
-                           .state_size = state_size},
-                          {.dtype = dtype, .K = p.K, .V = p.V}, stream);
-  }
-  const auto chunk_forward = [&](int64_t value_tile, int64_t ctas, int64_t only_if) {
-    kernels::chunk_forward({.q = q.const_data_ptr(),
-                            .k = k.const_data_ptr(),
-                            .v = v.const_data_ptr(),
-                            .gates = workspace[workspace.gates],
-                            .matrices_0 = block_rows(0),
-                            .matrices_1 = block_rows(1),
-                            .matrices_2 = block_rows(2),
-                            .matrices_3 = block_rows(3),
-                            .segments = workspace[workspace.segments],
-                            .initial_state = data(initial_state),
-                            .final_state = data(out.final_state, args.output_final_state),
-                            .states = workspace[workspace.states],
-                            .o = out.o.mutable_data_ptr(),
-                            .h = data(out.h, args.output_h),
-                            .group = group,
-                            .state_stride_v = state_stride_v,
-                            .state_stride_k = state_stride_k,
-                            .has_initial_state = initial_state.has_value(),
-                            .has_final_state = args.output_final_state,
-                            .has_h = args.output_h,
-                            .ctas = ctas,
-                            .only_if = only_if,
-                            .tokens = rows,
-                            .H_k = p.H_k,
-                            .H_v = p.H_v,
-                            .chunk_slots = dispatch.slots,
-                            .segment_slots = dispatch.segments,
-                            .state_size = state_size,
-                            .h_slots = args.output_h ? p.NT : 0},
-                           {.dtype = dtype, .K = p.K, .V = p.V, .value_tile = value_tile}, stream);
-  };
-  if (dispatch.whole_tile == dispatch.value_tile) {
-    chunk_forward(dispatch.value_tile, dispatch.ctas, 0);
+ForwardOutputs forward_cuda(const Call& call) {
+  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  ForwardOutputs out = allocate_forward(call);
+  if (call.is_empty()) {
+    pass_states_through(call, out);
   } else {
-    chunk_forward(dispatch.whole_tile, dispatch.whole_ctas, kFirst + kLast);
-    chunk_forward(dispatch.value_tile, dispatch.ctas, kFirst);
+    Forward(call, shape_of(call), out).run();
   }
   return out;
 }
 
 }  // namespace flash_qla
-
-STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  m.impl("chunk_gated_delta_rule", TORCH_BOX(&flash_qla::chunk_gated_delta_rule_op<flash_qla::forward_cuda>));
-  m.impl("chunk_gated_delta_rule_fwd", TORCH_BOX(&flash_qla::chunk_gated_delta_rule_fwd_op<flash_qla::forward_cuda>));
-}

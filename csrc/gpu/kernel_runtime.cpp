@@ -8,7 +8,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace flash_qla::runtime {
 namespace {
@@ -80,55 +79,23 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
-std::vector<DeviceProperties> query_devices() {
-  int count = 0;
-  cudaGetDeviceCount(&count);  // not checked: one of them is current
-  std::vector<DeviceProperties> devices;
-  for (int device = 0; device < count; ++device) {
-    const auto query = [&](cudaDeviceAttr attribute) {
-      int value = 0;
-      const cudaError_t status = cudaDeviceGetAttribute(&value, attribute, device);
-      if (status != cudaSuccess) {
-        throw std::runtime_error("flash_qla: CUDA device " + std::to_string(device) + ": " +
-                                 cudaGetErrorString(status));
-      }
-      return value;
-    };
-    devices.push_back({.major = query(cudaDevAttrComputeCapabilityMajor),
-                       .minor = query(cudaDevAttrComputeCapabilityMinor),
-                       .sm_count = query(cudaDevAttrMultiProcessorCount)});
-  }
-  return devices;
-}
-
 }  // namespace
 
 void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, cudaStream_t stream) {
   check_grid(config);
   prepare(config, prepared);
 
-  std::array<cudaLaunchAttribute, 2> attributes;
-  unsigned count = 0;
-  if (config.cluster != std::array<int, 3>{1, 1, 1}) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim = {static_cast<unsigned>(config.cluster[0]),
-                                        static_cast<unsigned>(config.cluster[1]),
-                                        static_cast<unsigned>(config.cluster[2])};
-    ++count;
-  }
-  if (config.overlaps_predecessor) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count].val.programmaticStreamSerializationAllowed = 1;
-    ++count;
-  }
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
 
   cudaLaunchConfig_t launch_config = {};
   launch_config.gridDim = dim3(config.grid[0], config.grid[1], config.grid[2]);
   launch_config.blockDim = dim3(config.block[0], config.block[1], config.block[2]);
   launch_config.dynamicSmemBytes = config.shared_bytes;
   launch_config.stream = stream;
-  launch_config.attrs = attributes.data();
-  launch_config.numAttrs = count;
+  launch_config.attrs = &overlap;
+  launch_config.numAttrs = config.overlaps_predecessor ? 1 : 0;
   check(config, cudaLaunchKernelExC(&launch_config, config.function, arguments), "launch");
 }
 
@@ -160,12 +127,6 @@ int32_t to_int32(const char* kernel, const char* argument, int64_t value) {
                              std::to_string(value) + ", which does not fit in 32 bits");
   }
   return static_cast<int32_t>(value);
-}
-
-const DeviceProperties& device_properties() {
-  const int device = current_device();
-  static const std::vector<DeviceProperties> devices = query_devices();
-  return devices.at(device);
 }
 
 }  // namespace flash_qla::runtime

@@ -1,4 +1,4 @@
-// What the generated launchers share: launch configuration, TMA descriptors, device properties.
+// What the generated launchers share: launch configuration and TMA descriptors.
 // Every failure throws std::runtime_error with the kernel's name.
 
 #pragma once
@@ -18,7 +18,6 @@ struct LaunchConfig {
   std::array<int64_t, 3> grid;
   std::array<int, 3> block;
   int shared_bytes;  // dynamic
-  std::array<int, 3> cluster = {1, 1, 1};
   // Programmatic dependent launch; only for kernels that wait for their predecessor themselves.
   bool overlaps_predecessor = false;
 
@@ -54,13 +53,5 @@ CUtensorMap encode_tensor_map(const TensorMap& map);
 
 // A kernel argument that the device code takes in 32 bits.
 int32_t to_int32(const char* kernel, const char* argument, int64_t value);
-
-struct DeviceProperties {
-  int major, minor;  // compute capability
-  int sm_count;
-};
-
-// Of the current device; queried once per device.
-const DeviceProperties& device_properties();
 
 }  // namespace flash_qla::runtime

@@ -1,4 +1,4 @@
-#include "cpu/call.h"
+#include "cpu/sequences.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -21,18 +21,18 @@ void say_once_that_this_is_slow(const char* op) {
   }
 }
 
-std::vector<cpu::Sequence> list_sequences(const Problem& p, const ForwardArgs& args) {
-  std::vector<cpu::Sequence> sequences(p.N);
-  if (p.varlen) {
-    const std::vector<int64_t> offsets = checked_offsets(p, *args.cu_seqlens);
+std::vector<cpu::Sequence> list_sequences(const Call& call) {
+  std::vector<cpu::Sequence> sequences(call.N);
+  if (call.varlen) {
+    const std::vector<int64_t> offsets = checked_offsets(call);
     int64_t chunk = 0;
-    for (int64_t n = 0; n < p.N; ++n) {
+    for (int64_t n = 0; n < call.N; ++n) {
       sequences[n] = {.index = n, .begin = offsets[n], .end = offsets[n + 1], .first_chunk = chunk};
-      chunk += cpu::chunk_count(offsets[n + 1] - offsets[n]);
+      chunk += chunk_count(offsets[n + 1] - offsets[n]);
     }
   } else {
-    for (int64_t n = 0; n < p.N; ++n) {
-      sequences[n] = {.index = n, .begin = n * p.T, .end = (n + 1) * p.T, .first_chunk = n * cpu::chunk_count(p.T)};
+    for (int64_t n = 0; n < call.N; ++n) {
+      sequences[n] = {.index = n, .begin = n * call.T, .end = (n + 1) * call.T, .first_chunk = n * chunk_count(call.T)};
     }
   }
   return sequences;

@@ -8,17 +8,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "call.h"
 #include "cpu/common.h"
-#include "forward.h"
 
 namespace flash_qla {
-
-static_assert(cpu::kChunk == kChunk);
 
 void say_once_that_this_is_slow(const char* op);
 
 // In the order of their tokens; reads cu_seqlens, and throws unless its contents are right.
-std::vector<cpu::Sequence> list_sequences(const Problem& problem, const ForwardArgs& args);
+std::vector<cpu::Sequence> list_sequences(const Call& call);
 
 // Tokens of the batch that belong to a sequence; those after them are padding.
 int64_t covered_tokens(const std::vector<cpu::Sequence>& sequences);
@@ -29,10 +27,10 @@ void zero_from(T* data, int64_t first, int64_t rows, int64_t row_size) {
   std::fill(data + first * row_size, data + rows * row_size, T(0));
 }
 
-// Calls f.operator()<T, CT>() with the storage and compute type of a problem.
+// Calls f.operator()<T, CT>() with the storage and compute type of a call.
 template <typename F>
-void with_types(const Problem& problem, const F& f) {
-  switch (problem.dtype) {
+void with_types(const Call& call, const F& f) {
+  switch (call.dtype) {
     case ScalarType::BFloat16:
       return f.template operator()<c10::BFloat16, float>();
     case ScalarType::Half:

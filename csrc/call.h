@@ -1,0 +1,74 @@
+// The record of a call: the arguments of an op, checked and made canonical once, for the CPU and the GPU and for both
+// directions. ops.cpp fills in the arguments, make_call makes the record, and all that follows takes it.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "tensors.h"
+
+namespace flash_qla {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// What the ops take. Those of an op that lack some leave them at their defaults.
+struct Arguments {
+  Tensor q = undefined_tensor();        // [B, T, H_k, K]
+  Tensor k = undefined_tensor();        // [B, T, H_k, K]
+  Tensor v = undefined_tensor();        // [B, T, H_v, V]
+  Tensor g = undefined_tensor();        // [B, T, H_v] log decay; of the backward the g_cumsum that the forward returned
+  Tensor beta = undefined_tensor();     // [B, T, H_v]
+  std::optional<double> scale;          // 1 / sqrt(K) by default; a Call always has it
+  std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
+  std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
+  bool output_final_state = false;
+  bool output_low_level = false;  // no argument: the results of chunk_gated_delta_rule_fwd, g_cumsum, A and, perhaps, h
+  bool output_h = false;
+  bool use_qk_l2norm = false;
+  bool state_v_first = false;
+  bool auto_cp = true;
+  std::optional<ScalarType> state_dtype;  // of the final state as returned; the compute dtype by default
+};
+
+// What the backward takes besides.
+struct Gradients {
+  Tensor A = undefined_tensor();           // [B, T, H_v, kChunk], dtype of q, as the forward returned it
+  Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]
+  std::optional<Tensor> grad_final_state;  // shape of a state; none: zero
+};
+
+// Tensors are contiguous, those that TMA reads at multiples of 16 bytes. A and grad_o have the dtype of q, g, beta and
+// the states the compute dtype. States stay in the caller's layout.
+struct Call : Arguments {
+  const char* op = nullptr;  // qualified name, for messages
+  int64_t B = 0, T = 0, H_k = 0, H_v = 0, K = 0, V = 0;
+  int64_t N = 0;  // sequences
+  // Chunks of h as the caller sees it: over the whole batch or, if varlen, the upper bound that needs only T and N.
+  int64_t h_chunks = 0;
+  bool varlen = false;         // there are cu_seqlens,
+  bool wide_offsets = false;   // and they are int64
+  ScalarType dtype{};          // of q, k, v, o, A, h
+  ScalarType compute_dtype{};  // of g, beta, states and all arithmetic: double for double inputs, else float
+
+  int64_t tokens() const { return B * T; }
+  int64_t group() const { return H_v / H_k; }                // value heads a query/key head
+  bool is_empty() const { return tokens() == 0 || N == 0; }  // no sequence has a token
+  std::array<int64_t, 4> state_shape() const;
+  int64_t state_size() const { return N * H_v * K * V; }
+  int64_t state_stride_k() const { return state_v_first ? 1 : V; }
+  int64_t state_stride_v() const { return state_v_first ? K : 1; }
+};
+
+struct BackwardCall : Call, Gradients {};
+
+// Throw std::runtime_error, naming the argument, what was expected and what came, unless the call can be run: before
+// anything is allocated, and without reading data, except that of cu_seqlens under FLASH_QLA_CHECK=1.
+Call make_call(const char* op, Arguments arguments);
+BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients gradients);
+
+}  // namespace flash_qla

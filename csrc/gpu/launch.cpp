@@ -1,0 +1,21 @@
+#include "gpu/launch.h"
+
+#include <stdexcept>
+
+// In libtorch_cuda, which this library does not link, so that it also loads under a CPU build of PyTorch.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** ret_stream);
+
+namespace flash_qla {
+
+cudaStream_t current_stream(const Call& call) {
+  if (aoti_torch_get_current_cuda_stream == nullptr) {
+    throw std::runtime_error(
+        "flash_qla: a CUDA tensor came, but libtorch_cuda was not loaded when libflash_qla.so was");
+  }
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(call.q.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace flash_qla

@@ -1,0 +1,35 @@
+// The ways to run a forward call: which the host considers, in which order.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "gpu/dispatch.h"
+#include "gpu/override.h"
+
+namespace flash_qla {
+
+// Rows of S^T that a CTA of chunk_forward takes, one warpgroup's or two's: a narrow tile gives more CTAs, a wide one
+// fetches K and Q less often. fused_forward takes all V.
+inline constexpr int64_t kNarrowTile = 64, kWideTile = 128;
+
+struct Mode {
+  int64_t value_tile, whole_tile, segment_chunks;
+  bool fused;
+  bool always_cut;  // not only where the device finds that it pays
+};
+
+// At least one. An offer that only the device can take up comes after what it is compared with.
+std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced);
+
+// Of a sequence, rounded up.
+int64_t average_chunks(const ForwardShape& shape);
+
+// Only cu_seqlens say how long the sequences are, and where all are short the device can leave out segments.
+bool device_knows_more(const ForwardShape& shape);
+
+// Of chunk_matrices: the most that still leave a CTA for every SM.
+int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots);
+
+}  // namespace flash_qla

@@ -1,0 +1,21 @@
+// What override_forward_dispatch (dispatch.h) has set.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_qla {
+
+struct Override {
+  int64_t value_tile;      // 0: the cost model's choice
+  int64_t segment_chunks;  // 0: none; -1: the cost model's choice
+  int64_t fused;           // 0, 1; -1: the cost model's choice
+  int64_t cut_above;
+  int64_t whole_tile;  // 0: value_tile
+
+  bool always_cuts() const { return segment_chunks > 0; }
+  bool operator==(const Override&) const = default;
+};
+
+Override current_override();
+
+}  // namespace flash_qla

@@ -1,0 +1,40 @@
+#include "gpu/plan.h"
+
+#include <algorithm>
+
+#include "chunks.h"
+#include "gpu/launch.h"
+#include "kernels.h"
+
+namespace flash_qla {
+
+int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
+  return varlen ? (T + (kChunk - 1) * (N + 1)) / kChunk : B * chunk_count(T);
+}
+
+int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segment_chunks) {
+  if (segment_chunks == 0) {
+    return N;
+  }
+  return varlen ? N + chunk_slots(B, T, N, varlen) / segment_chunks
+                : B * std::max<int64_t>(ceil_div(chunk_count(T), segment_chunks), 1);
+}
+
+void make_plan(const Call& call, const Plan& plan, cudaStream_t stream) {
+  kernels::chunk_plan({.offsets = data(call.cu_seqlens),
+                       .sequences = plan.sequences,
+                       .chunks = plan.chunks,
+                       .segments = plan.segments,
+                       .rows = call.tokens(),
+                       .has_offsets = call.varlen,
+                       .uniform_length = call.T,
+                       .segment_chunks = plan.segment_chunks,
+                       .cut_above = plan.cut_above,
+                       .offsets_size = call.N + 1,
+                       .N = call.N,
+                       .chunk_slots = plan.chunk_slots,
+                       .segment_slots = plan.segment_slots},
+                      {.offset_dtype = call.wide_offsets ? "int64" : "int32"}, stream);
+}
+
+}  // namespace flash_qla

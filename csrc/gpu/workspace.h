@@ -1,0 +1,91 @@
+// Memory that lives only during a call: one allocation, whose parts have their sizes from shapes alone.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "call.h"
+#include "gpu/dispatch.h"
+#include "layout.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+// Reserve regions, then allocate. Offsets are multiples of 256 bytes (TMA needs 16).
+class Workspace {
+ public:
+  template <typename T>
+  struct Region {
+    int64_t offset;
+  };
+
+  template <typename T>
+  Region<T> reserve(int64_t elements) {
+    const Region<T> region{bytes_};
+    bytes_ += (elements * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return region;
+  }
+
+  void allocate(const Call& call) {
+    storage_ = new_empty(call.op, call.q, {bytes_}, ScalarType::Byte);
+    base_ = static_cast<char*>(storage_->mutable_data_ptr());
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+  template <typename T>
+  T* operator[](Region<T> region) const {
+    return reinterpret_cast<T*>(base_ + region.offset);
+  }
+
+ private:
+  int64_t bytes_ = 0;
+  std::optional<Tensor> storage_;
+  char* base_ = nullptr;
+};
+
+struct ForwardWorkspace : Workspace {
+  ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
+      : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
+        chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
+        segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
+        gates(reserve<float>(d.fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
+        matrices(reserve<uint16_t>(d.fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
+        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
+        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * shape.K * shape.K : 0)),
+        skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
+
+  const Region<int32_t> sequences, chunks, segments;  // the plan's tables
+  // Unless fused.
+  const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
+  const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
+  // With context parallelism.
+  const Region<float> states;   // [segments, H_v, V, K]: N, then the state that the segment begins with
+  const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
+  const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
+};
+
+struct BackwardWorkspace : Workspace {
+  BackwardWorkspace(const Call& call, int64_t chunk_slots)
+      : sequences(reserve<int32_t>(call.N * SequenceColumn::kCount)),
+        chunks(reserve<int32_t>(chunk_slots * ChunkColumn::kCount)),
+        gates(reserve<float>(chunk_slots * call.H_v * BackwardGate::kCount * kChunk)),
+        gated_inverse(reserve<uint16_t>(chunk_slots * call.H_v * kChunk * kChunk)),
+        v_new(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
+        attention(reserve<uint16_t>(chunk_slots * call.H_v * kChunk * kChunk)),
+        u(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
+        h(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
+        dh(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
+        passed(reserve<float>(chunk_slots * call.H_v * kStateProductParts)) {}
+
+  const Region<int32_t> sequences, chunks;  // the plan's tables
+  const Region<float> gates;                // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
+  const Region<uint16_t> gated_inverse;     // [chunk_slots, H_v, kChunk, kChunk]: A * D - I
+  const Region<uint16_t> v_new;             // [chunk_slots, H_v, V, kChunk]: V_new^T
+  const Region<uint16_t> attention;         // [chunk_slots, H_v, kChunk, kChunk]: scale tril(Q K^T) * D
+  const Region<uint16_t> u;                 // [chunk_slots, H_v, V, kChunk]: U^T, diag(beta) U the gradient of V
+  const Region<uint16_t> h, dh;             // [chunk_slots, H_v, V, K]: a chunk's first state, the last one's gradient
+  const Region<float> passed;               // [chunk_slots, H_v, kStateProductParts]: <S, dS'>
+};
+
+}  // namespace flash_qla

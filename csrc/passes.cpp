@@ -1,0 +1,81 @@
+#include "passes.h"
+
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
+
+#include <array>
+
+#include "chunks.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+
+constexpr std::array<int64_t, 1> kNoElements = {0};  // shape
+
+// Makes a call's outputs.
+struct Allocator {
+  const Call& call;
+
+  Tensor operator()(ScalarType dtype, IntHeaderOnlyArrayRef shape) const {
+    return new_empty(call.op, call.q, shape, dtype);
+  }
+  Tensor if_wanted(bool wanted, ScalarType dtype, IntHeaderOnlyArrayRef shape) const {
+    return (*this)(dtype, wanted ? shape : IntHeaderOnlyArrayRef(kNoElements));
+  }
+};
+
+}  // namespace
+
+ForwardOutputs allocate_forward(const Call& c) {
+  const Allocator empty{c};
+  const bool low_level = c.output_low_level;
+  const int64_t rows = c.varlen ? 1 : c.B;
+  const int64_t chunks_per_row = c.varlen ? c.h_chunks : chunk_count(c.T);
+  return {
+      .g_cumsum = low_level ? empty(c.compute_dtype, {c.B, c.T, c.H_v}) : undefined_tensor(),
+      .A = low_level ? empty(c.dtype, {c.B, c.T, c.H_v, kChunk}) : undefined_tensor(),
+      .o = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
+      .h = low_level ? empty.if_wanted(c.output_h, c.dtype, {rows, chunks_per_row, c.H_v, c.V, c.K})
+                     : undefined_tensor(),
+      .final_state = empty.if_wanted(c.output_final_state, c.compute_dtype, c.state_shape()),
+  };
+}
+
+BackwardOutputs allocate_backward(const BackwardCall& c) {
+  const Allocator empty{c};
+  return {
+      .dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
+      .dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
+      .dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
+      .db = empty(c.compute_dtype, {c.B, c.T, c.H_v}),
+      .dg = empty(c.compute_dtype, {c.B, c.T, c.H_v}),
+      .dh0 = empty.if_wanted(c.initial_state.has_value(), c.compute_dtype, c.state_shape()),
+  };
+}
+
+// Not torch::stable::transpose, which goes through the dispatcher: autograd would keep h as a view of a tensor that
+// nobody has.
+Tensor h_as_returned(const Call& call, Tensor h) {
+  if (!call.output_h || call.state_v_first) {
+    return h;
+  }
+  const auto shape = h.sizes(), strides = h.strides();
+  const std::array sizes = {shape[0], shape[1], shape[2], shape[4], shape[3]};
+  const std::array steps = {strides[0], strides[1], strides[2], strides[4], strides[3]};
+  AtenTensorHandle transposed;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(h.get(), sizes.size(), sizes.data(), steps.data(),
+                                                               /*offset_increment=*/0, &transposed));
+  return Tensor(transposed);
+}
+
+Tensor final_state_as_returned(const Call& call, Tensor final_state) {
+  if (call.state_dtype) {
+    make_contiguous(call.op, final_state, *call.state_dtype);
+  }
+  return final_state;
+}
+
+}  // namespace flash_qla

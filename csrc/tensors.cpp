@@ -1,0 +1,129 @@
+#include "tensors.h"
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdint>
+#include <iomanip>
+#include <sstream>
+#include <string>
+
+#include "checks.h"
+
+// The shim's functions return a code; since PyTorch 2.13 this one has the text of the exception behind it.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+namespace flash_qla {
+
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr const char* kOutOfMemory = "CUDA out of memory. ";
+
+// 20.00 MiB
+std::string size_string(double bytes) {
+  const char* const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+  int unit = 0;
+  for (; bytes >= 1024 && unit < 4; ++unit) {
+    bytes /= 1024;
+  }
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(unit == 0 ? 0 : 2) << bytes << ' ' << units[unit];
+  return text.str();
+}
+
+// Why there was no memory. An older PyTorch does not say it, but sizes have been checked: where a GPU is in order, it
+// has no more memory.
+std::string reason_for(const Tensor& like, double bytes) {
+  if (torch_exception_get_what_without_backtrace != nullptr) {
+    return torch_exception_get_what_without_backtrace();
+  }
+  const std::string asked = "Tried to allocate " + size_string(bytes) + ".";
+  if (!like.is_cuda()) {
+    return "CPU out of memory. " + asked;
+  }
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  size_t free = 0, total = 0;
+  const cudaError_t status = cudaMemGetInfo(&free, &total);
+  if (status != cudaSuccess) {  // an earlier kernel's error, say
+    return std::string("CUDA error: ") + cudaGetErrorString(status) + ". " + asked;
+  }
+  return kOutOfMemory + asked + " GPU " + std::to_string(like.get_device_index()) + " has a total capacity of " +
+         size_string(static_cast<double>(total)) + " of which " + size_string(static_cast<double>(free)) + " is free.";
+}
+
+double element_bytes(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Byte:
+      return 1;
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+      return 2;
+    case ScalarType::Double:
+    case ScalarType::Long:
+      return 8;
+    default:  // float, int
+      return 4;
+  }
+}
+
+[[noreturn]] void fail_to_allocate(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape, ScalarType dtype) {
+  double bytes = element_bytes(dtype);
+  for (const int64_t size : shape) {
+    bytes *= static_cast<double>(size);
+  }
+  std::string reason = reason_for(like, bytes);
+  if (like.is_cuda() && reason.find("out of memory") != std::string::npos && !reason.starts_with(kOutOfMemory)) {
+    reason = kOutOfMemory + reason;  // other allocators than PyTorch's usual one have other words
+  }
+  throw std::runtime_error(reason + " (" + op + ", " + dtype_string(dtype) + " " + shape_string(shape) + ")");
+}
+
+void replace_by_copy(const char* op, Tensor& tensor, ScalarType dtype) {
+  Tensor copy = new_empty(op, tensor, tensor.sizes(), dtype);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
+  tensor = std::move(copy);
+}
+
+bool is_contiguous_as(const Tensor& tensor, ScalarType dtype) {
+  return has_dtype(tensor, dtype) && tensor.is_contiguous();
+}
+
+}  // namespace
+
+Tensor undefined_tensor() {
+  static const Tensor& none = *new Tensor;
+  return none;
+}
+
+// The C function behind torch::stable::new_empty of older headers. Today's boxes its arguments and looks the operator
+// up by name, which takes three times as long.
+Tensor new_empty(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape, ScalarType dtype) {
+  int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made;
+  const AOTITorchError status = aoti_torch_aten_new_empty(like.get(), shape.data(), static_cast<int64_t>(shape.size()),
+                                                          &code, /*layout=*/nullptr, /*device=*/nullptr,
+                                                          /*device_index=*/0, /*pin_memory=*/nullptr, &made);
+  if (status != TORCH_SUCCESS) [[unlikely]] {
+    fail_to_allocate(op, like, shape, dtype);
+  }
+  return Tensor(made);
+}
+
+void make_contiguous(const char* op, Tensor& tensor, ScalarType dtype) {
+  if (!is_contiguous_as(tensor, dtype)) {
+    replace_by_copy(op, tensor, dtype);
+  }
+}
+
+void make_aligned(const char* op, Tensor& tensor, ScalarType dtype) {
+  if (!is_contiguous_as(tensor, dtype) || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) {
+    replace_by_copy(op, tensor, dtype);
+  }
+}
+
+}  // namespace flash_qla
