@@ -16,15 +16,12 @@ sys.path.insert(0, str(ROOT))  # not there in an isolated build
 
 from build_tools import glibc, toolchain  # noqa: E402
 
-BUILT = ROOT / "build/cmake/flash_qla/libflash_qla.so"
+BUILD = ROOT / "build/cmake"
+LIBRARY = BUILD / "flash_qla/libflash_qla.so"
 
 
 class CMakeBuild(build_ext):
-    """Builds in build/cmake, kept in the tree, and copies the library into the package."""
-
-    def get_ext_filename(self, fullname: str) -> str:
-        """No version of Python in the name: it is no Python module."""
-        return f"{fullname.replace('.', '/')}.so"
+    """Builds in build/cmake, kept in the tree, and copies what the package holds beside its sources."""
 
     def build_extension(self, extension: Extension) -> None:
         try:
@@ -33,26 +30,27 @@ class CMakeBuild(build_ext):
         except toolchain.BuildError as error:
             sys.exit(f"error: {error}")
 
-        build = ROOT / "build/cmake"
         program = Path(cmake.CMAKE_BIN_DIR, "cmake")
         environment = f"{ROOT}\n{sys.executable}\n{program}\n"
-        marker = build / "environment.txt"
+        marker = BUILD / "environment.txt"
         # A CMake cache is full of paths into the environment that made it; pip makes a new one for every build.
-        same = marker.is_file() and marker.read_text() == environment
+        if not (marker.is_file() and marker.read_text() == environment):
+            shutil.rmtree(BUILD, ignore_errors=True)
         configure = [
             program,
-            *([] if same else ["--fresh"]),
-            *("-G", "Ninja", "-S", ROOT, "-B", build),
+            *("-G", "Ninja", "-S", ROOT, "-B", BUILD),
             f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR, 'ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
         self._run(configure)
         marker.write_text(environment)
-        self._run([program, "--build", build, "--parallel", str(toolchain.max_jobs())])
+        self._run([program, "--build", BUILD, "--parallel", str(toolchain.max_jobs())])
 
-        library = Path(self.get_ext_fullpath(extension.name))
-        library.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(BUILT, library)
+        module = Path(self.get_ext_fullpath(extension.name))
+        module.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(LIBRARY, module.parent)
+        shutil.copy2(LIBRARY.with_name(module.name), module)
+        shutil.copy2(ROOT / "kernels_tl/layout.py", module.with_name("_layout.py"))
 
     @staticmethod
     def _run(command: list) -> None:
@@ -63,8 +61,8 @@ class CMakeBuild(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """One wheel for every version of Python; the library holds no Python."""
-        return "py3", "none", glibc.platform_tag(BUILT)
+        python, abi, _ = super().get_tag()
+        return python, abi, glibc.platform_tag(LIBRARY.parent.glob("*.so"))
 
 
 # setuptools packs whatever lies there, files that have since been deleted from the sources included.
@@ -72,6 +70,6 @@ for stale in ROOT.glob("build/lib*"):
     shutil.rmtree(stale)
 
 setup(
-    ext_modules=[Extension("flash_qla.libflash_qla", sources=[])],
+    ext_modules=[Extension("flash_qla._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
 )

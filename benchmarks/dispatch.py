@@ -89,7 +89,7 @@ def measure(options) -> Iterator[dict]:
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
                     "chosen": not override,
-                    **{name: found[name] for name in FIELDS},
+                    **{name: getattr(found, name) for name in FIELDS},
                     **spread(times),
                 }
             _C.override_forward_dispatch()

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 OLDEST = (2, 28)  # what PyTorch's own wheels need
@@ -69,9 +70,9 @@ def write_stubs(compiler: str, folder: Path) -> list[Path]:
     return list(stubs)
 
 
-def platform_tag(library: Path) -> str:
-    """manylinux_2_28_x86_64, or what a newer function makes of it: true of the library, wherever it was linked."""
-    headers = subprocess.run(["objdump", "-p", library], capture_output=True, text=True, check=True).stdout
+def platform_tag(libraries: Iterable[Path]) -> str:
+    """manylinux_2_28_x86_64, or what a newer function makes of it: true of the libraries, wherever they were linked."""
+    headers = subprocess.run(["objdump", "-p", *libraries], capture_output=True, text=True, check=True).stdout
     needed = max(map(parse, re.findall(r" GLIBC_([\d.]+)$", headers, re.MULTILINE)))
     return "manylinux_{}_{}_x86_64".format(*max(needed[:2], OLDEST))
 

@@ -16,13 +16,13 @@ def print_kernels() -> None:
     header = ("kernel instance", "parameters", "threads", "registers", "spills (B)", "stack (B)", "shared (KB)")
     rows = [
         (
-            kernel["name"],
-            kernel["params"],
-            str(kernel["threads"]),
-            str(kernel["registers"]),
-            str(kernel["spill_bytes"]),
-            str(kernel["stack_bytes"]),
-            f"{(kernel['static_shared_bytes'] + kernel['dynamic_shared_bytes']) / 1024:.1f}",
+            kernel.name,
+            " ".join(f"{name}={value}" for name, value in kernel.params.items()),
+            str(kernel.threads),
+            str(kernel.registers),
+            str(kernel.spill_bytes),
+            str(kernel.stack_bytes),
+            f"{(kernel.static_shared_bytes + kernel.dynamic_shared_bytes) / 1024:.1f}",
         )
         for kernel in _C.kernels()
     ]
@@ -39,9 +39,9 @@ def print_driver(version: int) -> None:
     print(f"driver   {name}, supports CUDA {version // 1000}.{version % 1000 // 10}")
 
 
-def obstacle(gpu: dict, driver: int) -> str:
+def obstacle(gpu: _C.Gpu, driver: int) -> str:
     """Why the kernels do not run on this GPU; empty if they do."""
-    reason = _C.obstacle(driver, gpu["major"], gpu["minor"])
+    reason = _C.obstacle(driver, gpu.major, gpu.minor)
     if not reason and torch.version.cuda is None:
         reason = f"PyTorch {torch.__version__} is a CPU build"
     return reason
@@ -60,7 +60,7 @@ def print_gpus() -> None:
     for index, gpu in enumerate(gpus):
         reason = obstacle(gpu, driver)
         verdict = f"the kernels do not run: {reason}" if reason else "the kernels run"
-        print(f"GPU {index}    {gpu['name']}, {gpu['sm_count']} SMs: {verdict}")
+        print(f"GPU {index}    {gpu.name}, {gpu.sm_count} SMs: {verdict}")
 
 
 def main() -> None:
@@ -69,8 +69,8 @@ def main() -> None:
     print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
     info = _C.build_info()
     print(
-        f"built    version {info['version']}, kernels by TileLang {info['tilelang']} and nvcc {info['nvcc']}"
-        f" for {info['arch']}, C++ for the stable ABI of PyTorch {info['torch_target']} and newer"
+        f"built    version {info.version}, kernels by TileLang {info.tilelang} and nvcc {info.nvcc}"
+        f" for {info.arch}, C++ for the stable ABI of PyTorch {info.torch_target} and newer"
     )
     print_gpus()
     print()

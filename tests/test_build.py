@@ -330,25 +330,26 @@ class TestInstalled:
 
         code = (
             "import json; from kernels_tl.instances import INSTANCES\n"
-            "print(json.dumps([[i.name, i.kernel, i.spill_budget] for i in INSTANCES]))"
+            "print(json.dumps([[i.name, i.kernel, i.spill_budget, i.params] for i in INSTANCES]))"
         )
         listed = json.loads(run([sys.executable, "-c", code]).stdout)
         kernels = _C.kernels()
-        assert [[row["name"], row["kernel"]] for row in kernels] == [row[:2] for row in listed]
-        for row, (_, _, spill_budget) in zip(kernels, listed, strict=True):
-            assert row["spill_bytes"] <= spill_budget
-            assert 0 < row["registers"] <= 255
-            assert 0 < row["threads"] <= 1024
-            assert row["static_shared_bytes"] + row["dynamic_shared_bytes"] <= 227 * 1024
+        assert [[kernel.name, kernel.kernel] for kernel in kernels] == [row[:2] for row in listed]
+        for kernel, (_, _, spill_budget, params) in zip(kernels, listed, strict=True):
+            assert kernel.params == params
+            assert kernel.spill_bytes <= spill_budget
+            assert 0 < kernel.registers <= 255
+            assert 0 < kernel.threads <= 1024
+            assert kernel.static_shared_bytes + kernel.dynamic_shared_bytes <= 227 * 1024
 
     def test_build_info(self):
         import flash_qla
         from flash_qla import _C
 
         info = _C.build_info()
-        assert info["version"] == flash_qla.__version__ == importlib.metadata.version("flash-qla-aot")
-        assert info["arch"] == "sm_90a"
-        assert info["torch_target"] == "2.10"
+        assert info.version == flash_qla.__version__ == importlib.metadata.version("flash-qla-aot")
+        assert info.arch == "sm_90a"
+        assert info.torch_target == "2.10"
 
     def test_the_wheel_requires_torch_only(self):
         required = [line for line in importlib.metadata.requires("flash-qla-aot") if "extra ==" not in line]
@@ -360,8 +361,8 @@ class TestInstalled:
         command = [sys.executable, "-m", "flash_qla"]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        for row in _C.kernels():
-            assert re.search(rf"^{row['name']} .* {row['registers']} ", result.stdout, re.MULTILINE)
+        for kernel in _C.kernels():
+            assert re.search(rf"^{kernel.name} .* {kernel.registers} ", result.stdout, re.MULTILINE)
 
 
 def test_ci_runs_the_command_of_the_readme():

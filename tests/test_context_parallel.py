@@ -202,8 +202,8 @@ def test_the_cost_model_decides():
     inputs = make_inputs(Case(T=8192, H_k=1, H_v=2), "cuda")
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     found = _C.forward_dispatch(1, 8192, 1, 1, 2, sm_count=sm_count, varlen=False)
-    assert found["segment_chunks"] > 0
-    with forward_mode(found["value_tile"], found["segment_chunks"]):
+    assert found.segment_chunks > 0
+    with forward_mode(found.value_tile, found.segment_chunks):
         expected = run_forwards(inputs)
     assert equal(run_forwards(inputs), expected)
     assert not equal(run_forwards({**inputs, "auto_cp": False}), expected)

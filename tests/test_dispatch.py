@@ -49,6 +49,11 @@ def segments_of(lengths: list[int], segment_chunks: int) -> int:
     return sum(max(1, -(-chunks_of(length) // segment_chunks)) for length in lengths)
 
 
+def launch_of(found: _C.ForwardDispatch) -> dict:
+    """Without the prediction."""
+    return {name: getattr(found, name) for name in found.__match_args__ if name != "predicted_us"}
+
+
 # What it says
 
 
@@ -57,38 +62,26 @@ def test_fields_belong_together(auto_cp):
     generator = random.Random(0)
     for shape in SHAPES:
         found = _C.forward_dispatch(**shape, auto_cp=auto_cp)
-        assert found.keys() == {
-            "value_tile",
-            "segment_chunks",
-            "cut_above",
-            "whole_tile",
-            "fused",
-            "segments",
-            "ctas",
-            "heads_per_cta",
-            "workspace_bytes",
-            "predicted_us",
-        }
-        assert found["value_tile"] in TILES
-        assert not found["fused"] or (found["value_tile"], found["segment_chunks"]) == (128, 0), shape
-        heads, group = found["heads_per_cta"], shape["H_v"] // shape["H_k"]
+        assert found.value_tile in TILES
+        assert not found.fused or (found.value_tile, found.segment_chunks) == (128, 0), shape
+        heads, group = found.heads_per_cta, shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
-        tiles = found["segments"] * shape["H_v"] * (D // found["value_tile"])
-        assert found["ctas"] == min(tiles, shape.get("sm_count", 132)), shape
-        assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0
-        if found["segment_chunks"] == 0 or shape["N"] == 1 or not shape["varlen"]:
-            assert found["cut_above"] == 0 and found["whole_tile"] == found["value_tile"], shape  # the host knows
+        tiles = found.segments * shape["H_v"] * (D // found.value_tile)
+        assert found.ctas == min(tiles, shape.get("sm_count", 132)), shape
+        assert math.isfinite(found.predicted_us) and found.predicted_us > 0
+        if found.segment_chunks == 0 or shape["N"] == 1 or not shape["varlen"]:
+            assert found.cut_above == 0 and found.whole_tile == found.value_tile, shape  # the host knows
         else:
-            assert found["whole_tile"] in TILES
-            assert found["segment_chunks"] <= found["cut_above"] < shape["N"] * chunks_of(shape["T"]), shape
-        if found["segment_chunks"] == 0:
-            assert found["segments"] == shape["N"], shape
+            assert found.whole_tile in TILES
+            assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
+        if found.segment_chunks == 0:
+            assert found.segments == shape["N"], shape
             continue
-        assert auto_cp and found["segment_chunks"] > 0
+        assert auto_cp and found.segment_chunks > 0
         for _ in range(10):
-            needed = segments_of(lengths_of(shape, generator), found["segment_chunks"])
-            assert needed <= found["segments"], shape
+            needed = segments_of(lengths_of(shape, generator), found.segment_chunks)
+            assert needed <= found.segments, shape
 
 
 @pytest.mark.parametrize("segment_chunks", (1, 2, 5, 16))
@@ -98,13 +91,13 @@ def test_segment_slots_are_enough(segment_chunks):
     with forward_mode(segment_chunks=segment_chunks):
         for shape in SHAPES:
             found = _C.forward_dispatch(**shape)
-            assert found["segment_chunks"] == segment_chunks
+            assert found.segment_chunks == segment_chunks
             if not shape["varlen"]:
-                assert found["segments"] == segments_of(lengths_of(shape, generator), segment_chunks), shape
+                assert found.segments == segments_of(lengths_of(shape, generator), segment_chunks), shape
                 continue
             for _ in range(20):
-                assert segments_of(lengths_of(shape, generator), segment_chunks) <= found["segments"], shape
-            assert found["segments"] <= shape["N"] + chunk_slots(shape) // segment_chunks, shape
+                assert segments_of(lengths_of(shape, generator), segment_chunks) <= found.segments, shape
+            assert found.segments <= shape["N"] + chunk_slots(shape) // segment_chunks, shape
 
 
 def test_workspace_is_what_the_kernels_need():
@@ -113,19 +106,19 @@ def test_workspace_is_what_the_kernels_need():
             found = _C.forward_dispatch(**shape)
         # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
         of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
-        needed = 0 if found["fused"] else chunk_slots(shape) * shape["H_v"] * of_chunk
-        if found["segment_chunks"]:
+        needed = 0 if found.fused else chunk_slots(shape) * shape["H_v"] * of_chunk
+        if found.segment_chunks:
             of_segment = (
                 D * D * 4 + 2 * D * D * 2 + 4
             )  # the state before it; its map in two parts; whether it is skipped
-            needed += found["segments"] * shape["H_v"] * of_segment
-        needed += 4 * (3 * shape["N"] + 3 * chunk_slots(shape) + 5 * found["segments"])  # tables
-        assert needed <= found["workspace_bytes"] <= needed + 8 * 256, shape
+            needed += found.segments * shape["H_v"] * of_segment
+        needed += 4 * (3 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
+        assert needed <= found.workspace_bytes <= needed + 8 * 256, shape
 
 
 def test_default_arguments():
     assert _C.forward_dispatch(1, 32768, 1, 2, 8) == _C.forward_dispatch(
-        B=1, T=32768, N=1, H_k=2, H_v=8, sm_count=132, auto_cp=True, varlen=True
+        B=1, T=32768, N=1, H_k=2, H_v=8, sm_count=132, auto_cp=True, varlen=True, K=128, V=128
     )
 
 
@@ -135,7 +128,7 @@ def test_default_arguments():
 @pytest.mark.parametrize("varlen", (True, False))
 def test_context_parallelism_is_for_few_heads_and_long_sequences(varlen):
     def segment_chunks(B, T, N, H_k, H_v):
-        return _C.forward_dispatch(B, T, N, H_k, H_v, varlen=varlen)["segment_chunks"]
+        return _C.forward_dispatch(B, T, N, H_k, H_v, varlen=varlen).segment_chunks
 
     assert segment_chunks(1, 32768, 1, 2, 8) > 0
     assert segment_chunks(1, 131072, 1, 1, 1) > 0
@@ -146,31 +139,31 @@ def test_context_parallelism_is_for_few_heads_and_long_sequences(varlen):
 def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     """Eight sequences of 4096 tokens need no segments on these heads, one of 24576 among seven short ones does."""
     found = _C.forward_dispatch(1, 32768, 8, 2, 8)
-    assert 4096 // CHUNK < found["cut_above"] < 24576 // CHUNK
+    assert 4096 // CHUNK < found.cut_above < 24576 // CHUNK
     without = _C.forward_dispatch(8, 4096, 8, 2, 8, varlen=False)
-    assert without["segment_chunks"] == 0
+    assert without.segment_chunks == 0
     # What it costs where all are equal is not much.
-    assert _C.forward_dispatch(1, 32768, 8, 2, 8)["predicted_us"] < 1.2 * without["predicted_us"]
+    assert _C.forward_dispatch(1, 32768, 8, 2, 8).predicted_us < 1.2 * without.predicted_us
 
 
 def test_device_is_left_the_choice_of_the_value_tile():
     """Two sequences of 16384 tokens, one head of each an SM, are faster with a CTA for each half of a head."""
     found = _C.forward_dispatch(1, 32768, 2, 16, 32)
-    assert (found["value_tile"], found["whole_tile"]) == (128, 64)
-    assert 16384 // CHUNK < found["cut_above"] < 28672 // CHUNK
+    assert (found.value_tile, found.whole_tile) == (128, 64)
+    assert 16384 // CHUNK < found.cut_above < 28672 // CHUNK
 
 
 def test_context_parallelism_gives_every_sm_work():
     without = _C.forward_dispatch(1, 32768, 1, 2, 8, auto_cp=False)
     found = _C.forward_dispatch(1, 32768, 1, 2, 8)
-    assert without["ctas"] <= 16 and found["ctas"] > 66
-    assert found["predicted_us"] < without["predicted_us"] / 2
+    assert without.ctas <= 16 and found.ctas > 66
+    assert found.predicted_us < without.predicted_us / 2
 
 
 def test_auto_cp_never_predicts_slower():
     for shape in SHAPES:
         found, without = (_C.forward_dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
-        assert found["predicted_us"] <= without["predicted_us"], shape
+        assert found.predicted_us <= without.predicted_us, shape
 
 
 def test_more_tokens_take_longer():
@@ -178,17 +171,17 @@ def test_more_tokens_take_longer():
     for (H_k, H_v), N, auto_cp in itertools.product(HEADS, (1, 4), (True, False)):
         found = [_C.forward_dispatch(1, T * N, N, H_k, H_v, auto_cp=auto_cp) for T in lengths]
         for name in ("predicted_us", "workspace_bytes"):
-            values = [row[name] for row in found]
+            values = [getattr(row, name) for row in found]
             assert all(before < after for before, after in itertools.pairwise(values)), (name, values)
         every_chunk = [_C.forward_dispatch(1, T, 1, H_k, H_v, auto_cp=auto_cp) for T in range(64, 64 * 200, 64)]
-        assert all(x["predicted_us"] <= y["predicted_us"] for x, y in itertools.pairwise(every_chunk))
+        assert all(x.predicted_us <= y.predicted_us for x, y in itertools.pairwise(every_chunk))
 
 
 def test_more_sms_are_never_slower():
     for shape in SHAPES:
-        predicted = [_C.forward_dispatch(**shape, sm_count=count)["predicted_us"] for count in (33, 66, 132, 264)]
+        predicted = [_C.forward_dispatch(**shape, sm_count=count).predicted_us for count in (33, 66, 132, 264)]
         assert predicted == sorted(predicted, reverse=True), shape
-    long = [_C.forward_dispatch(1, 131072, 1, 2, 8, sm_count=count)["predicted_us"] for count in (66, 132)]
+    long = [_C.forward_dispatch(1, 131072, 1, 2, 8, sm_count=count).predicted_us for count in (66, 132)]
     assert long[1] < long[0]
 
 
@@ -223,11 +216,11 @@ def test_override(value_tile, segment_chunks):
     _C.override_forward_dispatch(value_tile=value_tile, segment_chunks=segment_chunks)
     for shape in SHAPES:
         found = _C.forward_dispatch(**shape)
-        assert (found["value_tile"], found["segment_chunks"]) == (value_tile, segment_chunks)
-        assert math.isfinite(found["predicted_us"]) and found["predicted_us"] > 0, (shape, found)
+        assert (found.value_tile, found.segment_chunks) == (value_tile, segment_chunks)
+        assert math.isfinite(found.predicted_us) and found.predicted_us > 0, (shape, found)
         without = _C.forward_dispatch(**shape, auto_cp=False)
-        assert (without["value_tile"], without["segment_chunks"]) == (value_tile, 0)
-        assert without["segments"] == shape["N"]
+        assert (without.value_tile, without.segment_chunks) == (value_tile, 0)
+        assert without.segments == shape["N"]
     _C.override_forward_dispatch()
     assert [_C.forward_dispatch(**shape) for shape in SHAPES] == before
 
@@ -238,25 +231,25 @@ def test_override_of_the_fused_kernel():
         found = _C.forward_dispatch(**shape)
         _C.override_forward_dispatch(fused=1)
         fused = _C.forward_dispatch(**shape)
-        assert (fused["fused"], fused["value_tile"], fused["segment_chunks"]) == (1, 128, 0), shape
-        assert _C.forward_dispatch(**shape, low_level=True)["fused"]
+        assert (fused.fused, fused.value_tile, fused.segment_chunks) == (1, 128, 0), shape
+        assert _C.forward_dispatch(**shape, low_level=True).fused
         for outside in ({"output_h": True}, {"fp16": True}):
-            assert not _C.forward_dispatch(**shape, low_level=True, **outside)["fused"]
+            assert not _C.forward_dispatch(**shape, low_level=True, **outside).fused
         assert _C.forward_dispatch(**shape, fp16=True) == fused
         _C.override_forward_dispatch(fused=0)
         unfused = _C.forward_dispatch(**shape)
-        predicted_us = unfused["predicted_us"]
-        assert not unfused["fused"]
+        assert not unfused.fused
         low_level = _C.forward_dispatch(**shape, low_level=True)  # which writes A, too
-        assert unfused.pop("predicted_us") < low_level.pop("predicted_us") and unfused == low_level, shape
-        assert found["predicted_us"] == min(fused["predicted_us"], predicted_us), shape
-        assert found["fused"] == (fused["predicted_us"] < predicted_us), shape
+        assert unfused.predicted_us < low_level.predicted_us, shape
+        assert launch_of(unfused) == launch_of(low_level), shape
+        assert found.predicted_us == min(fused.predicted_us, unfused.predicted_us), shape
+        assert found.fused == (fused.predicted_us < unfused.predicted_us), shape
         _C.override_forward_dispatch()
 
 
 def test_the_fused_kernel_is_for_small_groups_on_full_cards_and_for_short_sequences():
     def fused(T, N, *heads, **arguments):
-        return _C.forward_dispatch(1, T, N, *heads, **arguments)["fused"]
+        return _C.forward_dispatch(1, T, N, *heads, **arguments).fused
 
     assert fused(32768, 8, 16, 16) and fused(32768, 8, 16, 32)
     assert fused(32768, 8, 16, 16, use_qk_l2norm=True)
@@ -272,11 +265,11 @@ def test_override_of_one_leaves_the_other_to_the_cost_model():
     for value_tile in TILES:
         _C.override_forward_dispatch(value_tile=value_tile)
         found = _C.forward_dispatch(*shape)
-        assert found["value_tile"] == value_tile and found["segment_chunks"] > 0
-        assert found["predicted_us"] >= decided["predicted_us"]
+        assert found.value_tile == value_tile and found.segment_chunks > 0
+        assert found.predicted_us >= decided.predicted_us
     _C.override_forward_dispatch(segment_chunks=0)
     assert _C.forward_dispatch(*shape) == _C.forward_dispatch(*shape, auto_cp=False)
-    _C.override_forward_dispatch(segment_chunks=decided["segment_chunks"])
+    _C.override_forward_dispatch(segment_chunks=decided.segment_chunks)
     assert _C.forward_dispatch(*shape) == decided
 
 
@@ -311,10 +304,10 @@ def test_override_takes_known_modes_only():
 
 def test_impossible_shapes():
     good = {"B": 1, "T": 2048, "N": 1, "H_k": 2, "H_v": 8, "sm_count": 132}
-    wrong = (("B", -1), ("T", -1), ("N", 0), ("H_k", 0), ("H_v", 0), ("H_v", 3), ("sm_count", 0))
+    wrong = (("B", -1), ("T", -1), ("N", 0), ("H_k", 0), ("H_v", 0), ("H_v", 3), ("sm_count", 0), ("K", 64), ("V", 96))
     check_errors({f"_C.forward_dispatch(**{good | {name: value}})": (name, value) for name, value in wrong})
 
 
 def test_no_tokens():
     found = _C.forward_dispatch(1, 0, 1, 2, 8)
-    assert found["segment_chunks"] == 0 and found["workspace_bytes"] >= 0
+    assert found.segment_chunks == 0 and found.workspace_bytes >= 0

@@ -111,7 +111,7 @@ def test_value_heads_that_share_a_cta(heads, heads_per_cta, dtype, l2norm):
     case = Case(lengths=(1000, 0, 63, 65, 70), padding=70, H_k=heads[0], H_v=heads[1], dtype=dtype, **l2norm)
     T, N = sum(case.lengths) + case.padding, len(case.lengths)
     sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
-    assert _C.forward_dispatch(1, T, N, *heads, sm_count=sm_count)["heads_per_cta"] == heads_per_cta
+    assert _C.forward_dispatch(1, T, N, *heads, sm_count=sm_count).heads_per_cta == heads_per_cta
     check_forward(case, "cuda")
 
 

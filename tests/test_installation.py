@@ -1,13 +1,16 @@
-"""The installed library: the sentences about GPUs and drivers, and which Hopper instructions the kernels really use.
-(What the registry holds is in test_build.py.)"""
+"""The installed library and the module beside it: types, the sentences about GPUs and drivers, and which Hopper
+instructions the kernels really use. (What the registry holds is in test_build.py.)"""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from subprocesses import run_python
 
 import flash_qla
 from flash_qla import _C, __main__ as command
@@ -15,8 +18,57 @@ from flash_qla import _C, __main__ as command
 LIBRARY = Path(flash_qla.__file__).with_name("libflash_qla.so")
 
 
+def test_the_stub_is_the_module():
+    """Arguments, defaults and types are those that pybind11 says, as the first line of a docstring."""
+    stub = ast.parse(LIBRARY.with_name("_C.pyi").read_text()).body
+    functions = {node.name: ast.unparse(node) for node in stub if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: ast.unparse(node) for node in stub if isinstance(node, ast.ClassDef)}
+    assert functions.keys() | classes.keys() == {name for name in vars(_C) if not name.startswith("_")}
+    for name, text in functions.items():
+        signature = getattr(_C, name).__doc__.splitlines()[0].replace("flash_qla._C.", "")
+        assert text == ast.unparse(ast.parse(f"def {signature}: ..."))
+    for name, text in classes.items():
+        record = getattr(_C, name)
+        types = {field: getattr(record, field).fget.__doc__.partition(" -> ")[2] for field in record.__match_args__}
+        fields = [f"    {field}: Final[{type.strip()}]" for field, type in types.items()]
+        assert text == "\n".join([f"class {name}:", *fields])
+    assert LIBRARY.with_name("py.typed").exists()
+
+
+def test_everything_has_a_docstring():
+    for name, found in vars(_C).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(found, type):
+            assert found.__doc__ and all(getattr(found, field).__doc__ for field in found.__match_args__), name
+        else:
+            assert len(found.__doc__.split("\n", maxsplit=2)[2]) > 20, name  # behind the signature
+
+
+def test_records_print_and_compare_their_fields():
+    shape = {"B": 1, "T": 512, "N": 1, "H_k": 2, "H_v": 8}
+    found = _C.forward_dispatch(**shape)
+    assert found == _C.forward_dispatch(**shape) != _C.forward_dispatch(**shape | {"T": 1024})
+    assert found != _C.build_info()
+    assert eval(repr(found), {"ForwardDispatch": dict}) == {name: getattr(found, name) for name in found.__match_args__}
+    with pytest.raises(AttributeError):
+        found.value_tile = 64
+
+
+def test_arguments_have_types():
+    for arguments in ((1.0, 512, 1, 2, 8), (1, 512, 1, 2, "8"), (1, 512, 1, 2, 8, 132, 1), (1, 512)):
+        with pytest.raises(TypeError, match=r"H_v: int, sm_count: int = 132, auto_cp: bool = True"):
+            _C.forward_dispatch(*arguments)
+
+
+def test_the_module_asks_the_library_that_has_the_ops():
+    """The process has one copy, or an override would not reach them."""
+    maps = run_python("import flash_qla._C; print(open('/proc/self/maps').read())")
+    assert {line.split()[-1] for line in maps.splitlines() if line.endswith(LIBRARY.name)} == {str(LIBRARY)}
+
+
 def test_obstacles_are_sentences():
-    newest = 1000 * int(_C.build_info()["nvcc"].split(".")[0])
+    newest = 1000 * int(_C.build_info().nvcc.split(".")[0])
     assert _C.obstacle(newest, 9, 0) == "" and _C.obstacle(newest + 1000, 9, 0) == ""
     assert re.search(r"need NVIDIA driver \d+ or newer, but no driver was found", _C.obstacle(0, 9, 0))
     too_old = r"need NVIDIA driver \d+ or newer, but the driver supports CUDA up to 11\.8"
@@ -36,9 +88,9 @@ def test_command_says_something_of_every_gpu(tmp_path):
         assert len(lines) == 1 and "CPU tensors run on the C++ CPU implementation" in lines[0]
 
 
-H200 = {"name": "NVIDIA H200", "major": 9, "minor": 0, "sm_count": 132}
-A100 = {"name": "NVIDIA A100", "major": 8, "minor": 0, "sm_count": 108}
-B200 = {"name": "NVIDIA B200", "major": 10, "minor": 0, "sm_count": 148}
+H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, sm_count=132)
+A100 = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, sm_count=108)
+B200 = SimpleNamespace(name="NVIDIA B200", major=10, minor=0, sm_count=148)
 
 # A machine -> what the command says of its driver and its GPUs. A driver that is too old lists no GPUs.
 MACHINES = {

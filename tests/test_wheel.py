@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -22,12 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSION = re.search(r'"(.*)"', (ROOT / "flash_qla/_version.py").read_text()).group(1)
 NAME = f"flash_qla_aot-{VERSION}"
 KERNELS = ROOT / "build/kernels"
+PYTHON = "cp{}{}".format(*sys.version_info)
+MODULE = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 OUTSIDE = Path(tempfile.gettempdir())  # in the checkout, `import flash_qla` would find the sources
 
 pytestmark = [
     pytest.mark.build,
     pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("setuptools", "cmake", "ninja", "tilelang", "auditwheel"))),
+        not all(map(importlib.util.find_spec, ("setuptools", "cmake", "ninja", "pybind11", "tilelang", "auditwheel"))),
         reason="needs what the build needs (in the `test` extra)",
     ),
     pytest.mark.skipif(
@@ -80,26 +83,42 @@ def test_the_sdist_is_the_checkout(sdist):
     assert packed - made == {name for name in listed if (ROOT / name).exists()}
 
 
-def test_one_wheel_for_every_python(wheel):
-    assert wheel.name == f"{NAME}-py3-none-manylinux_2_28_x86_64.whl"
+def test_a_wheel_is_for_its_python(wheel):
+    tag = f"{PYTHON}-{PYTHON}-manylinux_2_28_x86_64"
+    assert wheel.name == f"{NAME}-{tag}.whl"
     with zipfile.ZipFile(wheel) as archive:
         fields = email.message_from_bytes(archive.read(f"{NAME}.dist-info/WHEEL"))
-    assert fields.get_all("Tag") == ["py3-none-manylinux_2_28_x86_64"]
+    assert fields.get_all("Tag") == [tag]
     assert fields["Root-Is-Purelib"] == "false"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")}
+    built = {f"flash_qla/{name}" for name in ("libflash_qla.so", MODULE, "_layout.py")}
+    types = {"flash_qla/_C.pyi", "flash_qla/py.typed"}
     about = {
         f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")
     }
     with zipfile.ZipFile(wheel) as archive:
-        assert set(archive.namelist()) == modules | {"flash_qla/libflash_qla.so"} | about
+        assert set(archive.namelist()) == modules | built | types | about
         license_text = archive.read(f"{NAME}.dist-info/licenses/LICENSE")
-        library = archive.read("flash_qla/libflash_qla.so")
+        binaries = {name: archive.read(name) for name in built if name.endswith(".so")}
     assert license_text == (ROOT / "LICENSE").read_bytes()
     for folder in (ROOT, wheel.parent, Path.home(), Path(sys.prefix)):
-        assert f"{folder}/".encode() not in library, "the library names a folder of the machine that built it"
+        for name, content in binaries.items():
+            assert f"{folder}/".encode() not in content, f"{name} names a folder of the machine that built it"
+
+
+def test_binaries_share_no_cpp(wheel, tmp_path):
+    """Each has a libstdc++ of its own: it offers no part of it to the process and takes none from torch's libraries."""
+    exports = {"libflash_qla.so": r"flash_qla_\w+", MODULE: "PyInit__C"}
+    for name, pattern in exports.items():
+        with zipfile.ZipFile(wheel) as archive:
+            path = archive.extract(f"flash_qla/{name}", tmp_path)
+        exported = [line.split()[-1] for line in run("nm", "-D", "--defined-only", path).splitlines()]
+        taken = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", path).splitlines()]
+        assert exported and all(re.fullmatch(pattern, symbol) for symbol in exported), exported
+        assert not [symbol for symbol in taken if symbol.startswith("_Z")]
 
 
 def test_metadata(wheel):
@@ -114,7 +133,7 @@ def test_metadata(wheel):
 
 
 def test_the_tag_is_true(wheel):
-    """What the library needs of a machine. torch's libraries come with torch."""
+    """What the binaries need of a machine. torch's libraries come with torch."""
     found = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
     newest = re.fullmatch(r"manylinux_2_(\d+)_x86_64", found["sym_tag"])
     assert newest and int(newest.group(1)) <= 28, found["sym_tag"]

@@ -1,11 +1,8 @@
 // What was compiled into the library: one entry per kernel instance, and the tools it came from.
-// Filled in by build_tools/codegen.py; read through bindings.cpp.
-
+// Filled in by build_tools/codegen.py; read through inspect.cpp.
 #pragma once
 
 #include <span>
-
-#define FLASH_QLA_API __attribute__((visibility("default")))
 
 namespace flash_qla {
 

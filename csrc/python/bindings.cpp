@@ -1,168 +1,208 @@
-// What Python asks of the library beside its ops: what was compiled, whether it runs here, what a call would launch.
-// C functions of integers that answer in JSON, {"result": ...} or {"error": "..."}, for flash_qla/_C.py to call through
-// ctypes: so one library serves every version of Python. An answer lasts until the thread's next question.
-#include <exception>
-#include <limits>
-#include <sstream>
-#include <stdexcept>
-#include <string>
+// flash_qla._C: what flash_qla asks of the op library beside its ops (inspect.h), as Python functions and classes.
+#include <pybind11/pybind11.h>
+#include <pybind11/typing.h>
+
+#include <algorithm>
+#include <cctype>
 #include <string_view>
 
-#include "gpu/device.h"
-#include "gpu/dispatch.h"
-#include "gpu/registry.h"
+#include "inspect.h"
+
+namespace py = pybind11;
 
 namespace flash_qla {
 namespace {
 
-struct Json {
-  std::ostringstream text;
-
-  Json() { text.precision(std::numeric_limits<double>::max_digits10); }
-
-  void value(std::string_view string) {
-    text << '"';
-    for (const char c : string) {
-      if (c == '"' || c == '\\') {
-        text << '\\';
-      }
-      text << (static_cast<unsigned char>(c) < ' ' ? ' ' : c);
-    }
-    text << '"';
+// An object of named fields, in the order of __match_args__.
+py::tuple values(const py::object& record) {
+  py::list found;
+  for (const py::handle name : record.attr("__match_args__")) {
+    found.append(record.attr(name));
   }
-  void value(const char* string) { value(std::string_view(string)); }
-  void value(auto number) { text << number; }
-
-  // Takes name, value, name, value, ...
-  void object(const auto&... fields) {
-    text << '{';
-    const char* between = "";
-    bool is_name = true;
-    const auto write = [&](const auto& field) {
-      text << between;
-      value(field);
-      between = is_name ? ": " : ", ";
-      is_name = !is_name;
-    };
-    (write(fields), ...);
-    text << '}';
-  }
-
-  void list(const auto& items, auto write) {
-    text << '[';
-    const char* between = "";
-    for (const auto& item : items) {
-      text << between;
-      write(item);
-      between = ", ";
-    }
-    text << ']';
-  }
-};
-
-const char* answer(auto write) {
-  static thread_local std::string text;
-  Json json;
-  try {
-    json.text << "{\"result\": ";
-    write(json);
-  } catch (const std::exception& error) {
-    json.text.str("");
-    json.text << "{\"error\": ";
-    json.value(error.what());
-  }
-  json.text << '}';
-  text = json.text.str();
-  return text.c_str();
+  return py::tuple(found);
 }
 
-void require(bool holds, const char* name, int64_t value, const char* expected) {
-  if (!holds) {
-    throw std::invalid_argument(std::string("flash_qla._C.forward_dispatch: ") + name + " is " + std::to_string(value) +
-                                ", expected " + expected);
+py::str represent(const py::object& record) {
+  py::list fields;
+  for (const py::handle name : record.attr("__match_args__")) {
+    fields.append(py::str("{}={!r}").format(name, record.attr(name)));
   }
+  return py::str("{}({})").format(py::type::of(record).attr("__name__"), py::str(", ").attr("join")(fields));
+}
+
+// A class of read-only fields that prints and compares them.
+template <typename Struct>
+class Record : py::class_<Struct> {
+ public:
+  Record(py::module_& module, const char* name, const char* doc) : py::class_<Struct>(module, name, doc) {
+    this->def("__repr__", &represent);
+    this->def("__eq__", [](const py::object& self, const py::object& other) {
+      return py::type::of(self).is(py::type::of(other)) && values(self).equal(values(other));
+    });
+  }
+
+  template <typename Field>
+  Record& field(const char* name, Field Struct::* member, const char* doc) {
+    this->def_readonly(name, member, doc);
+    return add(name);
+  }
+  template <typename Field>
+  Record& field(const char* name, Field (*get)(const Struct&), const char* doc) {
+    this->def_property_readonly(name, get, doc);
+    return add(name);
+  }
+
+ private:
+  Record& add(const char* name) {
+    names_.append(name);
+    this->attr("__match_args__") = py::tuple(names_);
+    return *this;
+  }
+
+  py::list names_;
+};
+
+// Integers are what can be an index, and flags are bools.
+py::arg strict(const char* name) { return py::arg(name).noconvert(); }
+
+void raise(const char* error) {
+  if (error != nullptr) {
+    throw py::value_error(error);
+  }
+}
+
+template <typename Item>
+py::typing::List<Item> list_of(const Item* (*get)(int64_t*) noexcept) {
+  int64_t count = 0;
+  const Item* items = get(&count);
+  py::list found;
+  std::for_each_n(items, count, [&](const Item& item) { found.append(item); });
+  return found;
+}
+
+using Params = py::typing::Dict<py::str, py::typing::Union<py::str, py::int_, py::bool_>>;
+
+py::object value_of(std::string_view text) {
+  if (text == "true" || text == "false") {
+    return py::bool_(text == "true");
+  }
+  const bool is_number = std::ranges::all_of(text, [](unsigned char c) { return std::isdigit(c); });
+  return is_number ? py::object(py::int_(py::str(text))) : py::str(text);
+}
+
+// "key=value key=value"
+Params params_of(const KernelInfo& kernel) {
+  py::dict found;
+  for (std::string_view rest = kernel.params; !rest.empty();) {
+    const std::string_view pair = rest.substr(0, rest.find(' '));
+    const size_t sign = pair.find('=');
+    found[py::str(pair.substr(0, sign))] = value_of(pair.substr(sign + 1));
+    rest.remove_prefix(std::min(pair.size() + 1, rest.size()));
+  }
+  return found;
+}
+
+void add_classes(py::module_& module) {
+  Record<KernelInfo>(module, "Kernel", "A compiled kernel instance.")
+      .field("name", &KernelInfo::name, "Of the instance.")
+      .field("kernel", &KernelInfo::kernel, "Of which it is an instance.")
+      .field("params", params_of, "What it was compiled for.")
+      .field("threads", &KernelInfo::threads, "Per block.")
+      .field("registers", &KernelInfo::registers, "Per thread, as ptxas assigned them.")
+      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Shared memory per block.")
+      .field("dynamic_shared_bytes", &KernelInfo::dynamic_shared_bytes, "Shared memory per block, asked for at launch.")
+      .field("spill_bytes", &KernelInfo::spill_bytes, "Stores and loads.")
+      .field("stack_bytes", &KernelInfo::stack_bytes, "Per thread.");
+
+  Record<BuildInfo>(module, "BuildInfo", "Versions that the package was built of.")
+      .field("version", &BuildInfo::version, "Of the package.")
+      .field("tilelang", &BuildInfo::tilelang, "Which lowered the kernels.")
+      .field("nvcc", &BuildInfo::nvcc, "Which compiled them.")
+      .field("arch", &BuildInfo::arch, "The GPU architecture.")
+      .field("torch_target", &BuildInfo::torch_target,
+             "The oldest PyTorch whose stable ABI has what the library uses.");
+
+  Record<GpuInfo>(module, "Gpu", "A GPU of this machine.")
+      .field("name", &GpuInfo::name, "As its driver calls it.")
+      .field("major", &GpuInfo::major, "Of the compute capability.")
+      .field("minor", &GpuInfo::minor, "Of the compute capability.")
+      .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
+
+  Record<ForwardDispatch>(module, "ForwardDispatch", "What a forward call launches.")
+      .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA: 64 or 128.")
+      .field("segment_chunks", &ForwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
+      .field("cut_above", &ForwardDispatch::cut_above,
+             "Where no sequence has more chunks than that, the device cuts none.")
+      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile that the device then takes.")
+      .field("fused", &ForwardDispatch::fused, "Whether one kernel does it all.")
+      .field("segments", &ForwardDispatch::segments, "An upper bound when varlen.")
+      .field("ctas", &ForwardDispatch::ctas, "Of the last kernel; an upper bound when varlen.")
+      .field("heads_per_cta", &ForwardDispatch::heads_per_cta, "Of chunk_matrices.")
+      .field("workspace_bytes", &ForwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
+      .field("predicted_us", &ForwardDispatch::predicted_us, "Microseconds by the cost model.");
+}
+
+void add_functions(py::module_& module) {
+  module.def("kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
+  module.def("build_info", &flash_qla_build_info, "Versions that the package was built of.");
+  module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
+             "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
+  module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
+  module.def(
+      "obstacle", &flash_qla_obstacle, strict("driver_cuda_version"), strict("major"), strict("minor"),
+      "Why the kernels do not run under such a driver on a GPU of such a compute capability, as a sentence; empty "
+      "if they do.");
+  module.def(
+      "forward_dispatch",
+      [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
+         bool low_level, bool use_qk_l2norm, bool output_h, bool fp16, int64_t K, int64_t V) {
+        const ForwardShape shape{.B = B,
+                                 .T = T,
+                                 .N = N,
+                                 .H_k = H_k,
+                                 .H_v = H_v,
+                                 .varlen = varlen,
+                                 .sm_count = sm_count,
+                                 .auto_cp = auto_cp,
+                                 .low_level = low_level,
+                                 .use_qk_l2norm = use_qk_l2norm,
+                                 .output_h = output_h,
+                                 .fp16 = fp16};
+        ForwardDispatch dispatch;
+        raise(flash_qla_forward_dispatch(&shape, K, V, &dispatch));
+        return dispatch;
+      },
+      strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
+      strict("auto_cp") = true, strict("varlen") = true, strict("low_level") = false, strict("use_qk_l2norm") = false,
+      strict("output_h") = false, strict("fp16") = false, strict("K") = 128, strict("V") = 128,
+      R"(What a forward call of these shapes launches on a GPU with that many SMs.
+
+N is the number of sequences. low_level asks for chunk_gated_delta_rule_fwd, which returns A, too; use_qk_l2norm for the
+l2norm inside; output_h and fp16 say that it is to return h and what dtype q has: the one kernel makes no h, and A in
+bf16 only. Raises ValueError for a shape that no call has.)");
+  module.def(
+      "override_forward_dispatch",
+      [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t whole_tile) {
+        raise(flash_qla_override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile));
+      },
+      strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
+      strict("whole_tile") = 0,
+      R"(For tests and experts: what forward_dispatch decides from now on in this process.
+
+The defaults leave it to the cost model; segment_chunks = 0 switches context parallelism off; fused = 0 or 1 leaves out
+or takes the fused kernel wherever it can serve a call; cut_above goes with a number of segment_chunks, and 0 cuts
+whatever is longer than one; whole_tile goes with cut_above, and 0 is the same as value_tile. Raises ValueError for a
+mode that there is not.)");
 }
 
 }  // namespace
 }  // namespace flash_qla
 
-using namespace flash_qla;
-
-extern "C" {
-
-FLASH_QLA_API const char* flash_qla_kernels() {
-  return answer([](Json& json) {
-    json.list(kernel_registry(), [&](const KernelInfo& kernel) {
-      json.object("name", kernel.name, "kernel", kernel.kernel, "params", kernel.params, "threads", kernel.threads,
-                  "registers", kernel.registers, "static_shared_bytes", kernel.static_shared_bytes,
-                  "dynamic_shared_bytes", kernel.dynamic_shared_bytes, "spill_bytes", kernel.spill_bytes, "stack_bytes",
-                  kernel.stack_bytes);
-    });
-  });
+PYBIND11_MODULE(_C, module) {
+  module.doc() =
+      "The compiled kernels of flash_qla, how they were built, whether they run here, and what a call launches. The "
+      "ops "
+      "do not need it.";
+  flash_qla::add_classes(module);
+  flash_qla::add_functions(module);
 }
-
-FLASH_QLA_API const char* flash_qla_build_info() {
-  return answer([](Json& json) {
-    json.object("version", FLASH_QLA_VERSION, "tilelang", toolchain().tilelang, "nvcc", toolchain().nvcc, "arch",
-                toolchain().arch, "torch_target", FLASH_QLA_TORCH_TARGET);
-  });
-}
-
-FLASH_QLA_API const char* flash_qla_driver_cuda_version() {
-  return answer([](Json& json) { json.value(driver_cuda_version()); });
-}
-
-FLASH_QLA_API const char* flash_qla_gpus() {
-  return answer([](Json& json) {
-    json.list(gpus(), [&](const Gpu& gpu) {
-      json.object("name", std::string_view(gpu.name), "major", gpu.major, "minor", gpu.minor, "sm_count", gpu.sm_count);
-    });
-  });
-}
-
-FLASH_QLA_API const char* flash_qla_obstacle(int64_t driver_cuda_version, int64_t major, int64_t minor) {
-  return answer([&](Json& json) {
-    json.value(std::string_view(
-        obstacle(static_cast<int>(driver_cuda_version), static_cast<int>(major), static_cast<int>(minor))));
-  });
-}
-
-FLASH_QLA_API const char* flash_qla_forward_dispatch(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v,
-                                                     int64_t sm_count, int64_t auto_cp, int64_t varlen,
-                                                     int64_t low_level, int64_t use_qk_l2norm, int64_t output_h,
-                                                     int64_t fp16) {
-  return answer([&](Json& json) {
-    require(B >= 0, "B", B, "at least 0");
-    require(T >= 0, "T", T, "at least 0");
-    require(N > 0, "N", N, "at least 1");
-    require(H_k > 0, "H_k", H_k, "at least 1");
-    require(H_v > 0 && H_v % H_k == 0, "H_v", H_v, "a multiple of H_k");
-    require(sm_count > 0, "sm_count", sm_count, "at least 1");
-    const ForwardDispatch dispatch = dispatch_forward({.B = B,
-                                                       .T = T,
-                                                       .N = N,
-                                                       .H_k = H_k,
-                                                       .H_v = H_v,
-                                                       .varlen = varlen != 0,
-                                                       .sm_count = static_cast<int>(sm_count),
-                                                       .auto_cp = auto_cp != 0,
-                                                       .low_level = low_level != 0,
-                                                       .use_qk_l2norm = use_qk_l2norm != 0,
-                                                       .output_h = output_h != 0,
-                                                       .fp16 = fp16 != 0});
-    json.object("value_tile", dispatch.value_tile, "segment_chunks", dispatch.segment_chunks, "cut_above",
-                dispatch.cut_above, "whole_tile", dispatch.whole_tile, "fused", static_cast<int>(dispatch.fused),
-                "segments", dispatch.segments, "ctas", dispatch.ctas, "heads_per_cta", dispatch.heads_per_cta,
-                "workspace_bytes", dispatch.workspace_bytes, "predicted_us", dispatch.predicted_us);
-  });
-}
-
-FLASH_QLA_API const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
-                                                              int64_t cut_above, int64_t whole_tile) {
-  return answer([&](Json& json) {
-    override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile);
-    json.text << "null";
-  });
-}
-
-}  // extern "C"

@@ -1,0 +1,102 @@
+#include "inspect.h"
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpu/device.h"
+#include "kernels.h"
+
+namespace flash_qla {
+namespace {
+
+const char* keep(std::string text) {
+  thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+const char* error_of(auto action) {
+  try {
+    action();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return keep(error.what());
+  }
+}
+
+void require(bool holds, const char* name, int64_t value, const char* expected) {
+  if (!holds) {
+    throw std::invalid_argument(std::string("flash_qla._C.forward_dispatch: ") + name + " is " + std::to_string(value) +
+                                ", expected " + expected);
+  }
+}
+
+std::string pair(int64_t K, int64_t V) { return "K = " + std::to_string(K) + ", V = " + std::to_string(V); }
+
+void require_compiled(int64_t K, int64_t V) {
+  std::string compiled;
+  for (const kernels::HeadDims& dims : kernels::kHeadDims) {
+    if (dims.K == K && dims.V == V) {
+      return;
+    }
+    compiled += (compiled.empty() ? "" : " or ") + pair(dims.K, dims.V);
+  }
+  throw std::invalid_argument("flash_qla._C.forward_dispatch: " + pair(K, V) + " has no kernels, expected " + compiled);
+}
+
+}  // namespace
+
+extern "C" {
+
+const KernelInfo* flash_qla_kernels(int64_t* count) noexcept {
+  *count = static_cast<int64_t>(kernel_registry().size());
+  return kernel_registry().data();
+}
+
+BuildInfo flash_qla_build_info() noexcept {
+  return {FLASH_QLA_VERSION, toolchain().tilelang, toolchain().nvcc, toolchain().arch, FLASH_QLA_TORCH_TARGET};
+}
+
+int flash_qla_driver_cuda_version() noexcept { return driver_cuda_version(); }
+
+const GpuInfo* flash_qla_gpus(int64_t* count) noexcept {
+  thread_local std::vector<Gpu> found;
+  thread_local std::vector<GpuInfo> plain;
+  found = gpus();
+  plain.clear();
+  for (const Gpu& gpu : found) {
+    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.sm_count});
+  }
+  *count = static_cast<int64_t>(plain.size());
+  return plain.data();
+}
+
+const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) noexcept {
+  return keep(obstacle(driver_cuda_version, major, minor));
+}
+
+const char* flash_qla_forward_dispatch(const ForwardShape* shape, int64_t K, int64_t V,
+                                       ForwardDispatch* dispatch) noexcept {
+  return error_of([&] {
+    require(shape->B >= 0, "B", shape->B, "at least 0");
+    require(shape->T >= 0, "T", shape->T, "at least 0");
+    require(shape->N > 0, "N", shape->N, "at least 1");
+    require(shape->H_k > 0, "H_k", shape->H_k, "at least 1");
+    require(shape->H_v > 0 && shape->H_v % shape->H_k == 0, "H_v", shape->H_v, "a multiple of H_k");
+    require(shape->sm_count > 0, "sm_count", shape->sm_count, "at least 1");
+    require_compiled(K, V);
+    *dispatch = dispatch_forward(*shape);
+  });
+}
+
+const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
+                                                int64_t cut_above, int64_t whole_tile) noexcept {
+  return error_of([&] { override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile); });
+}
+
+}  // extern "C"
+
+}  // namespace flash_qla

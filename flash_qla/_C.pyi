@@ -1,0 +1,63 @@
+# What csrc/python/bindings.cpp makes; its docstrings are in the module.
+from typing import Final
+
+class Kernel:
+    name: Final[str]
+    kernel: Final[str]
+    params: Final[dict[str, str | int | bool]]
+    threads: Final[int]
+    registers: Final[int]
+    static_shared_bytes: Final[int]
+    dynamic_shared_bytes: Final[int]
+    spill_bytes: Final[int]
+    stack_bytes: Final[int]
+
+class BuildInfo:
+    version: Final[str]
+    tilelang: Final[str]
+    nvcc: Final[str]
+    arch: Final[str]
+    torch_target: Final[str]
+
+class Gpu:
+    name: Final[str]
+    major: Final[int]
+    minor: Final[int]
+    sm_count: Final[int]
+
+class ForwardDispatch:
+    value_tile: Final[int]
+    segment_chunks: Final[int]
+    cut_above: Final[int]
+    whole_tile: Final[int]
+    fused: Final[bool]
+    segments: Final[int]
+    ctas: Final[int]
+    heads_per_cta: Final[int]
+    workspace_bytes: Final[int]
+    predicted_us: Final[float]
+
+def kernels() -> list[Kernel]: ...
+def build_info() -> BuildInfo: ...
+def driver_cuda_version() -> int: ...
+def gpus() -> list[Gpu]: ...
+def obstacle(driver_cuda_version: int, major: int, minor: int) -> str: ...
+def forward_dispatch(
+    B: int,
+    T: int,
+    N: int,
+    H_k: int,
+    H_v: int,
+    sm_count: int = 132,
+    auto_cp: bool = True,
+    varlen: bool = True,
+    low_level: bool = False,
+    use_qk_l2norm: bool = False,
+    output_h: bool = False,
+    fp16: bool = False,
+    K: int = 128,
+    V: int = 128,
+) -> ForwardDispatch: ...
+def override_forward_dispatch(
+    value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0, whole_tile: int = 0
+) -> None: ...
