@@ -48,8 +48,8 @@ _ForwardCall, _LowLevelCall, _BackwardCall = (_call_of(op) for op in (_forward, 
 # when a graph is traced.
 
 
-def _register_fake(op, call_of, fake):
-    torch.library.register_fake(op._schema.name, lambda *args, **kwargs: fake(call_of(*args, **kwargs)))
+def _register_fake(op, call_type, fake):
+    torch.library.register_fake(op._schema.name, lambda *args, **kwargs: fake(call_type(*args, **kwargs)))
 
 
 def _check(call, condition, message):
@@ -71,18 +71,18 @@ def _check_shape(call, name, expected, symbols):
         )
 
 
-def _check_devices(call):
-    """Beside a meta tensor the dispatcher takes the fake implementation, whatever the other tensors are."""
-    device = call.q.device
-    for name, x in call._asdict().items():
-        if isinstance(x, torch.Tensor) and x.device != device:
-            _check(call, False, lambda: f"{name} is on {x.device}, expected {device}, the device of q")  # noqa: B023
+def _check_device(call, name):
+    device, expected = getattr(call, name).device, call.q.device
+    _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of q")
 
 
 def _check_inputs(call, *states):
     """Checks what all ops have in common, and that the named arguments, where given, have the shape of a state. Returns
     that shape and the dtype of g, beta, states and all arithmetic."""
-    _check_devices(call)
+    for name, x in call._asdict().items():
+        if isinstance(x, torch.Tensor):
+            # Beside a meta tensor the dispatcher takes the fake implementation, whatever the other tensors are.
+            _check_device(call, name)
     q, v = call.q, call.v
     _check(call, q.dim() == v.dim() == 4, lambda: f"q and v have {q.dim()} and {v.dim()} dimensions, expected 4")
     B, T, H_k, K = q.shape
@@ -257,8 +257,7 @@ def _register_autocast(op, device_type, dispatch_key):
 
     def cast(x, dtype):
         # float64 is left alone, as by PyTorch's own ops.
-        wanted = x is not None and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if wanted else x
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
     @torch.library.impl(op._schema.name, dispatch_key)
     def _(q, k, v, *others):
