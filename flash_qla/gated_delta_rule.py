@@ -29,7 +29,7 @@ _TOLERATED = frozenset(
 )
 
 
-def _refuse(keywords):
+def _refuse(keywords: dict[str, object]) -> None:
     for name, value in keywords.items():
         if name not in _TOLERATED:
             raise TypeError(f"chunk_gated_delta_rule() got an unexpected keyword argument {name!r}")
@@ -55,7 +55,7 @@ def chunk_gated_delta_rule(
     state_v_first: bool = False,
     auto_cp: bool = True,
     state_dtype: torch.dtype | None = None,
-    **ignored,
+    **ignored: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated Delta Rule over whole sequences (prefill, training); see the module for the formula and the paper.
 

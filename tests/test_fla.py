@@ -10,6 +10,7 @@ where FLA's kernels would be.
 
 import copy
 import importlib
+import inspect
 import itertools
 import warnings
 
@@ -19,7 +20,7 @@ import reference
 import torch
 from accuracy import relative_error
 from cases import GRADIENT_OF, Case, make_gradients, make_inputs, reference_gradients, reference_of
-from torch.utils._python_dispatch import TorchDispatchMode
+from dispatched import Ran
 
 NO_FLA = "no FLA with a backend for flash_qla (fla-core 0.6.0, and Triton) is installed"
 fla_backend = pytest.importorskip("fla.ops.gated_delta_rule.backends.flash_qla", reason=NO_FLA)
@@ -39,19 +40,6 @@ FLA_BAR = 5e-2  # how accurate FLA's kernels are is not the question here
 # What a bf16 layer's errors may be over those of the same layer with FLA's naive recurrence, which rounds its results
 # to bf16 and nothing else, as the CPU implementation does. The kernels round within; the norm behind o enlarges that.
 LAYER_RATIO = {"cpu": 1.25, "cuda": 3.0}
-
-
-class Ran(TorchDispatchMode):
-    """A list of flash_qla's ops that ran meanwhile, the backward's included."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "flash_qla":
-            self.ops.append(function._schema.name.removeprefix("flash_qla::"))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -298,6 +286,20 @@ def test_activations(device, integrated):
         error = relative_error(actual[name], expected.double())
         assert error < (BARS.get(name, DOT_PRODUCT_BAR) if integrated else FLA_BAR), f"{name}: {error:.2e}"
         assert actual[name].dtype == expected.dtype or name == "o"
+
+
+def test_activations_by_position(integration):
+    """Any of FLA's arguments may come so."""
+    inputs, _ = arguments_of(Case(B=2, T=3), "cpu")
+    inputs |= {"output_final_state": True, **activations(inputs["v"].shape[2], "cpu")}
+    expected = fla_gdr.chunk_gated_delta_rule(**inputs)
+    names = [name for name in inspect.signature(fla_gdr.chunk_gated_delta_rule).parameters if name != "kwargs"]
+    positional = [inputs.pop(name, None) for name in names]
+    positional[names.index("state_v_first")] = False
+    with Ran() as ran:
+        actual = fla_gdr.chunk_gated_delta_rule(*positional, **inputs)
+    assert ran.ops == [INFERENCE]
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_integration_declines_other_gpus(monkeypatch):

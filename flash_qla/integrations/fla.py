@@ -16,93 +16,44 @@ It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_
 FLA_FLASH_QLA=0 in the environment switches flash_qla off. Written for fla-core 0.6.0.
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from fla.backends import register
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+
+# FLA's arguments, any of which may come by position; the last of its parameters is **kwargs.
+*_NAMES, _ = inspect.signature(chunk_gated_delta_rule).parameters
+
+
+def _by_name(args: tuple, kwargs: dict) -> dict:
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
 class _ActivatingBackend(FlashQLABackend):
-    """FLA's backend for flash_qla, with the activations done before. Both methods have the arguments of FLA's
-    chunk_gated_delta_rule, in its order."""
+    """FLA's backend for flash_qla, with the activations done before. Both methods take the arguments of FLA's
+    chunk_gated_delta_rule."""
 
-    def chunk_gated_delta_rule_verifier(
-        self,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=None,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
-        *args,
-        use_gate_in_kernel=False,
-        A_log=None,
-        **kwargs,
-    ):
+    def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
+        call = _by_name(args, kwargs)
+        q = call["q"]
         if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
             return False, "this flash_qla requires a Hopper GPU (sm_90)"
-        if use_gate_in_kernel and A_log is None:
+        if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
             return False, "use_gate_in_kernel requires A_log"
-        return super().chunk_gated_delta_rule_verifier(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            False,
-            # FLA refuses 2 * beta for betas that are ready, and says so itself.
-            allow_neg_eigval and not use_beta_sigmoid_in_kernel,
-            *args,
-            **kwargs,
-        )
+        if call.pop("use_beta_sigmoid_in_kernel", False):
+            call.pop("allow_neg_eigval", None)  # FLA refuses it for betas that are ready, and says so itself
+        return super().chunk_gated_delta_rule_verifier(**call)
 
-    def chunk_gated_delta_rule(
-        self,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=None,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
-        *args,
-        use_gate_in_kernel=False,
-        A_log=None,
-        dt_bias=None,
-        **kwargs,
-    ):
-        if use_gate_in_kernel:
-            g = _log_decay(g, A_log, dt_bias)
-        if use_beta_sigmoid_in_kernel:
-            beta = (2 if allow_neg_eigval else 1) * beta.float().sigmoid()
-        return super().chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            False,
-            False,
-            *args,
-            **kwargs,
-        )
+    def chunk_gated_delta_rule(self, *args, **kwargs):
+        call = _by_name(args, kwargs)
+        if call.pop("use_gate_in_kernel", False):
+            call["g"] = _log_decay(call["g"], call["A_log"], call.get("dt_bias"))
+        if call.pop("use_beta_sigmoid_in_kernel", False):
+            call["beta"] = (2 if call.get("allow_neg_eigval") else 1) * call["beta"].float().sigmoid()
+        return super().chunk_gated_delta_rule(**call)
 
 
 def _log_decay(x: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,87 @@
+"""The public functions and the schemas of the ops say the same: what is written down twice is compared here."""
+
+import inspect
+import re
+from types import SimpleNamespace
+from typing import get_type_hints
+from unittest.mock import sentinel
+
+import pytest
+import torch
+
+import flash_qla
+from flash_qla import ops
+
+OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
+# Parameters of the functions that the ops do not have
+EXTRA = ("head_first", "ignored")
+HINTS = {
+    "Tensor": torch.Tensor,
+    "Optional[Tensor]": torch.Tensor | None,
+    "Optional[float]": float | None,
+    "Optional[ScalarType]": torch.dtype | None,
+    "bool": bool,
+}
+
+
+def schema_of(op: str):
+    return getattr(torch.ops.flash_qla, op).default._schema
+
+
+def parameters_of(op: str) -> list[inspect.Parameter]:
+    parameters = inspect.signature(getattr(flash_qla, op)).parameters.values()
+    return [x for x in parameters if x.name not in EXTRA]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_signatures(op):
+    """Names, their order, defaults and types."""
+    hints = get_type_hints(getattr(flash_qla, op))
+    expected = [
+        (x.name, x.default_value if x.has_default_value() else inspect.Parameter.empty, HINTS[str(x.real_type)])
+        for x in schema_of(op).arguments
+    ]
+    assert [(x.name, x.default, hints[x.name]) for x in parameters_of(op)] == expected
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_functions_pass_their_arguments_on(op, monkeypatch):
+    """Each in its own place."""
+    given = {x.name: getattr(sentinel, x.name) for x in parameters_of(op)}
+    results = tuple(getattr(sentinel, x.name) for x in schema_of(op).returns)
+    calls = []
+
+    def record(*args):
+        calls.append(args)
+        return results
+
+    monkeypatch.setattr(torch.ops, "flash_qla", SimpleNamespace(**{op: record}))
+    assert getattr(flash_qla, op)(**given) == results
+    assert calls == [tuple(given.values())]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arguments_are_documented(op):
+    """By the function, or by the one whose arguments it says it has."""
+    documented = flash_qla.chunk_gated_delta_rule.__doc__ + getattr(flash_qla, op).__doc__
+    sections = re.findall(r"^    Args:\n(.*?)^    Returns:", documented, re.MULTILINE | re.DOTALL)
+    entries = re.findall(r"^        (\w[\w, \n]*):", "".join(sections), re.MULTILINE)
+    names = set(re.split(r"[,\s]+", ", ".join(entries)))
+    assert {x.name for x in parameters_of(op)} <= names
+
+
+def test_the_backward_has_all_its_arguments():
+    """From the forward's call by their names, or from its results and their gradients."""
+    forward, backward = ({x.name for x in schema_of(op).arguments} for op in OPS[1:])
+    assert backward - forward == {"A", "do", "dht"}
+    assert {x.name for x in schema_of(OPS[0]).arguments} <= forward
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_defaults_that_the_dispatcher_leaves_out(op):
+    call = ops._call_of(getattr(torch.ops.flash_qla, op).default)
+    required = [x.name for x in schema_of(op).arguments if not x.has_default_value()]
+    defaults = [x.default_value for x in schema_of(op).arguments if x.has_default_value()]
+    assert call(*required) == (*required, *defaults)
+    with pytest.raises(TypeError):
+        call(*required[1:])
