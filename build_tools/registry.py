@@ -1,9 +1,8 @@
 """The C++ view of all compiled instances: kernels.h (launchers by kernel and parameters) and registry.cpp.
 
-A host-side caller includes kernels.h and writes, for a kernel chunk_states with the parameters
-{"dtype": ..., "block_v": ...}:
+A host-side caller includes kernels.h and writes, for a kernel l2norm with the parameters {"dtype": ..., "K": ...}:
 
-    kernels::chunk_states({.q = q, .o = o, .scale = scale, .T = T}, {.dtype = "bfloat16", .block_v = 64}, stream);
+    kernels::l2norm({.x = x, .y = y, .rstd = rstd, .rows = rows}, {.dtype = "bfloat16", .K = 128}, stream);
 
 The first struct is the launcher's (see build_tools/codegen.py), the second selects the instance.
 """

@@ -107,7 +107,7 @@ def _check_inputs(call, *states):
 
 
 def _fake_results(call, output_low_level, output_h):
-    """(g_cumsum, A, o, h, final_state), as the library returns them, see allocate_forward in csrc/forward.cpp."""
+    """(g_cumsum, A, o, h, final_state), as the library returns them, see allocate_forward in csrc/passes.cpp."""
     state_shape, compute_dtype = _check_inputs(call, "initial_state")
     _check(
         call,

@@ -168,7 +168,7 @@ def sass() -> dict[str, str]:
 
 
 def test_kernels_use_tma_and_wgmma(sass):
-    for kernel in ("chunk_matrices", "chunk_forward", "segment_maps", "segment_scan", "chunk_states"):
+    for kernel in ("chunk_matrices", "chunk_forward", "segment_maps", "segment_scan", "replay_states"):
         for dtype in ("bf16", "fp16"):
             bodies = [body for name, body in sass.items() if f"{kernel}_{dtype}" in name]
             assert bodies, list(sass)

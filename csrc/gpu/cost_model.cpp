@@ -8,7 +8,7 @@ namespace flash_qla {
 namespace {
 
 // Microseconds on one H200, bf16, K = V = 128, most of them least squares over batches of equal sequences in all modes:
-// see benchmarks/NOTES.md.
+// see benchmarks/notes/cost_model.md.
 constexpr double kStart = 4.9;                                   // the first launch, and chunk_matrices' latency
 constexpr double kMatricesCta = 0.0122, kMatricesHead = 0.0075;  // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 0.003, kMatricesA = 0.0023;   // more a CTA; more a head

@@ -16,7 +16,7 @@ namespace {
 // What an offer to the device has to promise, of the time without: for as good as nothing it is not made.
 constexpr double kWorthOffering = 0.998;
 
-// While chunk_plan runs, the kernel behind it finds out by itself where its CTAs begin (device/early_plan.cuh), as long
+// While chunk_plan runs, the kernel behind it finds out by itself where its CTAs begin (device/plan.cuh), as long
 // as that takes less time: chunk_matrices in the CTAs that the SMs take at first, with up to so many sequences, and
 // fused_forward, which needs them in order, with up to a warp's.
 constexpr int64_t kMostSearched = 64, kMostSorted = 32;

@@ -25,7 +25,7 @@ void make_plan(const Call& call, const Plan& plan, cudaStream_t stream) {
                        .sequences = plan.sequences,
                        .chunks = plan.chunks,
                        .segments = plan.segments,
-                       .rows = call.tokens(),
+                       .tokens = call.tokens(),
                        .has_offsets = call.varlen,
                        .uniform_length = call.T,
                        .segment_chunks = plan.segment_chunks,

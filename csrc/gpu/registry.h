@@ -7,8 +7,8 @@
 namespace flash_qla {
 
 struct KernelInfo {
-  const char* name;    // of the instance, e.g. chunk_states_bf16
-  const char* kernel;  // e.g. chunk_states
+  const char* name;    // of the instance, e.g. replay_states_bf16_K128_V128
+  const char* kernel;  // e.g. replay_states
   const char* params;  // "key=value key=value"
   int threads;         // per block
   int registers;       // per thread, as ptxas assigned them

@@ -60,7 +60,7 @@ struct ForwardWorkspace : Workspace {
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
   // With context parallelism.
-  const Region<float> states;   // [segments, H_v, V, K]: N, then the state that the segment begins with
+  const Region<float> states;   // [segments, H_v, V, K]: Z, then the state that the segment begins with
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
 };

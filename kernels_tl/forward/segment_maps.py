@@ -35,7 +35,7 @@ PRELUDE = """
 
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = 3
-EARLY_FACTORS = 4  # of eight, see recurrence.registers; with all of them it was 5 % slower (benchmarks/notes)
+EARLY_FACTORS = 4  # of eight, see recurrence.registers; with all of them it was 5 % slower (benchmarks/notes/segment_maps.md)
 PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
 MAP_Z, MAP_M = 0, 1
