@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.common import (
-    PASS_CONFIGS as COMMON,
+    EXPLICIT_PASS_CONFIGS,
     C,
     block_row,
     block_rows,
@@ -33,7 +33,7 @@ from kernels_tl.forward.recurrence import begin_step, end_step, registers
 from kernels_tl.layout import STATE_PAD, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 from kernels_tl.states import States
 
-PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/tiles.cuh"

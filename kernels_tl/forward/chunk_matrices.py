@@ -26,7 +26,7 @@ themselves, while chunk_plan runs.
 import tilelang.language as T
 
 from kernels_tl.common import (
-    PASS_CONFIGS as COMMON,
+    EXPLICIT_PASS_CONFIGS,
     SWIZZLE_32B,
     SWIZZLE_64B,
     SWIZZLE_128B,
@@ -50,7 +50,7 @@ from kernels_tl.layout import (
     NamedBarrier,
 )
 
-PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/chunk_matrices.cuh"

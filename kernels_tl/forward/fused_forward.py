@@ -27,7 +27,7 @@ runs.
 
 import tilelang.language as T
 
-from kernels_tl.common import PASS_CONFIGS as COMMON, C, dims, element_type, extern
+from kernels_tl.common import EXPLICIT_PASS_CONFIGS, C, dims, element_type, extern
 from kernels_tl.cta import Walk, barriers, fetch, shared, store_rows
 from kernels_tl.forward import place as at_place
 from kernels_tl.forward.place import next_chunk, phase, stage, value_phase, value_stage
@@ -46,7 +46,7 @@ from kernels_tl.layout import (
 )
 from kernels_tl.states import States
 
-PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/fused_forward.cuh"

@@ -15,7 +15,7 @@ Launched on [segments * H_v * 2].
 import tilelang.language as T
 
 from kernels_tl.common import (
-    PASS_CONFIGS as COMMON,
+    EXPLICIT_PASS_CONFIGS,
     C,
     block_row,
     block_rows,
@@ -26,7 +26,7 @@ from kernels_tl.cta import barriers, fetch, load_segment_early, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
 from kernels_tl.layout import ForwardGate, SegmentColumn, SegmentFlag
 
-PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/segments.cuh"
@@ -35,7 +35,9 @@ PRELUDE = """
 
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = 3
-EARLY_FACTORS = 4  # of eight, see recurrence.registers; with all of them it was 5 % slower (benchmarks/notes/segment_maps.md)
+EARLY_FACTORS = (
+    4  # of eight, see recurrence.registers; with all of them it was 5 % slower (benchmarks/notes/segment_maps.md)
+)
 PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
 MAP_Z, MAP_M = 0, 1

@@ -18,12 +18,12 @@ Launched on [N * H_v * V / 32].
 
 import tilelang.language as T
 
-from kernels_tl.common import PASS_CONFIGS as COMMON, dims, extern, load_early
+from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
 from kernels_tl.layout import NamedBarrier, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.states import States
 
-PASS_CONFIGS = COMMON | {"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/tiles.cuh"
