@@ -119,7 +119,7 @@ def replay_states(dtype, K, V):
             valid = piece.length - c * C
             T.barrier_wait(ready.loaded[s], (c // STAGES) % 2)
             if valid < C:
-                clear_rows_behind(tiles.K, s, valid)
+                clear_rows_behind(tiles.K, valid, s)
                 T.fence_proxy_async()
                 T.sync_threads(Barrier.BACKWARD_CLEARED, CONSUMERS)
             make_residual(r, tiles, s, h[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :], valid)

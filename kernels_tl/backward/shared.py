@@ -21,7 +21,7 @@ def warp_sum(number):
 
 
 def fragments(**buffers):
-    """Allocates matrices in the registers of a role's threads, each `name=(shape, dtype)`, as a record of these names."""
+    """Allocates matrices in registers of a role's threads, each `name=(shape, dtype)`, as a record of these names."""
     made = {name: T.alloc_fragment(shape, dtype) for name, (shape, dtype) in buffers.items()}
     for name, buffer in made.items():
         IRBuilder.name(name, buffer)
@@ -54,12 +54,12 @@ def write_state(fragment, states, piece):
 
 
 @T.macro
-def clear_rows_behind(tile, s, valid):
+def clear_rows_behind(tile, valid, *stage):
     """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
     factors."""
-    for i, j in T.Parallel(C, tile.shape[2]):
+    for i, j in T.Parallel(*tile.shape[-2:]):
         if i >= valid:
-            tile[s, i, j] = 0
+            tile[(*stage, i, j)] = 0
 
 
 @T.macro

@@ -94,7 +94,7 @@ def state_gradients(dtype, K, V):
         )
 
     @T.macro
-    def store_product(r, tiles, s, piece, slot, passed):
+    def store_product(r, tiles, s, piece, slot, state_product):
         """A warp's part of <S, dS'>."""
         product = T.alloc_var("float32", init=0.0)
         for i, j in T.Parallel(VALUE_TILE, K):
@@ -102,18 +102,16 @@ def state_gradients(dtype, K, V):
         total = warp_sum(product)
         if T.get_thread_binding() % WARP == 0:
             part = piece.v0 // VALUE_TILE * WARPS + T.get_thread_binding() // WARP
-            passed[slot, piece.hv, part] = total
+            state_product[slot, piece.hv, part] = total
 
     @T.macro
-    def begin_step(r, tiles, s, piece, slot, scale, passed, dh):
+    def begin_step(r, tiles, s, piece, slot, scale, state_product, dh):
         """Stores <S, dS'> and dS', and leaves dS'^T K^T in dSK and dO^T P in U, behind them in flight what dO and dS'
         are of dS^T / gamma_1 in dS."""
         T.copy(r.dS, r.dS_16)
         T.wgmma_gemm(r.dS_16, tiles.K[s, :, :], r.dSK, transpose_B=True, policy=Full, clear_accum=True)
-        store_product(r, tiles, s, piece, slot, passed)
-        T.wgmma_gemm(
-            tiles.dO[s, :, :], tiles.P[s, :, :], r.U, transpose_A=True, policy=Full, clear_accum=True
-        )
+        store_product(r, tiles, s, piece, slot, state_product)
+        T.wgmma_gemm(tiles.dO[s, :, :], tiles.P[s, :, :], r.U, transpose_A=True, policy=Full, clear_accum=True)
         store(r.dS_16, tiles.dh, dh[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :])
         for i, j in T.Parallel(VALUE_TILE, C):
             dO_j = tiles.dO[s, j, i] * (tiles.gates[s, BackwardGate.FADE, j] * scale)
@@ -134,9 +132,7 @@ def state_gradients(dtype, K, V):
         T.wgmma_gemm(r.U_16, tiles.L[s, :, :], r.U, policy=Full)
         T.wait_wgmma(0)
         for i, j in T.Parallel(VALUE_TILE, C):
-            r.faded_U[i, j] = r.U[i, j] * (
-                -tiles.gates[s, BackwardGate.BETA, j] * tiles.gates[s, BackwardGate.FADE, j]
-            )
+            r.faded_U[i, j] = r.U[i, j] * (-tiles.gates[s, BackwardGate.BETA, j] * tiles.gates[s, BackwardGate.FADE, j])
         T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
         T.copy(r.U, r.U_16)
         store(r.U_16, tiles.U, u[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :])
@@ -145,7 +141,7 @@ def state_gradients(dtype, K, V):
             r.dS[i, j] *= tiles.gates[s, BackwardGate.GAMMA, 0]
 
     @T.macro
-    def compute(tiles, ready, piece, has, final, initial, scale, passed, dh, u):
+    def compute(tiles, ready, piece, has, final, initial, scale, state_product, dh, u):
         """The consumers: the recurrence in reverse, and what it leaves."""
         r = make_registers()
         if has.dht != 0:
@@ -159,12 +155,12 @@ def state_gradients(dtype, K, V):
             valid = piece.length - c * C
             T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
             if valid < C:
-                clear_rows_behind(tiles.Q, s, valid)
-                clear_rows_behind(tiles.K, s, valid)
-                clear_rows_behind(tiles.dO, s, valid)
+                clear_rows_behind(tiles.Q, valid, s)
+                clear_rows_behind(tiles.K, valid, s)
+                clear_rows_behind(tiles.dO, valid, s)
                 T.fence_proxy_async()
                 T.sync_threads(Barrier.BACKWARD_CLEARED, CONSUMERS)
-            begin_step(r, tiles, s, piece, slot, scale, passed, dh)
+            begin_step(r, tiles, s, piece, slot, scale, state_product, dh)
             end_step(r, tiles, s, piece, slot, u)
             T.barrier_arrive(ready.released[s])
         if has.dh0 != 0:
@@ -203,7 +199,7 @@ def state_gradients(dtype, K, V):
         dh0: T.Tensor([state_size], "float32"),
         dh: T.Tensor([chunk_slots, H_v, V, K], dtype),
         u: T.Tensor([chunk_slots, H_v, V, C], dtype),
-        passed: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
+        state_product: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
         group: T.int32,  # H_v / H_k
         scale: T.float32,
         state_stride_v: T.int32,  # of dht and dh0: the caller's layout is these two numbers
@@ -220,7 +216,7 @@ def state_gradients(dtype, K, V):
                 final = States(dht, H_v, K, V, strides)
                 initial = States(dh0, H_v, K, V, strides)
                 has = SimpleNamespace(dht=has_dht, dh0=has_dh0)
-                compute(tiles, ready, piece, has, final, initial, scale, passed, dh, u)
+                compute(tiles, ready, piece, has, final, initial, scale, state_product, dh, u)
             else:
                 load(tiles, ready, piece, group, q, k, grad_o, gated_inverse, attention, h, gates)
 
