@@ -1,7 +1,7 @@
 """The gradients of the inputs, chunk-parallel, from what the two passes over the states left.
 
-With S the state at the chunk's start (h), dS' the gradient of the state at its end (dh), V_new, U, D as in replay_states
-and state_gradients, dV = diag(beta) U, and for each value head
+With S the state at the chunk's start (h), dS' the gradient of the state at its end (dh), D, V_new and U as in
+replay_states and state_gradients, dV = diag(beta) U, and for each value head
 
     G   = scale * tril(dO V_new^T) * D                  gradient of Q K^T
     F   = -stril(U V_new^T) * D                         diag(beta) F is the gradient of K K^T
@@ -9,36 +9,37 @@ and state_gradients, dV = diag(beta) U, and for each value head
 
     dQ    = diag(scale gamma) Q_S + G K
     dK    = -diag(beta gamma) U_S + diag(gamma_C / gamma) V_S + G^T Q + (diag(beta) F + F^T diag(beta)) K
-    dbeta = rowsum(U * V) - gamma rowsum(K * U_S) + rowsum(F * K K^T)
-    dg_t  = sum_{i >= t} y_i + sum_{i < t} z_i + sum_{i >= t > j} E_ij + gamma_C <S, dS'> (passed)
-            y = scale gamma rowsum(Q * Q_S) - beta gamma rowsum(K * U_S)        what a later output reads of S
-            z = (gamma_C / gamma) rowsum(K * V_S)                               what an earlier token leaves in S'
-            E = G * Q K^T + diag(beta) F * K K^T                                pairs of tokens that the gate of t parts
+    dbeta = rowsum(U * V) - x + rowsum(F * K K^T)
+    dg_t  = sum_{i >= t} y_i + sum_{i < t} z_i + sum_{i >= t > j} E_ij + gamma_C <S, dS'>
+            x = gamma rowsum(K * U_S)
+            y = scale gamma rowsum(Q * Q_S) - beta x            what a later output reads of S
+            z = (gamma_C / gamma) rowsum(K * V_S)               what an earlier token leaves in S'
+            E = G * Q K^T + diag(beta) F * K K^T                pairs of tokens that the gate of t parts
 
 Every term of dg carries the decay across t, so that it is accurate, however strong the decay is; for that its products
 stay in fp32. The diagonal of G * Q K^T would cancel and is left out. With use_l2norm, q and k are the normalised ones
-and rstd their factors; then dx = rstd (dy - y (y . dy)) is applied at the end, in fp32.
+and rstd their factors; then dQ becomes diag(rstd) (dQ - diag(rowsum(Q * dQ)) Q) at the end, in fp32, and dK likewise.
 
 dQ and dK sum over the value heads of a group: one CTA goes through them in order, so there are no atomics and the same
 bits come every time. Padding rows get zeros.
 
-    shared memory a CTA: Q, K, dO, V, V_new, U 96 + h, dh 64 + two 64 x 64 gradients 16 + gates and sums 6 KB = 182 KB
+One CTA fills an SM, so what overlaps loads with arithmetic is that the CTAs stay: each takes every `ctas`-th pair of a
+chunk and a query/key head, and fills a tile with what comes next as soon as it has been used.
 
-One CTA an SM, then, and what overlaps loads with arithmetic is that the CTAs stay: each takes every `ctas`-th pair of a
-chunk and a query/key head, and fills a buffer for what comes next as soon as it has been used.
-
-Launched on [SMs], two warpgroups, each of which computes half the columns of every product.
+Launched on [ctas], as many as there are SMs.
 """
 
-# ruff: noqa: E731 (inside a kernel the builder takes lambdas, but no functions)
+from types import SimpleNamespace
+
 import tilelang.language as T
 
+from kernels_tl.backward.shared import clear_rows_behind, fragments
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
     dims,
-    swizzled,
 )
+from kernels_tl.cta import Variables, barriers, shared
 from kernels_tl.layout import (
     PADDING,
     STATE_PRODUCT_PARTS,
@@ -46,21 +47,344 @@ from kernels_tl.layout import (
     ChunkColumn,
 )
 
-THREADS = 256
-HALVES = 2  # of the columns, one a warpgroup
+THREADS = 256  # two warpgroups, each of which computes half the columns of every product
+HALVES = 2
 WARPS = 4  # of a warpgroup, 16 rows each
 
 
-@T.macro
-def load(copies, loaded, stage):
-    """Starts the copies (from, to) by TMA; loaded[stage] is complete when all have arrived."""
-    for source, target in copies:
-        T.tma_copy(source, target, barrier=loaded[stage])
-    T.barrier_arrive(loaded[stage])
+def row_sums(matrix, sums, clear=True):
+    """Of each half of the columns: what the lanes of a warp can add up."""
+    return T.reduce_sum(T.reshape(matrix, [C, HALVES, matrix.shape[1] // HALVES]), sums, dim=2, clear=clear)
 
 
 def input_gradients(dtype, K, V):
     tokens, H_k, H_v, chunk_slots = dims("tokens", "H_k", "H_v", "chunk_slots")
+    assert K == V, "U * V goes through the registers of the products with K columns"
+
+    def make_tiles():
+        return shared(
+            182.0390625,
+            Q=([C, K], dtype),  # then dQ
+            K=([C, K], dtype),  # then dK
+            dO=([C, V], dtype),
+            V=([C, V], dtype),  # then dV
+            V_new=([V, C], dtype),  # V_new^T
+            U=([V, C], dtype),  # U^T
+            h=([V, K], dtype),
+            dh=([V, K], dtype),
+            G=([C, C], dtype),
+            beta_F=([C, C], dtype),  # diag(beta) F
+            gates=([2, BackwardGate.COUNT, C], "float32"),  # of this head and the next
+            y=([C, HALVES], "float32"),  # without x; of the l2norm rowsum(Q * dQ)
+            z=([C, HALVES], "float32"),  # of the l2norm rowsum(K * dK)
+            x=([C, HALVES], "float32"),
+            beta_terms=([C, HALVES], "float32"),  # rowsum(U * V) + rowsum(F * K K^T)
+            E_columns=([WARPS, C], "float32"),  # sums over the rows of a warp
+            gate_terms=([2, C], "float32"),  # y less E's column sums, and z: what dg adds up
+            state_product=([STATE_PRODUCT_PARTS], "float32"),
+            place=([2], "int32"),  # row, hk: for the end, as registers are scarce meanwhile
+            swizzle=("V",),
+        )
+
+    def make_barriers():
+        return barriers(
+            # All threads arrive, and wait, at each of them.
+            keys_loaded=[THREADS],  # Q, K
+            tokens_loaded=[THREADS],  # dO, V_new, U and the gates
+            states_loaded=[THREADS],  # h, dh
+            values_loaded=[THREADS],  # V
+        )
+
+    def make_registers():
+        return fragments(
+            QK=([C, C], "float32"),
+            KK=([C, C], "float32"),
+            G=([C, C], "float32"),  # then E
+            F=([C, C], "float32"),  # then F * K K^T
+            beta_F=([C, C], dtype),
+            product=([C, K], "float32"),  # Q_S, U_S, V_S in turn, and what row sums are of
+            dQ=([C, K], "float32"),
+            dK=([C, K], "float32"),
+            y=([C, HALVES], "float32"),
+            z=([C, HALVES], "float32"),
+            x=([C, HALVES], "float32"),
+            beta_terms=([C, HALVES], "float32"),
+            E_columns=([WARPS, C], "float32"),
+        )
+
+    @T.macro
+    def locate(work, chunks):
+        """A chunk and a query/key head. The row is -1 where nothing is to be loaded: chunks come before padding in the
+        table."""
+        slot = T.alloc_var("int32", init=T.truncdiv(work, H_k))
+        row = T.alloc_var("int32", init=-1)
+        if slot < chunk_slots:  # noqa: SIM102 (the table ends there)
+            if chunks[slot, ChunkColumn.SEQUENCE] != PADDING:
+                row = chunks[slot, ChunkColumn.ROW]
+        return Variables(slot=slot, hk=work - slot * H_k, row=row)
+
+    # What is loaded together, by all threads: into tiles that have all been used. `head` is where a value head's rows
+    # and chunk are.
+
+    @T.macro
+    def load_keys(tiles, ready, pair, inputs):
+        T.tma_copy(inputs.q[pair.row : pair.row + C, pair.hk, :], tiles.Q[:, :], barrier=ready.keys_loaded[0])
+        T.tma_copy(inputs.k[pair.row : pair.row + C, pair.hk, :], tiles.K[:, :], barrier=ready.keys_loaded[0])
+        T.barrier_arrive(ready.keys_loaded[0])
+
+    @T.macro
+    def load_tokens(tiles, ready, head, p, inputs):
+        T.tma_copy(inputs.grad_o[head.row : head.row + C, head.hv, :], tiles.dO[:, :], barrier=ready.tokens_loaded[0])
+        T.tma_copy(inputs.v_new[head.slot, head.hv, :, :], tiles.V_new[:, :], barrier=ready.tokens_loaded[0])
+        T.tma_copy(inputs.u[head.slot, head.hv, :, :], tiles.U[:, :], barrier=ready.tokens_loaded[0])
+        T.tma_copy(inputs.gates[head.slot, head.hv, :, :], tiles.gates[p, :, :], barrier=ready.tokens_loaded[0])
+        T.barrier_arrive(ready.tokens_loaded[0])
+
+    @T.macro
+    def load_states(tiles, ready, head, inputs):
+        T.tma_copy(inputs.h[head.slot, head.hv, :, :], tiles.h[:, :], barrier=ready.states_loaded[0])
+        T.tma_copy(inputs.dh[head.slot, head.hv, :, :], tiles.dh[:, :], barrier=ready.states_loaded[0])
+        T.barrier_arrive(ready.states_loaded[0])
+
+    @T.macro
+    def load_values(tiles, ready, head, inputs):
+        T.tma_copy(inputs.v[head.row : head.row + C, head.hv, :], tiles.V[:, :], barrier=ready.values_loaded[0])
+        T.barrier_arrive(ready.values_loaded[0])
+
+    @T.macro
+    def load_first(tiles, ready, pair, group, inputs):
+        """The CTA's first pair, and its first value head."""
+        if pair.row >= 0:
+            head = SimpleNamespace(slot=pair.slot, row=pair.row, hv=pair.hk * group)
+            load_keys(tiles, ready, pair, inputs)
+            load_tokens(tiles, ready, head, 0, inputs)
+            load_states(tiles, ready, head, inputs)
+            load_values(tiles, ready, head, inputs)
+
+    @T.macro
+    def fill_padding(row, length, hk, group, outputs):
+        """Zeros for rows that no sequence covers."""
+        tx = T.get_thread_binding()
+        for i, j in T.Parallel(C, K):
+            if i < length:
+                outputs.dq[row + i, hk, j] = 0
+                outputs.dk[row + i, hk, j] = 0
+        for member in T.serial(group):
+            hv = hk * group + member
+            for i, j in T.Parallel(C, V):
+                if i < length:
+                    outputs.dv[row + i, hv, j] = 0
+            if tx < length:
+                outputs.db[row + tx, hv] = 0.0
+                outputs.dg[row + tx, hv] = 0.0
+
+    @T.macro
+    def through_states(r, tiles, ready, head, following, p, scale, inputs):
+        """What passes through the states: in dQ and dK, x, y and z."""
+        T.barrier_wait(ready.states_loaded[0], p)
+        T.wgmma_gemm(tiles.dO, tiles.h, r.product, clear_accum=True)
+        T.wait_wgmma(0)
+        for i, j in T.Parallel(C, K):
+            r.product[i, j] *= tiles.gates[p, BackwardGate.GAMMA, i] * scale
+            r.dQ[i, j] += r.product[i, j]
+            r.product[i, j] *= tiles.Q[i, j]
+        row_sums(r.product, r.y)
+        T.wgmma_gemm(tiles.U, tiles.h, r.product, transpose_A=True, clear_accum=True)
+        T.wait_wgmma(0)
+        for i, j in T.Parallel(C, K):
+            r.product[i, j] *= tiles.gates[p, BackwardGate.GAMMA, i]
+            r.dK[i, j] -= tiles.gates[p, BackwardGate.BETA, i] * r.product[i, j]
+            r.product[i, j] *= tiles.K[i, j]
+        row_sums(r.product, r.x)
+        T.copy(r.x, tiles.x)
+        T.wgmma_gemm(tiles.V_new, tiles.dh, r.product, transpose_A=True, clear_accum=True)
+        if T.get_thread_binding() < STATE_PRODUCT_PARTS:
+            tiles.state_product[T.get_thread_binding()] = inputs.state_product[
+                head.slot, head.hv, T.get_thread_binding()
+            ]
+        T.wait_wgmma(0)
+        T.sync_threads()
+        if following.row >= 0:
+            load_states(tiles, ready, following, inputs)
+        for i, j in T.Parallel(C, K):
+            r.product[i, j] *= tiles.gates[p, BackwardGate.DECAY, i]
+            r.dK[i, j] += r.product[i, j]
+            r.product[i, j] *= tiles.K[i, j]
+        row_sums(r.product, r.z)
+        T.copy(r.z, tiles.z)
+
+    @T.macro
+    def through_values(r, tiles, ready, head, following, length, p, inputs, dv):
+        """dO V_new^T in G, U V_new^T in F, rowsum(U * V) in beta_terms; stores dV."""
+        T.wgmma_gemm(tiles.dO, tiles.V_new, r.G, clear_accum=True)
+        T.wgmma_gemm(tiles.U, tiles.V_new, r.F, transpose_A=True, clear_accum=True)
+        T.barrier_wait(ready.values_loaded[0], p)
+        for i, j in T.Parallel(C, V):
+            r.product[i, j] = T.Cast("float32", tiles.V[i, j])
+        for i, j in T.Parallel(C, V):
+            tiles.V[i, j] = tiles.gates[p, BackwardGate.BETA, i] * tiles.U[j, i]
+            r.product[i, j] = T.Select(i < length, r.product[i, j] * tiles.U[j, i], 0.0)
+        row_sums(r.product, r.beta_terms)
+        T.wait_wgmma(0)
+        T.sync_threads()
+        if following.row >= 0:
+            load_tokens(tiles, ready, following, p ^ 1, inputs)
+        for i, j in T.Parallel(C, V):
+            if i < length:
+                dv[head.row + i, head.hv, j] = tiles.V[i, j]
+
+    @T.macro
+    def between_tokens(r, tiles, ready, following, p, scale, inputs):
+        """What passes between tokens of the chunk: in dQ and dK, y, beta_terms, and E. Q K^T and K K^T are the group's,
+        but would take 32 registers of all that happens between two heads."""
+        T.wgmma_gemm(tiles.Q, tiles.K, r.QK, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(tiles.K, tiles.K, r.KK, transpose_B=True, clear_accum=True)
+        for i, j in T.Parallel(C, C):
+            D_ij = T.exp(T.min(tiles.gates[p, BackwardGate.LOG, i] - tiles.gates[p, BackwardGate.LOG, j], 0.0))
+            r.G[i, j] = T.Select(i >= j, r.G[i, j] * (D_ij * scale), 0.0)
+            r.F[i, j] = T.Select(i > j, -r.F[i, j] * D_ij, 0.0)
+            r.beta_F[i, j] = tiles.gates[p, BackwardGate.BETA, i] * r.F[i, j]
+        T.copy(r.G, tiles.G)
+        T.copy(r.beta_F, tiles.beta_F)
+        T.fence_proxy_async()
+        T.wait_wgmma(0)
+        T.sync_threads()
+        if following.row >= 0:
+            load_values(tiles, ready, following, inputs)
+        T.wgmma_gemm(tiles.G, tiles.K, r.dQ)
+        T.wgmma_gemm(tiles.G, tiles.Q, r.dK, transpose_A=True)
+        T.wgmma_gemm(tiles.beta_F, tiles.K, r.dK)
+        T.wgmma_gemm(tiles.beta_F, tiles.K, r.dK, transpose_A=True)
+        for i, j in T.Parallel(C, C):
+            r.F[i, j] *= r.KK[i, j]
+            r.G[i, j] = T.Select(i > j, r.G[i, j] * r.QK[i, j], 0.0)
+            r.G[i, j] += tiles.gates[p, BackwardGate.BETA, i] * r.F[i, j]
+        row_sums(r.F, r.beta_terms, clear=False)
+        row_sums(r.G, r.y, clear=False)
+        T.reduce_sum(T.reshape(r.G, [WARPS, C // WARPS, C]), r.E_columns, dim=1)
+        T.copy(r.y, tiles.y)
+        T.copy(r.beta_terms, tiles.beta_terms)
+        T.copy(r.E_columns, tiles.E_columns)
+        T.wait_wgmma(0)
+        T.sync_threads()
+
+    @T.macro
+    def store_gates(tiles, head, length, p, db, dg):
+        """dbeta and dg, each thread those of a token."""
+        tx = T.get_thread_binding()
+        if tx < C:
+            x = T.alloc_var("float32", init=tiles.x[tx, 0] + tiles.x[tx, 1])
+            y = T.alloc_var("float32", init=tiles.y[tx, 0] + tiles.y[tx, 1] - tiles.gates[p, BackwardGate.BETA, tx] * x)
+            for warp in T.unroll(WARPS):
+                y -= tiles.E_columns[warp, tx]
+            tiles.gate_terms[0, tx] = y
+            tiles.gate_terms[1, tx] = tiles.z[tx, 0] + tiles.z[tx, 1]
+            if tx < length:
+                db[head.row + tx, head.hv] = tiles.beta_terms[tx, 0] + tiles.beta_terms[tx, 1] - x
+        T.sync_threads()
+        if tx < length:
+            total = T.alloc_var("float32", init=0.0)
+            for i in T.unroll(STATE_PRODUCT_PARTS):
+                total += tiles.state_product[i]
+            total *= tiles.gates[p, BackwardGate.GAMMA, C - 1]
+            for i in T.unroll(C):
+                total += T.Select(i >= tx, tiles.gate_terms[0, i], tiles.gate_terms[1, i])
+            dg[head.row + tx, head.hv] = total
+
+    @T.macro
+    def add_head(r, tiles, ready, head, following, length, heads_done, scale, inputs, outputs):
+        """A value head: its part of dQ and dK; stores its dV, dbeta and dg."""
+        p = heads_done & 1
+        T.barrier_wait(ready.tokens_loaded[0], p)
+        if length < C:
+            clear_rows_behind(tiles.dO, length)
+            T.fence_proxy_async()
+            T.sync_threads()
+        through_states(r, tiles, ready, head, following, p, scale, inputs)
+        through_values(r, tiles, ready, head, following, length, p, inputs, outputs.dv)
+        between_tokens(r, tiles, ready, following, p, scale, inputs)
+        store_gates(tiles, head, length, p, outputs.db, outputs.dg)
+
+    @T.macro
+    def through_norm(r, tiles, row, hk, length, q_rstd, k_rstd):
+        """From the gradients of the normalised queries and keys to those of the op's arguments."""
+        for i, j in T.Parallel(C, K):
+            r.product[i, j] = tiles.Q[i, j] * r.dQ[i, j]
+        row_sums(r.product, r.y)
+        for i, j in T.Parallel(C, K):
+            r.product[i, j] = tiles.K[i, j] * r.dK[i, j]
+        row_sums(r.product, r.z)
+        T.sync_threads()
+        T.copy(r.y, tiles.y)
+        T.copy(r.z, tiles.z)
+        T.sync_threads()
+        for i, j in T.Parallel(C, K):
+            if i < length:
+                r.dQ[i, j] = q_rstd[row + i, hk] * (r.dQ[i, j] - tiles.Q[i, j] * (tiles.y[i, 0] + tiles.y[i, 1]))
+                r.dK[i, j] = k_rstd[row + i, hk] * (r.dK[i, j] - tiles.K[i, j] * (tiles.z[i, 0] + tiles.z[i, 1]))
+
+    @T.macro
+    def store_keys(r, tiles, row, hk, length, dq, dk):
+        """dQ and dK, by way of the tiles of Q and K."""
+        for i, j in T.Parallel(C, K):
+            tiles.Q[i, j] = r.dQ[i, j]
+            tiles.K[i, j] = r.dK[i, j]
+        T.fence_proxy_async()
+        T.sync_threads()
+        for i, j in T.Parallel(C, K):
+            if i < length:
+                dq[row + i, hk, j] = tiles.Q[i, j]
+                dk[row + i, hk, j] = tiles.K[i, j]
+        T.fence_proxy_async()
+        T.sync_threads()
+
+    @T.macro
+    def compute(tiles, ready, cta, ctas, group, scale, use_l2norm, chunks, inputs, outputs):
+        """All pairs of a chunk and a query/key head that are the CTA's, and the loads of what follows each."""
+        r = make_registers()
+        pairs_done = T.alloc_var("int32", init=0)  # without padding
+        heads_done = T.alloc_var("int32", init=0)
+        slot = T.alloc_var("int32", init=T.truncdiv(cta, H_k))
+        hk = T.alloc_var("int32", init=cta - slot * H_k)
+        while slot < chunk_slots:
+            row = T.alloc_var("int32", init=chunks[slot, ChunkColumn.ROW])
+            length = T.alloc_var("int32", init=chunks[slot, ChunkColumn.LENGTH])
+            next_pair = locate(slot * H_k + hk + ctas, chunks)
+            if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
+                fill_padding(row, length, hk, group, outputs)
+            else:
+                T.barrier_wait(ready.keys_loaded[0], pairs_done % 2)
+                if length < C:
+                    clear_rows_behind(tiles.Q, length)
+                    clear_rows_behind(tiles.K, length)
+                    T.fence_proxy_async()
+                    T.sync_threads()
+                if T.get_thread_binding() == 0:
+                    tiles.place[0] = row
+                    tiles.place[1] = hk
+                T.clear(r.dQ)
+                T.clear(r.dK)
+                for member in T.serial(group):
+                    hv = hk * group + member
+                    head = SimpleNamespace(slot=slot, row=row, hv=hv)
+                    is_last = member + 1 == group
+                    following = Variables(
+                        slot=T.if_then_else(is_last, next_pair.slot, slot),
+                        hv=T.if_then_else(is_last, next_pair.hk * group, hv + 1),
+                        row=T.if_then_else(is_last, next_pair.row, row),
+                    )
+                    add_head(r, tiles, ready, head, following, length, heads_done, scale, inputs, outputs)
+                    heads_done += 1
+                row = tiles.place[0]
+                hk = tiles.place[1]
+                if use_l2norm != 0:
+                    through_norm(r, tiles, row, hk, length, inputs.q_rstd, inputs.k_rstd)
+                store_keys(r, tiles, row, hk, length, outputs.dq, outputs.dk)
+                if next_pair.row >= 0:
+                    load_keys(tiles, ready, next_pair, inputs)
+                pairs_done += 1
+            slot = next_pair.slot
+            hk = next_pair.hk
 
     @T.prim_func
     def main(
@@ -76,7 +400,7 @@ def input_gradients(dtype, K, V):
         dh: T.Tensor([chunk_slots, H_v, V, K], dtype),
         v_new: T.Tensor([chunk_slots, H_v, V, C], dtype),
         u: T.Tensor([chunk_slots, H_v, V, C], dtype),
-        passed: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
+        state_product: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
         dq: T.Tensor([tokens, H_k, K], dtype),
         dk: T.Tensor([tokens, H_k, K], dtype),
         dv: T.Tensor([tokens, H_v, V], dtype),
@@ -88,280 +412,24 @@ def input_gradients(dtype, K, V):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as cta:
-            Q_s = T.alloc_shared([C, K], dtype)
-            K_s = T.alloc_shared([C, K], dtype)
-            dO_s = T.alloc_shared([C, V], dtype)
-            V_s = T.alloc_shared([C, V], dtype)  # V, then dV
-            V_new_s = T.alloc_shared([V, C], dtype)
-            U_s = T.alloc_shared([V, C], dtype)
-            h_s = T.alloc_shared([V, K], dtype)
-            dh_s = T.alloc_shared([V, K], dtype)
-            G_s = T.alloc_shared([C, C], dtype)
-            F_s = T.alloc_shared([C, C], dtype)  # diag(beta) F
-            gates_s = T.alloc_shared([2, BackwardGate.COUNT, C], "float32")
-            # Row sums of each half of the columns, column sums of each quarter of the rows: what a warp can add up.
-            # read: of K * gamma U_S; beta_terms: of U * V and F * K K^T
-            y_s = T.alloc_shared([C, HALVES], "float32")
-            z_s = T.alloc_shared([C, HALVES], "float32")
-            read_s = T.alloc_shared([C, HALVES], "float32")
-            beta_terms_s = T.alloc_shared([C, HALVES], "float32")
-            E_columns_s = T.alloc_shared([WARPS, C], "float32")
-            terms_s = T.alloc_shared([2, C], "float32")  # y - column sums of E, z
-            passed_s = T.alloc_shared([STATE_PRODUCT_PARTS], "float32")
-            place_s = T.alloc_shared([2], "int32")  # row, hk: for the end, as registers are scarce meanwhile
-            T.annotate_layout({V_s: swizzled(V_s)})
-
-            QK = T.alloc_fragment([C, C], "float32")
-            KK = T.alloc_fragment([C, C], "float32")
-            G = T.alloc_fragment([C, C], "float32")
-            F = T.alloc_fragment([C, C], "float32")
-            beta_F = T.alloc_fragment([C, C], dtype)
-            acc = T.alloc_fragment([C, K], "float32")  # Q_S, U_S, V_S and terms of row sums in turn
-            dQ = T.alloc_fragment([C, K], "float32")
-            dK = T.alloc_fragment([C, K], "float32")
-            y = T.alloc_fragment([C, HALVES], "float32")
-            z = T.alloc_fragment([C, HALVES], "float32")
-            read = T.alloc_fragment([C, HALVES], "float32")
-            beta_terms = T.alloc_fragment([C, HALVES], "float32")
-            E_columns = T.alloc_fragment([WARPS, C], "float32")
-
-            qk_loaded = T.alloc_barrier([THREADS])
-            tokens_loaded = T.alloc_barrier([THREADS])  # dO, V_new, U and the gates
-            states_loaded = T.alloc_barrier([THREADS])  # h, dh
-            values_loaded = T.alloc_barrier([THREADS])  # V
-
-            tx = T.get_thread_binding()
-            # What is loaded together, (from, to): for first token row t0, head at, chunk slot sl, gates buffer st.
-            keys = lambda t0, at: ((q[t0 : t0 + C, at, :], Q_s[:, :]), (k[t0 : t0 + C, at, :], K_s[:, :]))
-            tokens = lambda t0, at, sl, st: (
-                (grad_o[t0 : t0 + C, at, :], dO_s[:, :]),
-                (v_new[sl, at, :, :], V_new_s[:, :]),
-                (u[sl, at, :, :], U_s[:, :]),
-                (gates[sl, at, :, :], gates_s[st, :, :]),
+            tiles = make_tiles()
+            ready = make_barriers()
+            inputs = SimpleNamespace(
+                q=q,
+                k=k,
+                v=v,
+                grad_o=grad_o,
+                q_rstd=q_rstd,
+                k_rstd=k_rstd,
+                gates=gates,
+                h=h,
+                dh=dh,
+                v_new=v_new,
+                u=u,
+                state_product=state_product,
             )
-            states = lambda at, sl: ((h[sl, at, :, :], h_s[:, :]), (dh[sl, at, :, :], dh_s[:, :]))
-            values = lambda t0, at: ((v[t0 : t0 + C, at, :], V_s[:, :]),)
-
-            # This CTA's chunk and query/key head, and its next ones
-            slot = T.alloc_var("int32")
-            hk = T.alloc_var("int32")
-            row = T.alloc_var("int32")
-            length = T.alloc_var("int32")
-            next_slot = T.alloc_var("int32")
-            next_hk = T.alloc_var("int32")
-            next_row = T.alloc_var("int32")  # -1 where nothing is left to load
-            # The value head after this one
-            at_slot = T.alloc_var("int32")
-            at_head = T.alloc_var("int32")
-            at_row = T.alloc_var("int32")
-            chunk = T.alloc_var("int32", init=0)  # chunks done
-            step = T.alloc_var("int32", init=0)  # value heads done
-
-            slot = T.truncdiv(cta, H_k)
-            hk = cta - slot * H_k
-            # Chunks come before padding in the table, so the first padding slot ends the loads.
-            if chunks[slot, ChunkColumn.SEQUENCE] != PADDING:
-                row = chunks[slot, ChunkColumn.ROW]
-                load(keys(row, hk), qk_loaded, 0)
-                load(tokens(row, hk * group, slot, 0), tokens_loaded, 0)
-                load(states(hk * group, slot), states_loaded, 0)
-                load(values(row, hk * group), values_loaded, 0)
-
-            while slot < chunk_slots:
-                row = chunks[slot, ChunkColumn.ROW]
-                length = chunks[slot, ChunkColumn.LENGTH]
-                next_slot = T.truncdiv(slot * H_k + hk + ctas, H_k)
-                next_hk = slot * H_k + hk + ctas - next_slot * H_k
-                next_row = -1
-                if next_slot < chunk_slots:  # noqa: SIM102 (the table ends there)
-                    if chunks[next_slot, ChunkColumn.SEQUENCE] != PADDING:
-                        next_row = chunks[next_slot, ChunkColumn.ROW]
-                if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
-                    for i, j in T.Parallel(C, K):
-                        if i < length:
-                            dq[row + i, hk, j] = 0
-                            dk[row + i, hk, j] = 0
-                    for head in T.serial(group):
-                        for i, j in T.Parallel(C, K):
-                            if i < length:
-                                dv[row + i, hk * group + head, j] = 0
-                        if tx < length:
-                            db[row + tx, hk * group + head] = 0.0
-                            dg[row + tx, hk * group + head] = 0.0
-                else:
-                    T.barrier_wait(qk_loaded[0], chunk % 2)
-                    if length < C:
-                        # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the
-                        # zeros of the other factors.
-                        for i, j in T.Parallel(C, K):
-                            if i >= length:
-                                Q_s[i, j] = 0
-                                K_s[i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads()
-                    if tx == 0:
-                        place_s[0] = row
-                        place_s[1] = hk
-                    T.clear(dQ)
-                    T.clear(dK)
-
-                    for head in T.serial(group):
-                        hv = hk * group + head
-                        p = step & 1
-                        at_slot = slot
-                        at_head = hv + 1
-                        at_row = row
-                        if head + 1 == group:
-                            at_slot = next_slot
-                            at_head = next_hk * group
-                            at_row = next_row
-
-                        T.barrier_wait(tokens_loaded[0], p)
-                        if length < C:
-                            for i, j in T.Parallel(C, K):
-                                if i >= length:
-                                    dO_s[i, j] = 0
-                            T.fence_proxy_async()
-                            T.sync_threads()
-
-                        # What passes through the states
-                        T.barrier_wait(states_loaded[0], p)
-                        T.wgmma_gemm(dO_s, h_s, acc, clear_accum=True)
-                        T.wait_wgmma(0)
-                        for i, j in T.Parallel(C, K):
-                            acc[i, j] *= gates_s[step % 2, BackwardGate.GAMMA, i] * scale
-                            dQ[i, j] += acc[i, j]
-                            acc[i, j] *= Q_s[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), y, dim=2)
-                        T.wgmma_gemm(U_s, h_s, acc, transpose_A=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        for i, j in T.Parallel(C, K):
-                            acc[i, j] *= gates_s[step % 2, BackwardGate.GAMMA, i]
-                            dK[i, j] -= gates_s[step % 2, BackwardGate.BETA, i] * acc[i, j]
-                            acc[i, j] *= K_s[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), read, dim=2)
-                        T.copy(read, read_s)
-                        T.wgmma_gemm(V_new_s, dh_s, acc, transpose_A=True, clear_accum=True)
-                        if tx < STATE_PRODUCT_PARTS:
-                            passed_s[tx] = passed[slot, hv, tx]
-                        T.wait_wgmma(0)
-                        T.sync_threads()
-                        if at_row >= 0:
-                            load(states(at_head, at_slot), states_loaded, 0)
-                        for i, j in T.Parallel(C, K):
-                            acc[i, j] *= gates_s[step % 2, BackwardGate.DECAY, i]
-                            dK[i, j] += acc[i, j]
-                            acc[i, j] *= K_s[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), z, dim=2)
-                        T.copy(z, z_s)
-
-                        T.wgmma_gemm(dO_s, V_new_s, G, clear_accum=True)
-                        T.wgmma_gemm(U_s, V_new_s, F, transpose_A=True, clear_accum=True)
-                        T.barrier_wait(values_loaded[0], p)
-                        for i, j in T.Parallel(C, K):
-                            acc[i, j] = T.Cast("float32", V_s[i, j])
-                        for i, j in T.Parallel(C, K):
-                            V_s[i, j] = gates_s[step % 2, BackwardGate.BETA, i] * U_s[j, i]
-                            acc[i, j] = T.Select(i < length, acc[i, j] * U_s[j, i], 0.0)
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), beta_terms, dim=2)
-                        T.wait_wgmma(0)
-                        T.sync_threads()
-                        if at_row >= 0:
-                            load(tokens(at_row, at_head, at_slot, p ^ 1), tokens_loaded, 0)
-                        for i, j in T.Parallel(C, K):
-                            if i < length:
-                                dv[row + i, hv, j] = V_s[i, j]
-
-                        # What passes between tokens of the chunk. Q K^T and K K^T are the group's, but would take 32
-                        # registers of all that happens between two heads.
-                        T.wgmma_gemm(Q_s, K_s, QK, transpose_B=True, clear_accum=True)
-                        T.wgmma_gemm(K_s, K_s, KK, transpose_B=True, clear_accum=True)
-                        for i, j in T.Parallel(C, C):
-                            D_ij = T.exp(
-                                T.min(
-                                    gates_s[step % 2, BackwardGate.LOG, i] - gates_s[step % 2, BackwardGate.LOG, j], 0.0
-                                )
-                            )
-                            G[i, j] = T.Select(i >= j, G[i, j] * (D_ij * scale), 0.0)
-                            F[i, j] = T.Select(i > j, -F[i, j] * D_ij, 0.0)
-                            beta_F[i, j] = gates_s[step % 2, BackwardGate.BETA, i] * F[i, j]
-                        T.copy(G, G_s)
-                        T.copy(beta_F, F_s)
-                        T.fence_proxy_async()
-                        T.wait_wgmma(0)
-                        T.sync_threads()
-                        if at_row >= 0:
-                            load(values(at_row, at_head), values_loaded, 0)
-                        T.wgmma_gemm(G_s, K_s, dQ)
-                        T.wgmma_gemm(G_s, Q_s, dK, transpose_A=True)
-                        T.wgmma_gemm(F_s, K_s, dK)
-                        T.wgmma_gemm(F_s, K_s, dK, transpose_A=True)
-                        for i, j in T.Parallel(C, C):
-                            F[i, j] *= KK[i, j]
-                            G[i, j] = T.Select(i > j, G[i, j] * QK[i, j], 0.0)
-                            G[i, j] += gates_s[step % 2, BackwardGate.BETA, i] * F[i, j]
-                        T.reduce_sum(T.reshape(F, [C, HALVES, C // HALVES]), beta_terms, dim=2, clear=False)
-                        T.reduce_sum(T.reshape(G, [C, HALVES, C // HALVES]), y, dim=2, clear=False)
-                        T.reduce_sum(T.reshape(G, [WARPS, C // WARPS, C]), E_columns, dim=1)
-                        T.copy(y, y_s)
-                        T.copy(beta_terms, beta_terms_s)
-                        T.copy(E_columns, E_columns_s)
-                        T.wait_wgmma(0)
-                        T.sync_threads()
-                        if tx < C:
-                            read_t = T.alloc_var("float32")
-                            read_t = read_s[tx, 0] + read_s[tx, 1]
-                            y_t = T.alloc_var("float32")
-                            y_t = y_s[tx, 0] + y_s[tx, 1] - gates_s[step % 2, BackwardGate.BETA, tx] * read_t
-                            for w in T.unroll(WARPS):
-                                y_t -= E_columns_s[w, tx]
-                            terms_s[0, tx] = y_t
-                            terms_s[1, tx] = z_s[tx, 0] + z_s[tx, 1]
-                            if tx < length:
-                                db[row + tx, hv] = beta_terms_s[tx, 0] + beta_terms_s[tx, 1] - read_t
-                        T.sync_threads()
-                        if tx < length:
-                            total = T.alloc_var("float32", init=0.0)
-                            for i in T.unroll(STATE_PRODUCT_PARTS):
-                                total += passed_s[i]
-                            total *= gates_s[step % 2, BackwardGate.GAMMA, C - 1]
-                            for i in T.unroll(C):
-                                total += T.Select(i >= tx, terms_s[0, i], terms_s[1, i])
-                            dg[row + tx, hv] = total
-                        step = step + 1
-
-                    row = place_s[0]
-                    hk = place_s[1]
-                    if use_l2norm != 0:
-                        for i, j in T.Parallel(C, K):
-                            acc[i, j] = Q_s[i, j] * dQ[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), y, dim=2)
-                        for i, j in T.Parallel(C, K):
-                            acc[i, j] = K_s[i, j] * dK[i, j]
-                        T.reduce_sum(T.reshape(acc, [C, HALVES, K // HALVES]), z, dim=2)
-                        T.sync_threads()
-                        T.copy(y, y_s)
-                        T.copy(z, z_s)
-                        T.sync_threads()
-                        for i, j in T.Parallel(C, K):
-                            if i < length:
-                                dQ[i, j] = q_rstd[row + i, hk] * (dQ[i, j] - Q_s[i, j] * (y_s[i, 0] + y_s[i, 1]))
-                                dK[i, j] = k_rstd[row + i, hk] * (dK[i, j] - K_s[i, j] * (z_s[i, 0] + z_s[i, 1]))
-                    for i, j in T.Parallel(C, K):
-                        Q_s[i, j] = dQ[i, j]
-                        K_s[i, j] = dK[i, j]
-                    T.fence_proxy_async()
-                    T.sync_threads()
-                    for i, j in T.Parallel(C, K):
-                        if i < length:
-                            dq[row + i, hk, j] = Q_s[i, j]
-                            dk[row + i, hk, j] = K_s[i, j]
-                    T.fence_proxy_async()
-                    T.sync_threads()
-                    if next_row >= 0:
-                        load(keys(next_row, next_hk), qk_loaded, 0)
-                    chunk = chunk + 1
-                slot = next_slot
-                hk = next_hk
+            outputs = SimpleNamespace(dq=dq, dk=dk, dv=dv, db=db, dg=dg)
+            load_first(tiles, ready, locate(cta, chunks), group, inputs)
+            compute(tiles, ready, cta, ctas, group, scale, use_l2norm, chunks, inputs, outputs)
 
     return main

@@ -1,47 +1,145 @@
 """The states again, for the backward: the recurrence over the chunks of each sequence, with the state in registers from
-first to last chunk.
+first to last chunk. Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A
+operand, with L = A * D - I from replay_matrices:
 
-Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A operand
-(D the gate matrix; L = A * D - I, strictly lower triangular, comes from replay_matrices):
-
-    h        = S                                     stored, V-first
-    R^T      = (V^T - (S^T K^T) diag(gamma)) diag(beta)
-    V_new^T  = R^T + R^T L^T                         stored, transposed
-    S^T      = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
+    h          = S                                                  [chunk_slots, H_v, V, K], V-first
+    residual^T = (V^T - (S^T K^T) diag(gamma)) diag(beta)
+    V_new^T    = residual^T + residual^T L^T                        [chunk_slots, H_v, V, C]
+    S^T        = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
 What rounding takes from the factor V_new^T diag(gamma_C / gamma) of the last line makes a second product: it would be
 the largest error of S, and dg hangs on S.
 
-Each CTA owns one value tile (64 rows of S^T) of one head of one sequence: one consumer warpgroup that computes and one
-producer warp that keeps the next chunks' K, V, L and gates coming by TMA.  128 / 64 = 2 tiles a head give short
-sequences and few heads twice the CTAs; their common K and L come from L2.
-
-    shared memory a CTA: stages * (K 16 + V 8 + L 8 + gates 1.25 KB) + h 16 + V_new 8 KB = 90 KB, so 2 CTAs an SM
+A CTA owns 64 rows of S^T of one head of one sequence: one consumer warpgroup that computes and stores, and a warp that
+keeps the next chunks' operands coming by TMA. More than one CTA a head serve short sequences and few heads; their
+common K and L come from L2. Its shared memory is small enough for 2 CTAs an SM.
 
 Launched on [N, H_v, value tiles].
 """
 
 import tilelang.language as T
 
+from kernels_tl.backward.shared import clear_rows_behind, fragments, load_piece, read_state, store
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
     dims,
-    swizzled,
 )
-from kernels_tl.layout import (
-    BackwardGate,
-    SequenceColumn,
-)
+from kernels_tl.cta import barriers, fetch, shared
+from kernels_tl.layout import BackwardGate, Barrier, SequenceColumn
+from kernels_tl.states import States
 
 VALUE_TILE = 64  # rows of S^T a CTA: the M of one warpgroup's WGMMA
 STAGES = 2
-CONSUMERS = 128  # one warpgroup
-PRODUCERS = 32  # one warp
+CONSUMERS, PRODUCERS = 128, 32  # a warpgroup, a warp
+
+Full = T.GemmWarpPolicy.FullRow
 
 
 def replay_states(dtype, K, V):
     tokens, H_k, H_v, N, chunk_slots, state_size = dims("tokens", "H_k", "H_v", "N", "chunk_slots", "state_size")
+
+    def make_tiles():
+        return shared(
+            90.5,
+            K=([STAGES, C, K], dtype),
+            V=([STAGES, C, VALUE_TILE], dtype),  # read by elements, transposed: a warp's rows meet different banks
+            L=([STAGES, C, C], dtype),
+            gates=([STAGES, BackwardGate.COUNT, C], "float32"),
+            h=([VALUE_TILE, K], dtype),
+            V_new=([VALUE_TILE, C], dtype),
+            swizzle=("V",),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[PRODUCERS] * STAGES,  # loader to consumers: a stage's tiles have arrived
+            released=[CONSUMERS] * STAGES,  # back: they have been used
+        )
+
+    def make_registers():
+        return fragments(
+            S=([VALUE_TILE, K], "float32"),  # S^T
+            S_16=([VALUE_TILE, K], dtype),
+            SK=([VALUE_TILE, C], "float32"),  # S^T K^T
+            V_new=([VALUE_TILE, C], "float32"),  # V^T, residual^T, V_new^T in turn
+            V_new_16=([VALUE_TILE, C], dtype),
+            decayed=([VALUE_TILE, C], dtype),  # V_new^T diag(gamma_C / gamma)
+            decayed_rest=([VALUE_TILE, C], dtype),  # what rounding took from it
+        )
+
+    @T.macro
+    def make_residual(r, tiles, s, h_part, valid):
+        """Stores h, and leaves residual^T in V_new."""
+        T.copy(r.S, r.S_16)
+        T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.SK, transpose_B=True, policy=Full, clear_accum=True)
+        for i, j in T.Parallel(VALUE_TILE, C):
+            r.V_new[i, j] = tiles.V[s, j, i]
+        store(r.S_16, tiles.h, h_part)
+        T.wait_wgmma(0)
+        for i, j in T.Parallel(VALUE_TILE, C):
+            r.V_new[i, j] = T.if_then_else(
+                j < valid,
+                tiles.gates[s, BackwardGate.BETA, j]
+                * (r.V_new[i, j] - tiles.gates[s, BackwardGate.GAMMA, j] * r.SK[i, j]),
+                0.0,
+            )
+
+    @T.macro
+    def make_state(r, tiles, s, v_new_part):
+        """From residual^T V_new^T, which is stored, and the next S."""
+        T.copy(r.V_new, r.V_new_16)
+        T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, transpose_B=True, policy=Full)
+        for i, j in T.Parallel(VALUE_TILE, K):
+            r.S[i, j] *= tiles.gates[s, BackwardGate.GAMMA, C - 1]
+        T.wait_wgmma(0)
+        for i, j in T.Parallel(VALUE_TILE, C):
+            r.decayed[i, j] = r.V_new[i, j] * tiles.gates[s, BackwardGate.DECAY, j]
+        T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
+        for i, j in T.Parallel(VALUE_TILE, C):
+            r.decayed_rest[i, j] = r.V_new[i, j] * tiles.gates[s, BackwardGate.DECAY, j] - T.Cast(
+                "float32", r.decayed[i, j]
+            )
+        T.wgmma_gemm(r.decayed_rest, tiles.K[s, :, :], r.S, policy=Full)
+        T.copy(r.V_new, r.V_new_16)
+        store(r.V_new_16, tiles.V_new, v_new_part)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def compute(tiles, ready, piece, initial, has_initial_state, h, v_new):
+        """The consumers: the recurrence, and what it leaves."""
+        r = make_registers()
+        if has_initial_state != 0:
+            read_state(r.S, initial, piece)
+        else:
+            T.clear(r.S)
+        for c in T.serial(piece.chunks):
+            s = c % STAGES
+            slot = piece.first + c
+            valid = piece.length - c * C
+            T.barrier_wait(ready.loaded[s], (c // STAGES) % 2)
+            if valid < C:
+                clear_rows_behind(tiles.K, valid, s)
+                T.fence_proxy_async()
+                T.sync_threads(Barrier.BACKWARD_CLEARED, CONSUMERS)
+            make_residual(r, tiles, s, h[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :], valid)
+            make_state(r, tiles, s, v_new[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :])
+            T.barrier_arrive(ready.released[s])
+        T.tma_store_wait(0)
+
+    @T.macro
+    def load(tiles, ready, piece, group, k, v, gated_inverse, gates):
+        """The loader: the chunks' operands."""
+        for c in T.serial(piece.chunks):
+            s = c % STAGES
+            t = piece.row + c * C
+            slot = piece.first + c
+            T.barrier_wait(ready.released[s], ((c // STAGES) % 2) ^ 1)
+            fetch(k[t : t + C, T.truncdiv(piece.hv, group), :], tiles.K[s, :, :], ready.loaded[s])
+            fetch(v[t : t + C, piece.hv, piece.v0 : piece.v0 + VALUE_TILE], tiles.V[s, :, :], ready.loaded[s])
+            fetch(gated_inverse[slot, piece.hv, :, :], tiles.L[s, :, :], ready.loaded[s])
+            fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
 
     @T.prim_func
     def main(
@@ -59,111 +157,13 @@ def replay_states(dtype, K, V):
         has_initial_state: T.int32,
     ):
         with T.Kernel(N, H_v, V // VALUE_TILE, threads=CONSUMERS + PRODUCERS) as (n, hv, tile):
-            K_s = T.alloc_shared([STAGES, C, K], dtype)
-            V_s = T.alloc_shared([STAGES, C, VALUE_TILE], dtype)
-            L_s = T.alloc_shared([STAGES, C, C], dtype)
-            gates_s = T.alloc_shared([STAGES, BackwardGate.COUNT, C], "float32")
-            h_s = T.alloc_shared([VALUE_TILE, K], dtype)
-            V_new_s = T.alloc_shared([VALUE_TILE, C], dtype)
-            # V is read element by element, transposed: swizzled, so that a warp's rows meet different banks.
-            T.annotate_layout({V_s: swizzled(V_s)})
-
-            loaded = T.alloc_barrier([PRODUCERS] * STAGES)  # a stage's tiles have arrived
-            released = T.alloc_barrier([CONSUMERS] * STAGES)  # a stage's tiles have been used
-
-            tx = T.get_thread_binding()
-            v0 = tile * VALUE_TILE
-            row = sequences[n, SequenceColumn.ROW]
-            length = sequences[n, SequenceColumn.LENGTH]
-            first = sequences[n, SequenceColumn.CHUNK]
-            chunks = T.truncdiv(length + (C - 1), C)
-            state = (T.Cast("int64", n) * H_v + hv) * (K * V)
-
-            if tx < CONSUMERS:
-                S = T.alloc_fragment([VALUE_TILE, K], "float32")  # S^T
-                S_16 = T.alloc_fragment([VALUE_TILE, K], dtype)
-                acc = T.alloc_fragment([VALUE_TILE, C], "float32")  # S^T K^T
-                V_new = T.alloc_fragment([VALUE_TILE, C], "float32")  # V^T, R^T, V_new^T in turn
-                V_new_16 = T.alloc_fragment([VALUE_TILE, C], dtype)
-                decayed = T.alloc_fragment([VALUE_TILE, C], dtype)  # V_new^T diag(gamma_C / gamma)
-                rest = T.alloc_fragment([VALUE_TILE, C], dtype)  # what rounding took from it
-
-                if has_initial_state != 0:
-                    for i, j in T.Parallel(VALUE_TILE, K):
-                        S[i, j] = initial_state[state + (v0 + i) * state_stride_v + j * state_stride_k]
-                else:
-                    T.clear(S)
-
-                for c in T.serial(chunks):
-                    s = c % STAGES
-                    valid = length - c * C
-                    T.barrier_wait(loaded[s], (c // STAGES) % 2)
-                    if valid < C:
-                        # Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet
-                        # the zeros of V_new in the last product.
-                        for i, j in T.Parallel(C, K):
-                            if i >= valid:
-                                K_s[s, i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads(4, CONSUMERS)
-
-                    T.copy(S, S_16)
-                    T.wgmma_gemm(
-                        S_16, K_s[s, :, :], acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-                    )
-                    for i, j in T.Parallel(VALUE_TILE, C):
-                        V_new[i, j] = V_s[s, j, i]
-                    # The last chunk's h has left h_s (its V_new may still be leaving). One thread issued the store and
-                    # waits here; the barrier that the compiler puts before the copy tells the others.
-                    T.tma_store_wait(1)
-                    T.copy(S_16, h_s)
-                    T.fence_proxy_async()
-                    T.tma_copy(h_s, h[first + c, hv, v0 : v0 + VALUE_TILE, :])
-                    T.wait_wgmma(0)
-
-                    for i, j in T.Parallel(VALUE_TILE, C):
-                        V_new[i, j] = T.if_then_else(
-                            j < valid,
-                            gates_s[s, BackwardGate.BETA, j]
-                            * (V_new[i, j] - gates_s[s, BackwardGate.GAMMA, j] * acc[i, j]),
-                            0.0,
-                        )
-                    T.copy(V_new, V_new_16)
-                    T.wgmma_gemm(V_new_16, L_s[s, :, :], V_new, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(VALUE_TILE, K):
-                        S[i, j] *= gates_s[s, BackwardGate.GAMMA, C - 1]
-                    T.wait_wgmma(0)
-
-                    for i, j in T.Parallel(VALUE_TILE, C):
-                        decayed[i, j] = V_new[i, j] * gates_s[s, BackwardGate.DECAY, j]
-                    T.wgmma_gemm(decayed, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(VALUE_TILE, C):
-                        rest[i, j] = V_new[i, j] * gates_s[s, BackwardGate.DECAY, j] - T.Cast("float32", decayed[i, j])
-                    T.wgmma_gemm(rest, K_s[s, :, :], S, policy=T.GemmWarpPolicy.FullRow)
-                    T.copy(V_new, V_new_16)
-                    T.tma_store_wait(1)  # likewise, the last chunk's V_new has left V_new_s
-                    T.copy(V_new_16, V_new_s)
-                    T.fence_proxy_async()
-                    T.tma_copy(V_new_s, v_new[first + c, hv, v0 : v0 + VALUE_TILE, :])
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(released[s])
-
-                T.tma_store_wait(0)
+            tiles = make_tiles()
+            ready = make_barriers()
+            piece = load_piece(sequences, n, hv, tile * VALUE_TILE)
+            if T.get_thread_binding() < CONSUMERS:
+                initial = States(initial_state, H_v, K, V, (state_stride_v, state_stride_k))
+                compute(tiles, ready, piece, initial, has_initial_state, h, v_new)
             else:
-                for c in T.serial(chunks):
-                    s = c % STAGES
-                    t = row + c * C
-                    T.barrier_wait(released[s], ((c // STAGES) % 2) ^ 1)
-                    T.tma_copy(
-                        k[t : t + C, T.truncdiv(hv, group), :], K_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
-                    )
-                    T.tma_copy(
-                        v[t : t + C, hv, v0 : v0 + VALUE_TILE], V_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
-                    )
-                    T.tma_copy(
-                        gated_inverse[first + c, hv, :, :], L_s[s, :, :], barrier=loaded[s], leader_scope_threads=32
-                    )
-                    T.tma_copy(gates[first + c, hv, :, :], gates_s[s, :, :], barrier=loaded[s], leader_scope_threads=32)
-                    T.barrier_arrive(loaded[s])
+                load(tiles, ready, piece, group, k, v, gated_inverse, gates)
 
     return main
