@@ -13,6 +13,13 @@ SHARED_LIMIT = 227  # KB a CTA of sm_90
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
+def named(**buffers):
+    """Buffers as a record, each called by its name in the generated code."""
+    for name, buffer in buffers.items():
+        IRBuilder.name(name, buffer)
+    return SimpleNamespace(**buffers)
+
+
 def shared(kilobytes, swizzle=(), **buffers):
     """Allocates shared memory, each buffer `name=(shape, dtype)`, as a record of these names; in the generated code
     they are called name_s. `kilobytes` is their sum, as the kernel's page states it. `swizzle` names those that shall
@@ -29,10 +36,12 @@ def shared(kilobytes, swizzle=(), **buffers):
 
 def barriers(**arrivals):
     """Allocates barriers, each name a list with the number of threads that arrive at each of them, as a record."""
-    made = {name: T.alloc_barrier(counts) for name, counts in arrivals.items()}
-    for name, buffer in made.items():
-        IRBuilder.name(name, buffer)
-    return SimpleNamespace(**made)
+    return named(**{name: T.alloc_barrier(counts) for name, counts in arrivals.items()})
+
+
+def fragments(**buffers):
+    """Allocates matrices in registers of a role's threads, each `name=(shape, dtype)`, as a record of these names."""
+    return named(**{name: T.alloc_fragment(shape, dtype) for name, (shape, dtype) in buffers.items()})
 
 
 class Variables:

@@ -58,7 +58,7 @@ CT load_row(const T* x, int64_t K, bool l2norm, CT* row) {
   for (int64_t d = 0; d < K; ++d) {
     squares += row[d] * row[d];
   }
-  const CT factor = CT(1) / std::sqrt(squares + CT(1e-6));
+  const CT factor = CT(1) / std::sqrt(squares + CT(kNormEps));
   for (int64_t d = 0; d < K; ++d) {
     row[d] *= factor;
   }

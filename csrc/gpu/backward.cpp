@@ -51,7 +51,6 @@ class Backward {
     kernels::l2norm({.x = x.const_data_ptr(),
                      .y = y.mutable_data_ptr(),
                      .rstd = rstd->mutable_data_ptr(),
-                     .has_rstd = true,
                      .rows = call_.tokens() * call_.H_k},
                     {.dtype = dtype_, .K = call_.K}, stream_);
     x = y;
@@ -128,7 +127,7 @@ class Backward {
                               .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
                               .dh = workspace_[workspace_.dh],
                               .u = workspace_[workspace_.u],
-                              .passed = workspace_[workspace_.passed],
+                              .state_product = workspace_[workspace_.state_product],
                               .group = call_.group(),
                               .scale = static_cast<float>(*call_.scale),
                               .state_stride_v = call_.state_stride_v(),
@@ -157,7 +156,7 @@ class Backward {
                               .dh = workspace_[workspace_.dh],
                               .v_new = workspace_[workspace_.v_new],
                               .u = workspace_[workspace_.u],
-                              .passed = workspace_[workspace_.passed],
+                              .state_product = workspace_[workspace_.state_product],
                               .dq = out_.dq.mutable_data_ptr(),
                               .dk = out_.dk.mutable_data_ptr(),
                               .dv = out_.dv.mutable_data_ptr(),

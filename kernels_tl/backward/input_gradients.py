@@ -33,13 +33,13 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.backward.shared import clear_rows_behind, fragments
+from kernels_tl.backward.shared import clear_rows_behind
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
     dims,
 )
-from kernels_tl.cta import Variables, barriers, shared
+from kernels_tl.cta import Variables, barriers, fragments, shared
 from kernels_tl.layout import (
     PADDING,
     STATE_PRODUCT_PARTS,

@@ -14,13 +14,10 @@ Launched on [rows / 8].
 import tilelang.language as T
 
 from kernels_tl.backward.shared import WARP, warp_sum
-from kernels_tl.common import (
-    PASS_CONFIGS as PASS_CONFIGS,
-    dims,
-)
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims
+from kernels_tl.layout import NORM_EPS
 
 WARPS = 8  # of a CTA
-EPS = 1e-6
 
 
 def l2norm(dtype, K):
@@ -43,7 +40,7 @@ def l2norm(dtype, K):
                     values[i] = x[row, column + i]
                 for i in T.unroll(CHANNELS):
                     squares += values[i] * values[i]
-                factor = T.alloc_var("float32", init=T.rsqrt(warp_sum(squares) + EPS))
+                factor = T.alloc_var("float32", init=T.rsqrt(warp_sum(squares) + NORM_EPS))
                 for i in T.vectorized(CHANNELS):
                     y[row, column + i] = values[i] * factor
                 if column == 0:

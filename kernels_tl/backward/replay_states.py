@@ -19,14 +19,14 @@ Launched on [N, H_v, value tiles].
 
 import tilelang.language as T
 
-from kernels_tl.backward.shared import clear_rows_behind, fragments, load_piece, read_state, store
+from kernels_tl.backward.shared import clear_rows_behind, load_piece, read_state, store
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
     dims,
 )
-from kernels_tl.cta import barriers, fetch, shared
-from kernels_tl.layout import BackwardGate, Barrier, SequenceColumn
+from kernels_tl.cta import barriers, fetch, fragments, shared
+from kernels_tl.layout import BackwardGate, NamedBarrier, SequenceColumn
 from kernels_tl.states import States
 
 VALUE_TILE = 64  # rows of S^T a CTA: the M of one warpgroup's WGMMA
@@ -121,7 +121,7 @@ def replay_states(dtype, K, V):
             if valid < C:
                 clear_rows_behind(tiles.K, valid, s)
                 T.fence_proxy_async()
-                T.sync_threads(Barrier.BACKWARD_CLEARED, CONSUMERS)
+                T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             make_residual(r, tiles, s, h[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :], valid)
             make_state(r, tiles, s, v_new[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :])
             T.barrier_arrive(ready.released[s])

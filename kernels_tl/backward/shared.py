@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import tilelang.language as T
-from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.common import C
 from kernels_tl.layout import SequenceColumn
@@ -18,14 +17,6 @@ def warp_sum(number):
     for bit in T.unroll(5):
         total += T.shfl_xor(total, 1 << bit)
     return total
-
-
-def fragments(**buffers):
-    """Allocates matrices in registers of a role's threads, each `name=(shape, dtype)`, as a record of these names."""
-    made = {name: T.alloc_fragment(shape, dtype) for name, (shape, dtype) in buffers.items()}
-    for name, buffer in made.items():
-        IRBuilder.name(name, buffer)
-    return SimpleNamespace(**made)
 
 
 @T.macro

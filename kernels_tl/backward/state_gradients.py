@@ -26,7 +26,6 @@ import tilelang.language as T
 from kernels_tl.backward.shared import (
     WARP,
     clear_rows_behind,
-    fragments,
     load_piece,
     read_state,
     store,
@@ -38,11 +37,11 @@ from kernels_tl.common import (
     C,
     dims,
 )
-from kernels_tl.cta import barriers, fetch, shared
+from kernels_tl.cta import barriers, fetch, fragments, shared
 from kernels_tl.layout import (
     STATE_PRODUCT_PARTS,
     BackwardGate,
-    Barrier,
+    NamedBarrier,
     SequenceColumn,
 )
 from kernels_tl.states import States
@@ -159,7 +158,7 @@ def state_gradients(dtype, K, V):
                 clear_rows_behind(tiles.K, valid, s)
                 clear_rows_behind(tiles.dO, valid, s)
                 T.fence_proxy_async()
-                T.sync_threads(Barrier.BACKWARD_CLEARED, CONSUMERS)
+                T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             begin_step(r, tiles, s, piece, slot, scale, state_product, dh)
             end_step(r, tiles, s, piece, slot, u)
             T.barrier_arrive(ready.released[s])

@@ -10,12 +10,10 @@ With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K an
 so that between them a kernel can release what has been used. Without an output O is left out.
 """
 
-from types import SimpleNamespace
-
 import tilelang.language as T
-from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.common import C, element_type, extern
+from kernels_tl.cta import fragments, named
 from kernels_tl.layout import ForwardGate
 
 Full = T.GemmWarpPolicy.FullRow
@@ -24,22 +22,22 @@ Full = T.GemmWarpPolicy.FullRow
 def registers(rows, K, dtype, early, output=True):
     """The registers of the warpgroups that carry `rows` rows of S^T. `early` of eight quadruples of the residual's
     factors are loaded before the first product (device/tiles.cuh: load_minuend); more of them may spill."""
-    made = SimpleNamespace(
-        S=T.alloc_fragment([rows, K], "float32"),  # S^T
-        S_16=T.alloc_fragment([rows, K], dtype),
-        V_new=T.alloc_fragment([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
-        V_new_16=T.alloc_fragment([rows, C], dtype),
-        decayed=T.alloc_fragment([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
-        # Loaded ahead of WGMMAs: the tile of V, its pairs of factors, gamma_C / gamma, and for O scale gamma.
+    made = fragments(
+        S=([rows, K], "float32"),  # S^T
+        S_16=([rows, K], dtype),
+        V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
+        V_new_16=([rows, C], dtype),
+        decayed=([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
+        **({"O": ([rows, C], "float32")} if output else {}),  # O^T
+    )
+    # Loaded ahead of WGMMAs: the tile of V, its pairs of factors, gamma_C / gamma, and for O scale gamma.
+    ahead = named(
         minuend=T.alloc_local([16], "uint32"),
         pairs=T.alloc_local([32], "float32"),
         decays=T.alloc_local([16], "float32"),
+        **({"queries": T.alloc_local([16], "float32")} if output else {}),
     )
-    if output:
-        made.O = T.alloc_fragment([rows, C], "float32")  # O^T
-        made.queries = T.alloc_local([16], "float32")
-    for name, buffer in vars(made).items():
-        IRBuilder.name(name, buffer)
+    vars(made).update(vars(ahead))
     made.element, made.early, made.output = element_type(dtype), early, output
     return made
 
