@@ -17,11 +17,11 @@ sys.path.insert(0, str(ROOT))  # not there in an isolated build
 from build_tools import glibc, toolchain  # noqa: E402
 
 BUILD = ROOT / "build/cmake"
-LIBRARY = BUILD / "flash_qla/libflash_qla.so"
+PACKAGE = BUILD / "flash_qla"  # what the package holds beside its sources
 
 
 class CMakeBuild(build_ext):
-    """Builds in build/cmake, kept in the tree, and copies what the package holds beside its sources."""
+    """Builds in build/cmake, kept in the tree, and copies from there into the package."""
 
     def build_extension(self, extension: Extension) -> None:
         try:
@@ -46,11 +46,10 @@ class CMakeBuild(build_ext):
         marker.write_text(environment)
         self._run([program, "--build", BUILD, "--parallel", str(toolchain.max_jobs())])
 
-        module = Path(self.get_ext_fullpath(extension.name))
-        module.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(LIBRARY, module.parent)
-        shutil.copy2(LIBRARY.with_name(module.name), module)
-        shutil.copy2(ROOT / "kernels_tl/layout.py", module.with_name("_layout.py"))
+        shutil.copytree(PACKAGE, Path(self.build_lib, "flash_qla"), dirs_exist_ok=True)
+
+    def copy_extensions_to_source(self) -> None:
+        shutil.copytree(PACKAGE, ROOT / "flash_qla", dirs_exist_ok=True)
 
     @staticmethod
     def _run(command: list) -> None:
@@ -62,7 +61,7 @@ class CMakeBuild(build_ext):
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, _ = super().get_tag()
-        return python, abi, glibc.platform_tag(LIBRARY.parent.glob("*.so"))
+        return python, abi, glibc.platform_tag(PACKAGE.glob("*.so"))
 
 
 # setuptools packs whatever lies there, files that have since been deleted from the sources included.

@@ -48,6 +48,8 @@ def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:
     assembly = "".join(f".globl {name}\n.type {name}, @function\n{name}:\n" for name in versions)
     script = "".join(f"GLIBC_{version} {{ {'; '.join(names[version])}; }};\n" for version in names)
     source, map_file = stub.with_suffix(".s"), stub.with_suffix(".map")
+    if stub.exists() and source.read_text() == assembly and map_file.read_text() == script:
+        return  # or whatever is linked with it would be linked again
     source.write_text(assembly)
     map_file.write_text(script)
     flags = ["-shared", "-nostdlib", f"-Wl,-soname,{stub.name}", f"-Wl,--version-script={map_file}"]
