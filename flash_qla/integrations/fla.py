@@ -29,7 +29,7 @@ from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 
 
 def _by_name(args: tuple, kwargs: dict) -> dict:
-    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    return kwargs | dict(zip(_NAMES, args, strict=False)) if args else kwargs
 
 
 class _ActivatingBackend(FlashQLABackend):
