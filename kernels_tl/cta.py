@@ -113,6 +113,15 @@ def fetch(source, target, barrier):
 
 
 @T.macro
+def clear_rows_behind(tile, valid, *stage):
+    """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
+    factors."""
+    for i, j in T.Parallel(*tile.shape[-2:]):
+        if i >= valid:
+            tile[(*stage, i, j)] = 0
+
+
+@T.macro
 def store_rows(tiles, w, rows, row, hv, column, valid):
     """A chunk's tile of 64 x 64 from shared memory to 64 columns of rows [tokens, H_v, width], by one warp. Of a chunk
     with fewer tokens only its own rows, as a box of TMA would go on into the next sequence."""

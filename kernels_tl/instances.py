@@ -2,9 +2,12 @@
 numbers."""
 
 from build_tools.instance import Instance
+from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = ({"K": 128, "V": 128},)
+
+KEY_DIMS = sorted({dims["K"] for dims in HEAD_DIMS})
 
 TYPES = [{"dtype": dtype, **dims} for dtype in DTYPES for dims in HEAD_DIMS]  # of most kernels
 
@@ -12,7 +15,11 @@ INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
     # forward
     *(Instance("forward.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
-    *(Instance("forward.chunk_forward", types | {"value_tile": tile}) for types in TYPES for tile in (64, 128)),
+    *(
+        Instance("forward.chunk_forward", types | {"value_tile": tile})
+        for types in TYPES
+        for tile in (NARROW_TILE, WIDE_TILE)
+    ),
     *(
         # What spills is the number of pieces, which is read once a piece.
         Instance(
@@ -28,9 +35,9 @@ INSTANCES = [
     *(Instance("forward.segment_maps", types) for types in TYPES),
     *(Instance("forward.segment_scan", types) for types in TYPES),
     # backward
-    *(Instance("backward.l2norm", {"dtype": dtype, "K": 128}) for dtype in DTYPES),
+    *(Instance("backward.l2norm", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
     Instance("backward.replay_gates"),
-    *(Instance("backward.replay_matrices", {"dtype": dtype, "K": 128}) for dtype in DTYPES),
+    *(Instance("backward.replay_matrices", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
     *(Instance("backward.replay_states", types) for types in TYPES),
     *(Instance("backward.state_gradients", types) for types in TYPES),
     *(Instance("backward.input_gradients", types) for types in TYPES),

@@ -24,8 +24,12 @@ PLAN_STEP = 256
 # CTAs of chunk_matrices that an SM holds at a time.
 MATRICES_CTAS = 4
 
-# Parts of <S, dS'>, one for each warp of the CTAs that hold a head's dS.
-STATE_PRODUCT_PARTS = 8
+# Rows of S^T a CTA of chunk_forward, one consumer warpgroup's or two's: a narrow tile gives more CTAs, a wide one
+# fetches K and Q less often.
+NARROW_TILE, WIDE_TILE = 64, 128
+
+# Rows of S^T whose part of <S, dS'> a warp makes.
+STATE_PRODUCT_ROWS = 16
 
 # In shared memory, floats: behind a row of a state; from one inverted diagonal block to the next, and from one diagonal
 # block of K K^T to the next (two blocks' rows are read together, from different banks).

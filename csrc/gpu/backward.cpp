@@ -65,7 +65,7 @@ class Backward {
   }
 
   void replay_gates() const {
-    kernels::replay_gates({.b = call_.g.const_data_ptr(),
+    kernels::replay_gates({.g_cumsum = call_.g.const_data_ptr(),
                            .beta = call_.beta.const_data_ptr(),
                            .chunks = workspace_[workspace_.chunks],
                            .gates = workspace_[workspace_.gates],

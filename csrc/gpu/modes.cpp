@@ -72,7 +72,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
       return modes;
     }
   }
-  for (const int64_t tile : {kNarrowTile, kWideTile}) {
+  for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
     if ((forced.value_tile == 0 || tile == forced.value_tile) && shape.V % tile == 0) {
       add_segmentations(modes, shape, forced, tile);
     }

@@ -7,12 +7,9 @@
 
 #include "gpu/dispatch.h"
 #include "gpu/override.h"
+#include "layout.h"
 
 namespace flash_qla {
-
-// Rows of S^T that a CTA of chunk_forward takes, one warpgroup's or two's: a narrow tile gives more CTAs, a wide one
-// fetches K and Q less often. fused_forward takes all V.
-inline constexpr int64_t kNarrowTile = 64, kWideTile = 128;
 
 struct Mode {
   int64_t value_tile, whole_tile, segment_chunks;

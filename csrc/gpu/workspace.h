@@ -76,7 +76,7 @@ struct BackwardWorkspace : Workspace {
         u(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
         h(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
         dh(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
-        state_product(reserve<float>(chunk_slots * call.H_v * kStateProductParts)) {}
+        state_product(reserve<float>(chunk_slots * call.H_v * (call.V / kStateProductRows))) {}
 
   const Region<int32_t> sequences, chunks;  // the plan's tables
   const Region<float> gates;                // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
@@ -85,7 +85,7 @@ struct BackwardWorkspace : Workspace {
   const Region<uint16_t> attention;         // [chunk_slots, H_v, kChunk, kChunk]: scale tril(Q K^T) * D
   const Region<uint16_t> u;                 // [chunk_slots, H_v, V, kChunk]: U^T, diag(beta) U the gradient of V
   const Region<uint16_t> h, dh;             // [chunk_slots, H_v, V, K]: a chunk's first state, the last one's gradient
-  const Region<float> state_product;        // [chunk_slots, H_v, kStateProductParts]: <S, dS'>
+  const Region<float> state_product;        // [chunk_slots, H_v, V / kStateProductRows]: <S, dS'>
 };
 
 }  // namespace flash_qla

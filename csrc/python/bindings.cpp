@@ -129,7 +129,7 @@ void add_classes(py::module_& module) {
       .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
 
   Record<ForwardDispatch>(module, "ForwardDispatch", "What a forward call launches.")
-      .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA: 64 or 128.")
+      .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
       .field("segment_chunks", &ForwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
       .field("cut_above", &ForwardDispatch::cut_above,
              "Where no sequence has more chunks than that, the device cuts none.")

@@ -33,16 +33,15 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.backward.shared import clear_rows_behind
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
     dims,
 )
-from kernels_tl.cta import Variables, barriers, fragments, shared
+from kernels_tl.cta import Variables, barriers, clear_rows_behind, fragments, shared
 from kernels_tl.layout import (
     PADDING,
-    STATE_PRODUCT_PARTS,
+    STATE_PRODUCT_ROWS,
     BackwardGate,
     ChunkColumn,
 )
@@ -81,7 +80,7 @@ def input_gradients(dtype, K, V):
             beta_terms=([C, HALVES], "float32"),  # rowsum(U * V) + rowsum(F * K K^T)
             E_columns=([WARPS, C], "float32"),  # sums over the rows of a warp
             gate_terms=([2, C], "float32"),  # y less E's column sums, and z: what dg adds up
-            state_product=([STATE_PRODUCT_PARTS], "float32"),
+            state_product=([V // STATE_PRODUCT_ROWS], "float32"),
             place=([2], "int32"),  # row, hk: for the end, as registers are scarce meanwhile
             swizzle=("V",),
         )
@@ -198,7 +197,7 @@ def input_gradients(dtype, K, V):
         row_sums(r.product, r.x)
         T.copy(r.x, tiles.x)
         T.wgmma_gemm(tiles.V_new, tiles.dh, r.product, transpose_A=True, clear_accum=True)
-        if T.get_thread_binding() < STATE_PRODUCT_PARTS:
+        if T.get_thread_binding() < V // STATE_PRODUCT_ROWS:
             tiles.state_product[T.get_thread_binding()] = inputs.state_product[
                 head.slot, head.hv, T.get_thread_binding()
             ]
@@ -284,7 +283,7 @@ def input_gradients(dtype, K, V):
         T.sync_threads()
         if tx < length:
             total = T.alloc_var("float32", init=0.0)
-            for i in T.unroll(STATE_PRODUCT_PARTS):
+            for i in T.unroll(V // STATE_PRODUCT_ROWS):
                 total += tiles.state_product[i]
             total *= tiles.gates[p, BackwardGate.GAMMA, C - 1]
             for i in T.unroll(C):
@@ -400,7 +399,7 @@ def input_gradients(dtype, K, V):
         dh: T.Tensor([chunk_slots, H_v, V, K], dtype),
         v_new: T.Tensor([chunk_slots, H_v, V, C], dtype),
         u: T.Tensor([chunk_slots, H_v, V, C], dtype),
-        state_product: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
+        state_product: T.Tensor([chunk_slots, H_v, V // STATE_PRODUCT_ROWS], "float32"),
         dq: T.Tensor([tokens, H_k, K], dtype),
         dk: T.Tensor([tokens, H_k, K], dtype),
         dv: T.Tensor([tokens, H_v, V], dtype),

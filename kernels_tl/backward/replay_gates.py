@@ -1,6 +1,6 @@
 """The backward's table of factors, made of the chunk-local cumulative gate b_i = g_1 + ... + g_i that the forward kept.
 
-    b, beta  [tokens, H_v] fp32
+    g_cumsum, beta  [tokens, H_v] fp32: b_i of a token
     gates    [chunk_slots, H_v, 5, C] fp32    the rows of layout.BackwardGate
 
 Behind the last token of a partial chunk b stays constant, so b_C is always the total of the chunk, and beta is 0.
@@ -46,7 +46,7 @@ def replay_gates():
 
     @T.prim_func
     def main(
-        b: T.Tensor([tokens, H_v], "float32"),
+        g_cumsum: T.Tensor([tokens, H_v], "float32"),
         beta: T.Tensor([tokens, H_v], "float32"),
         chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
@@ -57,10 +57,10 @@ def replay_gates():
             length = chunks[slot, ChunkColumn.LENGTH]
             values = T.alloc_local([PART], "float32")
             if (hv < H_v) & (chunks[slot, ChunkColumn.SEQUENCE] != PADDING):
-                b_1 = T.alloc_var("float32", init=b[row, hv])
-                b_C = T.alloc_var("float32", init=b[row + length - 1, hv])
+                b_1 = T.alloc_var("float32", init=g_cumsum[row, hv])
+                b_C = T.alloc_var("float32", init=g_cumsum[row + length - 1, hv])
                 for part in T.serial(C // PART):
-                    load(values, b, row, hv, part, length, b_C)
+                    load(values, g_cumsum, row, hv, part, length, b_C)
                     for gate, factor in FACTORS.items():
                         for i in T.vectorized(PART):
                             gates[slot, hv, gate, part * PART + i] = factor(values[i], b_1, b_C)

@@ -19,13 +19,13 @@ Launched on [N, H_v, value tiles].
 
 import tilelang.language as T
 
-from kernels_tl.backward.shared import clear_rows_behind, load_piece, read_state, store
+from kernels_tl.backward.shared import load_piece, read_state, store
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
     dims,
 )
-from kernels_tl.cta import barriers, fetch, fragments, shared
+from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, shared
 from kernels_tl.layout import BackwardGate, NamedBarrier, SequenceColumn
 from kernels_tl.states import States
 

@@ -45,15 +45,6 @@ def write_state(fragment, states, piece):
 
 
 @T.macro
-def clear_rows_behind(tile, valid, *stage):
-    """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
-    factors."""
-    for i, j in T.Parallel(*tile.shape[-2:]):
-        if i >= valid:
-            tile[(*stage, i, j)] = 0
-
-
-@T.macro
 def store(fragment, tile, target):
     """A chunk's matrix to memory by way of its tile, by the consumers, which store two of them by turns: the last
     chunk's has left the tile then, and only the other matrix may still be leaving. One thread issued the store and

@@ -25,7 +25,6 @@ import tilelang.language as T
 
 from kernels_tl.backward.shared import (
     WARP,
-    clear_rows_behind,
     load_piece,
     read_state,
     store,
@@ -37,9 +36,9 @@ from kernels_tl.common import (
     C,
     dims,
 )
-from kernels_tl.cta import barriers, fetch, fragments, shared
+from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, shared
 from kernels_tl.layout import (
-    STATE_PRODUCT_PARTS,
+    STATE_PRODUCT_ROWS,
     BackwardGate,
     NamedBarrier,
     SequenceColumn,
@@ -56,7 +55,7 @@ Full = T.GemmWarpPolicy.FullRow
 
 def state_gradients(dtype, K, V):
     tokens, H_k, H_v, N, chunk_slots, state_size = dims("tokens", "H_k", "H_v", "N", "chunk_slots", "state_size")
-    assert V // VALUE_TILE * WARPS == STATE_PRODUCT_PARTS, "a part of <S, dS'> for each warp that holds a part of dS"
+    assert VALUE_TILE == WARPS * STATE_PRODUCT_ROWS, "a part of <S, dS'> for each warp"
 
     def make_tiles():
         return shared(
@@ -198,7 +197,7 @@ def state_gradients(dtype, K, V):
         dh0: T.Tensor([state_size], "float32"),
         dh: T.Tensor([chunk_slots, H_v, V, K], dtype),
         u: T.Tensor([chunk_slots, H_v, V, C], dtype),
-        state_product: T.Tensor([chunk_slots, H_v, STATE_PRODUCT_PARTS], "float32"),
+        state_product: T.Tensor([chunk_slots, H_v, V // STATE_PRODUCT_ROWS], "float32"),
         group: T.int32,  # H_v / H_k
         scale: T.float32,
         state_stride_v: T.int32,  # of dht and dh0: the caller's layout is these two numbers

@@ -28,7 +28,7 @@ from kernels_tl.common import (
     extern,
     load_early,
 )
-from kernels_tl.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
+from kernels_tl.cta import Walk, barriers, clear_rows_behind, fetch, load_segment_early, shared, store_rows
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
 from kernels_tl.layout import STATE_PAD, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 from kernels_tl.states import States
@@ -94,20 +94,6 @@ def chunk_forward(dtype, K, V, value_tile):
         return T.if_then_else(flags % SegmentFlag.LAST == 0, 0, initial.stride_k - 1)
 
     @T.macro
-    def clear_rows_behind(tiles, s, valid):
-        """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
-        factors. (What Q has there stays in columns of O that are not stored.)"""
-        for i, j in T.Parallel(C, K):
-            if i >= valid:
-                tiles.K[s, i, j] = 0
-        for w in T.unroll(WARPGROUPS):
-            for i, j in T.Parallel(C, ROWS):
-                if i >= valid:
-                    tiles.V[s, w, i, j] = 0
-        T.fence_proxy_async()
-        T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
-
-    @T.macro
     def compute(walk, tiles, ready, initial, final, h, has):
         """The consumers: the recurrence, and O's way to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
@@ -138,7 +124,11 @@ def chunk_forward(dtype, K, V, value_tile):
                 s = (done + c) % STAGES
                 T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
                 if length - c * C < C:
-                    clear_rows_behind(tiles, s, length - c * C)
+                    clear_rows_behind(tiles.K, length - c * C, s)  # what Q has there stays in columns not stored
+                    for w in T.unroll(WARPGROUPS):
+                        clear_rows_behind(tiles.V, length - c * C, s, w)
+                    T.fence_proxy_async()
+                    T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
                 begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
                 if has.h != 0:  # keeps what is before it from sinking behind the wait
                     slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)

@@ -38,7 +38,7 @@ from kernels_tl.common import (
     element_type,
     extern,
 )
-from kernels_tl.cta import Variables, barriers, shared
+from kernels_tl.cta import Variables, barriers, clear_rows_behind, shared
 from kernels_tl.layout import (
     BLOCK,
     DIAGONAL_STRIDE,
@@ -149,12 +149,8 @@ def chunk_matrices(dtype, K, V, normalize):
             )
         T.barrier_wait(ready.loaded, 0)
         if chunk.length < C:
-            for i, j in T.Parallel(C, K):
-                if i >= chunk.length:
-                    tiles.K[i, j] = 0
-            for i, j in T.Parallel(C, K):
-                if i >= chunk.length:
-                    tiles.Q[i, j] = 0
+            clear_rows_behind(tiles.K, chunk.length)
+            clear_rows_behind(tiles.Q, chunk.length)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.MATRICES, THREADS)
 
