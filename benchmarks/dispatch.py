@@ -1,4 +1,4 @@
-"""The forward in every mode that the host can choose, beside what the cost model in csrc/dispatch.cpp predicts.
+"""The forward in every mode that the host can choose, beside what the cost model in csrc/gpu/cost_model.cpp predicts.
 
     python benchmarks/dispatch.py --out benchmarks/results/dispatch_h200.json
     python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
