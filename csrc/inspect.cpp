@@ -78,8 +78,7 @@ const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) no
   return keep(obstacle(driver_cuda_version, major, minor));
 }
 
-const char* flash_qla_forward_dispatch(const ForwardShape* shape, int64_t K, int64_t V,
-                                       ForwardDispatch* dispatch) noexcept {
+const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept {
   return error_of([&] {
     require(shape->B >= 0, "B", shape->B, "at least 0");
     require(shape->T >= 0, "T", shape->T, "at least 0");
@@ -87,7 +86,7 @@ const char* flash_qla_forward_dispatch(const ForwardShape* shape, int64_t K, int
     require(shape->H_k > 0, "H_k", shape->H_k, "at least 1");
     require(shape->H_v > 0 && shape->H_v % shape->H_k == 0, "H_v", shape->H_v, "a multiple of H_k");
     require(shape->sm_count > 0, "sm_count", shape->sm_count, "at least 1");
-    require_compiled(K, V);
+    require_compiled(shape->K, shape->V);
     *dispatch = dispatch_forward(*shape);
   });
 }

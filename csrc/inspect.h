@@ -40,8 +40,7 @@ const GpuInfo* flash_qla_gpus(int64_t* count) noexcept;
 const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) noexcept;
 
 // As in gpu/dispatch.h, for shapes that a call can have and head dimensions that were compiled.
-const char* flash_qla_forward_dispatch(const ForwardShape* shape, int64_t K, int64_t V,
-                                       ForwardDispatch* dispatch) noexcept;
+const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept;
 const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
                                                 int64_t cut_above, int64_t whole_tile) noexcept;
 

@@ -167,9 +167,11 @@ void add_functions(py::module_& module) {
                                  .low_level = low_level,
                                  .use_qk_l2norm = use_qk_l2norm,
                                  .output_h = output_h,
-                                 .fp16 = fp16};
+                                 .fp16 = fp16,
+                                 .K = K,
+                                 .V = V};
         ForwardDispatch dispatch;
-        raise(flash_qla_forward_dispatch(&shape, K, V, &dispatch));
+        raise(flash_qla_forward_dispatch(&shape, &dispatch));
         return dispatch;
       },
       strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
