@@ -234,8 +234,13 @@ def fused_forward(dtype, K, V, normalize, low_level):
                 extern("load_pair", beta_pair.data, T.access_ptr(beta[row, piece.hv], "r"), H_v, rest)
                 T.barrier_wait(ready.released[s], phase(ring) ^ 1)
                 tiles.lengths[s] = T.min(rest, C)
-                table_scale = T.float32(1) if normalize else scale
-                extern("make_table", T.access_ptr(tiles.gates[s, 0, 0], "w"), g_pair.data, beta_pair.data, table_scale)
+                extern(
+                    "make_table",
+                    T.access_ptr(tiles.gates[s, 0, 0], "w"),
+                    g_pair.data,
+                    beta_pair.data,
+                    T.float32(1) if normalize else scale,
+                )
                 T.barrier_arrive(ready.gated[s])
                 if low_level:
                     extern(
