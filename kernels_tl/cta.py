@@ -69,7 +69,11 @@ class Walk:
 
     def __init__(self, cta, ctas, segment_slots, H_v, tiles=1):
         self.cta, self.ctas, self.H_v, self.tiles = cta, ctas, T.Cast("int32", H_v), tiles
-        self.pieces = T.Cast("int32", segment_slots * H_v) * tiles
+        self.of_all = Variables(pieces=T.Cast("int32", segment_slots * H_v) * tiles)
+
+    @property
+    def pieces(self):
+        return self.of_all.pieces
 
     def piece(self, turn):
         return turn * self.ctas + T.if_then_else(turn % 2 == 0, self.cta, self.ctas - 1 - self.cta)
@@ -77,9 +81,8 @@ class Walk:
     @T.inline
     def turns(self):
         """How many turns the CTA has."""
-        pieces = T.alloc_var("int32", init=self.pieces)
-        turns = T.alloc_var("int32", init=T.truncdiv(pieces, self.ctas))  # those in which all CTAs have work
-        turns += T.if_then_else(self.piece(turns) < pieces, 1, 0)
+        turns = T.alloc_var("int32", init=T.truncdiv(self.pieces, self.ctas))  # those in which all CTAs have work
+        turns += T.if_then_else(self.piece(turns) < self.pieces, 1, 0)
         return turns
 
     @T.inline

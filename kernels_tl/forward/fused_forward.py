@@ -123,7 +123,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
         )
 
     @T.macro
-    def step(r, tiles, ready, now, place, left, group):
+    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, group):
         """A consumer's step, from its tiles to O's."""
         s = stage(now)
         u = value_stage(now)
