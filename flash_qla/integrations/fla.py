@@ -16,6 +16,7 @@ It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_
 FLA_FLASH_QLA=0 in the environment switches flash_qla off. Written for fla-core 0.6.0.
 """
 
+import functools
 import inspect
 
 import torch
@@ -24,12 +25,16 @@ from fla.backends import register
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 
-# FLA's arguments, any of which may come by position; the last of its parameters is **kwargs.
-*_NAMES, _ = inspect.signature(chunk_gated_delta_rule).parameters
+
+@functools.cache
+def _names() -> list[str]:
+    """FLA's arguments, any of which may come by position."""
+    *names, _ = inspect.signature(chunk_gated_delta_rule).parameters  # the last one is **kwargs
+    return names
 
 
 def _by_name(args: tuple, kwargs: dict) -> dict:
-    return kwargs | dict(zip(_NAMES, args, strict=False)) if args else kwargs
+    return kwargs | dict(zip(_names(), args, strict=False)) if args else kwargs
 
 
 class _ActivatingBackend(FlashQLABackend):
