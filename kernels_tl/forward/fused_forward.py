@@ -123,8 +123,8 @@ def fused_forward(dtype, K, V, normalize, low_level):
         )
 
     @T.macro
-    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, group):
-        """A consumer's step, from its tiles to O's."""
+    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, group, scale):
+        """A consumer's step, from its tiles to O's, and by turns the matrices of the chunk after the next."""
         s = stage(now)
         u = value_stage(now)
         own = at_place.warpgroup(place)
@@ -148,10 +148,14 @@ def fused_forward(dtype, K, V, normalize, low_level):
         O_s = tiles.O[0, 0, 0]
         extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), at_place.offset(place))
         T.barrier_arrive(ready.staged[own])
+        if u == own:  # two chunks ahead: the stage before this one
+            before = T.if_then_else(s == 0, STAGES - 1, s - 1)
+            before_phase = T.if_then_else(s == 0, phase(now), phase(now) ^ 1)
+            make_matrices(tiles, ready, before, before_phase, own, place, scale)
 
     @T.macro
     def compute(walk, tiles, ready, segments, initial, final, has_initial_state, has_final_state, group, scale):
-        """The consumers: by turns the recurrence and the matrices of the chunk after the next."""
+        """The consumers: their steps, piece after piece."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, EARLY_FACTORS)
         place = T.alloc_var("int32", init=at_place.place_of_thread(C * ROWS * 2))
@@ -172,12 +176,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
             left = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
             while left > 0:
                 now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
-                step(r, tiles, ready, now, place, left, group)
-                if value_stage(now) == at_place.warpgroup(place):  # two chunks ahead: the stage before this one
-                    s = stage(now)
-                    before = T.if_then_else(s == 0, STAGES - 1, s - 1)
-                    before_phase = T.if_then_else(s == 0, phase(now), phase(now) ^ 1)
-                    make_matrices(tiles, ready, before, before_phase, at_place.warpgroup(place), place, scale)
+                step(r, tiles, ready, now, place, left, group, scale)
                 place = next_chunk(place, Place.RING)
                 left -= C
 

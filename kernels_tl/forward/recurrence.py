@@ -7,7 +7,8 @@ intermediate in registers as the next WGMMA's A operand, with L = A * D - I and 
     S^T        = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
 With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came. Two macros,
-so that between them a kernel can release what has been used. Without an output O is left out.
+so that between them a kernel can release what has been used. Without an output O is left out, and there is one product
+at a time to hide loads and conversions behind: so their order differs.
 """
 
 import tilelang.language as T
@@ -43,11 +44,8 @@ def registers(rows, K, dtype, early, output=True):
 
 
 @T.macro
-def begin_step(r, tiles, s, V, offset, column, has_V=True):
-    """Leaves gamma_C S^T in S and S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
-
-    The chunk's tiles are those of stage s; V is the first element of the warpgroup's tile of V. offset and column are
-    the thread's place in a tile and in a fragment (device/tiles.cuh). Unless has_V, V is taken as zero."""
+def fetch_residual_factors(r, tiles, s, V, offset, column):
+    """The warpgroup's tile of V and factors of the residual to registers, before the product they meet is made."""
     extern(
         f"load_minuend<{r.early}>",
         r.minuend.data,
@@ -57,6 +55,18 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True):
         offset,
         column,
     )
+
+
+@T.macro
+def begin_step(r, tiles, s, V, offset, column, has_V=True):
+    """Leaves gamma_C S^T in S, S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
+
+    The chunk's tiles are those of stage s; V is the first element of the warpgroup's tile of V. offset and column are
+    the thread's place in a tile and in a fragment (device/tiles.cuh). Unless has_V, V is taken as zero."""
+    if r.output:
+        fetch_residual_factors(r, tiles, s, V, offset, column)
+    else:
+        T.copy(r.S, r.S_16)
     total = T.alloc_var(
         "float32",
         init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
@@ -64,7 +74,10 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True):
     T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
     if r.output:
         T.wgmma_gemm(r.S_16, tiles.Q[s, :, :], r.O, transpose_B=True, policy=Full, clear_accum=True)
-    T.wait_wgmma(1 if r.output else 0)
+        T.wait_wgmma(1)
+    else:
+        fetch_residual_factors(r, tiles, s, V, offset, column)
+        T.wait_wgmma(0)
     extern(
         f"subtract_from_minuend<{r.element}, {r.early}>",
         r.V_new.data,
@@ -85,7 +98,7 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True):
 
 @T.macro
 def end_step(r, tiles, s):
-    """Behind the wait for V_new: leaves the next state in S and S_16, and O^T in O."""
+    """Behind the wait for V_new: leaves the next state in S, and with an output in S_16, too, and O^T in O."""
     extern(f"round_scaled_columns<{r.element}>", r.decayed.data, r.V_new.data, r.decays.data)
     T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
     if r.output:
@@ -95,5 +108,3 @@ def end_step(r, tiles, s):
         T.wait_wgmma(1)
         T.copy(r.S, r.S_16)
     T.wait_wgmma(0)
-    if not r.output:
-        T.copy(r.S, r.S_16)

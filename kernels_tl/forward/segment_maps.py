@@ -97,7 +97,6 @@ def segment_maps(dtype, K, V):
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         for i, j in T.Parallel(V, K):
             r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
-        T.copy(r.S, r.S_16)
         for c in T.serial(start, chunks):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
@@ -111,6 +110,7 @@ def segment_maps(dtype, K, V):
                 for i, j in T.Parallel(V, K):
                     states[segment + 1, hv, i, j] = r.S[i, j]
             else:
+                T.copy(r.S, r.S_16)
                 for i, j in T.Parallel(V, K):
                     r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
                 extern(f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment, hv, 0, warpgroup * ROWS, 0], "w"))
