@@ -35,18 +35,26 @@ def poisoned(device: str):
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def fill_free_cuda_blocks():
-    """Take every free block of the caching allocator, and some fresh memory, fill them with 0xFF and give them back."""
+def free_cuda_blocks() -> list[int]:
+    """The sizes of the caching allocator's free blocks."""
     device = torch.cuda.current_device()
-    sizes = [
+    return [
         block["size"]
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device
         for block in segment["blocks"]
         if block["state"] == "inactive"
     ]
-    sizes += [max(0, FRESH_BYTES - sum(sizes))] + [512 << (i % 8) for i in range(256)]
+
+
+def take_cuda_blocks(sizes: list[int]) -> list[torch.Tensor]:
     # Largest first: the allocator takes the smallest block that fits, so each request gets the block it was read from.
-    blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(sizes, reverse=True)]
-    for block in blocks:
+    return [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(sizes, reverse=True)]
+
+
+def fill_free_cuda_blocks():
+    """Take every free block of the caching allocator, and some fresh memory, fill them with 0xFF and give them back."""
+    sizes = free_cuda_blocks()
+    sizes += [max(0, FRESH_BYTES - sum(sizes))] + [512 << (i % 8) for i in range(256)]
+    for block in take_cuda_blocks(sizes):
         block.fill_(0xFF)

@@ -23,7 +23,7 @@ from cases import (
     run_backward,
     run_forward,
 )
-from poison import poisoned
+from poison import free_cuda_blocks, poisoned, take_cuda_blocks
 from reference import one_thread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -247,14 +247,16 @@ def test_a_step_does_not_synchronize(pool_dtype):
 
 @contextlib.contextmanager
 def gpu_memory_left(size: int):
-    """No more than so many bytes beside what is taken."""
+    """No more than so many bytes beside what is taken, and what PyTorch's cache cannot give back is taken as well."""
     torch.cuda.empty_cache()
+    taken = take_cuda_blocks(free_cuda_blocks())
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+        del taken
 
 
 def refused_allocation(run, left: int) -> str | None:
@@ -274,7 +276,6 @@ def refused_allocation(run, left: int) -> str | None:
 @pytest.mark.parametrize("normalize", (False, True))
 def test_out_of_gpu_memory(op, normalize):
     """With little memory an output is refused, with more of it the workspace; and the next call has the same bits."""
-    # Large enough for allocations of their own, which no leftover of PyTorch's cache holds.
     case = Case(T=16384, H_k=8, H_v=16, use_qk_l2norm_in_kernel=normalize, g_dtype=BF16, beta_dtype=BF16)
     arguments = make_arguments(case, "cuda")
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
