@@ -39,7 +39,6 @@ SEQUENCES = (
     "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,16384+2048x8,8192x4,4096x8,1024x8,256x4,128x64,"
     "ragged8,ragged32"
 )
-CHUNK = 64
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
 FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "predicted_us")
 MOST_PIECES = 3  # an SM: each is one more turn
@@ -47,6 +46,8 @@ MOST_PIECES = 3  # an SM: each is one more turn
 
 def modes(H_v: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
     """Arguments of override_forward_dispatch."""
+    from flash_qla._layout import CHUNK
+
     yield {"fused": 1}
     chunks = math.ceil(sum(lengths) / CHUNK / len(lengths))
     for value_tile in (64, 128):

@@ -9,8 +9,9 @@ from cases import forward_mode
 from subprocesses import run_python
 
 from flash_qla import _C
+from flash_qla._layout import CHUNK
 
-D, CHUNK = 128, 64
+K = V = 128
 TILES = (64, 128)
 HEADS = ((1, 1), (1, 2), (2, 8), (16, 16), (8, 24), (4, 64), (16, 64))
 DENSE = tuple({"B": B, "T": T, "N": B, "varlen": False} for B, T in ((1, 1), (1, 2048), (3, 100), (2, 65536), (64, 64)))
@@ -67,7 +68,7 @@ def test_fields_belong_together(auto_cp):
         heads, group = found.heads_per_cta, shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
-        tiles = found.segments * shape["H_v"] * (D // found.value_tile)
+        tiles = found.segments * shape["H_v"] * (V // found.value_tile)
         assert found.ctas == min(tiles, shape.get("sm_count", 132)), shape
         assert math.isfinite(found.predicted_us) and found.predicted_us > 0
         if found.segment_chunks == 0 or shape["N"] == 1 or not shape["varlen"]:
@@ -109,7 +110,7 @@ def test_workspace_is_what_the_kernels_need():
         needed = 0 if found.fused else chunk_slots(shape) * shape["H_v"] * of_chunk
         if found.segment_chunks:
             of_segment = (
-                D * D * 4 + 2 * D * D * 2 + 4
+                V * K * 4 + 2 * K * K * 2 + 4
             )  # the state before it; its map in two parts; whether it is skipped
             needed += found.segments * shape["H_v"] * of_segment
         needed += 4 * (3 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
