@@ -21,12 +21,7 @@ INSTANCES = [
         for tile in (NARROW_TILE, WIDE_TILE)
     ),
     *(
-        # What spills is the number of pieces, which is read once a piece.
-        Instance(
-            "forward.fused_forward",
-            types | {"normalize": normalize, "low_level": low_level},
-            spill_budget=12 if low_level else 0,
-        )
+        Instance("forward.fused_forward", types | {"normalize": normalize, "low_level": low_level})
         for types in TYPES
         for normalize in (False, True)
         for low_level in (False, True)
