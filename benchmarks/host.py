@@ -168,4 +168,5 @@ if __name__ == "__main__":
         with open(options.out, "w") as file:
             # environment() asks nvidia-smi
             found = environment() if options.device == "cuda" else None
-            json.dump({"environment": found, "options": vars(options), **results}, file, indent=1)
+            asked = {name: value for name, value in vars(options).items() if name != "out"}
+            json.dump({"environment": found, "options": asked, **results}, file, indent=1)
