@@ -43,7 +43,7 @@ def place_of_thread(tile_bytes):
 
 def offset(place):
     """In the tiles of the CTA's two warpgroups, which follow one another."""
-    return place & 0xFFFF
+    return _field(place, Place.OFFSET, 0xFFFF)
 
 
 def column(place):
