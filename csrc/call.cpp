@@ -170,7 +170,6 @@ void prepare(Call& call) {
 }
 
 void make_gradients_canonical(BackwardCall& call) {
-  make_aligned(call.op, call.A, call.dtype);
   make_aligned(call.op, call.grad_o, call.dtype);
   if (call.grad_final_state) {
     make_contiguous(call.op, *call.grad_final_state, call.compute_dtype);

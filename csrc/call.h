@@ -37,13 +37,15 @@ struct Arguments {
 
 // What the backward takes besides.
 struct Gradients {
-  Tensor A = undefined_tensor();           // [B, T, H_v, kChunk], dtype of q, as the forward returned it
+  // [B, T, H_v, kChunk], dtype of q, as the forward returned it. Checked, but not read: the GPU makes its matrices from
+  // q and k again, the CPU needs the states only.
+  Tensor A = undefined_tensor();
   Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]
   std::optional<Tensor> grad_final_state;  // shape of a state; none: zero
 };
 
-// Tensors are contiguous, those that TMA reads at multiples of 16 bytes. A and grad_o have the dtype of q, g, beta and
-// the states the compute dtype. States stay in the caller's layout.
+// Tensors are contiguous, those that TMA reads at multiples of 16 bytes. grad_o has the dtype of q, g, beta and the
+// states the compute dtype. States stay in the caller's layout.
 struct Call : Arguments {
   const char* op = nullptr;  // qualified name, for messages
   int64_t B = 0, T = 0, H_k = 0, H_v = 0, K = 0, V = 0;

@@ -215,7 +215,7 @@ def chunk_gated_delta_rule_bwd(
         dg_t =  <dS', S_{t-1}>                      dS  <- dS'
 
     which is the chain rule applied to the formula of the module; the dS that remains is dh0. The GPU computes the same
-    by chunks, from A and from states that it computes again. The CPU needs the states only and ignores A.
+    by chunks, whose matrices and states it computes again. A is checked but read by neither the GPU nor the CPU.
 
     Args:
         q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: those of the

@@ -31,8 +31,6 @@ INSTANCES = [
     *(Instance("forward.segment_scan", types) for types in TYPES),
     # backward
     *(Instance("backward.l2norm", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
-    Instance("backward.replay_gates"),
-    *(Instance("backward.replay_matrices", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
     *(Instance("backward.replay_states", types) for types in TYPES),
     *(Instance("backward.state_gradients", types) for types in TYPES),
     *(Instance("backward.input_gradients", types) for types in TYPES),

@@ -1,5 +1,5 @@
-// The backward on a Hopper GPU: the l2norm, plan, gates, the chunks' matrices, the states again, the states' gradient
-// in reverse, the inputs' gradients.
+// The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, the states again, the states'
+// gradient in reverse, the inputs' gradients.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -7,6 +7,7 @@
 
 #include "gpu/device.h"
 #include "gpu/launch.h"
+#include "gpu/modes.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"
 #include "kernels.h"
@@ -24,7 +25,8 @@ class Backward {
       : call_(call),
         out_(out),
         chunk_slots_(chunk_slots(call.B, call.T, call.N, call.varlen)),
-        workspace_(call, chunk_slots_),
+        segments_(segment_slots(call.B, call.T, call.N, call.varlen, kSegmentChunks)),
+        workspace_(call, chunk_slots_, segments_),
         stream_(current_stream(call)),
         dtype_(dtype_name(call)),
         q_(call.q),
@@ -37,8 +39,7 @@ class Backward {
     }
     workspace_.allocate(call_);
     plan();
-    replay_gates();
-    replay_matrices();
+    chunk_matrices();
     replay_states();
     state_gradients();
     input_gradients();
@@ -60,43 +61,61 @@ class Backward {
     make_plan(call_,
               {.sequences = workspace_[workspace_.sequences],
                .chunks = workspace_[workspace_.chunks],
-               .chunk_slots = chunk_slots_},
+               .chunk_slots = chunk_slots_,
+               .segments = workspace_[workspace_.segments],
+               .segment_slots = segments_,
+               .segment_chunks = kSegmentChunks},
               stream_);
   }
 
-  void replay_gates() const {
-    kernels::replay_gates({.g_cumsum = call_.g.const_data_ptr(),
-                           .beta = call_.beta.const_data_ptr(),
-                           .chunks = workspace_[workspace_.chunks],
-                           .gates = workspace_[workspace_.gates],
-                           .tokens = call_.tokens(),
-                           .H_v = call_.H_v,
-                           .chunk_slots = chunk_slots_},
-                          {}, stream_);
-  }
+  uint16_t* block_rows(int64_t j) const { return flash_qla::block_rows(workspace_[workspace_.matrices], j); }
 
-  void replay_matrices() const {
-    kernels::replay_matrices({.q = q_.const_data_ptr(),
-                              .k = k_.const_data_ptr(),
-                              .A = call_.A.const_data_ptr(),
-                              .gates = workspace_[workspace_.gates],
-                              .chunks = workspace_[workspace_.chunks],
-                              .gated_inverse = workspace_[workspace_.gated_inverse],
-                              .attention = workspace_[workspace_.attention],
-                              .group = call_.group(),
-                              .scale = static_cast<float>(*call_.scale),
-                              .tokens = call_.tokens(),
-                              .H_k = call_.H_k,
-                              .H_v = call_.H_v,
-                              .chunk_slots = chunk_slots_},
-                             {.dtype = dtype_, .K = call_.K}, stream_);
+  // The chunks' matrices and gates. A is made again rather than read: L and P are wanted by rows of blocks, which is
+  // what the forward's kernel makes.
+  void chunk_matrices() const {
+    const ForwardShape shape = shape_of(call_);
+    kernels::chunk_matrices({.q = q_.const_data_ptr(),
+                             .k = k_.const_data_ptr(),
+                             .g = call_.g.const_data_ptr(),
+                             .beta = call_.beta.const_data_ptr(),
+                             .chunks = workspace_[workspace_.chunks],
+                             .offsets = data(call_.cu_seqlens),
+                             .gates = workspace_[workspace_.gates],
+                             .matrices_0 = block_rows(0),
+                             .matrices_1 = block_rows(1),
+                             .matrices_2 = block_rows(2),
+                             .matrices_3 = block_rows(3),
+                             .o = out_.dv.mutable_data_ptr(),  // gets zeros where no sequence is, as o does
+                             .A = nullptr,
+                             .g_cumsum = nullptr,
+                             .backward_gates = workspace_[workspace_.backward_gates],
+                             .group = call_.group(),
+                             .heads = heads_per_cta(shape, chunk_slots_),
+                             .scale = static_cast<float>(*call_.scale),
+                             .low_level = false,
+                             .cumulative = true,
+                             .has_backward_gates = true,
+                             .early_ctas = early_ctas(shape),
+                             .N = call_.N,
+                             .has_offsets = call_.varlen,
+                             .wide_offsets = call_.wide_offsets,
+                             .uniform_length = call_.T,
+                             .tokens = call_.tokens(),
+                             .H_k = call_.H_k,
+                             .H_v = call_.H_v,
+                             .chunk_slots = chunk_slots_,
+                             .offset_words = (call_.N + 1) * (call_.wide_offsets ? 2 : 1)},
+                            {.dtype = dtype_, .K = call_.K, .V = call_.V, .normalize = false}, stream_);
   }
 
   void replay_states() const {
     kernels::replay_states({.k = k_.const_data_ptr(),
                             .v = call_.v.const_data_ptr(),
-                            .gates = workspace_[workspace_.gates],
-                            .gated_inverse = workspace_[workspace_.gated_inverse],
+                            .gates = workspace_[workspace_.backward_gates],
+                            .matrices_0 = block_rows(0),
+                            .matrices_1 = block_rows(1),
+                            .matrices_2 = block_rows(2),
+                            .matrices_3 = block_rows(3),
                             .sequences = workspace_[workspace_.sequences],
                             .initial_state = data(call_.initial_state),
                             .h = workspace_[workspace_.h],
@@ -118,9 +137,11 @@ class Backward {
     kernels::state_gradients({.q = q_.const_data_ptr(),
                               .k = k_.const_data_ptr(),
                               .grad_o = call_.grad_o.const_data_ptr(),
-                              .gates = workspace_[workspace_.gates],
-                              .gated_inverse = workspace_[workspace_.gated_inverse],
-                              .attention = workspace_[workspace_.attention],
+                              .gates = workspace_[workspace_.backward_gates],
+                              .matrices_0 = block_rows(0),
+                              .matrices_1 = block_rows(1),
+                              .matrices_2 = block_rows(2),
+                              .matrices_3 = block_rows(3),
                               .h = workspace_[workspace_.h],
                               .sequences = workspace_[workspace_.sequences],
                               .dht = data(call_.grad_final_state),
@@ -150,7 +171,7 @@ class Backward {
                               .grad_o = call_.grad_o.const_data_ptr(),
                               .q_rstd = data(q_rstd_),
                               .k_rstd = data(k_rstd_),
-                              .gates = workspace_[workspace_.gates],
+                              .gates = workspace_[workspace_.backward_gates],
                               .chunks = workspace_[workspace_.chunks],
                               .h = workspace_[workspace_.h],
                               .dh = workspace_[workspace_.dh],
@@ -175,7 +196,9 @@ class Backward {
 
   const BackwardCall& call_;
   const BackwardOutputs& out_;
-  const int64_t chunk_slots_;
+  static constexpr int64_t kSegmentChunks = 0;  // no sequence is cut
+
+  const int64_t chunk_slots_, segments_;
   BackwardWorkspace workspace_;
   const cudaStream_t stream_;
   const char* const dtype_;

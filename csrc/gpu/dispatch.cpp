@@ -16,10 +16,9 @@ namespace {
 // What an offer to the device has to promise, of the time without: for as good as nothing it is not made.
 constexpr double kWorthOffering = 0.998;
 
-// While chunk_plan runs, the kernel behind it finds out by itself where its CTAs begin (device/plan.cuh), as long
-// as that takes less time: chunk_matrices in the CTAs that the SMs take at first, with up to so many sequences, and
-// fused_forward, which needs them in order, with up to a warp's.
-constexpr int64_t kMostSearched = 64, kMostSorted = 32;
+// While chunk_plan runs, fused_forward finds out by itself where its CTAs begin (device/plan.cuh), as chunk_matrices
+// does; it needs the sequences in order, so with up to a warp's.
+constexpr int64_t kMostSorted = 32;
 
 struct Choice {
   Mode mode;
@@ -67,7 +66,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.chunk_slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
   d.segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, d.segment_chunks);
   d.heads_per_cta = heads_per_cta(shape, d.chunk_slots);
-  d.early_ctas = shape.varlen && shape.N > kMostSearched ? 0 : int64_t{kMatricesCtas} * shape.sm_count;
+  d.early_ctas = early_ctas(shape);
   d.early = !shape.varlen || shape.N <= kMostSorted;
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);

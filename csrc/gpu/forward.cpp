@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "gpu/device.h"
 #include "gpu/dispatch.h"
 #include "gpu/launch.h"
 #include "gpu/plan.h"
@@ -14,23 +13,6 @@
 namespace flash_qla {
 
 namespace {
-
-ForwardShape shape_of(const Call& call) {
-  return {.B = call.B,
-          .T = call.T,
-          .N = call.N,
-          .H_k = call.H_k,
-          .H_v = call.H_v,
-          .varlen = call.varlen,
-          .sm_count = gpu_of(call).sm_count,
-          .auto_cp = call.auto_cp,
-          .low_level = call.output_low_level,
-          .use_qk_l2norm = call.use_qk_l2norm,
-          .output_h = call.output_h,
-          .fp16 = call.dtype == ScalarType::Half,
-          .K = call.K,
-          .V = call.V};
-}
 
 // The launches of a call, each in a function of its name.
 class Forward {
@@ -79,10 +61,7 @@ class Forward {
               stream_);
   }
 
-  // The matrices' rows of blocks from the j-th on, of the first chunk and head.
-  uint16_t* block_rows(int64_t j) const {
-    return workspace_[workspace_.matrices] + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
-  }
+  uint16_t* block_rows(int64_t j) const { return flash_qla::block_rows(workspace_[workspace_.matrices], j); }
 
   void fused_forward(const ForwardDispatch::Launch& launch) const {
     kernels::fused_forward({.q = call_.q.const_data_ptr(),
@@ -139,10 +118,13 @@ class Forward {
                              .o = out_.o.mutable_data_ptr(),
                              .A = data_if(call_.output_low_level, out_.A),
                              .g_cumsum = data_if(call_.output_low_level, out_.g_cumsum),
+                             .backward_gates = nullptr,
                              .group = call_.group(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
                              .low_level = call_.output_low_level,
+                             .cumulative = false,
+                             .has_backward_gates = false,
                              .early_ctas = d_.early_ctas,
                              .N = call_.N,
                              .has_offsets = call_.varlen,

@@ -13,6 +13,10 @@ constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
 constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 
+// While chunk_plan runs, chunk_matrices finds out by itself where its first CTAs begin (device/plan.cuh): with up to so
+// many sequences that takes less time.
+constexpr int64_t kMostSearched = 64;
+
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
   return !shape.output_h && !(shape.low_level && shape.fp16) && forced.value_tile != kNarrowTile &&
          !forced.always_cuts() && forced.fused != 0;
@@ -62,6 +66,10 @@ int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
     }
   }
   return 1;
+}
+
+int64_t early_ctas(const ForwardShape& shape) {
+  return shape.varlen && shape.N > kMostSearched ? 0 : int64_t{kMatricesCtas} * shape.sm_count;
 }
 
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {

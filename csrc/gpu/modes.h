@@ -29,4 +29,7 @@ bool device_knows_more(const ForwardShape& shape);
 // Of chunk_matrices: the most that still leave a CTA for every SM.
 int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots);
 
+// Likewise: those that the SMs take at first, which find their chunks by themselves.
+int64_t early_ctas(const ForwardShape& shape);
+
 }  // namespace flash_qla

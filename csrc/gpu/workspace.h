@@ -44,6 +44,11 @@ class Workspace {
   char* base_ = nullptr;
 };
 
+// Of matrices [chunk_slots, H_v, 2, kTriangle] the rows of blocks from the j-th on, of the first chunk and head.
+inline uint16_t* block_rows(uint16_t* matrices, int64_t j) {
+  return matrices + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
+}
+
 struct ForwardWorkspace : Workspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
@@ -66,26 +71,27 @@ struct ForwardWorkspace : Workspace {
 };
 
 struct BackwardWorkspace : Workspace {
-  BackwardWorkspace(const Call& call, int64_t chunk_slots)
+  BackwardWorkspace(const Call& call, int64_t chunk_slots, int64_t segment_slots)
       : sequences(reserve<int32_t>(call.N * SequenceColumn::kCount)),
         chunks(reserve<int32_t>(chunk_slots * ChunkColumn::kCount)),
-        gates(reserve<float>(chunk_slots * call.H_v * BackwardGate::kCount * kChunk)),
-        gated_inverse(reserve<uint16_t>(chunk_slots * call.H_v * kChunk * kChunk)),
+        segments(reserve<int32_t>(segment_slots * SegmentColumn::kCount)),
+        gates(reserve<float>(chunk_slots * call.H_v * ForwardGate::kCount * kChunk)),
+        backward_gates(reserve<float>(chunk_slots * call.H_v * BackwardGate::kCount * kChunk)),
+        matrices(reserve<uint16_t>(2 * chunk_slots * call.H_v * kTriangle)),
         v_new(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
-        attention(reserve<uint16_t>(chunk_slots * call.H_v * kChunk * kChunk)),
         u(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
         h(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
         dh(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
         state_product(reserve<float>(chunk_slots * call.H_v * (call.V / kStateProductRows))) {}
 
-  const Region<int32_t> sequences, chunks;  // the plan's tables
-  const Region<float> gates;                // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
-  const Region<uint16_t> gated_inverse;     // [chunk_slots, H_v, kChunk, kChunk]: A * D - I
-  const Region<uint16_t> v_new;             // [chunk_slots, H_v, V, kChunk]: V_new^T
-  const Region<uint16_t> attention;         // [chunk_slots, H_v, kChunk, kChunk]: scale tril(Q K^T) * D
-  const Region<uint16_t> u;                 // [chunk_slots, H_v, V, kChunk]: U^T, diag(beta) U the gradient of V
-  const Region<uint16_t> h, dh;             // [chunk_slots, H_v, V, K]: a chunk's first state, the last one's gradient
-  const Region<float> state_product;        // [chunk_slots, H_v, V / kStateProductRows]: <S, dS'>
+  const Region<int32_t> sequences, chunks, segments;  // the plan's tables
+  const Region<float> gates;                          // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
+  const Region<float> backward_gates;                 // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
+  const Region<uint16_t> matrices;                    // [chunk_slots, H_v, 2, kTriangle]
+  const Region<uint16_t> v_new;                       // [chunk_slots, H_v, V, kChunk]: V_new^T
+  const Region<uint16_t> u;           // [chunk_slots, H_v, V, kChunk]: U^T, diag(beta) U the gradient of V
+  const Region<uint16_t> h, dh;       // [chunk_slots, H_v, V, K]: a chunk's first state, the last one's gradient
+  const Region<float> state_product;  // [chunk_slots, H_v, V / kStateProductRows]: <S, dS'>
 };
 
 }  // namespace flash_qla

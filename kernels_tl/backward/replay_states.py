@@ -1,6 +1,6 @@
 """The states again, for the backward: the recurrence over the chunks of each sequence, with the state in registers from
 first to last chunk. Per chunk, in the transposed form that keeps every intermediate in registers as the next WGMMA's A
-operand, with L = A * D - I from replay_matrices:
+operand, with L = A * D - I from chunk_matrices:
 
     h          = S                                                  [chunk_slots, H_v, V, K], V-first
     residual^T = (V^T - (S^T K^T) diag(gamma)) diag(beta)
@@ -23,6 +23,8 @@ from kernels_tl.backward.shared import load_piece, read_state, store
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
+    block_row,
+    block_rows,
     dims,
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, shared
@@ -44,7 +46,7 @@ def replay_states(dtype, K, V):
             90.5,
             K=([STAGES, C, K], dtype),
             V=([STAGES, C, VALUE_TILE], dtype),  # read by elements, transposed: a warp's rows meet different banks
-            L=([STAGES, C, C], dtype),
+            L=([STAGES, C, C], dtype),  # L^T
             gates=([STAGES, BackwardGate.COUNT, C], "float32"),
             h=([VALUE_TILE, K], dtype),
             V_new=([VALUE_TILE, C], dtype),
@@ -89,7 +91,7 @@ def replay_states(dtype, K, V):
     def make_state(r, tiles, s, v_new_part):
         """From residual^T V_new^T, which is stored, and the next S."""
         T.copy(r.V_new, r.V_new_16)
-        T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, transpose_B=True, policy=Full)
+        T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, policy=Full)
         for i, j in T.Parallel(VALUE_TILE, K):
             r.S[i, j] *= tiles.gates[s, BackwardGate.GAMMA, C - 1]
         T.wait_wgmma(0)
@@ -128,8 +130,9 @@ def replay_states(dtype, K, V):
         T.tma_store_wait(0)
 
     @T.macro
-    def load(tiles, ready, piece, group, k, v, gated_inverse, gates):
+    def load(tiles, ready, piece, group, k, v, matrices, gates):
         """The loader: the chunks' operands."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(piece.chunks):
             s = c % STAGES
             t = piece.row + c * C
@@ -137,7 +140,8 @@ def replay_states(dtype, K, V):
             T.barrier_wait(ready.released[s], ((c // STAGES) % 2) ^ 1)
             fetch(k[t : t + C, T.truncdiv(piece.hv, group), :], tiles.K[s, :, :], ready.loaded[s])
             fetch(v[t : t + C, piece.hv, piece.v0 : piece.v0 + VALUE_TILE], tiles.V[s, :, :], ready.loaded[s])
-            fetch(gated_inverse[slot, piece.hv, :, :], tiles.L[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices, slot, piece.hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
             fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
 
@@ -146,7 +150,10 @@ def replay_states(dtype, K, V):
         k: T.Tensor([tokens, H_k, K], dtype),
         v: T.Tensor([tokens, H_v, V], dtype),
         gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        gated_inverse: T.Tensor([chunk_slots, H_v, C, C], dtype),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
         sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         h: T.Tensor([chunk_slots, H_v, V, K], dtype),
@@ -164,6 +171,7 @@ def replay_states(dtype, K, V):
                 initial = States(initial_state, H_v, K, V, (state_stride_v, state_stride_k))
                 compute(tiles, ready, piece, initial, has_initial_state, h, v_new)
             else:
-                load(tiles, ready, piece, group, k, v, gated_inverse, gates)
+                matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+                load(tiles, ready, piece, group, k, v, matrices, gates)
 
     return main

@@ -1,7 +1,7 @@
 """The gradient of the states: the recurrence of replay_states in reverse, with the gradient in registers throughout.
 
 With dS' the gradient of the state behind a chunk, and P = scale * tril(Q K^T) * D and L = A * D - I from
-replay_matrices:
+chunk_matrices, which come transposed:
 
     dh            = dS'                                             [chunk_slots, H_v, V, K], V-first
     state_product = <S, dS'>, from dS' before it is rounded         [chunk_slots, H_v, 8], by parts of the state
@@ -34,6 +34,8 @@ from kernels_tl.backward.shared import (
 from kernels_tl.common import (
     PASS_CONFIGS as PASS_CONFIGS,
     C,
+    block_row,
+    block_rows,
     dims,
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, shared
@@ -63,8 +65,8 @@ def state_gradients(dtype, K, V):
             Q=([STAGES, C, K], dtype),
             K=([STAGES, C, K], dtype),
             dO=([STAGES, C, VALUE_TILE], dtype),
-            L=([STAGES, C, C], dtype),
-            P=([STAGES, C, C], dtype),
+            L=([STAGES, C, C], dtype),  # L^T
+            P=([STAGES, C, C], dtype),  # P^T
             h=([STAGES, VALUE_TILE, K], dtype),
             gates=([STAGES, BackwardGate.COUNT, C], "float32"),
             dh=([VALUE_TILE, K], dtype),
@@ -109,7 +111,15 @@ def state_gradients(dtype, K, V):
         T.copy(r.dS, r.dS_16)
         T.wgmma_gemm(r.dS_16, tiles.K[s, :, :], r.dSK, transpose_B=True, policy=Full, clear_accum=True)
         store_product(r, tiles, s, piece, slot, state_product)
-        T.wgmma_gemm(tiles.dO[s, :, :], tiles.P[s, :, :], r.U, transpose_A=True, policy=Full, clear_accum=True)
+        T.wgmma_gemm(
+            tiles.dO[s, :, :],
+            tiles.P[s, :, :],
+            r.U,
+            transpose_A=True,
+            transpose_B=True,
+            policy=Full,
+            clear_accum=True,
+        )
         store(r.dS_16, tiles.dh, dh[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :])
         for i, j in T.Parallel(VALUE_TILE, C):
             dO_j = tiles.dO[s, j, i] * (tiles.gates[s, BackwardGate.FADE, j] * scale)
@@ -127,7 +137,7 @@ def state_gradients(dtype, K, V):
         for i, j in T.Parallel(VALUE_TILE, C):
             r.U[i, j] += tiles.gates[s, BackwardGate.DECAY, j] * r.dSK[i, j]
         T.copy(r.U, r.U_16)
-        T.wgmma_gemm(r.U_16, tiles.L[s, :, :], r.U, policy=Full)
+        T.wgmma_gemm(r.U_16, tiles.L[s, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
         for i, j in T.Parallel(VALUE_TILE, C):
             r.faded_U[i, j] = r.U[i, j] * (-tiles.gates[s, BackwardGate.BETA, j] * tiles.gates[s, BackwardGate.FADE, j])
@@ -166,8 +176,9 @@ def state_gradients(dtype, K, V):
         T.tma_store_wait(0)
 
     @T.macro
-    def load(tiles, ready, piece, group, q, k, grad_o, gated_inverse, attention, h, gates):
+    def load(tiles, ready, piece, group, q, k, grad_o, matrices, h, gates):
         """The loader: the chunks' operands, the last chunk's first."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(piece.chunks):
             s = step % STAGES
             c = piece.chunks - 1 - step
@@ -177,8 +188,10 @@ def state_gradients(dtype, K, V):
             fetch(q[t : t + C, T.truncdiv(piece.hv, group), :], tiles.Q[s, :, :], ready.loaded[s])
             fetch(k[t : t + C, T.truncdiv(piece.hv, group), :], tiles.K[s, :, :], ready.loaded[s])
             fetch(grad_o[t : t + C, piece.hv, piece.v0 : piece.v0 + VALUE_TILE], tiles.dO[s, :, :], ready.loaded[s])
-            fetch(gated_inverse[slot, piece.hv, :, :], tiles.L[s, :, :], ready.loaded[s])
-            fetch(attention[slot, piece.hv, :, :], tiles.P[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices, slot, piece.hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
+            for target, source in block_rows(tiles.P, s, matrices, slot, piece.hv, 1, edge):
+                fetch(source, target, ready.loaded[s])
             fetch(h[slot, piece.hv, piece.v0 : piece.v0 + VALUE_TILE, :], tiles.h[s, :, :], ready.loaded[s])
             fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
@@ -189,8 +202,10 @@ def state_gradients(dtype, K, V):
         k: T.Tensor([tokens, H_k, K], dtype),
         grad_o: T.Tensor([tokens, H_v, V], dtype),
         gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        gated_inverse: T.Tensor([chunk_slots, H_v, C, C], dtype),
-        attention: T.Tensor([chunk_slots, H_v, C, C], dtype),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
         h: T.Tensor([chunk_slots, H_v, V, K], dtype),
         sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
         dht: T.Tensor([state_size], "float32"),
@@ -216,6 +231,7 @@ def state_gradients(dtype, K, V):
                 has = SimpleNamespace(dht=has_dht, dh0=has_dh0)
                 compute(tiles, ready, piece, has, final, initial, scale, state_product, dh, u)
             else:
-                load(tiles, ready, piece, group, q, k, grad_o, gated_inverse, attention, h, gates)
+                matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+                load(tiles, ready, piece, group, q, k, grad_o, matrices, h, gates)
 
     return main

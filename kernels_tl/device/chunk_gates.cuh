@@ -50,6 +50,18 @@ __device__ __forceinline__ void load_gates(float* gates, const float* g, float* 
   store_head(gates + head * kHeadGates, b);
 }
 
+// By one warp: b log2(e) of `heads` heads from b itself, which behind the chunk's last token stays what it was.
+__device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int64_t stride, int heads,
+                                                      int length) {
+  const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+  float b[8];
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] = head < heads ? b_rows[min(first + s, length - 1) * stride + head] * kLog2e : 0.f;
+  }
+  store_head(gates + head * kHeadGates, b);
+}
+
 // By one warp: likewise beta.
 __device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int64_t stride, int heads, int length) {
   float beta[8];
@@ -82,6 +94,21 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
   }
   if (lane < 2) {
     table[ForwardGate::kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
+  }
+}
+
+// By one warp: likewise the backward's.
+__device__ __forceinline__ void store_backward_gates(const float* gates, float* table) {
+  const int lane = lane_here();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    const float b = gates[token];
+    table[BackwardGate::kLog * kChunk + token] = b * kLn2;
+    table[BackwardGate::kGamma * kChunk + token] = exp2_fast(b);
+    table[BackwardGate::kDecay * kChunk + token] = exp2_fast(gates[kChunk - 1] - b);
+    table[BackwardGate::kFade * kChunk + token] = exp2_fast(b - gates[0]);
+    table[BackwardGate::kBeta * kChunk + token] = gates[kChunk + token];
   }
 }
 

@@ -6,6 +6,10 @@
                                                    diagonal on (common.block_row)
     A          [tokens, H_v, C]                    if wanted (low_level): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  likewise, b_i = g_1 + ... + g_i
+    backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
+
+The backward, too, has its matrices made here, from keys and queries that are normalised already: its g is b
+(`cumulative`), and o is the gradient of v, whose rows that no sequence covers want zeros likewise.
 
 D_ij = exp(b_i - b_j) for i >= j and 0 above, formed from differences, so it never overflows. A * D is diag(gamma) A
 diag(1/gamma), so the gates never enter the inverse; its unit diagonal is left out, so that products with it round only
@@ -45,6 +49,7 @@ from kernels_tl.layout import (
     INVERSE_STRIDE,
     MATRICES_CTAS,
     PADDING,
+    BackwardGate,
     ChunkColumn,
     ForwardGate,
     NamedBarrier,
@@ -121,23 +126,33 @@ def chunk_matrices(dtype, K, V, normalize):
                     g_cumsum[chunk.row + tx, first + l] = 0.0
 
     @T.macro
-    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum):
+    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative):
         """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
         become zeros."""
         T.tma_copy(k[chunk.row : chunk.row + C, hk, :], tiles.K, barrier=ready.loaded)
         T.tma_copy(q[chunk.row : chunk.row + C, hk, :], tiles.Q, barrier=ready.loaded)
         T.barrier_arrive(ready.loaded)
         if warp == 0:
-            extern(
-                "load_gates",
-                T.access_ptr(tiles.gates, "rw"),
-                T.access_ptr(g[chunk.row, first], "r"),
-                T.access_ptr(g_cumsum[chunk.row, first], "w"),
-                H_v,
-                heads,
-                chunk.length,
-                valid,
-            )
+            if cumulative != 0:
+                extern(
+                    "load_cumulative_gates",
+                    T.access_ptr(tiles.gates, "rw"),
+                    T.access_ptr(g[chunk.row, first], "r"),
+                    H_v,
+                    heads,
+                    chunk.length,
+                )
+            else:
+                extern(
+                    "load_gates",
+                    T.access_ptr(tiles.gates, "rw"),
+                    T.access_ptr(g[chunk.row, first], "r"),
+                    T.access_ptr(g_cumsum[chunk.row, first], "w"),
+                    H_v,
+                    heads,
+                    chunk.length,
+                    valid,
+                )
         if warp == 1:
             extern(
                 "load_beta",
@@ -246,10 +261,13 @@ def chunk_matrices(dtype, K, V, normalize):
         o: T.Tensor([tokens, H_v, V], dtype),
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
+        backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
         group: T.int32,  # H_v / H_k
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
         low_level: T.int32,
+        cumulative: T.int32,  # g is b
+        has_backward_gates: T.int32,
         early_ctas: T.int32,
         N: T.int32,
         has_offsets: T.int32,
@@ -275,7 +293,7 @@ def chunk_matrices(dtype, K, V, normalize):
                 T.pdl_trigger()
                 clear_padding(chunk, first, heads, low_level, o, A, g_cumsum)
             else:
-                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum)
+                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative)
                 factors = make_products(tiles, scale)
                 if team.head < heads:
                     hv = first + team.head
@@ -287,6 +305,12 @@ def chunk_matrices(dtype, K, V, normalize):
                             *(factors[i] for i in range(4)),
                             T.access_ptr(gates[slot, hv, 0, 0], "w"),
                         )
+                        if has_backward_gates != 0:
+                            extern(
+                                "store_backward_gates",
+                                T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+                                T.access_ptr(backward_gates[slot, hv, 0, 0], "w"),
+                            )
                     invert_diagonal(tiles, team)
                     matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
                     make_columns(tiles, team, slot, hv, chunk, valid, matrices, A)
