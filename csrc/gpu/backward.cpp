@@ -111,13 +111,14 @@ class Backward {
   void replay_states() const {
     kernels::replay_states({.k = k_.const_data_ptr(),
                             .v = call_.v.const_data_ptr(),
-                            .gates = workspace_[workspace_.backward_gates],
+                            .gates = workspace_[workspace_.gates],
                             .matrices_0 = block_rows(0),
                             .matrices_1 = block_rows(1),
                             .matrices_2 = block_rows(2),
                             .matrices_3 = block_rows(3),
-                            .sequences = workspace_[workspace_.sequences],
+                            .segments = workspace_[workspace_.segments],
                             .initial_state = data(call_.initial_state),
+                            .states = nullptr,
                             .h = workspace_[workspace_.h],
                             .v_new = workspace_[workspace_.v_new],
                             .group = call_.group(),
@@ -128,7 +129,7 @@ class Backward {
                             .H_k = call_.H_k,
                             .H_v = call_.H_v,
                             .chunk_slots = chunk_slots_,
-                            .N = call_.N,
+                            .segment_slots = segments_,
                             .state_size = call_.state_size()},
                            {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
@@ -143,8 +144,9 @@ class Backward {
                               .matrices_2 = block_rows(2),
                               .matrices_3 = block_rows(3),
                               .h = workspace_[workspace_.h],
-                              .sequences = workspace_[workspace_.sequences],
+                              .segments = workspace_[workspace_.segments],
                               .dht = data(call_.grad_final_state),
+                              .grad_states = nullptr,
                               .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
                               .dh = workspace_[workspace_.dh],
                               .u = workspace_[workspace_.u],
@@ -159,7 +161,7 @@ class Backward {
                               .H_k = call_.H_k,
                               .H_v = call_.H_v,
                               .chunk_slots = chunk_slots_,
-                              .N = call_.N,
+                              .segment_slots = segments_,
                               .state_size = call_.state_size()},
                              {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }

@@ -21,7 +21,6 @@ struct Plan {
   void* chunks;     // [chunk_slots, ChunkColumn::kCount] int32
   int64_t chunk_slots;
 
-  // The forward's.
   void* segments = nullptr;  // [segment_slots, SegmentColumn::kCount] int32
   int64_t segment_slots = 0;
   int64_t segment_chunks = 0;  // chunks a segment, 0: a segment is a sequence

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.common import C
-from kernels_tl.layout import SequenceColumn
+from kernels_tl.layout import SegmentColumn
 
 WARP = 32  # threads
 
@@ -20,28 +20,28 @@ def warp_sum(number):
 
 
 @T.macro
-def load_piece(sequences, n, hv, v0):
-    """A CTA's piece of work, the value rows from v0 on of a head of a sequence: where it is, the sequence's columns and
+def load_piece(segments, segment, hv, v0):
+    """A CTA's piece of work, the value rows from v0 on of a head of a segment: where it is, the segment's columns and
     its chunks."""
-    row = sequences[n, SequenceColumn.ROW]
-    length = sequences[n, SequenceColumn.LENGTH]
-    first = sequences[n, SequenceColumn.CHUNK]
+    row = segments[segment, SegmentColumn.ROW]
+    length = segments[segment, SegmentColumn.LENGTH]
+    first = segments[segment, SegmentColumn.CHUNK]
     chunks = T.truncdiv(length + (C - 1), C)
-    return SimpleNamespace(n=n, hv=hv, v0=v0, row=row, length=length, first=first, chunks=chunks)
+    return SimpleNamespace(segment=segment, hv=hv, v0=v0, row=row, length=length, first=first, chunks=chunks)
 
 
 @T.macro
-def read_state(fragment, states, piece):
+def read_state(fragment, states, n, piece):
     """A piece's rows of S^T, or of a gradient, from the caller's states."""
     for i, j in T.Parallel(*fragment.shape):
-        fragment[i, j] = states.numbers[states.state_at(piece.n, piece.hv, piece.v0 + i) + j * states.stride_k]
+        fragment[i, j] = states.numbers[states.state_at(n, piece.hv, piece.v0 + i) + j * states.stride_k]
 
 
 @T.macro
-def write_state(fragment, states, piece):
+def write_state(fragment, states, n, piece):
     """Back."""
     for i, j in T.Parallel(*fragment.shape):
-        states.numbers[states.state_at(piece.n, piece.hv, piece.v0 + i) + j * states.stride_k] = fragment[i, j]
+        states.numbers[states.state_at(n, piece.hv, piece.v0 + i) + j * states.stride_k] = fragment[i, j]
 
 
 @T.macro

@@ -103,6 +103,60 @@ __device__ __forceinline__ void round_scaled_columns(void* scaled, const float* 
   }
 }
 
+// Likewise what the rounding took.
+template <typename T>
+__device__ __forceinline__ void round_scaled_columns(void* rest, const float* fragment, const float* x,
+                                                     const void* scaled) {
+  uint32_t* const to = static_cast<uint32_t*>(rest);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float2 rounded = unpack(T(), static_cast<const uint32_t*>(scaled)[i]);
+    to[i] = pack(T(), fragment[2 * i] * x[i / 2 * 2] - rounded.x, fragment[2 * i + 1] * x[i / 2 * 2 + 1] - rounded.y);
+  }
+}
+
+// fragment[i][j] += factors[j] * other[i][j]
+__device__ __forceinline__ void add_scaled_columns(float* fragment, const float* other, const float* x) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    fragment[i] += x[i / 4 * 2 + i % 2] * other[i];
+  }
+}
+
+// The factors -a[j] b[j] of a lane's columns.
+__device__ __forceinline__ void load_column_products(float* x, const float* a, const float* b, int column) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float2 left = *reinterpret_cast<const float2*>(a + 8 * n + column);
+    const float2 right = *reinterpret_cast<const float2*>(b + 8 * n + column);
+    x[2 * n] = -left.x * right.x;
+    x[2 * n + 1] = -left.y * right.y;
+  }
+}
+
+// tile[j][i] * factors[j] * scale as a left factor of WGMMA in two 16-bit parts, rounded and rest.
+template <typename T>
+__device__ __forceinline__ void round_scaled_tile(void* rounded, void* rest, const void* tile, const float* factors,
+                                                  float scale, int offset, int column) {
+  const uint32_t from = shared_address(tile) + offset;
+  uint32_t* const to = static_cast<uint32_t*>(rounded);
+  uint32_t* const rest_to = static_cast<uint32_t*>(rest);
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    uint32_t x[4];
+    load_matrices_transposed(x, from + 1024 * n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 f = *reinterpret_cast<const float2*>(factors + 8 * (n + i / 2) + column);
+      const float2 pair = unpack(T(), x[i]);
+      const float low = pair.x * (f.x * scale), high = pair.y * (f.y * scale);
+      to[2 * n + i] = pack(T(), low, high);
+      const float2 taken = unpack(T(), to[2 * n + i]);
+      rest_to[2 * n + i] = pack(T(), low - taken.x, high - taken.y);
+    }
+  }
+}
+
 // tile[j][i] = fragment[i][j], rounded to 16 bits.
 template <typename T>
 __device__ __forceinline__ void stage_transposed(const float* fragment, void* tile, int offset) {
@@ -112,6 +166,24 @@ __device__ __forceinline__ void stage_transposed(const float* fragment, void* ti
     const float* const x = fragment + 4 * n;
     store_matrices_transposed(to + 1024 * n, pack(T(), x[0], x[1]), pack(T(), x[2], x[3]), pack(T(), x[4], x[5]),
                               pack(T(), x[6], x[7]));
+  }
+}
+
+// Byte offset of the thread's row of stmatrix, not transposed, in a tile of 64 x 64.
+__device__ __forceinline__ int rows_offset() {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 3;
+  return kept(swizzled(16 * warp + (lane & 15), lane >> 4));
+}
+
+// tile[i][j] = fragment[i][j], from the left factor of a register-sourced WGMMA, which has its registers in the order
+// of an fp32 fragment's pairs; `kTiles` tiles side by side.
+template <int kTiles>
+__device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, int offset) {
+  const uint32_t* const x = static_cast<const uint32_t*>(fragment);
+  const uint32_t to = shared_address(tiles) + offset;
+#pragma unroll
+  for (int n = 0; n < 8 * kTiles; n += 2) {
+    store_matrices((to ^ (16 * (n % 8))) + 8192 * (n / 8), x[2 * n], x[2 * n + 1], x[2 * n + 2], x[2 * n + 3]);
   }
 }
 

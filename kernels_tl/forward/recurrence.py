@@ -8,7 +8,11 @@ intermediate in registers as the next WGMMA's A operand, with L = A * D - I and 
 
 With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came. Two macros,
 so that between them a kernel can release what has been used. Without an output O is left out, and there is one product
-at a time to hide loads and conversions behind: so their order differs.
+at a time to hide loads and conversions behind: so their order differs, and what else there is to do, `meanwhile`, is
+done behind the first and the last product.
+
+An exact S' has a second product, with what rounding takes from V_new^T diag(gamma_C / gamma): that would be its largest
+error.
 """
 
 import tilelang.language as T
@@ -20,7 +24,11 @@ from kernels_tl.layout import ForwardGate
 Full = T.GemmWarpPolicy.FullRow
 
 
-def registers(rows, K, dtype, early, output=True):
+def nothing():
+    pass
+
+
+def registers(rows, K, dtype, early, output=True, exact=False):
     """The registers of the warpgroups that carry `rows` rows of S^T. `early` of eight quadruples of the residual's
     factors are loaded before the first product (device/tiles.cuh: load_minuend); more of them may spill."""
     made = fragments(
@@ -29,6 +37,7 @@ def registers(rows, K, dtype, early, output=True):
         V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
         V_new_16=([rows, C], dtype),
         decayed=([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
+        **({"decayed_rest": ([rows, C], dtype)} if exact else {}),  # what rounding took from it
         **({"O": ([rows, C], "float32")} if output else {}),  # O^T
     )
     # Loaded ahead of WGMMAs: the tile of V, its pairs of factors, gamma_C / gamma, and for O scale gamma.
@@ -39,7 +48,7 @@ def registers(rows, K, dtype, early, output=True):
         **({"queries": T.alloc_local([16], "float32")} if output else {}),
     )
     vars(made).update(vars(ahead))
-    made.element, made.early, made.output = element_type(dtype), early, output
+    made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
     return made
 
 
@@ -58,7 +67,7 @@ def fetch_residual_factors(r, tiles, s, V, offset, column):
 
 
 @T.macro
-def begin_step(r, tiles, s, V, offset, column, has_V=True):
+def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
     """Leaves gamma_C S^T in S, S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
 
     The chunk's tiles are those of stage s; V is the first element of the warpgroup's tile of V. offset and column are
@@ -77,6 +86,7 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True):
         T.wait_wgmma(1)
     else:
         fetch_residual_factors(r, tiles, s, V, offset, column)
+        meanwhile()
         T.wait_wgmma(0)
     extern(
         f"subtract_from_minuend<{r.element}, {r.early}>",
@@ -97,14 +107,19 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True):
 
 
 @T.macro
-def end_step(r, tiles, s):
+def end_step(r, tiles, s, meanwhile=nothing):
     """Behind the wait for V_new: leaves the next state in S, and with an output in S_16, too, and O^T in O."""
     extern(f"round_scaled_columns<{r.element}>", r.decayed.data, r.V_new.data, r.decays.data)
     T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
+    if r.exact:
+        extern(f"round_scaled_columns<{r.element}>", r.decayed_rest.data, r.V_new.data, r.decays.data, r.decayed.data)
+        T.wgmma_gemm(r.decayed_rest, tiles.K[s, :, :], r.S, policy=Full)
     if r.output:
         extern("scale_columns", r.O.data, r.queries.data)
         T.copy(r.V_new, r.V_new_16)
         T.wgmma_gemm(r.V_new_16, tiles.P[s, :, :], r.O, policy=Full)
         T.wait_wgmma(1)
         T.copy(r.S, r.S_16)
+    else:
+        meanwhile()
     T.wait_wgmma(0)
