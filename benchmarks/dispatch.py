@@ -1,6 +1,7 @@
-"""The forward in every mode that the host can choose, beside what the cost model in csrc/gpu/cost_model.cpp predicts.
+"""A pass in every mode that the host can choose, beside what the cost model in csrc/gpu/cost_model.cpp predicts.
 
     python benchmarks/dispatch.py --out benchmarks/results/dispatch_h200.json
+    python benchmarks/dispatch.py --backward
     python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
 
 Of each batch: what the model chooses; then the op in one kernel, without context parallelism, and with segments of
@@ -8,7 +9,7 @@ several lengths, the last two with both value tiles. Where it leaves the choice 
 N > M is cut after N chunks if a sequence has more than M, and N > M : V else takes value tile V. The model knows the
 average length of a batch alone: what it predicts for a choice is an expectation over batches of that average, what it
 predicts for the other modes is for equal sequences, and these say how good its constants are. Inputs and timing are
-forward.py's, gates "bench".
+forward.py's, gates "bench". The backward, timed as in backward.py, has no modes but segments.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from backward import flash_qla_backward
 from common import (
     HEAD_DIM,
     SCALE,
@@ -41,28 +43,65 @@ SEQUENCES = (
 )
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
 FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "predicted_us")
+BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
 MOST_PIECES = 3  # an SM: each is one more turn
 
 
-def modes(H_v: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
-    """Arguments of override_forward_dispatch."""
+def segmentations(H_v: int, lengths: list[int], sm_count: int, value_tile: int) -> Iterator[int]:
     from flash_qla._layout import CHUNK
 
-    yield {"fused": 1}
     chunks = math.ceil(sum(lengths) / CHUNK / len(lengths))
-    for value_tile in (64, 128):
-        segments = {0: len(lengths)} | {
-            math.ceil(chunks / parts): len(lengths) * parts for parts in PARTS if parts <= (chunks + 1) // 2
-        }
-        for segment_chunks, count in segments.items():
-            pieces = count * H_v * HEAD_DIM // value_tile
-            if segment_chunks == 0 or pieces <= (1 if value_tile == 64 else MOST_PIECES) * sm_count:
+    segments = {0: len(lengths)} | {
+        math.ceil(chunks / parts): len(lengths) * parts for parts in PARTS if parts <= (chunks + 1) // 2
+    }
+    for segment_chunks, count in segments.items():
+        pieces = count * H_v * HEAD_DIM // value_tile
+        if segment_chunks == 0 or pieces <= (1 if value_tile == 64 else MOST_PIECES) * sm_count:
+            yield segment_chunks
+
+
+class Forward:
+    fields = FIELDS
+
+    @staticmethod
+    def modes(*batch) -> Iterator[dict]:
+        """Arguments of override."""
+        yield {"fused": 1}
+        for value_tile in (64, 128):
+            for segment_chunks in segmentations(*batch, value_tile):
                 yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": 0}
+
+    @staticmethod
+    def call(H_k: int, H_v: int, lengths: list[int]):
+        arguments = make_inputs(H_k, H_v, lengths) | {"scale": SCALE, "output_final_state": True}
+        return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
+
+    def __init__(self):
+        from flash_qla import _C
+
+        self.override, self.dispatch = _C.override_forward_dispatch, _C.forward_dispatch
+
+
+class Backward:
+    fields = BACKWARD_FIELDS
+
+    @staticmethod
+    def modes(*batch) -> Iterator[dict]:
+        for segment_chunks in segmentations(*batch, 128):
+            yield {"segment_chunks": segment_chunks}
+
+    @staticmethod
+    def call(H_k: int, H_v: int, lengths: list[int]):
+        return flash_qla_backward(*make_inputs(H_k, H_v, lengths, gradients=True))
+
+    def __init__(self):
+        from flash_qla import _C
+
+        self.override, self.dispatch = _C.override_backward_dispatch, _C.backward_dispatch
 
 
 def measure(options) -> Iterator[dict]:
-    from flash_qla import _C
-
+    direction = Backward() if options.backward else Forward()
     torch.set_grad_enabled(False)
     sm_count = torch.cuda.get_device_properties().multi_processor_count
     start = time.monotonic()
@@ -72,34 +111,32 @@ def measure(options) -> Iterator[dict]:
                 print(f"{options.budget_s:g} s are spent, stopped before {H_k}x{H_v} {text}")
                 return
             lengths = parse_lengths(text)
-            arguments = make_inputs(H_k, H_v, lengths) | {"scale": SCALE, "output_final_state": True}
+            call = direction.call(H_k, H_v, lengths)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
-            for override in ({}, *modes(H_v, lengths, sm_count)):
-                _C.override_forward_dispatch(**override)
-                times = time_graph(
-                    lambda arguments=arguments: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments),
-                    options.samples,
-                    options.sample_ms,
-                )
+            for override in ({}, *direction.modes(H_v, lengths, sm_count)):
+                direction.override(**override)
+                times = time_graph(call, options.samples, options.sample_ms)
                 if override and equal:
-                    found = _C.forward_dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False)
+                    found = direction.dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False)
                 else:
-                    found = _C.forward_dispatch(1, T, N, H_k, H_v, sm_count)
+                    found = direction.dispatch(1, T, N, H_k, H_v, sm_count)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
                     "chosen": not override,
-                    **{name: getattr(found, name) for name in FIELDS},
+                    **{name: getattr(found, name) for name in direction.fields},
                     **spread(times),
                 }
-            _C.override_forward_dispatch()
+            direction.override()
 
 
 def name(cell: dict) -> str:
+    above = f">{cell['cut_above']}" if cell["cut_above"] else ""
+    if "fused" not in cell:
+        return f"{cell['segment_chunks'] or '-'}{above}"
     if cell["fused"]:
         return "fused"
-    above = f">{cell['cut_above']}" if cell["cut_above"] else ""
     if cell["whole_tile"] != cell["value_tile"]:
         above += f":{cell['whole_tile']}"
     return f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}{above}"
@@ -135,6 +172,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_timing_arguments(parser, HEADS, SEQUENCES, samples=5)
     parser.set_defaults(sample_ms=3.0)
+    parser.add_argument("--backward", action="store_true", help="the backward's modes")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="stop after this many seconds")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--report", metavar="FILE", help="print what these results say, and measure nothing")

@@ -27,16 +27,15 @@ const char* error_of(auto action) {
   }
 }
 
-void require(bool holds, const char* name, int64_t value, const char* expected) {
+void require(bool holds, const std::string& function, const char* name, int64_t value, const char* expected) {
   if (!holds) {
-    throw std::invalid_argument(std::string("flash_qla._C.forward_dispatch: ") + name + " is " + std::to_string(value) +
-                                ", expected " + expected);
+    throw std::invalid_argument(function + name + " is " + std::to_string(value) + ", expected " + expected);
   }
 }
 
 std::string pair(int64_t K, int64_t V) { return "K = " + std::to_string(K) + ", V = " + std::to_string(V); }
 
-void require_compiled(int64_t K, int64_t V) {
+void require_compiled(const std::string& function, int64_t K, int64_t V) {
   std::string compiled;
   for (const kernels::HeadDims& dims : kernels::kHeadDims) {
     if (dims.K == K && dims.V == V) {
@@ -44,7 +43,20 @@ void require_compiled(int64_t K, int64_t V) {
     }
     compiled += (compiled.empty() ? "" : " or ") + pair(dims.K, dims.V);
   }
-  throw std::invalid_argument("flash_qla._C.forward_dispatch: " + pair(K, V) + " has no kernels, expected " + compiled);
+  throw std::invalid_argument(function + pair(K, V) + " has no kernels, expected " + compiled);
+}
+
+// A shape that a call can have, of `direction`_dispatch.
+template <typename Shape>
+void require_possible(const char* direction, const Shape& shape) {
+  const std::string function = std::string("flash_qla._C.") + direction + "_dispatch: ";
+  require(shape.B >= 0, function, "B", shape.B, "at least 0");
+  require(shape.T >= 0, function, "T", shape.T, "at least 0");
+  require(shape.N > 0, function, "N", shape.N, "at least 1");
+  require(shape.H_k > 0, function, "H_k", shape.H_k, "at least 1");
+  require(shape.H_v > 0 && shape.H_v % shape.H_k == 0, function, "H_v", shape.H_v, "a multiple of H_k");
+  require(shape.sm_count > 0, function, "sm_count", shape.sm_count, "at least 1");
+  require_compiled(function, shape.K, shape.V);
 }
 
 }  // namespace
@@ -80,13 +92,7 @@ const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) no
 
 const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept {
   return error_of([&] {
-    require(shape->B >= 0, "B", shape->B, "at least 0");
-    require(shape->T >= 0, "T", shape->T, "at least 0");
-    require(shape->N > 0, "N", shape->N, "at least 1");
-    require(shape->H_k > 0, "H_k", shape->H_k, "at least 1");
-    require(shape->H_v > 0 && shape->H_v % shape->H_k == 0, "H_v", shape->H_v, "a multiple of H_k");
-    require(shape->sm_count > 0, "sm_count", shape->sm_count, "at least 1");
-    require_compiled(shape->K, shape->V);
+    require_possible("forward", *shape);
     *dispatch = dispatch_forward(*shape);
   });
 }
@@ -94,6 +100,17 @@ const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatc
 const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
                                                 int64_t cut_above, int64_t whole_tile) noexcept {
   return error_of([&] { override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile); });
+}
+
+const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept {
+  return error_of([&] {
+    require_possible("backward", *shape);
+    *dispatch = dispatch_backward(*shape);
+  });
+}
+
+const char* flash_qla_override_backward_dispatch(int64_t segment_chunks, int64_t cut_above) noexcept {
+  return error_of([&] { override_backward_dispatch(segment_chunks, cut_above); });
 }
 
 }  // extern "C"

@@ -26,7 +26,8 @@ struct GpuInfo {
 };
 
 static_assert(std::is_trivially_copyable_v<KernelInfo> && std::is_trivially_copyable_v<ForwardShape> &&
-              std::is_trivially_copyable_v<ForwardDispatch>);
+              std::is_trivially_copyable_v<ForwardDispatch> && std::is_trivially_copyable_v<BackwardShape> &&
+              std::is_trivially_copyable_v<BackwardDispatch>);
 
 extern "C" {
 #pragma GCC visibility push(default)
@@ -43,6 +44,8 @@ const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) no
 const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept;
 const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
                                                 int64_t cut_above, int64_t whole_tile) noexcept;
+const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept;
+const char* flash_qla_override_backward_dispatch(int64_t segment_chunks, int64_t cut_above) noexcept;
 
 #pragma GCC visibility pop
 }  // extern "C"

@@ -37,6 +37,14 @@ class ForwardDispatch:
     workspace_bytes: Final[int]
     predicted_us: Final[float]
 
+class BackwardDispatch:
+    segment_chunks: Final[int]
+    cut_above: Final[int]
+    segments: Final[int]
+    heads_per_cta: Final[int]
+    workspace_bytes: Final[int]
+    predicted_us: Final[float]
+
 def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...
 def driver_cuda_version() -> int: ...
@@ -61,3 +69,17 @@ def forward_dispatch(
 def override_forward_dispatch(
     value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0, whole_tile: int = 0
 ) -> None: ...
+def backward_dispatch(
+    B: int,
+    T: int,
+    N: int,
+    H_k: int,
+    H_v: int,
+    sm_count: int = 132,
+    auto_cp: bool = True,
+    varlen: bool = True,
+    use_qk_l2norm: bool = False,
+    K: int = 128,
+    V: int = 128,
+) -> BackwardDispatch: ...
+def override_backward_dispatch(segment_chunks: int = -1, cut_above: int = 0) -> None: ...

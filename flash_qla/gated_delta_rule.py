@@ -88,9 +88,10 @@ def chunk_gated_delta_rule(
             environment reports them, and synchronizes); on the CPU they are always checked.
         head_first: only False; the head dimension is the third.
         state_v_first: states are [N, H_v, V, K], in and out.
-        auto_cp: on the GPU, let the forward split long sequences into segments that run side by side when there are too
-            few sequences and heads to fill it. Where gates have decayed a state to less than 2^-24 of its norm within a
-            segment, what is left of it is dropped; with auto_cp=False nothing is. The CPU ignores it.
+        auto_cp: on the GPU, let either pass split long sequences into segments that run side by side when there are
+            too few sequences and heads to fill it. Where gates have decayed a state, or in the backward the gradient of
+            one, to less than 2^-24 of its norm within a segment, what is left of it is dropped; with auto_cp=False
+            nothing is. The CPU ignores it.
         state_dtype: dtype of final_state, bfloat16, float16, float32 or float64; by default that of the arithmetic,
             float32 (float64 for float64 inputs). The state is computed in that and rounded once, at the end. A gradient
             of final_state then arrives in state_dtype.

@@ -28,9 +28,10 @@ INSTANCES = [
         if not (low_level and types["dtype"] == "float16")  # whose A takes more digits than this kernel's inverse has
     ),
     *(Instance("forward.segment_maps", types) for types in TYPES),
-    *(Instance("forward.segment_scan", types) for types in TYPES),
+    *(Instance("forward.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
     *(Instance("backward.l2norm", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
+    *(Instance("backward.backward_maps", types) for types in TYPES),
     *(Instance("backward.replay_states", types) for types in TYPES),
     *(Instance("backward.state_gradients", types) for types in TYPES),
     *(Instance("backward.input_gradients", types) for types in TYPES),

@@ -112,11 +112,12 @@ def test_later_file_counts(results, tmp_path):
 
 
 def test_modes_of_a_batch():
-    found = list(dispatch.modes(8, [2048], sm_count=132))
+    found = list(dispatch.Forward.modes(8, [2048], 132))
     assert found[0] == {"fused": 1}
     assert [x["segment_chunks"] for x in found if x.get("value_tile") == 128] == [0, 16, 11, 8, 6, 4, 3, 2]
     assert max(x["segment_chunks"] for x in found[1:]) == 16 and {"value_tile": 64, "segment_chunks": 2} not in found
-    assert [x.get("segment_chunks") for x in dispatch.modes(64, [64] * 3, sm_count=132)] == [None, 0, 0]
+    assert [x.get("segment_chunks") for x in dispatch.Forward.modes(64, [64] * 3, 132)] == [None, 0, 0]
+    assert [x["segment_chunks"] for x in dispatch.Backward.modes(8, [2048], 132)] == [0, 16, 11, 8, 6, 4, 3, 2]
 
 
 def test_report_of_modes(capsys):

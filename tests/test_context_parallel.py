@@ -1,6 +1,6 @@
-"""The forward's modes on the GPU: each value tile, with and without context parallelism, by segments of one and more
-chunks, and in one kernel. All have the bars of the other tests; each reference is made once for all modes that it is
-compared with."""
+"""The modes on the GPU: of the forward each value tile, with and without context parallelism, by segments of one and
+more chunks, and in one kernel; of the backward those segments. All have the bars of the other tests; each reference is
+made once for all modes that it is compared with."""
 
 import functools
 import itertools
@@ -15,12 +15,18 @@ import torch.nn.functional as F
 from cases import (
     TINY,
     Case,
+    backward_mode,
     check_backward,
+    check_gradients,
     check_outputs,
     equal,
     expected_outputs,
     forward_mode,
+    make_gradients,
     make_inputs,
+    reference_gradients,
+    run_backward,
+    run_forward,
     run_forwards,
 )
 
@@ -125,7 +131,7 @@ def test_more_work_than_ctas(mode, case):
     Case(T=200, keys="raw", use_qk_l2norm_in_kernel=True, dtype=FP16, H_k=1, H_v=2),
 )
 def test_autograd(case, value_tile):
-    """The backward, which has no such modes, takes what this forward saved; o is that of a call without gradients."""
+    """The backward takes what this forward saved; o is that of a call without gradients."""
     with forward_mode(value_tile, 2):
         check_backward(case, "cuda")
         inputs = make_inputs(case, "cuda")
@@ -364,3 +370,202 @@ def test_graph_replay_with_other_inputs_and_cu_seqlens(mode):
             expected = expected_outputs(inputs)
             for name in ("o", "h", "final_state"):
                 accuracy.check(name, actual[name], expected[name], BF16, f"graph, {case}")
+
+
+# The backward
+
+SEGMENTS = (1, 2, 5)  # chunks
+
+
+def each_segment(*lengths: int):
+    return pytest.mark.parametrize("segment_chunks", lengths or SEGMENTS)
+
+
+@functools.lru_cache(maxsize=1)
+def backward_and_reference(case: Case) -> tuple:
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+    return inputs, gradients, reference_gradients(inputs, **gradients)
+
+
+def check_backward_mode(case: Case, segment_chunks: int):
+    with backward_mode(segment_chunks):
+        check_gradients(case, *backward_and_reference(case), f"{case}, backward by {segment_chunks}")
+
+
+@each_segment()
+@each(
+    *(Case(B=2, T=650, H_v=4, gate=gate) for gate in ("zero", "tiny", "underflow", "logsigmoid", "resets")),
+    *(Case(lengths=(650, 300), gate=gate, dtype=FP16) for gate in ("zero", "underflow", "logsigmoid", "softplus")),
+)
+def test_backward_gates(case, segment_chunks):
+    check_backward_mode(case, segment_chunks)
+
+
+@each_segment()
+@each(
+    MIXED,
+    Case(T=390, H_k=1, H_v=1, initial_state=None, dtype=FP16),
+    Case(T=390, H_k=1, H_v=1, dht=None, gate="zero"),
+    Case(B=3, T=257, H_k=3, H_v=3, initial_state=BF16, state_v_first=True, gate="logsigmoid"),
+    Case(lengths=(400, 0, 129), H_k=2, H_v=16, initial_state=None, cu_dtype=torch.int64, gate="tiny", scale=-0.3),
+    Case(lengths=(330, 0, 65), padding=4, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid"),
+    Case(T=330, keys="long", beta="stable", gate="zero"),
+    Case(T=330, keys="long", beta="stable", gate="logsigmoid", dtype=FP16),
+    Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="packed"),
+    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
+)
+def test_backward_arguments(case, segment_chunks):
+    check_backward_mode(case, segment_chunks)
+
+
+@each_segment(2)
+def test_backward_of_more_sequences_than_one_step_of_the_plan(segment_chunks):
+    lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=300))
+    check_backward_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), segment_chunks)
+
+
+@each_segment(5, 40)  # 40: more than the warp looks at in one go
+def test_each_head_and_segment_of_the_backward_decides_for_itself(segment_chunks):
+    """Heads that forget everything in some chunks (e^-64) and nothing in the others."""
+    n = segment_chunks
+    T = (2 * n + 1) * 64
+    strong = ((), (n + 2,), (n - 1, 2 * n - 1), (0, n), (2 * n,), range(T // 64))
+    case = Case(T=T, H_k=1, H_v=len(strong), gate="zero")
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+    for head, chunks in enumerate(strong):
+        for chunk in chunks:
+            inputs["g"][:, 64 * chunk : 64 * (chunk + 1), head] = -1
+    with backward_mode(segment_chunks):
+        expected = reference_gradients(inputs, **gradients)
+        check_gradients(case, inputs, gradients, expected, f"{case}, strong gates in some chunks")
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_backward_gates_around_the_threshold(dtype):
+    """Beside a gradient a thousand times as large as what is left of it: what differs from the exact path is 2^-20 of
+    that."""
+    case = Case(T=1000, H_k=1, H_v=len(AROUND), dtype=dtype)
+    inputs, gradients = inputs_around_the_threshold(case), make_gradients(case, "cuda")
+    gradients["dht"] *= 1000
+    with backward_mode(5):
+        actual = run_backward(inputs, **gradients)
+        exact = run_backward({**inputs, "auto_cp": False}, **gradients)
+        check_gradients(case, inputs, gradients, reference_gradients(inputs, **gradients), f"{case}, around")
+    behind = gradients["dht"].double().norm(dim=(-2, -1)).flatten()
+    difference = actual["dh0"].double() - exact["dh0"].double()
+    assert (difference.norm(dim=(-2, -1)) <= 2**-20 * behind).all()
+
+
+def test_what_the_backward_leaves_out():
+    """With do = 0 the gradient of the final state is all there is. It is gone before the last segment where the first
+    chunks' bound is below the threshold, and only there."""
+    case = Case(T=640, H_k=1, H_v=len(AROUND))
+    inputs, gradients = inputs_around_the_threshold(case), make_gradients(case, "cuda")
+    gradients["do"].zero_()
+    expected = reference_gradients(inputs, **gradients)
+    with backward_mode(5):
+        actual = run_backward(inputs, **gradients)
+    for head, (chunks, bits) in enumerate(AROUND):
+        left = actual["dv"][:, :320, head]
+        if bits * 5 / chunks < SKIPPED_BELOW:
+            assert not left.any() and not actual["dh0"][:, head].any(), (chunks, bits)
+        else:
+            error = accuracy.relative_error(left, expected.dv[:, :320, head])
+            assert error < 2 * accuracy.BF16_BAR, (chunks, bits, error)
+
+
+def test_growth_at_one_end_of_a_segment():
+    """A chunk with a bound of 2^-26 and, at the segment's other end, one with 2^5, from keys of length 1.3 with
+    beta = 2, along which the state is multiplied by 1 - 3.4: then only one direction leaves the map out."""
+    case = Case(T=4 * 320, H_k=1, H_v=3)
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+    inputs["g"].fill_(-1e-3)
+    inputs["beta"] *= 0.5
+    for head, (strong, long) in enumerate(((0, 4), (4, 0), (2, 2))):  # chunks of each segment
+        for segment in range(4):
+            chunk = 5 * segment
+            inputs["g"][:, 64 * (chunk + strong) : 64 * (chunk + strong) + 18, head] = -1
+            tokens = slice(64 * (chunk + long) + 40, 64 * (chunk + long) + 44)
+            inputs["beta"][:, tokens, head] = 2
+            inputs["k"][:, tokens] *= 1.3
+    with backward_mode(5):
+        check_gradients(case, inputs, gradients, reference_gradients(inputs, **gradients), f"{case}, growth")
+
+
+def test_backward_has_the_same_bits_every_time():
+    inputs, gradients = make_inputs(MIXED, "cuda"), make_gradients(MIXED, "cuda")
+    saved = run_forward(inputs)[:2]
+    for segment_chunks in (0, 1, 2, 5, 16):
+        with backward_mode(segment_chunks):
+            expected = run_backward(inputs, **gradients, intermediates=saved)
+            assert all(equal(run_backward(inputs, **gradients, intermediates=saved), expected) for _ in range(5))
+
+
+def test_backward_without_auto_cp():
+    """Whatever else was asked for."""
+    inputs, gradients = make_inputs(LONG, "cuda"), make_gradients(LONG, "cuda")
+    saved = run_forward(inputs)[:2]
+    with backward_mode(0):
+        expected = run_backward(inputs, **gradients, intermediates=saved)
+    for segment_chunks in (1, 5, -1):
+        with backward_mode(segment_chunks):
+            actual = run_backward({**inputs, "auto_cp": False}, **gradients, intermediates=saved)
+            assert equal(actual, expected)
+    with backward_mode(5):
+        actual = run_backward(inputs, **gradients, intermediates=saved)
+    assert not equal(actual, expected)  # or nothing here would test anything
+
+
+def test_device_cuts_the_backward_where_a_sequence_is_long():
+    case = Case(lengths=(2560, 197, 1, 0, 768), H_k=1, H_v=2)
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+    saved = run_forward(inputs)[:2]
+    whole, cut = [], []
+    for segment_chunks, found in ((0, whole), (5, cut)):
+        with backward_mode(segment_chunks):
+            found.append(run_backward(inputs, **gradients, intermediates=saved))
+    assert not equal(whole[0], cut[0])
+    for cut_above, expected in ((1, cut), (39, cut), (40, whole), (10**6, whole)):
+        with backward_mode(5, cut_above=cut_above):
+            assert equal(run_backward(inputs, **gradients, intermediates=saved), expected[0]), cut_above
+
+
+def test_the_cost_model_decides_on_the_backward():
+    from flash_qla import _C
+
+    case = Case(T=8192, H_k=1, H_v=2)
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+    saved = run_forward(inputs)[:2]
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    found = _C.backward_dispatch(1, 8192, 1, 1, 2, sm_count=sm_count, varlen=False)
+    assert found.segment_chunks > 0
+    with backward_mode(found.segment_chunks):
+        expected = run_backward(inputs, **gradients, intermediates=saved)
+    assert equal(run_backward(inputs, **gradients, intermediates=saved), expected)
+
+
+@each_segment(1, 2)
+def test_graph_replay_of_the_backward(segment_chunks):
+    """How many segments a sequence has, and which of them need a map, is found out in each replay."""
+    batches = ((300, 65, 0, 7, 500), (872, 0, 0, 0, 0), (0, 0, 0, 0, 872), (0, 0, 0, 0, 0), (128, 129, 127, 1, 400))
+    tokens = sum(batches[0])
+
+    def arguments_of(seed, lengths):
+        gate = ("softplus", "logsigmoid", "zero")[seed % 3]
+        case = Case(lengths=lengths, padding=tokens - sum(lengths), seed=seed, gate=gate)
+        inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+        g_cumsum, A = run_forward(inputs)[:2]
+        return {**inputs, **gradients, "g": g_cumsum, "A": A}
+
+    def run(arguments):
+        return dict(enumerate(flash_qla.chunk_gated_delta_rule_bwd(**arguments)))
+
+    with backward_mode(segment_chunks):
+        arguments = arguments_of(0, batches[0])
+        graph, outputs = execution.capture(arguments, run)
+        for seed, lengths in enumerate(batches):
+            actual_arguments = arguments_of(seed, lengths)
+            for name, x in actual_arguments.items():
+                if isinstance(x, torch.Tensor):
+                    arguments[name].copy_(x)
+            assert equal(execution.replay(graph, outputs), run(actual_arguments)), lengths

@@ -1,11 +1,11 @@
-"""What the forward launches on a GPU. The decision is made on the host, from shapes alone, so no GPU is needed here."""
+"""What a call launches on a GPU. The decision is made on the host, from shapes alone, so no GPU is needed here."""
 
 import itertools
 import math
 import random
 
 import pytest
-from cases import forward_mode
+from cases import backward_mode, forward_mode
 from subprocesses import run_python
 
 from flash_qla import _C
@@ -25,6 +25,7 @@ SHAPES = tuple({**sizes, "H_k": H_k, "H_v": H_v} for sizes, (H_k, H_v) in iterto
 def the_cost_model_decides_again():
     yield
     _C.override_forward_dispatch()
+    _C.override_backward_dispatch()
 
 
 def chunks_of(tokens: int) -> int:
@@ -274,6 +275,67 @@ def test_override_of_one_leaves_the_other_to_the_cost_model():
     assert _C.forward_dispatch(*shape) == decided
 
 
+# The backward
+
+
+@pytest.mark.parametrize("segment_chunks", (-1, 0, 1, 5))
+def test_backward_segments_and_workspace(segment_chunks):
+    generator = random.Random(0)
+    for shape in SHAPES:
+        with backward_mode(segment_chunks):
+            found = _C.backward_dispatch(**shape)
+        assert math.isfinite(found.predicted_us) and found.predicted_us > 0
+        assert segment_chunks in (-1, found.segment_chunks)
+        if found.segment_chunks == 0:
+            assert found.segments == shape["N"] and found.cut_above == 0, shape
+        else:
+            for _ in range(10):
+                needed = segments_of(lengths_of(shape, generator), found.segment_chunks)
+                assert needed <= found.segments <= shape["N"] + chunk_slots(shape) // found.segment_chunks, shape
+        if segment_chunks == -1 and found.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
+            assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
+        # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates; V_new, U; h, dh; <S, dS'>.
+        of_chunk = 2 * 10 * 16 * 16 * 2 + 2 * 5 * CHUNK * 4 + 2 * V * CHUNK * 2 + 2 * K * V * 2 + 8 * 4
+        needed = chunk_slots(shape) * shape["H_v"] * of_chunk
+        if found.segment_chunks:  # the state before it, the gradient behind it; its map in two parts; what is skipped
+            needed += found.segments * shape["H_v"] * (2 * V * K * 4 + 2 * K * K * 2 + 2 * 4)
+        needed += 4 * (4 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
+        assert needed <= found.workspace_bytes <= needed + 16 * 256, shape
+
+
+@pytest.mark.parametrize("varlen", (True, False))
+def test_context_parallelism_of_the_backward(varlen):
+    def segment_chunks(B, T, N, H_k, H_v, **arguments):
+        return _C.backward_dispatch(B, T, N, H_k, H_v, varlen=varlen, **arguments).segment_chunks
+
+    assert segment_chunks(1, 32768, 1, 4, 8) > 0
+    assert segment_chunks(1, 8192, 1, 16, 32) > 0
+    assert segment_chunks(1, 32768, 1, 4, 8, auto_cp=False) == 0
+    assert segment_chunks(1, 64, 1, 2, 8) == 0
+    if not varlen:
+        assert segment_chunks(8, 4096, 8, 16, 64) == 0  # the card is full
+
+
+def test_auto_cp_of_the_backward_never_predicts_slower():
+    for shape in SHAPES:
+        found, without = (_C.backward_dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
+        assert found.predicted_us <= without.predicted_us, shape
+
+
+def test_override_of_the_backward():
+    before = [_C.backward_dispatch(**shape) for shape in SHAPES]
+    forward = [_C.forward_dispatch(**shape) for shape in SHAPES]
+    for segment_chunks, cut_above in ((0, 0), (1, 0), (5, 0), (5, 9), (1000, 0)):
+        _C.override_backward_dispatch(segment_chunks, cut_above)
+        for shape in SHAPES:
+            found = _C.backward_dispatch(**shape)
+            assert (found.segment_chunks, found.cut_above) == (segment_chunks, cut_above)
+            assert _C.backward_dispatch(**shape, auto_cp=False).segment_chunks == 0
+    assert [_C.forward_dispatch(**shape) for shape in SHAPES] == forward
+    _C.override_backward_dispatch()
+    assert [_C.backward_dispatch(**shape) for shape in SHAPES] == before
+
+
 # What no call has. An integer division by zero would end the process, so these are in one of their own.
 
 
@@ -301,12 +363,15 @@ def test_override_takes_known_modes_only():
     wrong += [("cut_above", 5), ("segment_chunks=5, whole_tile", 64)]
     wrong += [("segment_chunks=5, cut_above=9, whole_tile", tile) for tile in (-64, 96)]
     check_errors({f"_C.override_forward_dispatch({name}={value})": (name, value) for name, value in wrong})
+    wrong = [("segment_chunks", -2), ("segment_chunks", 2**31 // CHUNK), ("cut_above", 5)]
+    check_errors({f"_C.override_backward_dispatch({name}={value})": (name, value) for name, value in wrong})
 
 
 def test_impossible_shapes():
     good = {"B": 1, "T": 2048, "N": 1, "H_k": 2, "H_v": 8, "sm_count": 132}
     wrong = (("B", -1), ("T", -1), ("N", 0), ("H_k", 0), ("H_v", 0), ("H_v", 3), ("sm_count", 0), ("K", 64), ("V", 96))
-    check_errors({f"_C.forward_dispatch(**{good | {name: value}})": (name, value) for name, value in wrong})
+    for dispatch in ("forward_dispatch", "backward_dispatch"):
+        check_errors({f"_C.{dispatch}(**{good | {name: value}})": (name, value) for name, value in wrong})
 
 
 def test_no_tokens():

@@ -1,13 +1,13 @@
-// The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, the states again, the states'
-// gradient in reverse, the inputs' gradients.
+// The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
+// segments' maps and their scans, then the states again, the states' gradient in reverse, the inputs' gradients.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 
 #include "gpu/device.h"
+#include "gpu/dispatch.h"
 #include "gpu/launch.h"
-#include "gpu/modes.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"
 #include "kernels.h"
@@ -18,15 +18,28 @@ namespace flash_qla {
 
 namespace {
 
+BackwardShape shape_of(const BackwardCall& call) {
+  return {.B = call.B,
+          .T = call.T,
+          .N = call.N,
+          .H_k = call.H_k,
+          .H_v = call.H_v,
+          .varlen = call.varlen,
+          .sm_count = gpu_of(call).sm_count,
+          .auto_cp = call.auto_cp,
+          .use_qk_l2norm = call.use_qk_l2norm,
+          .K = call.K,
+          .V = call.V};
+}
+
 // The launches of a call, each in a function of its name.
 class Backward {
  public:
-  Backward(const BackwardCall& call, const BackwardOutputs& out)
+  Backward(const BackwardCall& call, const BackwardShape& shape, const BackwardOutputs& out)
       : call_(call),
         out_(out),
-        chunk_slots_(chunk_slots(call.B, call.T, call.N, call.varlen)),
-        segments_(segment_slots(call.B, call.T, call.N, call.varlen, kSegmentChunks)),
-        workspace_(call, chunk_slots_, segments_),
+        d_(dispatch_backward(shape)),
+        workspace_(shape, d_),
         stream_(current_stream(call)),
         dtype_(dtype_name(call)),
         q_(call.q),
@@ -40,6 +53,11 @@ class Backward {
     workspace_.allocate(call_);
     plan();
     chunk_matrices();
+    if (d_.uses_cp()) {
+      backward_maps();
+      segment_scan();
+      reverse_segment_scan();
+    }
     replay_states();
     state_gradients();
     input_gradients();
@@ -61,10 +79,11 @@ class Backward {
     make_plan(call_,
               {.sequences = workspace_[workspace_.sequences],
                .chunks = workspace_[workspace_.chunks],
-               .chunk_slots = chunk_slots_,
+               .chunk_slots = d_.chunk_slots,
                .segments = workspace_[workspace_.segments],
-               .segment_slots = segments_,
-               .segment_chunks = kSegmentChunks},
+               .segment_slots = d_.segments,
+               .segment_chunks = d_.segment_chunks,
+               .cut_above = d_.cut_above},
               stream_);
   }
 
@@ -73,7 +92,6 @@ class Backward {
   // The chunks' matrices and gates. A is made again rather than read: L and P are wanted by rows of blocks, which is
   // what the forward's kernel makes.
   void chunk_matrices() const {
-    const ForwardShape shape = shape_of(call_);
     kernels::chunk_matrices({.q = q_.const_data_ptr(),
                              .k = k_.const_data_ptr(),
                              .g = call_.g.const_data_ptr(),
@@ -90,12 +108,12 @@ class Backward {
                              .g_cumsum = nullptr,
                              .backward_gates = workspace_[workspace_.backward_gates],
                              .group = call_.group(),
-                             .heads = heads_per_cta(shape, chunk_slots_),
+                             .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
                              .low_level = false,
                              .cumulative = true,
                              .has_backward_gates = true,
-                             .early_ctas = early_ctas(shape),
+                             .early_ctas = d_.early_ctas,
                              .N = call_.N,
                              .has_offsets = call_.varlen,
                              .wide_offsets = call_.wide_offsets,
@@ -103,9 +121,71 @@ class Backward {
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
                              .H_v = call_.H_v,
-                             .chunk_slots = chunk_slots_,
+                             .chunk_slots = d_.chunk_slots,
                              .offset_words = (call_.N + 1) * (call_.wide_offsets ? 2 : 1)},
                             {.dtype = dtype_, .K = call_.K, .V = call_.V, .normalize = false}, stream_);
+  }
+
+  void backward_maps() const {
+    kernels::backward_maps({.q = q_.const_data_ptr(),
+                            .k = k_.const_data_ptr(),
+                            .v = call_.v.const_data_ptr(),
+                            .grad_o = call_.grad_o.const_data_ptr(),
+                            .gates = workspace_[workspace_.gates],
+                            .backward_gates = workspace_[workspace_.backward_gates],
+                            .matrices_0 = block_rows(0),
+                            .matrices_1 = block_rows(1),
+                            .matrices_2 = block_rows(2),
+                            .matrices_3 = block_rows(3),
+                            .segments = workspace_[workspace_.segments],
+                            .states = workspace_[workspace_.states],
+                            .grad_states = workspace_[workspace_.grad_states],
+                            .maps = workspace_[workspace_.maps],
+                            .skips = workspace_[workspace_.skips],
+                            .reverse_skips = workspace_[workspace_.reverse_skips],
+                            .group = call_.group(),
+                            .scale = static_cast<float>(*call_.scale),
+                            .tokens = call_.tokens(),
+                            .H_k = call_.H_k,
+                            .H_v = call_.H_v,
+                            .chunk_slots = d_.chunk_slots,
+                            .segment_slots = d_.segments},
+                           {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  void segment_scan() const {
+    kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
+                           .segments = workspace_[workspace_.segments],
+                           .maps = workspace_[workspace_.maps],
+                           .skips = workspace_[workspace_.skips],
+                           .initial_state = data(call_.initial_state),
+                           .states = workspace_[workspace_.states],
+                           .state_stride_v = call_.state_stride_v(),
+                           .state_stride_k = call_.state_stride_k(),
+                           .has_initial_state = call_.initial_state.has_value(),
+                           .N = call_.N,
+                           .segment_slots = d_.segments,
+                           .H_v = call_.H_v,
+                           .state_size = call_.state_size()},
+                          {.dtype = dtype_, .K = call_.K, .V = call_.V, .reverse = false}, stream_);
+  }
+
+  // The same in reverse, of the gradients.
+  void reverse_segment_scan() const {
+    kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
+                           .segments = workspace_[workspace_.segments],
+                           .maps = workspace_[workspace_.maps],
+                           .skips = workspace_[workspace_.reverse_skips],
+                           .initial_state = data(call_.grad_final_state),
+                           .states = workspace_[workspace_.grad_states],
+                           .state_stride_v = call_.state_stride_v(),
+                           .state_stride_k = call_.state_stride_k(),
+                           .has_initial_state = call_.grad_final_state.has_value(),
+                           .N = call_.N,
+                           .segment_slots = d_.segments,
+                           .H_v = call_.H_v,
+                           .state_size = call_.state_size()},
+                          {.dtype = dtype_, .K = call_.K, .V = call_.V, .reverse = true}, stream_);
   }
 
   void replay_states() const {
@@ -118,7 +198,7 @@ class Backward {
                             .matrices_3 = block_rows(3),
                             .segments = workspace_[workspace_.segments],
                             .initial_state = data(call_.initial_state),
-                            .states = nullptr,
+                            .states = workspace_[workspace_.states],
                             .h = workspace_[workspace_.h],
                             .v_new = workspace_[workspace_.v_new],
                             .group = call_.group(),
@@ -128,8 +208,8 @@ class Backward {
                             .tokens = call_.tokens(),
                             .H_k = call_.H_k,
                             .H_v = call_.H_v,
-                            .chunk_slots = chunk_slots_,
-                            .segment_slots = segments_,
+                            .chunk_slots = d_.chunk_slots,
+                            .segment_slots = d_.segments,
                             .state_size = call_.state_size()},
                            {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
@@ -146,7 +226,7 @@ class Backward {
                               .h = workspace_[workspace_.h],
                               .segments = workspace_[workspace_.segments],
                               .dht = data(call_.grad_final_state),
-                              .grad_states = nullptr,
+                              .grad_states = workspace_[workspace_.grad_states],
                               .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
                               .dh = workspace_[workspace_.dh],
                               .u = workspace_[workspace_.u],
@@ -160,8 +240,8 @@ class Backward {
                               .tokens = call_.tokens(),
                               .H_k = call_.H_k,
                               .H_v = call_.H_v,
-                              .chunk_slots = chunk_slots_,
-                              .segment_slots = segments_,
+                              .chunk_slots = d_.chunk_slots,
+                              .segment_slots = d_.segments,
                               .state_size = call_.state_size()},
                              {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
@@ -188,19 +268,17 @@ class Backward {
                               .group = call_.group(),
                               .scale = static_cast<float>(*call_.scale),
                               .use_l2norm = call_.use_qk_l2norm,
-                              .ctas = std::min<int64_t>(chunk_slots_ * call_.H_k, gpu_of(call_).sm_count),
+                              .ctas = std::min<int64_t>(d_.chunk_slots * call_.H_k, gpu_of(call_).sm_count),
                               .tokens = call_.tokens(),
                               .H_k = call_.H_k,
                               .H_v = call_.H_v,
-                              .chunk_slots = chunk_slots_},
+                              .chunk_slots = d_.chunk_slots},
                              {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
 
   const BackwardCall& call_;
   const BackwardOutputs& out_;
-  static constexpr int64_t kSegmentChunks = 0;  // no sequence is cut
-
-  const int64_t chunk_slots_, segments_;
+  const BackwardDispatch d_;
   BackwardWorkspace workspace_;
   const cudaStream_t stream_;
   const char* const dtype_;
@@ -228,7 +306,7 @@ BackwardOutputs backward_cuda(const BackwardCall& call) {
   if (call.is_empty()) {
     pass_gradients_through(call, out);
   } else {
-    Backward(call, out).run();
+    Backward(call, shape_of(call), out).run();
   }
   return out;
 }

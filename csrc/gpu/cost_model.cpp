@@ -23,6 +23,16 @@ constexpr double kTurn = 4.7;  // of chunk_forward or fused_forward: a CTA's nex
 // do.
 constexpr double kMapStart = 6.4, kMapChunk = 1.04, kMapChunkFull = 1.73;
 constexpr double kMap = 0.14, kScan = 1.15, kSlotCta = 0.008;
+// The backward. replay_states: around a CTA's chunks, a chunk, and on a full card a chunk of a head, which is its
+// bytes; backward_maps: a chunk of M or Z and of dZ; segment_scan in both directions. From a few batches of one
+// sequence (benchmarks/notes/backward_segments.md).
+constexpr double kStartReplay = 7, kChunkReplay = 1.66, kChunkReplayFull = 0.0237;
+constexpr double kBackwardMapChunk = 1.4, kReverseMapChunk = 1.95;
+constexpr double kBackwardScan = 1.5;
+// Not fitted: the gradients' kernels, around a piece, and a chunk; the sum over a group's heads; the l2norm of q and k.
+constexpr double kPieceReverse = 8, kChunkReverse = 5;
+constexpr double kReduce = 1, kL2norm = 4;
+constexpr double kBytesPerUs = 3.5e6;
 constexpr double kOtherTile = 1.5;  // a launch of chunk_forward that finds nothing to do
 // What SMs wait for the last one where a batch's segments are not alike, in segments.
 constexpr double kUnbalanced = 0.15;
@@ -119,16 +129,47 @@ double chunk_forward_us(int64_t value_tile, const Schedule& s) {
   return value_tile == kNarrowTile ? kStartNarrow + s.in_turns * kChunkNarrow : kStartWide + s.in_turns * kChunkWide;
 }
 
-// segment_maps and segment_scan.
-double maps_us(const Schedule& s) {
-  const double later = (s.pieces - s.N) * s.H_v;  // segments of a head that are not the first ones of their sequences
-  const double exact = 2 * kExact * later;        // M and N
-  const double sequences = std::max(1.0, 4 * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms);
-  return kMapStart + s.length * std::max(kMapChunk, kMapChunkFull * exact / s.sms) + kMap * later +
-         kScan * sequences * (s.parts - 1);
+// Segments of a head that are not the first ones of their sequences.
+double later_segments(const Schedule& s) { return (s.pieces - s.N) * s.H_v; }
+
+// Along the sequences, one state or gradient behind the other: how often the busiest SM goes from a segment to the
+// next.
+double scan_steps(const Schedule& s, double directions) {
+  const double sequences = directions * 4 * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms;
+  return std::max(1.0, sequences) * (s.parts - 1);
 }
 
-double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
+// segment_maps and segment_scan.
+double maps_us(const Schedule& s) {
+  const double later = later_segments(s);
+  const double exact = 2 * kExact * later;  // M and Z
+  return kMapStart + s.length * std::max(kMapChunk, kMapChunkFull * exact / s.sms) + kMap * later +
+         kScan * scan_steps(s, 1);
+}
+
+// backward_maps and segment_scan in both directions, one beside the other.
+double backward_maps_us(const Schedule& s) {
+  const double later = later_segments(s);
+  const double exact = kExact * later * (2 * kBackwardMapChunk + kReverseMapChunk);  // M, Z and dZ
+  return kMapStart + s.length * std::max(kReverseMapChunk, exact / s.sms) + 1.5 * kMap * later +
+         kBackwardScan * scan_steps(s, 2);
+}
+
+// What does not depend on the mode: the l2norm, and dQ and dK of a group's heads into one.
+double around_us(const BackwardShape& shape) {
+  const auto tokens = static_cast<double>(shape.B * shape.T);
+  const double row = static_cast<double>(shape.K) * tokens;
+  double us = 0;
+  if (shape.use_qk_l2norm) {
+    us += kL2norm + 2 * row * static_cast<double>(shape.H_k) * (2 + 2) / kBytesPerUs;
+  }
+  if (shape.H_v > shape.H_k) {
+    us += kReduce + 2 * row * static_cast<double>(4 * shape.H_v + 2 * shape.H_k) / kBytesPerUs;
+  }
+  return us;
+}
+
+double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
   double us = (s.turns - 1) * kTurn;
   if (mode.fused) {
@@ -145,8 +186,22 @@ double predict(const ForwardShape& shape, const Mode& mode, const Lengths& chunk
   return cut ? us + maps_us(s) : us;
 }
 
+double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
+  const Schedule s = schedule(shape, mode, chunks, cut);
+  double us = chunk_matrices_us(shape, s);
+  us += kStartReplay + std::max(s.in_turns * kChunkReplay + (s.turns - 1) * kTurn, s.total * s.H_v * kChunkReplayFull);
+  us += s.in_turns * kChunkReverse + s.turns * kPieceReverse;
+  if (mode.segment_chunks > 0 && !cut) {
+    us += kSlotCta * s.H_v * (3 * (s.N + s.total / s.segment) + 8 * s.N);
+  }
+  return cut ? us + backward_maps_us(s) : us;
+}
+
+// Of a direction: predict_forward or predict_backward.
+using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool cut);
+
 // The device cuts, if it may choose, where that is faster.
-double predict(const ForwardShape& shape, const Mode& mode, double longest) {
+double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode, double longest) {
   const Lengths chunks = lengths(shape, longest);
   if (mode.segment_chunks == 0 || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
     return predict(shape, mode, chunks, false);
@@ -155,20 +210,18 @@ double predict(const ForwardShape& shape, const Mode& mode, double longest) {
   return mode.always_cut || !device_knows_more(shape) ? cut : std::min(cut, predict(shape, mode, chunks, false));
 }
 
-}  // namespace
-
-double predict(const ForwardShape& shape, const Mode& mode) {
+double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
   const auto chunks = static_cast<double>(average_chunks(shape));
   if (!device_knows_more(shape)) {
-    return predict(shape, mode, chunks);
+    return with_choice(predict, shape, mode, chunks);
   }
   const double half = std::max(2 * chunks, chunks * static_cast<double>(shape.N) / 2);
   const double twice = shape.N == 2 ? kTwiceOfTwo : kTwice;
-  return (1 - twice - kHalf) * predict(shape, mode, chunks) + twice * predict(shape, mode, 2 * chunks) +
-         kHalf * predict(shape, mode, half);
+  return (1 - twice - kHalf) * with_choice(predict, shape, mode, chunks) +
+         twice * with_choice(predict, shape, mode, 2 * chunks) + kHalf * with_choice(predict, shape, mode, half);
 }
 
-int64_t cut_above(const ForwardShape& shape, const Mode& mode) {
+int64_t find_cut_above(Predict predict, const ForwardShape& shape, const Mode& mode) {
   if (mode.segment_chunks == 0 || !device_knows_more(shape)) {
     return 0;
   }
@@ -179,6 +232,18 @@ int64_t cut_above(const ForwardShape& shape, const Mode& mode) {
     (predict(shape, mode, chunks, true) < predict(shape, mode, chunks, false) ? cut : whole) = longest;
   }
   return whole;
+}
+
+}  // namespace
+
+double predict(const ForwardShape& shape, const Mode& mode) { return expected(predict_forward, shape, mode); }
+double predict(const BackwardShape& shape, const Mode& mode) {
+  return around_us(shape) + expected(predict_backward, shape.forward(), mode);
+}
+
+int64_t cut_above(const ForwardShape& shape, const Mode& mode) { return find_cut_above(predict_forward, shape, mode); }
+int64_t cut_above(const BackwardShape& shape, const Mode& mode) {
+  return find_cut_above(predict_backward, shape.forward(), mode);
 }
 
 }  // namespace flash_qla

@@ -25,7 +25,8 @@ struct Choice {
   double us;
 };
 
-Choice fastest(const ForwardShape& shape, const Override& forced) {
+template <typename Shape>
+Choice fastest(const Shape& shape, const Override& forced) {
   std::optional<Choice> found;
   for (const Mode& mode : modes_of(shape, forced)) {
     const double us = predict(shape, mode);
@@ -75,17 +76,29 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   return d;
 }
 
-}  // namespace
+BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
+  const auto [mode, us] = fastest(shape, forced);
+  BackwardDispatch d{};
+  d.segment_chunks = mode.segment_chunks;
+  d.cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, mode);
+  d.chunk_slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
+  d.segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, d.segment_chunks);
+  d.heads_per_cta = heads_per_cta(shape.forward(), d.chunk_slots);
+  d.early_ctas = early_ctas(shape.forward());
+  d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
+  d.predicted_us = us;
+  return d;
+}
 
-ForwardDispatch dispatch_forward(const ForwardShape& shape) {
-  // A model's layers call with the same shape one after the other, and a batch has a hundred candidates.
+// A model's layers call with the same shape one after the other, and a batch has a hundred candidates.
+template <typename Dispatch, typename Shape>
+Dispatch decide_once(const Shape& shape, Override forced) {
   struct Decision {
-    ForwardShape shape;
+    Shape shape;
     Override forced;
-    ForwardDispatch found;
+    Dispatch found;
   };
   thread_local std::optional<Decision> last;
-  Override forced = current_override();
   if (!shape.auto_cp) {
     forced.segment_chunks = 0;
   }
@@ -93,6 +106,16 @@ ForwardDispatch dispatch_forward(const ForwardShape& shape) {
     last = {shape, forced, decide(shape, forced)};
   }
   return last->found;
+}
+
+}  // namespace
+
+ForwardDispatch dispatch_forward(const ForwardShape& shape) {
+  return decide_once<ForwardDispatch>(shape, current_override());
+}
+
+BackwardDispatch dispatch_backward(const BackwardShape& shape) {
+  return decide_once<BackwardDispatch>(shape, current_backward_override());
 }
 
 }  // namespace flash_qla

@@ -1,9 +1,9 @@
-// What a forward call launches, all of it: decided from shapes and the number of SMs alone, so that the host never
-// waits for cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the
+// What a call launches, all of it: decided from shapes and the number of SMs alone, so that the host never waits for
+// cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the
 // device.
 //
 // modes.h lists the ways to run a call, cost_model.h says how long each takes, override.h is for tests; here the
-// fastest becomes the launch record that forward.cpp follows.
+// fastest becomes the launch record that forward.cpp or backward.cpp follows.
 #pragma once
 
 #include <array>
@@ -55,11 +55,57 @@ struct ForwardDispatch {
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape);
 
+struct BackwardShape {
+  int64_t B, T, N, H_k, H_v;
+  bool varlen;
+  int sm_count;
+  bool auto_cp;
+  bool use_qk_l2norm;
+  int64_t K = 128, V = 128;
+
+  // Of the forward that goes through the same chunks.
+  ForwardShape forward() const {
+    return {.B = B,
+            .T = T,
+            .N = N,
+            .H_k = H_k,
+            .H_v = H_v,
+            .varlen = varlen,
+            .sm_count = sm_count,
+            .auto_cp = auto_cp,
+            .low_level = false,
+            .use_qk_l2norm = false,
+            .output_h = true,
+            .fp16 = false,
+            .K = K,
+            .V = V};
+  }
+  bool operator==(const BackwardShape&) const = default;
+};
+
+struct BackwardDispatch {
+  int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
+  int64_t cut_above;       // as the forward's
+  int64_t chunk_slots;     // see plan.h
+  int64_t segments;        // segment slots, likewise
+  int64_t heads_per_cta;   // of chunk_matrices
+  int64_t early_ctas;      // likewise
+  int64_t workspace_bytes;
+  double predicted_us;  // by the cost model, on the GPU
+
+  bool uses_cp() const { return segment_chunks > 0; }
+};
+
+BackwardDispatch dispatch_backward(const BackwardShape& shape);
+
 // For tests and experts: what dispatch_forward decides from now on in this process. 0, -1 and -1 leave it to the cost
 // model; segment_chunks = 0 switches context parallelism off, which auto_cp = false still does for its call. fused = 1
 // takes the fused kernel, which has no other mode, for every call that it can serve. cut_above goes with a number of
 // segment_chunks; 0 cuts whatever is longer than a segment. whole_tile goes with that; 0 is the same as value_tile.
 void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
                                int64_t whole_tile);
+
+// Likewise for dispatch_backward.
+void override_backward_dispatch(int64_t segment_chunks, int64_t cut_above);
 
 }  // namespace flash_qla

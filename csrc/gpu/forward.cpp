@@ -173,7 +173,7 @@ class Forward {
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,
                            .state_size = call_.state_size()},
-                          {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+                          {.dtype = dtype_, .K = call_.K, .V = call_.V, .reverse = false}, stream_);
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {

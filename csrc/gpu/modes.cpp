@@ -34,29 +34,28 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   }
 }
 
-void add_segmentations(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, int64_t tile) {
+// Chunks a segment, none first.
+std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (forced.segment_chunks >= 0) {
-    add_tile(modes, shape, forced, tile, forced.segment_chunks);
-    return;
+    return {forced.segment_chunks};
   }
-  add_tile(modes, shape, forced, tile, 0);
+  std::vector<int64_t> found = {0};
   // Parts of the average sequence, and of one that has all tokens.
   const int64_t chunks = average_chunks(shape), all_chunks = chunks * shape.N;
   for (int64_t parts = 2; parts <= 64; parts += std::max<int64_t>(parts / 8, 1)) {
     if (2 * parts <= chunks + 1) {
-      add_tile(modes, shape, forced, tile, ceil_div(chunks, parts));
+      found.push_back(ceil_div(chunks, parts));
     }
     if (device_knows_more(shape) && 2 * parts <= all_chunks + 1) {
-      add_tile(modes, shape, forced, tile, ceil_div(all_chunks, parts));
+      found.push_back(ceil_div(all_chunks, parts));
     }
   }
+  return found;
 }
 
 }  // namespace
 
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
-
-bool device_knows_more(const ForwardShape& shape) { return shape.varlen && shape.N > 1; }
 
 int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
   const int64_t group = shape.group();
@@ -82,8 +81,18 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
   }
   for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
     if ((forced.value_tile == 0 || tile == forced.value_tile) && shape.V % tile == 0) {
-      add_segmentations(modes, shape, forced, tile);
+      for (const int64_t segment_chunks : segmentations(shape, forced)) {
+        add_tile(modes, shape, forced, tile, segment_chunks);
+      }
     }
+  }
+  return modes;
+}
+
+std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced) {
+  std::vector<Mode> modes;
+  for (const int64_t segment_chunks : segmentations(shape.forward(), forced)) {
+    modes.push_back({kWideTile, kWideTile, segment_chunks, false, forced.always_cuts()});
   }
   return modes;
 }

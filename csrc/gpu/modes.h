@@ -1,4 +1,4 @@
-// The ways to run a forward call: which the host considers, in which order.
+// The ways to run a call: which the host considers, in which order.
 #pragma once
 
 #include <array>
@@ -19,12 +19,16 @@ struct Mode {
 
 // At least one. An offer that only the device can take up comes after what it is compared with.
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced);
+std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced);
 
 // Of a sequence, rounded up.
 int64_t average_chunks(const ForwardShape& shape);
 
 // Only cu_seqlens say how long the sequences are, and where all are short the device can leave out segments.
-bool device_knows_more(const ForwardShape& shape);
+template <typename Shape>
+bool device_knows_more(const Shape& shape) {
+  return shape.varlen && shape.N > 1;
+}
 
 // Of chunk_matrices: the most that still leave a CTA for every SM.
 int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots);

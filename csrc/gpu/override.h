@@ -1,4 +1,4 @@
-// What override_forward_dispatch (dispatch.h) has set.
+// What override_forward_dispatch and override_backward_dispatch (dispatch.h) have set.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,8 @@ struct Override {
   bool operator==(const Override&) const = default;
 };
 
+// The backward's has segment_chunks and cut_above, and one tile.
 Override current_override();
+Override current_backward_override();
 
 }  // namespace flash_qla

@@ -71,18 +71,23 @@ struct ForwardWorkspace : Workspace {
 };
 
 struct BackwardWorkspace : Workspace {
-  BackwardWorkspace(const Call& call, int64_t chunk_slots, int64_t segment_slots)
-      : sequences(reserve<int32_t>(call.N * SequenceColumn::kCount)),
-        chunks(reserve<int32_t>(chunk_slots * ChunkColumn::kCount)),
-        segments(reserve<int32_t>(segment_slots * SegmentColumn::kCount)),
-        gates(reserve<float>(chunk_slots * call.H_v * ForwardGate::kCount * kChunk)),
-        backward_gates(reserve<float>(chunk_slots * call.H_v * BackwardGate::kCount * kChunk)),
-        matrices(reserve<uint16_t>(2 * chunk_slots * call.H_v * kTriangle)),
-        v_new(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
-        u(reserve<uint16_t>(chunk_slots * call.H_v * call.V * kChunk)),
-        h(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
-        dh(reserve<uint16_t>(chunk_slots * call.H_v * call.K * call.V)),
-        state_product(reserve<float>(chunk_slots * call.H_v * (call.V / kStateProductRows))) {}
+  BackwardWorkspace(const BackwardShape& shape, const BackwardDispatch& d)
+      : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
+        chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
+        segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
+        gates(reserve<float>(d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
+        backward_gates(reserve<float>(d.chunk_slots * shape.H_v * BackwardGate::kCount * kChunk)),
+        matrices(reserve<uint16_t>(2 * d.chunk_slots * shape.H_v * kTriangle)),
+        v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
+        u(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
+        h(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
+        dh(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
+        state_product(reserve<float>(d.chunk_slots * shape.H_v * (shape.V / kStateProductRows))),
+        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
+        grad_states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
+        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * shape.K * shape.K : 0)),
+        skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)),
+        reverse_skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments;  // the plan's tables
   const Region<float> gates;                          // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
@@ -92,6 +97,11 @@ struct BackwardWorkspace : Workspace {
   const Region<uint16_t> u;           // [chunk_slots, H_v, V, kChunk]: U^T, diag(beta) U the gradient of V
   const Region<uint16_t> h, dh;       // [chunk_slots, H_v, V, K]: a chunk's first state, the last one's gradient
   const Region<float> state_product;  // [chunk_slots, H_v, V / kStateProductRows]: <S, dS'>
+  // With context parallelism.
+  const Region<float> states;                  // [segments, H_v, V, K]: Z, then the state that the segment begins with
+  const Region<float> grad_states;             // [segments, H_v, V, K]: the next one's dZ, then dS' behind the segment
+  const Region<uint16_t> maps;                 // [segments, H_v, 2, K, K]: M in two parts
+  const Region<int32_t> skips, reverse_skips;  // [segments, H_v]: whether M is left out, for states and for gradients
 };
 
 }  // namespace flash_qla

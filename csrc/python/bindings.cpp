@@ -140,6 +140,15 @@ void add_classes(py::module_& module) {
       .field("heads_per_cta", &ForwardDispatch::heads_per_cta, "Of chunk_matrices.")
       .field("workspace_bytes", &ForwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
       .field("predicted_us", &ForwardDispatch::predicted_us, "Microseconds by the cost model.");
+
+  Record<BackwardDispatch>(module, "BackwardDispatch", "What a backward call launches.")
+      .field("segment_chunks", &BackwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
+      .field("cut_above", &BackwardDispatch::cut_above,
+             "Where no sequence has more chunks than that, the device cuts none.")
+      .field("segments", &BackwardDispatch::segments, "An upper bound when varlen.")
+      .field("heads_per_cta", &BackwardDispatch::heads_per_cta, "Of chunk_matrices.")
+      .field("workspace_bytes", &BackwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
+      .field("predicted_us", &BackwardDispatch::predicted_us, "Microseconds by the cost model.");
 }
 
 void add_functions(py::module_& module) {
@@ -195,6 +204,41 @@ The defaults leave it to the cost model; segment_chunks = 0 switches context par
 or takes the fused kernel wherever it can serve a call; cut_above goes with a number of segment_chunks, and 0 cuts
 whatever is longer than one; whole_tile goes with cut_above, and 0 is the same as value_tile. Raises ValueError for a
 mode that there is not.)");
+  module.def(
+      "backward_dispatch",
+      [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
+         bool use_qk_l2norm, int64_t K, int64_t V) {
+        const BackwardShape shape{.B = B,
+                                  .T = T,
+                                  .N = N,
+                                  .H_k = H_k,
+                                  .H_v = H_v,
+                                  .varlen = varlen,
+                                  .sm_count = sm_count,
+                                  .auto_cp = auto_cp,
+                                  .use_qk_l2norm = use_qk_l2norm,
+                                  .K = K,
+                                  .V = V};
+        BackwardDispatch dispatch;
+        raise(flash_qla_backward_dispatch(&shape, &dispatch));
+        return dispatch;
+      },
+      strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
+      strict("auto_cp") = true, strict("varlen") = true, strict("use_qk_l2norm") = false, strict("K") = 128,
+      strict("V") = 128,
+      R"(What a backward call of these shapes launches on a GPU with that many SMs.
+
+N is the number of sequences; use_qk_l2norm asks for the l2norm inside. Raises ValueError for a shape that no call
+has.)");
+  module.def(
+      "override_backward_dispatch",
+      [](int64_t segment_chunks, int64_t cut_above) {
+        raise(flash_qla_override_backward_dispatch(segment_chunks, cut_above));
+      },
+      strict("segment_chunks") = -1, strict("cut_above") = 0,
+      R"(For tests and experts: what backward_dispatch decides from now on in this process.
+
+The arguments are those of override_forward_dispatch of these names. Raises ValueError for a mode that there is not.)");
 }
 
 }  // namespace

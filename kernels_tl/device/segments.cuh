@@ -3,7 +3,7 @@
 // One token's map S -> S' has norm at most exp(g_t) max(1, |1 - beta_t |k_t|^2|); chunk_matrices leaves the sum of the
 // base-2 logarithms of that for each chunk. Where the last chunks of a segment add up to less than kNegligible, what
 // came before them is left out of the state behind the segment: an error of at most 2^-24 of the norm of the state
-// there.
+// there. In reverse likewise what the first chunks leave of a gradient from behind them.
 #pragma once
 
 namespace flash_qla::device {
@@ -30,6 +30,13 @@ __device__ __forceinline__ int first_chunk_that_matters(const float* bounds, int
     behind += __shfl_sync(~0u, sum, 31);
   }
   return -1;
+}
+
+// In reverse: the last of the segment's chunks that matters to the gradient of the state before it, or -1 if even what
+// is behind the segment may. A gradient goes back through the transposed maps, which have the same norms.
+__device__ __forceinline__ int last_chunk_that_matters(const float* bounds, int64_t stride, int chunks) {
+  const int from_last = first_chunk_that_matters(bounds + (chunks - 1) * stride, -stride, chunks);
+  return from_last < 0 ? -1 : chunks - 1 - from_last;
 }
 
 }  // namespace flash_qla::device

@@ -12,6 +12,8 @@ The last segment of a sequence needs no map. A CTA makes M or Z.
 Launched on [segments * H_v * 2].
 """
 
+from types import SimpleNamespace
+
 import tilelang.language as T
 
 from kernels_tl.common import (
@@ -22,9 +24,9 @@ from kernels_tl.common import (
     dims,
     extern,
 )
-from kernels_tl.cta import barriers, fetch, load_segment_early, shared
+from kernels_tl.cta import barriers, clear_rows_behind, fetch, load_segment_early, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import ForwardGate, SegmentColumn, SegmentFlag
+from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -43,26 +45,97 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what
 MAP_Z, MAP_M = 0, 1
 
 
+def consumers(rows):
+    """A warpgroup for each ROWS."""
+    return 128 * (rows // ROWS)
+
+
+def make_barriers(rows):
+    return barriers(
+        loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
+        released=[consumers(rows)] * STAGES,  # back: they have been used
+    )
+
+
+def map_roles(dtype, K, V, of_backward=False):
+    """The roles of a CTA that makes M or Z. The backward's are exact, like its states, and it makes M of segments that
+    end a sequence, whose last chunk may be a partial one."""
+
+    @T.macro
+    def clear_keys_behind(tiles, s, valid):
+        if valid < C:
+            clear_rows_behind(tiles.K, valid, s)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, consumers(V))
+
+    @T.macro
+    def compute(tiles, ready, start, chunks, which, segment, hv, states, maps):
+        """The consumers: the recurrence, and its result."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=of_backward)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        for i, j in T.Parallel(V, K):
+            r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
+        for c in T.serial(start, chunks):
+            s = T.alloc_var("int32", init=(c - start) % STAGES)
+            T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
+            if of_backward:
+                clear_keys_behind(tiles, s, segment.length - c * C)
+            begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
+            T.wait_wgmma(0)
+            end_step(r, tiles, s)
+            T.barrier_arrive(ready.released[s])
+
+        if start < chunks:
+            if which == MAP_Z:
+                for i, j in T.Parallel(V, K):
+                    states[segment.slot + 1, hv, i, j] = r.S[i, j]
+            else:
+                T.copy(r.S, r.S_16)
+                for i, j in T.Parallel(V, K):
+                    r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
+                extern(
+                    f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w")
+                )
+                T.copy(r.S, r.S_16)
+                extern(
+                    f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w")
+                )
+
+    @T.macro
+    def load(tiles, ready, start, chunks, segment, hv, hk, k, v, gates, matrices):
+        """The loader: the chunks' operands."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < consumers(V) + 32, chunks, start)):
+            s = T.alloc_var("int32", init=(c - start) % STAGES)
+            t = segment.row + c * C
+            slot = segment.first + c
+            T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
+            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+            fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
+            fetch(v[t : t + C, hv, :], tiles.V[s, :, :], ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
+
+    return SimpleNamespace(compute=compute, load=load)
+
+
 def segment_maps(dtype, K, V):
     tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
     assert K == V, "M^T has K rows and Z^T has V, and the same warpgroups make either"
-    WARPGROUPS = V // ROWS
-    CONSUMERS = 128 * WARPGROUPS
+    CONSUMERS = consumers(V)
+    roles = map_roles(dtype, K, V)
 
     def make_tiles():
         return shared(
             123.75,
             K=([STAGES, C, K], dtype),
-            V=([STAGES, WARPGROUPS, C, ROWS], dtype),
+            V=([STAGES, C, V], dtype),
             L=([STAGES, C, C], dtype),
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
             swizzle=("V",),
-        )
-
-    def make_barriers():
-        return barriers(
-            loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-            released=[CONSUMERS] * STAGES,  # back: they have been used
         )
 
     @T.macro
@@ -88,52 +161,6 @@ def segment_maps(dtype, K, V):
                     start = segment.chunks
         return start
 
-    @T.macro
-    def compute(tiles, ready, start, chunks, which, segment, hv, states, maps):
-        """The consumers: the recurrence, and its result."""
-        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(V, K, dtype, EARLY_FACTORS, output=False)
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-        for i, j in T.Parallel(V, K):
-            r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
-        for c in T.serial(start, chunks):
-            s = T.alloc_var("int32", init=(c - start) % STAGES)
-            T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
-            begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column, which == MAP_Z)
-            T.wait_wgmma(0)
-            end_step(r, tiles, s)
-            T.barrier_arrive(ready.released[s])
-
-        if start < chunks:
-            if which == MAP_Z:
-                for i, j in T.Parallel(V, K):
-                    states[segment + 1, hv, i, j] = r.S[i, j]
-            else:
-                T.copy(r.S, r.S_16)
-                for i, j in T.Parallel(V, K):
-                    r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
-                extern(f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment, hv, 0, warpgroup * ROWS, 0], "w"))
-                T.copy(r.S, r.S_16)
-                extern(f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment, hv, 1, warpgroup * ROWS, 0], "w"))
-
-    @T.macro
-    def load(tiles, ready, start, chunks, segment, hv, hk, k, v, gates, matrices):
-        """The loader: the chunks' operands."""
-        edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, start)):
-            s = T.alloc_var("int32", init=(c - start) % STAGES)
-            t = segment.row + c * C
-            slot = segment.first + c
-            T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
-            fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-            for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
-                fetch(source, target, ready.loaded[s])
-            for w in T.unroll(WARPGROUPS):
-                fetch(v[t : t + C, hv, w * ROWS : w * ROWS + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
-
     @T.prim_func
     def main(
         k: T.Tensor([tokens, H_k, K], dtype),
@@ -151,7 +178,7 @@ def segment_maps(dtype, K, V):
     ):
         with T.Kernel(segment_slots * H_v * 2, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
-            ready = make_barriers()
+            ready = make_barriers(V)
             which = T.alloc_var("int32", init=cta % 2)
             slot = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(cta, 2), T.Cast("int32", H_v)))
             segment = load_segment_early(segments, slot)
@@ -167,10 +194,10 @@ def segment_maps(dtype, K, V):
             start = first_chunk(segment.and_also(slot=slot, is_idle=idle), hv, which, gates, skips)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                compute(tiles, ready, start, segment.chunks, which, slot, hv, states, maps)
+                roles.compute(tiles, ready, start, segment.chunks, which, segment, hv, states, maps)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                load(tiles, ready, start, segment.chunks, segment, hv, hk, k, v, gates, matrices)
+                roles.load(tiles, ready, start, segment.chunks, segment, hv, hk, k, v, gates, matrices)
 
     return main

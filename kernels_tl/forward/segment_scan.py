@@ -6,6 +6,16 @@
     maps    [segment_slots, H_v, 2, K, K]: M_s^T in two 16-bit parts
     skips   [segment_slots, H_v]: 1 where M is negligible, so that Z is all there is, and states is right already
 
+With `reverse`, for the backward, the gradient of the state behind each segment, from the last segment to the first:
+
+    dS' behind segment s - 1 = M_s^T dS' behind s + dZ_s
+
+`states` holds dZ_s^T in slot s - 1, which becomes dS'^T behind segment s - 1; `initial_state` is the gradient of the
+final state, behind a sequence's last segment, and `skips` are those of the reverse. What is said of S here is then said
+of dS', and of Z of dZ.
+
+It is launched behind the forward's scan and runs beside it: that one waits for the maps before it lets this one begin.
+
 S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
 
 A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, a warp that
@@ -34,14 +44,27 @@ COLUMNS = 32  # of S a CTA
 MAP_STAGES, STAGES = 2, 3  # of M; of Z
 BOX = 32  # floats: 128 bytes, what the swizzle takes
 PRODUCERS = 64  # a warp that loads and one that stores
-SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next one is the sequence's last, without a map
+SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next one is the last on the way, without a map
 Full = T.GemmWarpPolicy.FullRow
 
 
-def segment_scan(dtype, K, V):
+def segment_scan(dtype, K, V, reverse):
     H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
     CONSUMERS = 128 * (K // ROWS)
     TILES = V // COLUMNS
+    WAY = -1 if reverse else 1  # from a segment to the next one
+
+    def on_the_way(slot, segments):
+        """So many segments further; where there are none, it does not matter which."""
+        return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
+
+    def read(number):
+        """An entry of a table that a kernel before the one ahead made, and that the reverse does not wait for."""
+        return load_early(number) if reverse else number
+
+    def is_end(flags):
+        """Whether a segment is the last on the way."""
+        return flags % SegmentFlag.LAST != 0 if reverse else flags >= SegmentFlag.LAST
 
     def make_tiles():
         return shared(
@@ -106,7 +129,9 @@ def segment_scan(dtype, K, V):
                 m = maps_used % MAP_STAGES
                 T.barrier_wait(ready.map_loaded[m], (maps_used // MAP_STAGES) % 2)
                 for a, b in ((0, 0), (0, 1), (1, 0)):
-                    T.wgmma_gemm(tiles.M[m, a, :, :], tiles.S[maps_used % 2, b, :, :], S, transpose_A=True, policy=Full)
+                    T.wgmma_gemm(
+                        tiles.M[m, a, :, :], tiles.S[maps_used % 2, b, :, :], S, transpose_A=not reverse, policy=Full
+                    )
                 T.wait_wgmma(0)
                 T.barrier_arrive(ready.map_released[m])
                 extern("write_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
@@ -123,20 +148,20 @@ def segment_scan(dtype, K, V):
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
-        skip = T.alloc_var("int32", init=skips[slot, hv])
-        flags = T.alloc_var("int32", init=segments[T.min(slot + 1, segment_slots - 1), SegmentColumn.FLAGS])
+        skip = T.alloc_var("int32", init=read(skips[slot, hv]))
+        flags = T.alloc_var("int32", init=read(segments[on_the_way(slot, 1), SegmentColumn.FLAGS]))
         next_skip = T.alloc_var("int32", init=0)
         next_flags = T.alloc_var("int32", init=0)
         while about < END:
             u = step % STAGES
-            next_skip = skips[T.min(slot + 1, segment_slots - 1), hv]
-            next_flags = segments[T.min(slot + 2, segment_slots - 1), SegmentColumn.FLAGS]
-            about = T.Select(skip == 0, 0, SKIP) + T.Select(flags >= SegmentFlag.LAST, END, 0)
+            next_skip = read(skips[on_the_way(slot, 1), hv])
+            next_flags = read(segments[on_the_way(slot, 2), SegmentColumn.FLAGS])
+            about = T.Select(skip == 0, 0, SKIP) + T.Select(is_end(flags), END, 0)
             T.barrier_wait(ready.stored[u], ((step // STAGES) % 2) ^ 1)
             if T.get_thread_binding() == CONSUMERS:
                 tiles.about[u] = about
             for box in T.unroll(K // BOX):
-                fetch(part_of(states, slot + 1, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
+                fetch(part_of(states, slot + WAY, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
             T.barrier_arrive(ready.loaded[u])
             if skip == 0:
                 m = maps_used % MAP_STAGES
@@ -146,7 +171,7 @@ def segment_scan(dtype, K, V):
                 T.barrier_arrive(ready.map_loaded[m])
                 maps_used = maps_used + 1
             step = step + 1
-            slot = slot + 1
+            slot = slot + WAY
             skip = next_skip
             flags = next_flags
 
@@ -162,12 +187,12 @@ def segment_scan(dtype, K, V):
             about = tiles.about[u]
             if about % END != SKIP:
                 for box in T.unroll(K // BOX):
-                    place = part_of(states, slot + 1, hv, v0, box)
+                    place = part_of(states, slot + WAY, hv, v0, box)
                     T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
                 T.tma_store_wait(0)
             T.barrier_arrive(ready.stored[u])
             step = step + 1
-            slot = slot + 1
+            slot = slot + WAY
 
     @T.prim_func
     def main(
@@ -189,9 +214,15 @@ def segment_scan(dtype, K, V):
             hv = T.alloc_var("int32", init=T.truncdiv(cta, TILES) - n * T.Cast("int32", H_v))
             first_slot = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.SEGMENT]))
             first = T.alloc_var("int32", init=load_early(segments[first_slot, SegmentColumn.FLAGS]))
+            if reverse:  # noqa: SIM102  decided here, the other on the device
+                if first == SegmentFlag.FIRST:  # and so as long as all but the last
+                    length = load_early(sequences[n, SequenceColumn.LENGTH])
+                    segment_length = load_early(segments[first_slot, SegmentColumn.LENGTH])
+                    first_slot += T.truncdiv(length - 1, segment_length)
             if (first != SegmentFlag.FIRST) & (cta != 0):  # but the last as well
                 extern("leave")
-            T.pdl_sync()
+            if not reverse:
+                T.pdl_sync()
             T.pdl_trigger()
             begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
             if T.get_thread_binding() < CONSUMERS:
@@ -202,5 +233,7 @@ def segment_scan(dtype, K, V):
                     load(tiles, ready, first_slot, hv, v0, segments, skips, maps, states, begin)
                 else:
                     store(tiles, ready, first_slot, hv, v0, states, begin)
+                    if reverse:
+                        T.pdl_sync()  # as the kernel behind this one takes it for granted that the one ahead has ended
 
     return main

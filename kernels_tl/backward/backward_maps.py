@@ -1,0 +1,218 @@
+"""The maps of each segment in both directions, all segments in parallel: S -> M S + Z from the state before it to the
+state behind it, and in reverse dS' -> M^T dS' + dZ, of their gradients.
+
+Z and M are made as by segment_maps. dZ is the recurrence in reverse (reverse_recurrence.py) run from dS' = 0.
+
+    states        [segment_slots, H_v, V, K] fp32   Z^T of segment s in slot s + 1, V-first
+    grad_states   [segment_slots, H_v, V, K] fp32   dZ^T of segment s in slot s - 1
+    maps          [segment_slots, H_v, 2, K, K]     M^T in two 16-bit parts, rounded and rest
+    skips         [segment_slots, H_v] int32        1 where the gates make M negligible to the state behind the segment
+    reverse_skips [segment_slots, H_v] int32        1 where they make it negligible to the gradient of the state before
+                                                    it (device/segments.cuh)
+
+With skips Z is made from the last few chunks alone, with reverse_skips dZ from the first few, and with both M is not
+made. The two are the same unless the bounds of some chunks let the state grow. The last segment of a sequence has no
+Z, the first no dZ, and one that is both no M.
+
+A CTA makes M, Z or dZ.
+
+Launched on [segments * H_v * 3], dZ first, which takes longest.
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.backward.reverse_recurrence import begin_step, end_step, registers
+from kernels_tl.common import (
+    EXPLICIT_PASS_CONFIGS,
+    C,
+    block_row,
+    block_rows,
+    dims,
+    extern,
+)
+from kernels_tl.cta import Variables, clear_rows_behind, fetch, load_segment_early, shared
+from kernels_tl.forward.segment_maps import (
+    CONSUMER_REGISTERS,
+    MAP_M,
+    MAP_Z,
+    PRODUCER_REGISTERS,
+    PRODUCERS,
+    ROWS,
+    STAGES,
+    consumers,
+    make_barriers,
+    map_roles,
+)
+from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+PRELUDE = """
+#include "device/segments.cuh"
+#include "device/tiles.cuh"
+"""
+
+MAP_DZ = 2  # beside MAP_Z, MAP_M
+
+
+def backward_maps(dtype, K, V):
+    tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
+    assert K == V, "M^T has K rows, Z^T and dZ^T have V, and the same warpgroups make each"
+    assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
+    CONSUMERS = consumers(V)
+    roles = map_roles(dtype, K, V, of_backward=True)
+
+    def make_tiles():
+        return shared(
+            195.75,
+            K=([STAGES, C, K], dtype),
+            V=([STAGES, C, V], dtype),  # or dO
+            L=([STAGES, C, C], dtype),
+            gates=([STAGES, ForwardGate.COUNT, C], "float32"),  # or BackwardGate's
+            Q=([STAGES, C, K], dtype),
+            P=([STAGES, C, C], dtype),
+            swizzle=("V",),
+        )
+
+    def bound(gates, segment, hv):
+        """The segment's first chunk's, see device/segments.cuh, and the way to the next."""
+        return (
+            T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r"),
+            T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
+            segment.chunks,
+        )
+
+    @T.macro
+    def chunks_that_matter(segment, hv, which, gates, skips, reverse_skips):
+        """Where the recurrence begins and ends: at the segment's chunks for those that have nothing to do."""
+        first = T.alloc_var("int32", init=segment.chunks)
+        last = T.alloc_var("int32", init=-1)
+        is_first = T.alloc_var("int32", init=segment.flags % SegmentFlag.LAST)
+        is_last = T.alloc_var("int32", init=T.truncdiv(segment.flags, SegmentFlag.LAST))
+        skip = T.alloc_var("int32", init=1)
+        reverse_skip = T.alloc_var("int32", init=1)
+        if (which != MAP_DZ) & (is_last == 0) & (segment.chunks > 0):
+            first = extern("first_chunk_that_matters", *bound(gates, segment, hv), returns="int32")
+            skip = T.Select(first < 0, 0, 1)
+            first = T.max(first, 0)
+        if (which != MAP_Z) & (is_first == 0) & (segment.chunks > 0):
+            last = extern("last_chunk_that_matters", *bound(gates, segment, hv), returns="int32")
+            reverse_skip = T.Select(last < 0, 0, 1)
+            last = T.Select(last < 0, segment.chunks - 1, last)
+        if which == MAP_M:
+            if T.get_thread_binding() == 0:
+                skips[segment.slot, hv] = skip
+                reverse_skips[segment.slot, hv] = reverse_skip
+            first = T.Select((skip == 0) | (reverse_skip == 0), 0, segment.chunks)
+        return Variables(first=first, last=last)
+
+    @T.macro
+    def compute_dZ(tiles, ready, chunks, segment, hv, grad_states, scale):
+        """The consumers: the recurrence in reverse, and its result."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(V, K, dtype)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        T.clear(r.dS)
+        for step in T.serial(chunks):
+            c = chunks - 1 - step
+            s = T.alloc_var("int32", init=step % STAGES)
+            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            if segment.length - c * C < C:
+                clear_rows_behind(tiles.Q, segment.length - c * C, s)
+                clear_rows_behind(tiles.K, segment.length - c * C, s)
+                clear_rows_behind(tiles.dO, segment.length - c * C, s)
+                T.fence_proxy_async()
+                T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
+            begin_step(r, tiles, s, tiles.dO[s, 0, warpgroup * ROWS], offset, column, scale)
+            end_step(r, tiles, s, column)
+            T.barrier_arrive(ready.released[s])
+        if chunks > 0:
+            for i, j in T.Parallel(V, K):
+                grad_states[segment.slot - 1, hv, i, j] = r.dS[i, j]
+
+    @T.macro
+    def load_dZ(tiles, ready, chunks, segment, hv, hk, q, k, grad_o, gates, matrices):
+        """The loader: the chunks' operands, the last chunk's first."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for step in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, 0)):
+            s = T.alloc_var("int32", init=step % STAGES)
+            c = chunks - 1 - step
+            t = segment.row + c * C
+            slot = segment.first + c
+            T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
+            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+            fetch(grad_o[t : t + C, hv, :], tiles.dO[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.P, s, matrices, slot, hv, 1, edge):
+                fetch(source, target, ready.loaded[s])
+            fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(q[t : t + C, hk, :], tiles.Q[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
+
+    @T.prim_func
+    def main(
+        q: T.Tensor([tokens, H_k, K], dtype),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        grad_o: T.Tensor([tokens, H_v, V], dtype),
+        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
+        backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
+        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        grad_states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
+        skips: T.Tensor([segment_slots, H_v], "int32"),
+        reverse_skips: T.Tensor([segment_slots, H_v], "int32"),
+        group: T.int32,  # H_v / H_k
+        scale: T.float32,
+    ):
+        with T.Kernel(segment_slots * H_v * 3, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers(V)
+            of_dZ = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v))  # CTAs
+            which = T.alloc_var("int32", init=T.Select(cta < of_dZ, MAP_DZ, (cta - of_dZ) % 2))
+            part = T.alloc_var("int32", init=T.Select(cta < of_dZ, cta, T.truncdiv(cta - of_dZ, 2)))
+            slot = T.alloc_var("int32", init=T.truncdiv(part, T.Cast("int32", H_v)))
+            segment = load_segment_early(segments, slot)
+            # Bits of the flags that leave a map out: a last segment's Z, a first one's dZ, M where it is both.
+            without = T.alloc_var(
+                "int32",
+                init=T.Select(
+                    which == MAP_M,
+                    SegmentFlag.FIRST + SegmentFlag.LAST,
+                    T.Select(which == MAP_Z, SegmentFlag.LAST, SegmentFlag.FIRST),
+                ),
+            )
+            if (((segment.flags & without) == without) | (segment.length == 0)) & (cta != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
+            hv = T.alloc_var("int32", init=part - slot * T.Cast("int32", H_v))
+            hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+            range = chunks_that_matter(segment.and_also(slot=slot), hv, which, gates, skips, reverse_skips)
+            matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+            reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
+            if T.get_thread_binding() < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                if which == MAP_DZ:
+                    compute_dZ(reverse_tiles, ready, range.last + 1, segment, hv, grad_states, scale)
+                else:
+                    roles.compute(tiles, ready, range.first, segment.chunks, which, segment, hv, states, maps)
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                if which == MAP_DZ:
+                    load_dZ(
+                        reverse_tiles, ready, range.last + 1, segment, hv, hk, q, k, grad_o, backward_gates, matrices
+                    )
+                else:
+                    roles.load(tiles, ready, range.first, segment.chunks, segment, hv, hk, k, v, gates, matrices)
+
+    return main
