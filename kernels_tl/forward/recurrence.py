@@ -74,12 +74,12 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
     the thread's place in a tile and in a fragment (device/tiles.cuh). Unless has_V, V is taken as zero."""
     if r.output:
         fetch_residual_factors(r, tiles, s, V, offset, column)
-    else:
+        total = T.alloc_var(
+            "float32",
+            init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
+        )
+    else:  # gamma_C is read where it is used, which is faster here
         T.copy(r.S, r.S_16)
-    total = T.alloc_var(
-        "float32",
-        init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
-    )
     T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
     if r.output:
         T.wgmma_gemm(r.S_16, tiles.Q[s, :, :], r.O, transpose_B=True, policy=Full, clear_accum=True)
@@ -100,7 +100,7 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
     T.copy(r.V_new, r.V_new_16)
     T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, policy=Full)
     for i, j in T.Parallel(*r.S.shape):
-        r.S[i, j] *= total
+        r.S[i, j] *= total if r.output else tiles.gates[s, ForwardGate.TOTAL, 0]
     extern("load_column_factors", r.decays.data, T.access_ptr(tiles.gates[s, ForwardGate.DECAY, 0], "r"), column)
     if r.output:
         extern("load_column_factors", r.queries.data, T.access_ptr(tiles.gates[s, ForwardGate.QUERY, 0], "r"), column)
