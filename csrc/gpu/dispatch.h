@@ -1,6 +1,5 @@
 // What a call launches, all of it: decided from shapes and the number of SMs alone, so that the host never waits for
-// cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the
-// device.
+// cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the device.
 //
 // modes.h lists the ways to run a call, cost_model.h says how long each takes, override.h is for tests; here the
 // fastest becomes the launch record that forward.cpp or backward.cpp follows.

@@ -197,22 +197,22 @@ def backward_maps(dtype, K, V):
             T.pdl_trigger()
             hv = T.alloc_var("int32", init=part - slot * T.Cast("int32", H_v))
             hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-            range = chunks_that_matter(segment.and_also(slot=slot), hv, which, gates, skips, reverse_skips)
+            needed = chunks_that_matter(segment.and_also(slot=slot), hv, which, gates, skips, reverse_skips)
             matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 if which == MAP_DZ:
-                    compute_dZ(reverse_tiles, ready, range.last + 1, segment, hv, grad_states, scale)
+                    compute_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, grad_states, scale)
                 else:
-                    roles.compute(tiles, ready, range.first, segment.chunks, which, segment, hv, states, maps)
+                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, states, maps)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if which == MAP_DZ:
                     load_dZ(
-                        reverse_tiles, ready, range.last + 1, segment, hv, hk, q, k, grad_o, backward_gates, matrices
+                        reverse_tiles, ready, needed.last + 1, segment, hv, hk, q, k, grad_o, backward_gates, matrices
                     )
                 else:
-                    roles.load(tiles, ready, range.first, segment.chunks, segment, hv, hk, k, v, gates, matrices)
+                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, hk, k, v, gates, matrices)
 
     return main

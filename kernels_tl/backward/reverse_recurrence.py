@@ -14,13 +14,10 @@ import tilelang.language as T
 
 from kernels_tl.common import C, element_type, extern
 from kernels_tl.cta import fragments, named
+from kernels_tl.forward.recurrence import nothing
 from kernels_tl.layout import BackwardGate
 
 Full = T.GemmWarpPolicy.FullRow
-
-
-def nothing():
-    pass
 
 
 def registers(rows, K, dtype):
