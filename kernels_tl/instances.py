@@ -33,6 +33,6 @@ INSTANCES = [
     *(Instance("backward.l2norm", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
     *(Instance("backward.backward_maps", types) for types in TYPES),
     *(Instance("backward.replay_states", types) for types in TYPES),
-    *(Instance("backward.state_gradients", types) for types in TYPES),
-    *(Instance("backward.input_gradients", types) for types in TYPES),
+    *(Instance("backward.chunk_backward", types, spill_budget=96) for types in TYPES),
+    *(Instance("backward.sum_heads", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
 ]

@@ -28,15 +28,15 @@ MATRICES_CTAS = 4
 # fetches K and Q less often.
 NARROW_TILE, WIDE_TILE = 64, 128
 
-# Rows of S^T whose part of <S, dS'> a warp makes.
-STATE_PRODUCT_ROWS = 16
-
 # In shared memory, floats: behind a row of a state; from one inverted diagonal block to the next, and from one diagonal
 # block of K K^T to the next (two blocks' rows are read together, from different banks).
 STATE_PAD = 4
 INVERSE_STRIDE = BLOCK * BLOCK + 16
 DIAGONAL_STRIDE = BLOCK * BLOCK + 4
 
+
+# What the backward in bf16 divides by: a token's dbeta with a smaller beta is made in another way.
+LEAST_BETA = 2.0**-40
 
 # Added to the squares' sum in the l2norm, as in transformers.
 NORM_EPS = 1e-6
@@ -117,7 +117,9 @@ class NamedBarrier:
     """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
 
     SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory
-    BACKWARD_CLEARED = 4  # replay_states, state_gradients: rows behind the sequence are zeros
+    BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows behind the sequence are zeros
+    BACKWARD_KEYS = 5  # chunk_backward: the warpgroup of dQ and dK
+    BACKWARD_STAGED = 6  # chunk_backward: the warpgroups of dS, whose dS' lies in shared memory
     MATRICES = 8  # chunk_matrices
     TEAM = 9  # and the next, chunk_matrices: a team of warps
     CLEARED = 11  # chunk_forward: rows behind the sequence are zeros

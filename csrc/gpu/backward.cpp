@@ -1,9 +1,8 @@
 // The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
-// segments' maps and their scans, then the states again, the states' gradient in reverse, the inputs' gradients.
+// segments' maps and their scans, then the states again, the recurrence in
+// reverse with the inputs' gradients, the sums over groups of heads.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 
 #include "gpu/device.h"
 #include "gpu/dispatch.h"
@@ -59,8 +58,10 @@ class Backward {
       reverse_segment_scan();
     }
     replay_states();
-    state_gradients();
-    input_gradients();
+    chunk_backward();
+    if (d_.sums_heads) {
+      sum_heads();
+    }
   }
 
  private:
@@ -107,6 +108,10 @@ class Backward {
                              .A = nullptr,
                              .g_cumsum = nullptr,
                              .backward_gates = workspace_[workspace_.backward_gates],
+                             .dq = dq_heads(),
+                             .dk = dk_heads(),
+                             .db = out_.db.mutable_data_ptr(),
+                             .dg = out_.dg.mutable_data_ptr(),
                              .group = call_.group(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
@@ -214,66 +219,60 @@ class Backward {
                            {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
 
-  void state_gradients() const {
-    kernels::state_gradients({.q = q_.const_data_ptr(),
-                              .k = k_.const_data_ptr(),
-                              .grad_o = call_.grad_o.const_data_ptr(),
-                              .gates = workspace_[workspace_.backward_gates],
-                              .matrices_0 = block_rows(0),
-                              .matrices_1 = block_rows(1),
-                              .matrices_2 = block_rows(2),
-                              .matrices_3 = block_rows(3),
-                              .h = workspace_[workspace_.h],
-                              .segments = workspace_[workspace_.segments],
-                              .dht = data(call_.grad_final_state),
-                              .grad_states = workspace_[workspace_.grad_states],
-                              .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
-                              .dh = workspace_[workspace_.dh],
-                              .u = workspace_[workspace_.u],
-                              .state_product = workspace_[workspace_.state_product],
-                              .group = call_.group(),
-                              .scale = static_cast<float>(*call_.scale),
-                              .state_stride_v = call_.state_stride_v(),
-                              .state_stride_k = call_.state_stride_k(),
-                              .has_dht = call_.grad_final_state.has_value(),
-                              .has_dh0 = call_.initial_state.has_value(),
-                              .tokens = call_.tokens(),
-                              .H_k = call_.H_k,
-                              .H_v = call_.H_v,
-                              .chunk_slots = d_.chunk_slots,
-                              .segment_slots = d_.segments,
-                              .state_size = call_.state_size()},
-                             {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  void chunk_backward() const {
+    kernels::chunk_backward({.q = q_.const_data_ptr(),
+                             .k = k_.const_data_ptr(),
+                             .v = call_.v.const_data_ptr(),
+                             .grad_o = call_.grad_o.const_data_ptr(),
+                             .gates = workspace_[workspace_.backward_gates],
+                             .matrices_0 = block_rows(0),
+                             .matrices_1 = block_rows(1),
+                             .matrices_2 = block_rows(2),
+                             .matrices_3 = block_rows(3),
+                             .segments = workspace_[workspace_.segments],
+                             .h = workspace_[workspace_.h],
+                             .v_new = workspace_[workspace_.v_new],
+                             .grad_states = workspace_[workspace_.grad_states],
+                             .dht = data(call_.grad_final_state),
+                             .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
+                             .dq = dq_heads(),
+                             .dk = dk_heads(),
+                             .dv = out_.dv.mutable_data_ptr(),
+                             .db = out_.db.mutable_data_ptr(),
+                             .dg = out_.dg.mutable_data_ptr(),
+                             .group = call_.group(),
+                             .scale = static_cast<float>(*call_.scale),
+                             .state_stride_v = call_.state_stride_v(),
+                             .state_stride_k = call_.state_stride_k(),
+                             .has_dht = call_.grad_final_state.has_value(),
+                             .has_dh0 = call_.initial_state.has_value(),
+                             .tokens = call_.tokens(),
+                             .H_k = call_.H_k,
+                             .H_v = call_.H_v,
+                             .chunk_slots = d_.chunk_slots,
+                             .segment_slots = d_.segments,
+                             .state_size = call_.state_size()},
+                            {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
 
-  void input_gradients() const {
-    kernels::input_gradients({.q = q_.const_data_ptr(),
-                              .k = k_.const_data_ptr(),
-                              .v = call_.v.const_data_ptr(),
-                              .grad_o = call_.grad_o.const_data_ptr(),
-                              .q_rstd = data(q_rstd_),
-                              .k_rstd = data(k_rstd_),
-                              .gates = workspace_[workspace_.backward_gates],
-                              .chunks = workspace_[workspace_.chunks],
-                              .h = workspace_[workspace_.h],
-                              .dh = workspace_[workspace_.dh],
-                              .v_new = workspace_[workspace_.v_new],
-                              .u = workspace_[workspace_.u],
-                              .state_product = workspace_[workspace_.state_product],
-                              .dq = out_.dq.mutable_data_ptr(),
-                              .dk = out_.dk.mutable_data_ptr(),
-                              .dv = out_.dv.mutable_data_ptr(),
-                              .db = out_.db.mutable_data_ptr(),
-                              .dg = out_.dg.mutable_data_ptr(),
-                              .group = call_.group(),
-                              .scale = static_cast<float>(*call_.scale),
-                              .use_l2norm = call_.use_qk_l2norm,
-                              .ctas = std::min<int64_t>(d_.chunk_slots * call_.H_k, gpu_of(call_).sm_count),
-                              .tokens = call_.tokens(),
-                              .H_k = call_.H_k,
-                              .H_v = call_.H_v,
-                              .chunk_slots = d_.chunk_slots},
-                             {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  void* dq_heads() const { return d_.sums_heads ? workspace_[workspace_.dq_heads] : out_.dq.mutable_data_ptr(); }
+  void* dk_heads() const { return d_.sums_heads ? workspace_[workspace_.dk_heads] : out_.dk.mutable_data_ptr(); }
+
+  void sum_heads() const {
+    kernels::sum_heads({.dq_heads = dq_heads(),
+                        .dk_heads = dk_heads(),
+                        .q = q_.const_data_ptr(),
+                        .k = k_.const_data_ptr(),
+                        .q_rstd = data(q_rstd_),
+                        .k_rstd = data(k_rstd_),
+                        .dq = out_.dq.mutable_data_ptr(),
+                        .dk = out_.dk.mutable_data_ptr(),
+                        .group = call_.group(),
+                        .use_l2norm = call_.use_qk_l2norm,
+                        .tokens = call_.tokens(),
+                        .H_v = call_.H_v,
+                        .H_k = call_.H_k},
+                       {.dtype = dtype_, .K = call_.K}, stream_);
   }
 
   const BackwardCall& call_;

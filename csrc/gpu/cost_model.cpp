@@ -29,8 +29,9 @@ constexpr double kMap = 0.14, kScan = 1.15, kSlotCta = 0.008;
 constexpr double kStartReplay = 7, kChunkReplay = 1.66, kChunkReplayFull = 0.0237;
 constexpr double kBackwardMapChunk = 1.4, kReverseMapChunk = 1.95;
 constexpr double kBackwardScan = 1.5;
-// Not fitted: the gradients' kernels, around a piece, and a chunk; the sum over a group's heads; the l2norm of q and k.
-constexpr double kPieceReverse = 8, kChunkReverse = 5;
+// chunk_backward: around a piece, and a chunk, much the same alone and on a full card. Not fitted: the sum over a
+// group's heads; the l2norm of q and k.
+constexpr double kPieceReverse = 10, kChunkReverse = 9.2;
 constexpr double kReduce = 1, kL2norm = 4;
 constexpr double kBytesPerUs = 3.5e6;
 constexpr double kOtherTile = 1.5;  // a launch of chunk_forward that finds nothing to do
@@ -163,8 +164,8 @@ double around_us(const BackwardShape& shape) {
   if (shape.use_qk_l2norm) {
     us += kL2norm + 2 * row * static_cast<double>(shape.H_k) * (2 + 2) / kBytesPerUs;
   }
-  if (shape.H_v > shape.H_k) {
-    us += kReduce + 2 * row * static_cast<double>(4 * shape.H_v + 2 * shape.H_k) / kBytesPerUs;
+  if (shape.H_v > shape.H_k || shape.use_qk_l2norm) {
+    us += kReduce + 2 * row * static_cast<double>(2 * shape.H_v + 2 * shape.H_k) / kBytesPerUs;
   }
   return us;
 }

@@ -79,10 +79,9 @@ struct BackwardWorkspace : Workspace {
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * BackwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(2 * d.chunk_slots * shape.H_v * kTriangle)),
         v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
-        u(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
         h(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
-        dh(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
-        state_product(reserve<float>(d.chunk_slots * shape.H_v * (shape.V / kStateProductRows))),
+        dq_heads(reserve<uint16_t>(d.sums_heads ? shape.B * shape.T * shape.H_v * shape.K : 0)),
+        dk_heads(reserve<uint16_t>(d.sums_heads ? shape.B * shape.T * shape.H_v * shape.K : 0)),
         states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
         grad_states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
         maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * shape.K * shape.K : 0)),
@@ -93,10 +92,9 @@ struct BackwardWorkspace : Workspace {
   const Region<float> gates;                          // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<float> backward_gates;                 // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;                    // [chunk_slots, H_v, 2, kTriangle]
-  const Region<uint16_t> v_new;                       // [chunk_slots, H_v, V, kChunk]: V_new^T
-  const Region<uint16_t> u;           // [chunk_slots, H_v, V, kChunk]: U^T, diag(beta) U the gradient of V
-  const Region<uint16_t> h, dh;       // [chunk_slots, H_v, V, K]: a chunk's first state, the last one's gradient
-  const Region<float> state_product;  // [chunk_slots, H_v, V / kStateProductRows]: <S, dS'>
+  const Region<uint16_t> v_new;                       // [chunk_slots, H_v, kChunk, V]
+  const Region<uint16_t> h;                           // [chunk_slots, H_v, V, K]: a chunk's first state
+  const Region<uint16_t> dq_heads, dk_heads;  // [B * T, H_v, K]: what sum_heads adds up, unless there is no need
   // With context parallelism.
   const Region<float> states;                  // [segments, H_v, V, K]: Z, then the state that the segment begins with
   const Region<float> grad_states;             // [segments, H_v, V, K]: the next one's dZ, then dS' behind the segment

@@ -13,11 +13,20 @@ Launched on [rows / 8].
 
 import tilelang.language as T
 
-from kernels_tl.backward.shared import WARP, warp_sum
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims
 from kernels_tl.layout import NORM_EPS
 
+WARP = 32  # threads
 WARPS = 8  # of a CTA
+
+
+@T.macro
+def warp_sum(number):
+    """The sum of a number over the lanes of a warp, in all of them."""
+    total = T.alloc_var("float32", init=number)
+    for bit in T.unroll(5):
+        total += T.shfl_xor(total, 1 << bit)
+    return total
 
 
 def l2norm(dtype, K):

@@ -2,7 +2,7 @@
 of each segment, with the state in registers from first to last chunk. What it leaves of each chunk:
 
     h          S before the chunk    [chunk_slots, H_v, V, K], V-first
-    v_new      V_new^T               [chunk_slots, H_v, V, C]
+    v_new      V_new                 [chunk_slots, H_v, C, V]
 
 A segment starts from the caller's state or from zero if it is its sequence's first, else from `states`.
 
@@ -58,7 +58,7 @@ def replay_states(dtype, K, V):
             L=([STAGES, C, C], dtype),  # L^T
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
             h=([WARPGROUPS, BOXES, ROWS, C], dtype),
-            V_new=([WARPGROUPS, ROWS, C], dtype),
+            V_new=([WARPGROUPS, C, ROWS], dtype),
             swizzle=("V", "h", "V_new"),
         )
 
@@ -79,10 +79,9 @@ def replay_states(dtype, K, V):
         T.barrier_arrive(ready.h_staged[warpgroup])
 
     @T.macro
-    def stage_V_new(r, tiles, ready, warpgroup, c, rows):
-        T.copy(r.V_new, r.V_new_16)
+    def stage_V_new(r, tiles, ready, warpgroup, c, offset):
         T.barrier_wait(ready.V_new_stored[warpgroup], (c % 2) ^ 1)
-        extern("stage_rows<1>", r.V_new_16.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), rows)
+        extern(f"stage_transposed<{r.element}>", r.V_new.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), offset)
         T.barrier_arrive(ready.V_new_staged[warpgroup])
 
     @T.macro
@@ -119,7 +118,7 @@ def replay_states(dtype, K, V):
                 meanwhile=partial(stage_h, r, tiles, ready, warpgroup, c, rows),
             )
             T.wait_wgmma(0)
-            end_step(r, tiles, s, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, rows))
+            end_step(r, tiles, s, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
             T.barrier_arrive(ready.released[s])
 
     @T.macro
@@ -158,7 +157,7 @@ def replay_states(dtype, K, V):
             T.barrier_arrive(ready.h_stored[w])
             T.barrier_wait(ready.V_new_staged[w], c % 2)
             T.fence_proxy_async()
-            T.tma_copy(tiles.V_new[w, :, :], v_new[slot, hv, v0 : v0 + ROWS, :], leader_scope_threads=32)
+            T.tma_copy(tiles.V_new[w, :, :], v_new[slot, hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
             T.tma_store_wait(0)
             T.barrier_arrive(ready.V_new_stored[w])
 
@@ -175,7 +174,7 @@ def replay_states(dtype, K, V):
         initial_state: T.Tensor([state_size], "float32"),
         states: T.Tensor([segment_slots, H_v, V, K], "float32"),
         h: T.Tensor([chunk_slots, H_v, V, K], dtype),
-        v_new: T.Tensor([chunk_slots, H_v, V, C], dtype),
+        v_new: T.Tensor([chunk_slots, H_v, C, V], dtype),
         group: T.int32,  # H_v / H_k
         state_stride_v: T.int32,  # of initial_state: the caller's layout is these two numbers
         state_stride_k: T.int32,

@@ -111,7 +111,7 @@ def chunk_matrices(dtype, K, V, normalize):
         )
 
     @T.macro
-    def clear_padding(chunk, first, heads, low_level, o, A, g_cumsum):
+    def clear_padding(chunk, first, heads, low_level, has_backward_gates, o, A, g_cumsum, dq, dk, db, dg):
         """Zeros in the outputs of rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
@@ -124,6 +124,14 @@ def chunk_matrices(dtype, K, V, normalize):
                         A[chunk.row + i, first + l, j] = 0
                 if tx < chunk.length:
                     g_cumsum[chunk.row + tx, first + l] = 0.0
+            if has_backward_gates != 0:
+                for i, j in T.Parallel(C, K):
+                    if i < chunk.length:
+                        dq[chunk.row + i, first + l, j] = 0
+                        dk[chunk.row + i, first + l, j] = 0
+                if tx < chunk.length:
+                    db[chunk.row + tx, first + l] = 0.0
+                    dg[chunk.row + tx, first + l] = 0.0
 
     @T.macro
     def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative):
@@ -262,6 +270,10 @@ def chunk_matrices(dtype, K, V, normalize):
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
         backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        dq: T.Tensor([tokens, H_v, K], dtype),  # the backward's outputs that get zeros where no sequence is, as o does
+        dk: T.Tensor([tokens, H_v, K], dtype),
+        db: T.Tensor([tokens, H_v], "float32"),
+        dg: T.Tensor([tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
@@ -291,7 +303,7 @@ def chunk_matrices(dtype, K, V, normalize):
             if chunk.sequence == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
-                clear_padding(chunk, first, heads, low_level, o, A, g_cumsum)
+                clear_padding(chunk, first, heads, low_level, has_backward_gates, o, A, g_cumsum, dq, dk, db, dg)
             else:
                 load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative)
                 factors = make_products(tiles, scale)

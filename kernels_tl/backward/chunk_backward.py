@@ -1,0 +1,562 @@
+"""The recurrence in reverse over the chunks of each segment, and with it the gradients of all inputs.
+
+With S the state at a chunk's start (h), dS' the gradient of the state behind it, D, L, P and V_new as in the forward:
+
+    dV_new = P^T dO + diag(gamma_C / gamma) K dS'
+    U      = dV_new + L^T dV_new
+    dS     = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(beta gamma) U, formed as
+             gamma_1 times the same with gamma / gamma_1, so that 16 bits hold the factors however small gamma is
+    dV     = diag(beta) U
+
+    G   = scale tril(dO V_new^T) * D                    gradient of Q K^T
+    F   = -stril(U V_new^T) * D                         diag(beta) F is the gradient of K K^T
+    Q_S = dO S^T,   U_S = U S^T,   V_S = V_new dS'^T    [C, K]
+
+    dQ    = diag(scale gamma) Q_S + G K
+    dK    = -diag(beta gamma) U_S + diag(gamma_C / gamma) V_S + G^T Q + (diag(beta) F + F^T diag(beta)) K
+    dbeta = rowsum(U * V) - x + rowsum(F * K K^T) = diagonal of U V_new^T / beta
+    dg_t  = sum_{i >= t} y_i + sum_{i < t} z_i + sum_{i >= t > j} E_ij + gamma_C <S, dS'>
+            x = gamma rowsum(K * U_S)
+            y = scale gamma rowsum(Q * Q_S) - beta x            what a later output reads of S
+            z = (gamma_C / gamma) rowsum(K * V_S)               what an earlier token leaves in S'
+            E = G * Q K^T + diag(beta) F * K K^T                pairs of tokens that the gate of t parts
+
+Every term of dg carries the decay across t, so that it is accurate, however strong the decay is; for that its products
+stay in fp32, and so does dS' in <S, dS'>. The diagonal of G * Q K^T would cancel and is left out.
+
+dbeta is made of the diagonal, which is there already, as V_new has beta as a factor; where it has lost its digits for
+that (in fp16, and where beta is next to 0) of V.
+
+A CTA takes one head of one segment. Two warpgroups carry dS^T, 64 rows each, in the transposed form that keeps every
+intermediate in registers as the next WGMMA's A operand, and make G and diag(beta) F; what others need of a chunk, dS',
+U, G and diag(beta) F, they leave in shared memory. A third makes dQ and dK, up to a chunk behind them. Of the fourth
+one warp keeps the chunks' operands coming by TMA, two make dV, and one dbeta and dg.
+
+What is loaded is one chunk's but for K, the gates and h, which both ends of the pipeline need at the same time.
+
+dq and dk are those of the value head, [tokens, H_v, K]: sum_heads adds up a group's.
+
+Launched on [segments * H_v].
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.common import (
+    EXPLICIT_PASS_CONFIGS,
+    C,
+    block_row,
+    block_rows,
+    dims,
+    element_type,
+    extern,
+    load_early,
+)
+from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, shared
+from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.states import States
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+PRELUDE = """
+#include "device/descriptors.cuh"
+#include "device/gradients.cuh"
+"""
+
+ROWS = 64  # of dS^T a warpgroup: the M of its WGMMA
+STAGES = 2
+STATE_REGISTERS, KEY_REGISTERS, OTHER_REGISTERS = 160, 160, 32  # 2 * 160 + 160 + 32 = 4 * 128
+Y, Z, X, VALUE, BETWEEN, BETA = 0, 1, 2, 3, 4, 6  # rows of sums: device/gradients.cuh, TokenSum
+Full = T.GemmWarpPolicy.FullRow
+
+
+def chunk_backward(dtype, K, V):
+    tokens, H_k, H_v, chunk_slots, segment_slots, state_size = dims(
+        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size"
+    )
+    element = element_type(dtype)
+    assert V == 2 * ROWS and K == 128, "two warpgroups carry dS^T, and a tile has two panels"
+    STATE_THREADS = 2 * 128
+    KEY_THREADS = 128
+    CONSUMERS = STATE_THREADS + KEY_THREADS
+    VALUE_THREADS, GATE_THREADS = 64, 32  # behind them and the warp that loads
+    THREADS = CONSUMERS + 32 + VALUE_THREADS + GATE_THREADS
+
+    def make_tiles():
+        return shared(
+            224.5625,
+            Q=([1, C, K], dtype),
+            K=([STAGES, C, K], dtype),
+            dO=([1, C, V], dtype),
+            h=([STAGES, V, K], dtype),
+            V_new=([1, C, V], dtype),
+            L=([1, C, C], dtype),  # L^T
+            P=([1, C, C], dtype),  # P^T
+            dS=([1, V, K], dtype),  # dS'^T
+            U=([1, C, V], dtype),
+            G=([1, C, C], dtype),  # then diag(beta) F
+            gates=([STAGES, BackwardGate.COUNT, C], "float32"),
+            sums=([2, 8, C], "float32"),  # of a chunk's tokens
+            columns=([2, 4, C], "float32"),  # E's, over the rows of a warp
+            products=([2, 8], "float32"),  # <S, dS'>, over the rows of a warp
+            swizzle=("U",),
+        )
+
+    def make_barriers():
+        return barriers(
+            # The loader to the others, and back: K and gates, h, Q, dO, L and P, V_new.
+            loaded=[32] * STAGES,
+            released=[CONSUMERS + VALUE_THREADS + GATE_THREADS] * STAGES,
+            h_loaded=[32] * STAGES,
+            h_released=[CONSUMERS] * STAGES,
+            Q_loaded=[32],
+            Q_released=[CONSUMERS],
+            dO_loaded=[32],
+            dO_released=[CONSUMERS],
+            matrices_loaded=[32],
+            matrices_released=[STATE_THREADS],
+            values_loaded=[32],
+            values_released=[CONSUMERS],
+            staged=[STATE_THREADS],  # dS' and <S, dS'>; and rows behind the sequence are zeros
+            taken=[KEY_THREADS],  # dS'
+            U_staged=[STATE_THREADS],
+            U_taken=[KEY_THREADS + VALUE_THREADS],
+            # G, then diag(beta) F: the warpgroups of dS to that of dQ and dK, and back.
+            gated=[STATE_THREADS],
+            gated_taken=[KEY_THREADS],
+            sums_made=[CONSUMERS + VALUE_THREADS],
+            sums_taken=[GATE_THREADS] * 2,  # of every other chunk
+        )
+
+    def make_state_registers():
+        return fragments(
+            dS=([V, K], "float32"),  # dS^T
+            U=([V, C], "float32"),  # dS'^T K^T, dV_new^T, U^T in turn
+            U_16=([V, C], dtype),
+            # dO^T diag(scale gamma / gamma_1) in two parts: rounded to one, it would be the largest error of dS
+            faded_dO=([V, C], dtype),
+            faded_dO_rest=([V, C], dtype),
+            faded_U=([V, C], dtype),  # -U^T diag(beta gamma / gamma_1)
+            products=([C, C], "float32"),  # dO V_new^T, U V_new^T
+            likeness=([C, C], "float32"),  # Q K^T, K K^T
+        )
+
+    def make_key_registers():
+        return fragments(
+            product=([C, K], "float32"),  # Q_S, then dQ; U_S
+            dK=([C, K], "float32"),
+        )
+
+    def sums(tiles, p, row):
+        return T.access_ptr(tiles.sums[p, row, 0], "w")
+
+    def gates(tiles, s, row):
+        return T.access_ptr(tiles.gates[s, row, 0], "r")
+
+    def gate(tiles, s, row, i):
+        return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
+
+    @T.macro
+    def multiply(left, right, product, transpose_A=False, transpose_B=False):
+        """product = left right, in flight."""
+        transposes = {"transpose_A": transpose_A, "transpose_B": transpose_B}
+        T.wgmma_gemm(left, right, product, policy=Full, clear_accum=True, **transposes)
+
+    @T.macro
+    def multiply_tokens(r, tiles, s, z, left, alike):
+        """The products of G or F, and Q K^T or K K^T, in flight: 32 columns a warpgroup."""
+        T.wgmma_gemm(left, tiles.V_new[z, :, :], r.products, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(alike, tiles.K[s, :, :], r.likeness, transpose_B=True, clear_accum=True)
+
+    @T.macro
+    def gate_products(r, tiles, ready, s, z, p, which, scale):
+        """G or diag(beta) F to their tile; sums of E."""
+        T.barrier_wait(ready.gated_taken, which ^ 1)
+        T.wait_wgmma(0)
+        extern(
+            f"gate_products<{element}, {str(which == 0).lower()}>",
+            r.products.data,
+            r.likeness.data,
+            gates(tiles, s, BackwardGate.LOG),
+            gates(tiles, s, BackwardGate.BETA),
+            scale,
+            T.access_ptr(tiles.G[z, 0, 0], "w"),
+            sums(tiles, p, (BETWEEN, BETA)[which]),
+            T.access_ptr(tiles.columns[p, 0, 0], "w"),
+            sums(tiles, p, VALUE),
+        )
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.gated)
+
+    @T.macro
+    def begin_step(r, tiles, ready, step, s, p, scale, offset, column, warpgroup):
+        """Leaves dS' and <S, dS'> in shared memory, dV_new^T in U, and what dO and dS' are of dS^T / gamma_1 in dS."""
+        T.barrier_wait(ready.taken, p ^ 1)
+        extern(f"stage_rounded<{element}, {V}>", r.dS.data, T.access_ptr(tiles.dS, "w"))
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.staged)
+        T.barrier_wait(ready.h_loaded[s], (step // STAGES) % 2)
+        T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
+        total = T.alloc_var(
+            "float32",
+            init=extern(
+                f"warp_product<{element}, {V}>", r.dS.data, T.access_ptr(tiles.h[s, 0, 0], "r"), returns="float32"
+            ),
+        )
+        if T.get_thread_binding() % 32 == 0:
+            tiles.products[p, T.truncdiv(T.get_thread_binding(), 32)] = total
+        T.barrier_arrive(ready.h_released[s])
+        T.barrier_wait(ready.dO_loaded, p)
+        extern(
+            f"round_scaled_tile<{element}>",
+            r.faded_dO.data,
+            r.faded_dO_rest.data,
+            T.access_ptr(tiles.dO[0, 0, warpgroup * ROWS], "r"),
+            gates(tiles, s, BackwardGate.FADE),
+            scale,
+            offset,
+            column,
+        )
+        T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)
+        multiply(tiles.dS[0, :, :], tiles.K[s, :, :], r.U, transpose_B=True)
+        fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1))
+        for i, j in T.Parallel(V, K):
+            r.dS[i, j] *= fade
+        T.barrier_wait(ready.Q_loaded, p)
+        T.wgmma_gemm(r.faded_dO, tiles.Q[0, :, :], r.dS, policy=Full)
+        T.wgmma_gemm(r.faded_dO_rest, tiles.Q[0, :, :], r.dS, policy=Full)
+        T.barrier_wait(ready.matrices_loaded, p)
+        T.wait_wgmma(0)
+        extern("multiply_columns", r.U.data, gates(tiles, s, BackwardGate.DECAY), column)
+        T.wgmma_gemm(tiles.dO[0, :, :], tiles.P[0, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def end_step(r, tiles, ready, s, p, scale, offset, column, warpgroup):
+        """Leaves U, G and diag(beta) F in shared memory, and dS^T in dS."""
+        T.copy(r.U, r.U_16)
+        T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.matrices_released)
+        extern(
+            f"fade_columns<{element}>",
+            r.faded_U.data,
+            r.U.data,
+            gates(tiles, s, BackwardGate.BETA),
+            gates(tiles, s, BackwardGate.FADE),
+            column,
+        )
+        T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
+        T.barrier_wait(ready.U_taken, p ^ 1)
+        extern(
+            f"stage_transposed<{element}>",
+            r.U.data,
+            T.access_ptr(tiles.U[0, 0, warpgroup * ROWS], "w"),
+            offset,
+        )
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.U_staged)
+        first = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.GAMMA, 0))
+        z = T.alloc_var("int32", init=0)
+        T.barrier_wait(ready.values_loaded, p)
+        multiply_tokens(r, tiles, s, z, tiles.dO[z, :, :], tiles.Q[z, :, :])
+        T.wait_wgmma(2)
+        for i, j in T.Parallel(V, K):
+            r.dS[i, j] *= first
+        gate_products(r, tiles, ready, s, z, p, 0, scale)
+        T.barrier_arrive(ready.dO_released)
+        T.barrier_arrive(ready.Q_released)
+        T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)  # all of U
+        multiply_tokens(r, tiles, s, z, tiles.U[z, :, :], tiles.K[s, :, :])
+        gate_products(r, tiles, ready, s, z, p, 1, -1.0)
+        T.barrier_arrive(ready.values_released)
+        T.barrier_arrive(ready.sums_made)
+
+    @T.macro
+    def carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale):
+        """The warpgroups of dS."""
+        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
+        segment = load_segment_early(segments, slot)
+        r = make_state_registers()
+        warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        if segment.flags < SegmentFlag.LAST:
+            for i, j in T.Parallel(V, K):
+                r.dS[i, j] = grad_states[slot, hv, i, j]
+        else:
+            if has.dht != 0:
+                final.read(r.dS, segment.n, hv)
+            else:
+                T.clear(r.dS)
+        if segment.length % C != 0:
+            T.barrier_wait(ready.loaded[0], 0)
+            T.barrier_wait(ready.Q_loaded, 0)
+            T.barrier_wait(ready.dO_loaded, 0)
+            clear_rows_behind(tiles.Q, segment.length % C, 0)
+            clear_rows_behind(tiles.K, segment.length % C, 0)
+            clear_rows_behind(tiles.dO, segment.length % C, 0)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, STATE_THREADS)
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=step % STAGES)
+            p = T.alloc_var("int32", init=step % 2)
+            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            begin_step(r, tiles, ready, step, s, p, scale, offset, column, warpgroup)
+            end_step(r, tiles, ready, s, p, scale, offset, column, warpgroup)
+            T.barrier_arrive(ready.released[s])
+        if (has.dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
+            initial.write(r.dS, segment.n, hv)
+
+    @T.macro
+    def store_keys(fragment, segment, step, rows, hv):
+        """dQ or dK of a chunk, from registers."""
+        first = T.alloc_var("int32", init=(segment.chunks - 1 - step) * C)
+        extern(
+            f"store_fragment<{element}>",
+            fragment.data,
+            T.access_ptr(rows[segment.row + first, hv, 0], "w"),
+            T.Cast("int64", H_v * K),
+            segment.length - first,
+        )
+
+    @T.macro
+    def begin_dK(r, tiles, ready, step, s, z, p, segment, scale, dq, hv):
+        """dQ, and what of dK needs no U."""
+        multiply(tiles.V_new[z, :, :], tiles.dS[z, :, :], r.dK)
+        multiply(tiles.dO[z, :, :], tiles.h[s, :, :], r.product)
+        T.wait_wgmma(1)
+        T.barrier_arrive(ready.taken)
+        T.barrier_arrive(ready.values_released)
+        K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
+        extern(
+            f"scale_and_dot<{element}>", r.dK.data, K_tile, gates(tiles, s, BackwardGate.DECAY), 1.0, sums(tiles, p, Z)
+        )
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.dO_released)
+        Q_tile = T.access_ptr(tiles.Q[z, 0, 0], "r")
+        extern(
+            f"scale_and_dot<{element}>",
+            r.product.data,
+            Q_tile,
+            gates(tiles, s, BackwardGate.GAMMA),
+            scale,
+            sums(tiles, p, Y),
+        )
+        T.barrier_wait(ready.gated, 0)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.gated_taken)
+        T.barrier_arrive(ready.Q_released)
+        store_keys(r.product, segment, step, dq, hv)
+
+    @T.macro
+    def end_dK(r, tiles, ready, step, s, z, p, segment, dk, hv):
+        """The rest of dK."""
+        multiply(tiles.U[z, :, :], tiles.h[s, :, :], r.product)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.h_released[s])
+        T.barrier_arrive(ready.U_taken)
+        K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
+        extern(
+            f"subtract_and_dot<{element}>",
+            r.dK.data,
+            r.product.data,
+            K_tile,
+            gates(tiles, s, BackwardGate.GAMMA),
+            gates(tiles, s, BackwardGate.BETA),
+            sums(tiles, p, X),
+        )
+        T.barrier_arrive(ready.sums_made)
+        T.barrier_wait(ready.gated, 1)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, policy=Full)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, transpose_A=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.gated_taken)
+        T.barrier_arrive(ready.released[s])
+        store_keys(r.dK, segment, step, dk, hv)
+
+    @T.macro
+    def make_keys(tiles, ready, cta, segments, scale, dq, dk):
+        """The warpgroup of dQ and dK."""
+        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
+        segment = load_segment_early(segments, slot)
+        r = make_key_registers()
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=extern("kept", step % STAGES, returns="int32"))
+            z = T.alloc_var("int32", init=extern("kept", 0, returns="int32"))
+            p = T.alloc_var("int32", init=step % 2)
+            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            T.barrier_wait(ready.values_loaded, p)
+            T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
+            T.barrier_wait(ready.staged, p)  # and rows behind the sequence are zeros
+            T.barrier_wait(ready.Q_loaded, p)
+            T.barrier_wait(ready.dO_loaded, p)
+            T.barrier_wait(ready.h_loaded[s], (step // STAGES) % 2)
+            begin_dK(r, tiles, ready, step, s, z, p, segment, scale, dq, hv)
+            T.barrier_wait(ready.U_staged, p)
+            # As if they were others: what is computed from them shall not be kept in registers from above.
+            s = extern("kept", step % STAGES, returns="int32")
+            z = extern("kept", 0, returns="int32")
+            end_dK(r, tiles, ready, step, s, z, p, segment, dk, hv)
+
+    @T.macro
+    def load(tiles, ready, cta, segments, group, q, k, grad_o, gates, matrices, h, v_new):
+        """The loader: the chunks' operands, the last chunk's first."""
+        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
+        segment = load_segment_early(segments, slot)
+        hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=step % STAGES)
+            c = segment.chunks - 1 - step
+            t = segment.row + c * C
+            chunk = segment.first + c
+            p = T.alloc_var("int32", init=step % 2)
+            T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
+            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+            fetch(gates[chunk, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
+            T.barrier_wait(ready.h_released[s], ((step // STAGES) % 2) ^ 1)
+            fetch(h[chunk, hv, :, :], tiles.h[s, :, :], ready.h_loaded[s])
+            T.barrier_arrive(ready.h_loaded[s])
+            T.barrier_wait(ready.matrices_released, p ^ 1)
+            for target, source in block_rows(tiles.P, 0, matrices, chunk, hv, 1, edge):
+                fetch(source, target, ready.matrices_loaded)
+            for target, source in block_rows(tiles.L, 0, matrices, chunk, hv, 0, edge):
+                fetch(source, target, ready.matrices_loaded)
+            T.barrier_arrive(ready.matrices_loaded)
+            T.barrier_wait(ready.dO_released, p ^ 1)
+            fetch(grad_o[t : t + C, hv, :], tiles.dO[0, :, :], ready.dO_loaded)
+            T.barrier_arrive(ready.dO_loaded)
+            T.barrier_wait(ready.Q_released, p ^ 1)
+            fetch(q[t : t + C, hk, :], tiles.Q[0, :, :], ready.Q_loaded)
+            T.barrier_arrive(ready.Q_loaded)
+            T.barrier_wait(ready.values_released, p ^ 1)
+            fetch(v_new[chunk, hv, :, :], tiles.V_new[0, :, :], ready.values_loaded)
+            T.barrier_arrive(ready.values_loaded)
+
+    @T.macro
+    def make_values(tiles, ready, cta, segments, v, dv):
+        """The warps of dV."""
+        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
+        segment = load_segment_early(segments, slot)
+        warp = T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1
+        for step in T.serial(segment.chunks):
+            c = segment.chunks - 1 - step
+            s = step % STAGES
+            row = T.alloc_var("int32", init=segment.row + c * C)
+            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            T.barrier_wait(ready.sums_taken[step % 2], ((step // 2) % 2) ^ 1)
+            T.barrier_wait(ready.U_staged, step % 2)
+            extern(
+                f"store_value_gradients<{element}, {C // 2}>",
+                T.access_ptr(tiles.U, "r"),
+                T.access_ptr(v[row, hv, 0], "r"),
+                T.access_ptr(dv[row, hv, 0], "w"),
+                T.Cast("int32", H_v * V),
+                gates(tiles, s, BackwardGate.BETA),
+                sums(tiles, step % 2, VALUE),
+                warp * (C // 2),
+                segment.length - c * C,
+            )
+            T.barrier_arrive(ready.U_taken)
+            T.barrier_arrive(ready.sums_made)
+            T.barrier_arrive(ready.released[s])
+
+    @T.macro
+    def make_gates(tiles, ready, cta, segments, db, dg):
+        """The warp of dbeta and dg."""
+        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
+        segment = load_segment_early(segments, slot)
+        for step in T.serial(segment.chunks):
+            c = segment.chunks - 1 - step
+            s = step % STAGES
+            row = T.alloc_var("int32", init=segment.row + c * C)
+            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            T.barrier_wait(ready.sums_made, step % 2)
+            extern(
+                f"store_gate_gradients<{element}>",
+                T.access_ptr(tiles.sums[step % 2, 0, 0], "r"),
+                T.access_ptr(tiles.columns[step % 2, 0, 0], "r"),
+                T.access_ptr(tiles.products[step % 2, 0], "r"),
+                gates(tiles, s, BackwardGate.BETA),
+                gate(tiles, s, BackwardGate.GAMMA, C - 1),
+                T.access_ptr(db[row, hv], "w"),
+                T.access_ptr(dg[row, hv], "w"),
+                T.Cast("int64", H_v),
+                segment.length - c * C,
+            )
+            T.barrier_arrive(ready.sums_taken[step % 2])
+            T.barrier_arrive(ready.released[s])
+
+    @T.prim_func
+    def main(
+        q: T.Tensor([tokens, H_k, K], dtype),
+        k: T.Tensor([tokens, H_k, K], dtype),
+        v: T.Tensor([tokens, H_v, V], dtype),
+        grad_o: T.Tensor([tokens, H_v, V], dtype),
+        gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
+        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
+        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
+        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
+        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
+        h: T.Tensor([chunk_slots, H_v, V, K], dtype),
+        v_new: T.Tensor([chunk_slots, H_v, C, V], dtype),
+        grad_states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        dht: T.Tensor([state_size], "float32"),
+        dh0: T.Tensor([state_size], "float32"),
+        dq: T.Tensor([tokens, H_v, K], dtype),
+        dk: T.Tensor([tokens, H_v, K], dtype),
+        dv: T.Tensor([tokens, H_v, V], dtype),
+        db: T.Tensor([tokens, H_v], "float32"),
+        dg: T.Tensor([tokens, H_v], "float32"),
+        group: T.int32,  # H_v / H_k
+        scale: T.float32,
+        state_stride_v: T.int32,  # of dht and dh0: the caller's layout is these two numbers
+        state_stride_k: T.int32,
+        has_dht: T.int32,
+        has_dh0: T.int32,
+    ):
+        with T.Kernel(segment_slots * H_v, threads=THREADS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+            flags = load_early(segments[slot, SegmentColumn.FLAGS])
+            length = load_early(segments[slot, SegmentColumn.LENGTH])
+            if (flags + length == 0) & (cta != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
+            tx = T.get_thread_binding()
+            if tx < STATE_THREADS:
+                T.inc_max_nreg(STATE_REGISTERS)
+                strides = (state_stride_v, state_stride_k)
+                final = States(dht, H_v, K, V, strides)
+                initial = States(dh0, H_v, K, V, strides)
+                has = SimpleNamespace(dht=has_dht, dh0=has_dh0)
+                carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale)
+            else:
+                if tx < CONSUMERS:
+                    T.inc_max_nreg(KEY_REGISTERS)
+                    make_keys(tiles, ready, cta, segments, scale, dq, dk)
+                else:
+                    T.dec_max_nreg(OTHER_REGISTERS)
+                    if tx < CONSUMERS + 32:
+                        matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+                        load(tiles, ready, cta, segments, group, q, k, grad_o, gates, matrices, h, v_new)
+                    else:
+                        if tx < CONSUMERS + 32 + VALUE_THREADS:
+                            make_values(tiles, ready, cta, segments, v, dv)
+                        else:
+                            make_gates(tiles, ready, cta, segments, db, dg)
+
+    return main

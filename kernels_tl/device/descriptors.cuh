@@ -1,0 +1,18 @@
+// WGMMA descriptors made where they are used. The compiler would make those of tiles that stay where they are once,
+// keep all of them, 64 bits for each step of a product, from one chunk to the next, and run out of registers. The
+// shuffle also tells it that they are the same in all lanes.
+#pragma once
+
+#include <tl_templates/cuda/common.h>
+
+namespace tl {
+
+template <int kLayout, int kLeading, int kStride, typename T>
+__device__ __forceinline__ void make_wgmma_descriptor(GmmaDescriptor& descriptor, T* tile) {
+  initialize_wgmma_descriptor<kLayout, kLeading, kStride>(descriptor, tile);
+  descriptor.reg32_[0] = __shfl_sync(~0u, descriptor.reg32_[0], 0);
+}
+
+}  // namespace tl
+
+#define initialize_wgmma_descriptor make_wgmma_descriptor
