@@ -339,7 +339,7 @@ def test_streams_and_synchronisation(mode):
 @pytest.mark.parametrize("offsets", execution.BAD_OFFSETS, ids=str)
 def test_bad_offsets_are_confined(offsets, mode):
     with forward_mode(*mode):
-        execution.test_bad_offsets_are_confined(offsets)
+        execution.test_bad_offsets_are_confined(offsets, segment_chunks=1)
 
 
 @each_mode((64, 2), (128, 1), FUSED)

@@ -35,15 +35,19 @@ def sum_heads(dtype, K):
         if use_l2norm != 0:
             y = T.alloc_local([CHANNELS], "float32")
             product = T.alloc_var("float32", init=0.0)
+            size = T.alloc_var("float32", init=0.0)
             for i in T.vectorized(CHANNELS):
                 y[i] = rows[token, hk, column + i]
             for i in T.unroll(CHANNELS):
                 product += y[i] * total[i]
+                size += T.abs(total[i])
             for bit in T.unroll(LANES.bit_length() - 1):
                 product += T.shfl_xor(product, 1 << bit)
+                size += T.shfl_xor(size, 1 << bit)
             factor = T.alloc_var("float32", init=rstd[token, hk])
-            for i in T.unroll(CHANNELS):
-                total[i] = factor * (total[i] - y[i] * product)
+            if size != 0.0:  # rows that no sequence covers have zeros, and anything, even NaN, in y
+                for i in T.unroll(CHANNELS):
+                    total[i] = factor * (total[i] - y[i] * product)
         for i in T.vectorized(CHANNELS):
             sums[token, hk, column + i] = total[i]
 
