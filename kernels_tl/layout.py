@@ -96,6 +96,14 @@ class BackwardGate:
     COUNT = 5
 
 
+class TokenSum:
+    """chunk_backward's sums of a chunk's tokens in shared memory, rows of CHUNK: of y what is of the queries, z, x, and
+    rowsum(U * V) or, where that is not needed, dbeta; G's part of E and F * K K^T, of each warpgroup's columns."""
+
+    QUERY, KEY, STATE, VALUE, BETWEEN, BETA = 0, 1, 2, 3, 4, 6
+    COUNT = 8
+
+
 class Ring:
     """Where a chunk's tiles are in fused_forward, as one number, because it lives through everything; the first bits of
     the stage (two bits) and its phase, of the stage of V, whose number is also that of the warpgroup that then makes
@@ -118,7 +126,6 @@ class NamedBarrier:
 
     SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory
     BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows behind the sequence are zeros
-    BACKWARD_KEYS = 5  # chunk_backward: the warpgroup of dQ and dK
     BACKWARD_STAGED = 6  # chunk_backward: the warpgroups of dS, whose dS' lies in shared memory
     MATRICES = 8  # chunk_matrices
     TEAM = 9  # and the next, chunk_matrices: a team of warps

@@ -54,7 +54,7 @@ from kernels_tl.common import (
     load_early,
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, shared
-from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -67,7 +67,6 @@ PRELUDE = """
 ROWS = 64  # of dS^T a warpgroup: the M of its WGMMA
 STAGES = 2
 STATE_REGISTERS, KEY_REGISTERS, OTHER_REGISTERS = 160, 160, 32  # 2 * 160 + 160 + 32 = 4 * 128
-Y, Z, X, VALUE, BETWEEN, BETA = 0, 1, 2, 3, 4, 6  # rows of sums: device/gradients.cuh, TokenSum
 Full = T.GemmWarpPolicy.FullRow
 
 
@@ -97,7 +96,7 @@ def chunk_backward(dtype, K, V):
             U=([1, C, V], dtype),
             G=([1, C, C], dtype),  # then diag(beta) F
             gates=([STAGES, BackwardGate.COUNT, C], "float32"),
-            sums=([2, 8, C], "float32"),  # of a chunk's tokens
+            sums=([2, TokenSum.COUNT, C], "float32"),
             columns=([2, 4, C], "float32"),  # E's, over the rows of a warp
             products=([2, 8], "float32"),  # <S, dS'>, over the rows of a warp
             swizzle=("U",),
@@ -105,7 +104,8 @@ def chunk_backward(dtype, K, V):
 
     def make_barriers():
         return barriers(
-            # The loader to the others, and back: K and gates, h, Q, dO, L and P, V_new.
+            # Tiles have arrived, loader to the others; they have been used, back. `loaded` is of K and the gates,
+            # `matrices` of L and P, `values` of V_new.
             loaded=[32] * STAGES,
             released=[CONSUMERS + VALUE_THREADS + GATE_THREADS] * STAGES,
             h_loaded=[32] * STAGES,
@@ -118,15 +118,17 @@ def chunk_backward(dtype, K, V):
             matrices_released=[STATE_THREADS],
             values_loaded=[32],
             values_released=[CONSUMERS],
-            staged=[STATE_THREADS],  # dS' and <S, dS'>; and rows behind the sequence are zeros
-            taken=[KEY_THREADS],  # dS'
+            # From the warpgroups of dS to those that take it, and back: dS' (and rows behind the sequence are zeros),
+            # U, and twice a chunk a matrix in the tile of G.
+            staged=[STATE_THREADS],
+            taken=[KEY_THREADS],
             U_staged=[STATE_THREADS],
             U_taken=[KEY_THREADS + VALUE_THREADS],
-            # G, then diag(beta) F: the warpgroups of dS to that of dQ and dK, and back.
             gated=[STATE_THREADS],
             gated_taken=[KEY_THREADS],
+            # All to the warp of dbeta and dg: what lies in sums, columns and products; and back, of every other chunk.
             sums_made=[CONSUMERS + VALUE_THREADS],
-            sums_taken=[GATE_THREADS] * 2,  # of every other chunk
+            sums_taken=[GATE_THREADS] * 2,
         )
 
     def make_state_registers():
@@ -182,9 +184,9 @@ def chunk_backward(dtype, K, V):
             gates(tiles, s, BackwardGate.BETA),
             scale,
             T.access_ptr(tiles.G[z, 0, 0], "w"),
-            sums(tiles, p, (BETWEEN, BETA)[which]),
+            sums(tiles, p, (TokenSum.BETWEEN, TokenSum.BETA)[which]),
             T.access_ptr(tiles.columns[p, 0, 0], "w"),
-            sums(tiles, p, VALUE),
+            sums(tiles, p, TokenSum.VALUE),
         )
         T.fence_proxy_async()
         T.barrier_arrive(ready.gated)
@@ -332,7 +334,12 @@ def chunk_backward(dtype, K, V):
         T.barrier_arrive(ready.values_released)
         K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
         extern(
-            f"scale_and_dot<{element}>", r.dK.data, K_tile, gates(tiles, s, BackwardGate.DECAY), 1.0, sums(tiles, p, Z)
+            f"scale_and_dot<{element}>",
+            r.dK.data,
+            K_tile,
+            gates(tiles, s, BackwardGate.DECAY),
+            1.0,
+            sums(tiles, p, TokenSum.KEY),
         )
         T.wait_wgmma(0)
         T.barrier_arrive(ready.dO_released)
@@ -343,7 +350,7 @@ def chunk_backward(dtype, K, V):
             Q_tile,
             gates(tiles, s, BackwardGate.GAMMA),
             scale,
-            sums(tiles, p, Y),
+            sums(tiles, p, TokenSum.QUERY),
         )
         T.barrier_wait(ready.gated, 0)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
@@ -368,7 +375,7 @@ def chunk_backward(dtype, K, V):
             K_tile,
             gates(tiles, s, BackwardGate.GAMMA),
             gates(tiles, s, BackwardGate.BETA),
-            sums(tiles, p, X),
+            sums(tiles, p, TokenSum.STATE),
         )
         T.barrier_arrive(ready.sums_made)
         T.barrier_wait(ready.gated, 1)
@@ -462,7 +469,7 @@ def chunk_backward(dtype, K, V):
                 T.access_ptr(dv[row, hv, 0], "w"),
                 T.Cast("int32", H_v * V),
                 gates(tiles, s, BackwardGate.BETA),
-                sums(tiles, step % 2, VALUE),
+                sums(tiles, step % 2, TokenSum.VALUE),
                 warp * (C // 2),
                 segment.length - c * C,
             )

@@ -6,15 +6,14 @@ forward/recurrence.py is for the state. With dS' the gradient of the state behin
     dS^T     = gamma_C dS'^T + (dO^T diag(scale gamma)) Q - (U^T diag(beta gamma)) K, formed as
                gamma_1 times the same with gamma / gamma_1, so that 16 bits hold the factors however small gamma is
 
-The transposed form keeps every intermediate in registers as the next WGMMA's A operand. What else there is to do,
-`meanwhile`, is done behind the first and the last product.
+The transposed form keeps every intermediate in registers as the next WGMMA's A operand. chunk_backward, whose
+warpgroups have fewer registers, takes dS' from shared memory and the same products and roundings in another order.
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import C, element_type, extern
 from kernels_tl.cta import fragments, named
-from kernels_tl.forward.recurrence import nothing
 from kernels_tl.layout import BackwardGate
 
 Full = T.GemmWarpPolicy.FullRow
@@ -45,7 +44,7 @@ def gate_row(tiles, s, row):
 
 
 @T.macro
-def begin_step(r, tiles, s, dO, offset, column, scale, meanwhile=nothing):
+def begin_step(r, tiles, s, dO, offset, column, scale):
     """Leaves dS'^T K^T in dSK and dO^T P in U, and in flight in dS what dO and dS' are of dS^T / gamma_1; meanwhile dS
     and dS_16 hold dS'^T.
 
@@ -67,7 +66,6 @@ def begin_step(r, tiles, s, dO, offset, column, scale, meanwhile=nothing):
         offset,
         column,
     )
-    meanwhile()
     fade = T.alloc_var(
         "float32",
         init=extern("load_factor", T.access_ptr(tiles.gates[s, BackwardGate.FADE, C - 1], "r"), returns="float32"),
@@ -81,7 +79,7 @@ def begin_step(r, tiles, s, dO, offset, column, scale, meanwhile=nothing):
 
 
 @T.macro
-def end_step(r, tiles, s, column, meanwhile=nothing):
+def end_step(r, tiles, s, column):
     """Leaves dS^T in dS; meanwhile U holds U^T."""
     extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
     T.copy(r.U, r.U_16)
@@ -99,7 +97,6 @@ def end_step(r, tiles, s, column, meanwhile=nothing):
     gamma = T.alloc_var(
         "float32", init=extern("load_factor", gate_row(tiles, s, BackwardGate.GAMMA), returns="float32")
     )
-    meanwhile()
     T.wait_wgmma(0)
     for i, j in T.Parallel(*r.dS.shape):
         r.dS[i, j] *= gamma

@@ -316,12 +316,7 @@ __device__ __forceinline__ void store_value_gradients(const void* U, const void*
   }
 }
 
-// The sums of a chunk's tokens that dbeta and dg are made of, in shared memory.
-struct TokenSum {
-  enum : int { kQuery, kKey, kState, kValue, kBetween, kBeta = 6 };  // rows of 64, the last two are two rows each
-};
-
-// By a warp: dbeta and dg of a chunk, see chunk_backward. Lane l has tokens 2l and 2l + 1.
+// By a warp: dbeta and dg of a chunk, see chunk_backward, from the rows of TokenSum. Lane l has tokens 2l and 2l + 1.
 template <typename T>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
                                                      const float* beta, float total_decay, float* db, float* dg,
