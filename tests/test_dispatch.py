@@ -294,9 +294,12 @@ def test_backward_segments_and_workspace(segment_chunks):
                 assert needed <= found.segments <= shape["N"] + chunk_slots(shape) // found.segment_chunks, shape
         if segment_chunks == -1 and found.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
             assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
-        # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates; V_new, U; h, dh; <S, dS'>.
-        of_chunk = 2 * 10 * 16 * 16 * 2 + 2 * 5 * CHUNK * 4 + 2 * V * CHUNK * 2 + 2 * K * V * 2 + 8 * 4
+        # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates; V_new; h.
+        of_chunk = 2 * 10 * 16 * 16 * 2 + 2 * 5 * CHUNK * 4 + V * CHUNK * 2 + K * V * 2
         needed = chunk_slots(shape) * shape["H_v"] * of_chunk
+        assert found.sums_heads == (shape["H_v"] > shape["H_k"] or shape.get("use_qk_l2norm", False)), shape
+        if found.sums_heads:  # dq and dk of each value head
+            needed += 2 * shape["B"] * shape["T"] * shape["H_v"] * K * 2
         if found.segment_chunks:  # the state before it, the gradient behind it; its map in two parts; what is skipped
             needed += found.segments * shape["H_v"] * (2 * V * K * 4 + 2 * K * K * 2 + 2 * 4)
         needed += 4 * (4 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
