@@ -1,6 +1,6 @@
 // The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
-// segments' maps and their scans, then the states again, the recurrence in
-// reverse with the inputs' gradients, the sums over groups of heads.
+// segments' maps and their scans, then the states again, the recurrence in reverse with the inputs' gradients, the
+// sums over groups of heads.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 

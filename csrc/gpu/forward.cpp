@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "gpu/device.h"
 #include "gpu/dispatch.h"
 #include "gpu/launch.h"
 #include "gpu/plan.h"
@@ -13,6 +14,23 @@
 namespace flash_qla {
 
 namespace {
+
+ForwardShape shape_of(const Call& call) {
+  return {.B = call.B,
+          .T = call.T,
+          .N = call.N,
+          .H_k = call.H_k,
+          .H_v = call.H_v,
+          .varlen = call.varlen,
+          .sm_count = gpu_of(call).sm_count,
+          .auto_cp = call.auto_cp,
+          .low_level = call.output_low_level,
+          .use_qk_l2norm = call.use_qk_l2norm,
+          .output_h = call.output_h,
+          .fp16 = call.dtype == ScalarType::Half,
+          .K = call.K,
+          .V = call.V};
+}
 
 // The launches of a call, each in a function of its name.
 class Forward {

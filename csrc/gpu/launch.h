@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "call.h"
-#include "gpu/dispatch.h"
 
 namespace flash_qla {
 
@@ -15,9 +14,6 @@ cudaStream_t current_stream(const Call& call);
 
 // The call's dtype, as kernel instances have it.
 inline const char* dtype_name(const Call& call) { return call.dtype == ScalarType::BFloat16 ? "bfloat16" : "float16"; }
-
-// What dispatch decides from.
-ForwardShape shape_of(const Call& call);
 
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 inline void* data_if(bool wanted, const Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
