@@ -113,7 +113,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     extents = attributes["thread_extent"]
 
     return Lowered(
-        source=artifact.kernel_source,
+        source=_uniform_warpgroups(artifact.kernel_source),
         symbol=symbol,
         fields=_fields(prim_func, artifact.kernel_source, tensor_maps),
         arguments=[_kernel_argument(name, value, value in descriptors) for name, value in passed.items()],
@@ -134,6 +134,22 @@ def _fences(module):
     import tilelang.cuda.transform
 
     return mock.patch.object(tilelang.cuda.transform, "InjectFenceProxy", lambda: lambda mod: mod)
+
+
+def _uniform_warpgroups(source: str) -> str:
+    """TileLang computes the descriptors of operands that depend on the warpgroup from threadIdx, step by step. The
+    compiler does not see that they are the same in a warp, and makes each in vector registers, to be moved to uniform
+    ones. Behind a shuffle it does see it."""
+    index = "((int)threadIdx.x) >> 7"
+    lines = source.split("\n")
+    products = [i for i, line in enumerate(lines) if "tl::wgmma_ss<" in line and index in line]
+    if not products:
+        return source
+    for i in products:
+        lines[i] = lines[i].replace(index, "warpgroup_of_cta")
+    source = "\n".join(lines)
+    body = source.index("{", source.index("__launch_bounds__")) + 1
+    return f"{source[:body]}\n  const int warpgroup_of_cta = __shfl_sync(~0u, threadIdx.x >> 7, 0);{source[body:]}"
 
 
 def _check_shared_names(source: str) -> None:

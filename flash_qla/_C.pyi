@@ -42,7 +42,6 @@ class BackwardDispatch:
     cut_above: Final[int]
     segments: Final[int]
     heads_per_cta: Final[int]
-    sums_heads: Final[bool]
     workspace_bytes: Final[int]
     predicted_us: Final[float]
 

@@ -30,9 +30,13 @@ INSTANCES = [
     *(Instance("forward.segment_maps", types) for types in TYPES),
     *(Instance("forward.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
-    *(Instance("backward.l2norm", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
+    *(
+        Instance(f"backward.{kernel}", {"dtype": dtype, "K": K})
+        for kernel in ("l2norm", "l2norm_backward")
+        for dtype in DTYPES
+        for K in KEY_DIMS
+    ),
     *(Instance("backward.backward_maps", types) for types in TYPES),
     *(Instance("backward.replay_states", types) for types in TYPES),
-    *(Instance("backward.chunk_backward", types, spill_budget=96) for types in TYPES),
-    *(Instance("backward.sum_heads", {"dtype": dtype, "K": K}) for dtype in DTYPES for K in KEY_DIMS),
+    *(Instance("backward.chunk_backward", types, spill_budget=288) for types in TYPES),
 ]

@@ -1,6 +1,6 @@
 // The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
 // segments' maps and their scans, then the states again, the recurrence in reverse with the inputs' gradients, the
-// sums over groups of heads.
+// l2norm's own backward.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -40,16 +40,13 @@ class Backward {
         d_(dispatch_backward(shape)),
         workspace_(shape, d_),
         stream_(current_stream(call)),
-        dtype_(dtype_name(call)),
-        q_(call.q),
-        k_(call.k) {}
+        dtype_(dtype_name(call)) {}
 
   void run() {
-    if (call_.use_qk_l2norm) {
-      l2norm(q_, q_rstd_);
-      l2norm(k_, k_rstd_);
-    }
     workspace_.allocate(call_);
+    if (call_.use_qk_l2norm) {
+      l2norm();
+    }
     plan();
     chunk_matrices();
     if (d_.uses_cp()) {
@@ -59,21 +56,26 @@ class Backward {
     }
     replay_states();
     chunk_backward();
-    if (d_.sums_heads) {
-      sum_heads();
+    if (call_.use_qk_l2norm) {
+      l2norm_backward();
     }
   }
 
  private:
-  void l2norm(Tensor& x, std::optional<Tensor>& rstd) const {
-    const Tensor y = new_empty(call_.op, x, x.sizes(), call_.dtype);
-    rstd = new_empty(call_.op, x, {call_.B, call_.T, call_.H_k}, ScalarType::Float);
-    kernels::l2norm({.x = x.const_data_ptr(),
-                     .y = y.mutable_data_ptr(),
-                     .rstd = rstd->mutable_data_ptr(),
+  void l2norm() const {
+    kernels::l2norm({.q = call_.q.const_data_ptr(),
+                     .k = call_.k.const_data_ptr(),
+                     .normalized = workspace_[workspace_.normalized],
+                     .rstd = workspace_[workspace_.rstd],
                      .rows = call_.tokens() * call_.H_k},
                     {.dtype = dtype_, .K = call_.K}, stream_);
-    x = y;
+  }
+
+  // Normalized, where that was asked for.
+  const void* q() const { return call_.use_qk_l2norm ? workspace_[workspace_.normalized] : call_.q.const_data_ptr(); }
+  const void* k() const {
+    return call_.use_qk_l2norm ? workspace_[workspace_.normalized] + call_.tokens() * call_.H_k * call_.K
+                               : call_.k.const_data_ptr();
   }
 
   void plan() const {
@@ -93,8 +95,8 @@ class Backward {
   // The chunks' matrices and gates. A is made again rather than read: L and P are wanted by rows of blocks, which is
   // what the forward's kernel makes.
   void chunk_matrices() const {
-    kernels::chunk_matrices({.q = q_.const_data_ptr(),
-                             .k = k_.const_data_ptr(),
+    kernels::chunk_matrices({.q = q(),
+                             .k = k(),
                              .g = call_.g.const_data_ptr(),
                              .beta = call_.beta.const_data_ptr(),
                              .chunks = workspace_[workspace_.chunks],
@@ -108,8 +110,9 @@ class Backward {
                              .A = nullptr,
                              .g_cumsum = nullptr,
                              .backward_gates = workspace_[workspace_.backward_gates],
-                             .dq = dq_heads(),
-                             .dk = dk_heads(),
+                             .turns = workspace_[workspace_.turns],
+                             .dq = out_.dq.mutable_data_ptr(),
+                             .dk = out_.dk.mutable_data_ptr(),
                              .db = out_.db.mutable_data_ptr(),
                              .dg = out_.dg.mutable_data_ptr(),
                              .group = call_.group(),
@@ -132,8 +135,8 @@ class Backward {
   }
 
   void backward_maps() const {
-    kernels::backward_maps({.q = q_.const_data_ptr(),
-                            .k = k_.const_data_ptr(),
+    kernels::backward_maps({.q = q(),
+                            .k = k(),
                             .v = call_.v.const_data_ptr(),
                             .grad_o = call_.grad_o.const_data_ptr(),
                             .gates = workspace_[workspace_.gates],
@@ -194,7 +197,7 @@ class Backward {
   }
 
   void replay_states() const {
-    kernels::replay_states({.k = k_.const_data_ptr(),
+    kernels::replay_states({.k = k(),
                             .v = call_.v.const_data_ptr(),
                             .gates = workspace_[workspace_.gates],
                             .matrices_0 = block_rows(0),
@@ -220,8 +223,8 @@ class Backward {
   }
 
   void chunk_backward() const {
-    kernels::chunk_backward({.q = q_.const_data_ptr(),
-                             .k = k_.const_data_ptr(),
+    kernels::chunk_backward({.q = q(),
+                             .k = k(),
                              .v = call_.v.const_data_ptr(),
                              .grad_o = call_.grad_o.const_data_ptr(),
                              .gates = workspace_[workspace_.backward_gates],
@@ -235,8 +238,9 @@ class Backward {
                              .grad_states = workspace_[workspace_.grad_states],
                              .dht = data(call_.grad_final_state),
                              .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
-                             .dq = dq_heads(),
-                             .dk = dk_heads(),
+                             .turns = workspace_[workspace_.turns],
+                             .dq = out_.dq.mutable_data_ptr(),
+                             .dk = out_.dk.mutable_data_ptr(),
                              .dv = out_.dv.mutable_data_ptr(),
                              .db = out_.db.mutable_data_ptr(),
                              .dg = out_.dg.mutable_data_ptr(),
@@ -255,24 +259,13 @@ class Backward {
                             {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
   }
 
-  void* dq_heads() const { return d_.sums_heads ? workspace_[workspace_.dq_heads] : out_.dq.mutable_data_ptr(); }
-  void* dk_heads() const { return d_.sums_heads ? workspace_[workspace_.dk_heads] : out_.dk.mutable_data_ptr(); }
-
-  void sum_heads() const {
-    kernels::sum_heads({.dq_heads = dq_heads(),
-                        .dk_heads = dk_heads(),
-                        .q = q_.const_data_ptr(),
-                        .k = k_.const_data_ptr(),
-                        .q_rstd = data(q_rstd_),
-                        .k_rstd = data(k_rstd_),
-                        .dq = out_.dq.mutable_data_ptr(),
-                        .dk = out_.dk.mutable_data_ptr(),
-                        .group = call_.group(),
-                        .use_l2norm = call_.use_qk_l2norm,
-                        .tokens = call_.tokens(),
-                        .H_v = call_.H_v,
-                        .H_k = call_.H_k},
-                       {.dtype = dtype_, .K = call_.K}, stream_);
+  void l2norm_backward() const {
+    kernels::l2norm_backward({.normalized = workspace_[workspace_.normalized],
+                              .rstd = workspace_[workspace_.rstd],
+                              .dq = out_.dq.mutable_data_ptr(),
+                              .dk = out_.dk.mutable_data_ptr(),
+                              .rows = call_.tokens() * call_.H_k},
+                             {.dtype = dtype_, .K = call_.K}, stream_);
   }
 
   const BackwardCall& call_;
@@ -281,8 +274,6 @@ class Backward {
   BackwardWorkspace workspace_;
   const cudaStream_t stream_;
   const char* const dtype_;
-  Tensor q_, k_;                           // normalized where that was asked for,
-  std::optional<Tensor> q_rstd_, k_rstd_;  // by these factors, [B, T, H_k] fp32
 };
 
 // No sequence has a token: the states passed through, and no input mattered.

@@ -29,10 +29,10 @@ constexpr double kMap = 0.14, kScan = 1.15, kSlotCta = 0.008;
 constexpr double kStartReplay = 7, kChunkReplay = 1.66, kChunkReplayFull = 0.0237;
 constexpr double kBackwardMapChunk = 1.4, kReverseMapChunk = 1.95;
 constexpr double kBackwardScan = 1.5;
-// chunk_backward: around a piece, and a chunk, much the same alone and on a full card. Not fitted: the sum over a
-// group's heads; the l2norm of q and k.
+// chunk_backward: around a piece, and a chunk, much the same alone and on a full card. Not fitted: the l2norm's
+// launches.
 constexpr double kPieceReverse = 10, kChunkReverse = 9.2;
-constexpr double kReduce = 1, kL2norm = 4;
+constexpr double kL2norm = 5;
 constexpr double kBytesPerUs = 3.5e6;
 constexpr double kOtherTile = 1.5;  // a launch of chunk_forward that finds nothing to do
 // What SMs wait for the last one where a batch's segments are not alike, in segments.
@@ -156,16 +156,14 @@ double backward_maps_us(const Schedule& s) {
          kBackwardScan * scan_steps(s, 2);
 }
 
-// What does not depend on the mode: the l2norm, and dQ and dK of a group's heads into one.
+// What does not depend on the mode: the l2norm, which reads and writes q and k, and of them and their gradients makes
+// those of the rows.
 double around_us(const BackwardShape& shape) {
   const auto tokens = static_cast<double>(shape.B * shape.T);
   const double row = static_cast<double>(shape.K) * tokens;
   double us = 0;
   if (shape.use_qk_l2norm) {
-    us += kL2norm + 2 * row * static_cast<double>(shape.H_k) * (2 + 2) / kBytesPerUs;
-  }
-  if (shape.H_v > shape.H_k || shape.use_qk_l2norm) {
-    us += kReduce + 2 * row * static_cast<double>(2 * shape.H_v + 2 * shape.H_k) / kBytesPerUs;
+    us += kL2norm + 2 * row * static_cast<double>(shape.H_k) * (4 + 6) / kBytesPerUs;
   }
   return us;
 }

@@ -85,7 +85,6 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   d.segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, d.segment_chunks);
   d.heads_per_cta = heads_per_cta(shape.forward(), d.chunk_slots);
   d.early_ctas = early_ctas(shape.forward());
-  d.sums_heads = shape.H_v > shape.H_k || shape.use_qk_l2norm;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   d.predicted_us = us;
   return d;

@@ -89,7 +89,6 @@ struct BackwardDispatch {
   int64_t segments;        // segment slots, likewise
   int64_t heads_per_cta;   // of chunk_matrices
   int64_t early_ctas;      // likewise
-  bool sums_heads;         // dQ and dK are not what chunk_backward leaves, but what sum_heads makes of that
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 

@@ -137,6 +137,7 @@ class Forward {
                              .A = data_if(call_.output_low_level, out_.A),
                              .g_cumsum = data_if(call_.output_low_level, out_.g_cumsum),
                              .backward_gates = nullptr,
+                             .turns = nullptr,
                              .dq = nullptr,
                              .dk = nullptr,
                              .db = nullptr,

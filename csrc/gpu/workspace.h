@@ -80,8 +80,9 @@ struct BackwardWorkspace : Workspace {
         matrices(reserve<uint16_t>(2 * d.chunk_slots * shape.H_v * kTriangle)),
         v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
         h(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
-        dq_heads(reserve<uint16_t>(d.sums_heads ? shape.B * shape.T * shape.H_v * shape.K : 0)),
-        dk_heads(reserve<uint16_t>(d.sums_heads ? shape.B * shape.T * shape.H_v * shape.K : 0)),
+        turns(reserve<int32_t>(d.chunk_slots * shape.H_k)),
+        normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
+        rstd(reserve<float>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
         states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
         grad_states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
         maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * shape.K * shape.K : 0)),
@@ -94,7 +95,10 @@ struct BackwardWorkspace : Workspace {
   const Region<uint16_t> matrices;                    // [chunk_slots, H_v, 2, kTriangle]
   const Region<uint16_t> v_new;                       // [chunk_slots, H_v, kChunk, V]
   const Region<uint16_t> h;                           // [chunk_slots, H_v, V, K]: a chunk's first state
-  const Region<uint16_t> dq_heads, dk_heads;  // [B * T, H_v, K]: what sum_heads adds up, unless there is no need
+  const Region<int32_t> turns;                        // [chunk_slots, H_k]: see device/turns.cuh
+  // With the l2norm.
+  const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys,
+  const Region<float> rstd;           // [2, B * T, H_k]: and by which factors
   // With context parallelism.
   const Region<float> states;                  // [segments, H_v, V, K]: Z, then the state that the segment begins with
   const Region<float> grad_states;             // [segments, H_v, V, K]: the next one's dZ, then dS' behind the segment

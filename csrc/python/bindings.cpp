@@ -147,7 +147,6 @@ void add_classes(py::module_& module) {
              "Where no sequence has more chunks than that, the device cuts none.")
       .field("segments", &BackwardDispatch::segments, "An upper bound when varlen.")
       .field("heads_per_cta", &BackwardDispatch::heads_per_cta, "Of chunk_matrices.")
-      .field("sums_heads", &BackwardDispatch::sums_heads, "Whether sum_heads is launched.")
       .field("workspace_bytes", &BackwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
       .field("predicted_us", &BackwardDispatch::predicted_us, "Microseconds by the cost model.");
 }

@@ -32,9 +32,13 @@ intermediate in registers as the next WGMMA's A operand, and make G and diag(bet
 U, G and diag(beta) F, they leave in shared memory. A third makes dQ and dK, up to a chunk behind them. Of the fourth
 one warp keeps the chunks' operands coming by TMA, two make dV, and one dbeta and dg.
 
-What is loaded is one chunk's but for K, the gates and h, which both ends of the pipeline need at the same time.
+Between chunks dS^T is carried without the factor gamma_1 of the chunk behind (`carried`), which goes into what is made
+of it.
 
-dq and dk are those of the value head, [tokens, H_v, K]: sum_heads adds up a group's.
+What is loaded is one chunk's but for K and the gates, which both ends of the pipeline need at the same time.
+
+dq and dk are the sums over the heads of a group: each adds its own, which the last warp sends out by TMA, in its turn
+(device/turns.cuh).
 
 Launched on [segments * H_v].
 """
@@ -45,9 +49,11 @@ import tilelang.language as T
 
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
+    SWIZZLE_128B,
     C,
     block_row,
     block_rows,
+    descriptor,
     dims,
     element_type,
     extern,
@@ -62,6 +68,7 @@ EXPLICIT_FENCES = True
 PRELUDE = """
 #include "device/descriptors.cuh"
 #include "device/gradients.cuh"
+#include "device/turns.cuh"
 """
 
 ROWS = 64  # of dS^T a warpgroup: the M of its WGMMA
@@ -88,7 +95,7 @@ def chunk_backward(dtype, K, V):
             Q=([1, C, K], dtype),
             K=([STAGES, C, K], dtype),
             dO=([1, C, V], dtype),
-            h=([STAGES, V, K], dtype),
+            h=([1, V, K], dtype),
             V_new=([1, C, V], dtype),
             L=([1, C, C], dtype),  # L^T
             P=([1, C, C], dtype),  # P^T
@@ -98,8 +105,10 @@ def chunk_backward(dtype, K, V):
             gates=([STAGES, BackwardGate.COUNT, C], "float32"),
             sums=([2, TokenSum.COUNT, C], "float32"),
             columns=([2, 4, C], "float32"),  # E's, over the rows of a warp
-            products=([2, 8], "float32"),  # <S, dS'>, over the rows of a warp
-            swizzle=("U",),
+            products=([2, STATE_THREADS // 32], "float32"),  # <S, dS'>, over the rows of a warp
+            dQ=([2, C, K // 2], dtype),  # on their way out
+            dK=([2, C, K // 2], dtype),
+            swizzle=("U", "dQ", "dK"),
         )
 
     def make_barriers():
@@ -108,8 +117,8 @@ def chunk_backward(dtype, K, V):
             # `matrices` of L and P, `values` of V_new.
             loaded=[32] * STAGES,
             released=[CONSUMERS + VALUE_THREADS + GATE_THREADS] * STAGES,
-            h_loaded=[32] * STAGES,
-            h_released=[CONSUMERS] * STAGES,
+            h_loaded=[32],
+            h_released=[CONSUMERS],
             Q_loaded=[32],
             Q_released=[CONSUMERS],
             dO_loaded=[32],
@@ -126,9 +135,12 @@ def chunk_backward(dtype, K, V):
             U_taken=[KEY_THREADS + VALUE_THREADS],
             gated=[STATE_THREADS],
             gated_taken=[KEY_THREADS],
-            # All to the warp of dbeta and dg: what lies in sums, columns and products; and back, of every other chunk.
-            sums_made=[CONSUMERS + VALUE_THREADS],
+            # All to the warp of dbeta and dg, of every other chunk: what lies in sums, columns and products; and back.
+            sums_made=[CONSUMERS + VALUE_THREADS] * 2,
             sums_taken=[GATE_THREADS] * 2,
+            # To the warp of dbeta and dg: dQ and dK lie in shared memory; and back.
+            keys_staged=[KEY_THREADS],
+            keys_taken=[GATE_THREADS],
         )
 
     def make_state_registers():
@@ -159,6 +171,19 @@ def chunk_backward(dtype, K, V):
     def gate(tiles, s, row, i):
         return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
 
+    def add_rows(tile, rows, row, hk, valid, head):
+        return extern(
+            f"add_rows<{element}>",
+            descriptor(rows, [C, 1, C], SWIZZLE_128B),
+            T.access_ptr(tile, "r"),
+            T.access_ptr(rows[row, hk, 0], "rw"),
+            row,
+            hk,
+            T.Cast("int32", H_k),
+            valid,
+            head == 0,
+        )
+
     @T.macro
     def multiply(left, right, product, transpose_A=False, transpose_B=False):
         """product = left right, in flight."""
@@ -174,7 +199,7 @@ def chunk_backward(dtype, K, V):
     @T.macro
     def gate_products(r, tiles, ready, s, z, p, which, scale):
         """G or diag(beta) F to their tile; sums of E."""
-        T.barrier_wait(ready.gated_taken, which ^ 1)
+        gated = T.alloc_local([8], "uint32")
         T.wait_wgmma(0)
         extern(
             f"gate_products<{element}, {str(which == 0).lower()}>",
@@ -183,32 +208,23 @@ def chunk_backward(dtype, K, V):
             gates(tiles, s, BackwardGate.LOG),
             gates(tiles, s, BackwardGate.BETA),
             scale,
-            T.access_ptr(tiles.G[z, 0, 0], "w"),
+            gated.data,
             sums(tiles, p, (TokenSum.BETWEEN, TokenSum.BETA)[which]),
             T.access_ptr(tiles.columns[p, 0, 0], "w"),
             sums(tiles, p, TokenSum.VALUE),
         )
+        T.barrier_wait(ready.gated_taken, which ^ 1)
+        extern("stage_gated", gated.data, T.access_ptr(tiles.G[z, 0, 0], "w"))
         T.fence_proxy_async()
         T.barrier_arrive(ready.gated)
 
     @T.macro
-    def begin_step(r, tiles, ready, step, s, p, scale, offset, column, warpgroup):
-        """Leaves dS' and <S, dS'> in shared memory, dV_new^T in U, and what dO and dS' are of dS^T / gamma_1 in dS."""
+    def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
+        """Leaves dS' / carried in shared memory, dV_new^T in U, and what dO and dS' are of dS^T / gamma_1 in dS."""
         T.barrier_wait(ready.taken, p ^ 1)
-        extern(f"stage_rounded<{element}, {V}>", r.dS.data, T.access_ptr(tiles.dS, "w"))
+        extern(f"stage_fragment<{element}, {V}>", r.dS.data, T.access_ptr(tiles.dS, "w"))
         T.fence_proxy_async()
         T.barrier_arrive(ready.staged)
-        T.barrier_wait(ready.h_loaded[s], (step // STAGES) % 2)
-        T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
-        total = T.alloc_var(
-            "float32",
-            init=extern(
-                f"warp_product<{element}, {V}>", r.dS.data, T.access_ptr(tiles.h[s, 0, 0], "r"), returns="float32"
-            ),
-        )
-        if T.get_thread_binding() % 32 == 0:
-            tiles.products[p, T.truncdiv(T.get_thread_binding(), 32)] = total
-        T.barrier_arrive(ready.h_released[s])
         T.barrier_wait(ready.dO_loaded, p)
         extern(
             f"round_scaled_tile<{element}>",
@@ -222,7 +238,7 @@ def chunk_backward(dtype, K, V):
         )
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)
         multiply(tiles.dS[0, :, :], tiles.K[s, :, :], r.U, transpose_B=True)
-        fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1))
+        fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1) * carried)
         for i, j in T.Parallel(V, K):
             r.dS[i, j] *= fade
         T.barrier_wait(ready.Q_loaded, p)
@@ -230,13 +246,13 @@ def chunk_backward(dtype, K, V):
         T.wgmma_gemm(r.faded_dO_rest, tiles.Q[0, :, :], r.dS, policy=Full)
         T.barrier_wait(ready.matrices_loaded, p)
         T.wait_wgmma(0)
-        extern("multiply_columns", r.U.data, gates(tiles, s, BackwardGate.DECAY), column)
+        extern("multiply_columns", r.U.data, gates(tiles, s, BackwardGate.DECAY), carried, column)
         T.wgmma_gemm(tiles.dO[0, :, :], tiles.P[0, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
 
     @T.macro
-    def end_step(r, tiles, ready, s, p, scale, offset, column, warpgroup):
-        """Leaves U, G and diag(beta) F in shared memory, and dS^T in dS."""
+    def end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup):
+        """Leaves U, G, diag(beta) F and <S, dS'> in shared memory, and dS^T / gamma_1 in dS."""
         T.copy(r.U, r.U_16)
         T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
@@ -259,13 +275,19 @@ def chunk_backward(dtype, K, V):
         )
         T.fence_proxy_async()
         T.barrier_arrive(ready.U_staged)
-        first = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.GAMMA, 0))
         z = T.alloc_var("int32", init=0)
         T.barrier_wait(ready.values_loaded, p)
         multiply_tokens(r, tiles, s, z, tiles.dO[z, :, :], tiles.Q[z, :, :])
-        T.wait_wgmma(2)
-        for i, j in T.Parallel(V, K):
-            r.dS[i, j] *= first
+        T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
+        T.barrier_wait(ready.h_loaded, p)
+        extern(
+            f"tile_product<{element}, {V}>",
+            T.access_ptr(tiles.dS, "r"),
+            T.access_ptr(tiles.h, "r"),
+            carried,
+            T.access_ptr(tiles.products[p, 0], "w"),
+        )
+        T.barrier_arrive(ready.h_released)
         gate_products(r, tiles, ready, s, z, p, 0, scale)
         T.barrier_arrive(ready.dO_released)
         T.barrier_arrive(ready.Q_released)
@@ -273,7 +295,7 @@ def chunk_backward(dtype, K, V):
         multiply_tokens(r, tiles, s, z, tiles.U[z, :, :], tiles.K[s, :, :])
         gate_products(r, tiles, ready, s, z, p, 1, -1.0)
         T.barrier_arrive(ready.values_released)
-        T.barrier_arrive(ready.sums_made)
+        T.barrier_arrive(ready.sums_made[p])
 
     @T.macro
     def carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale):
@@ -302,33 +324,26 @@ def chunk_backward(dtype, K, V):
             clear_rows_behind(tiles.dO, segment.length % C, 0)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, STATE_THREADS)
+        carried = T.alloc_var("float32", init=1.0)
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             p = T.alloc_var("int32", init=step % 2)
             T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
-            begin_step(r, tiles, ready, step, s, p, scale, offset, column, warpgroup)
-            end_step(r, tiles, ready, s, p, scale, offset, column, warpgroup)
+            begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup)
+            end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
+            carried = gate(tiles, s, BackwardGate.GAMMA, 0)
             T.barrier_arrive(ready.released[s])
         if (has.dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
+            for i, j in T.Parallel(V, K):
+                r.dS[i, j] *= carried
             initial.write(r.dS, segment.n, hv)
 
     @T.macro
-    def store_keys(fragment, segment, step, rows, hv):
-        """dQ or dK of a chunk, from registers."""
-        first = T.alloc_var("int32", init=(segment.chunks - 1 - step) * C)
-        extern(
-            f"store_fragment<{element}>",
-            fragment.data,
-            T.access_ptr(rows[segment.row + first, hv, 0], "w"),
-            T.Cast("int64", H_v * K),
-            segment.length - first,
-        )
-
-    @T.macro
-    def begin_dK(r, tiles, ready, step, s, z, p, segment, scale, dq, hv):
+    def begin_dK(r, tiles, ready, s, z, p, scale, carried):
         """dQ, and what of dK needs no U."""
         multiply(tiles.V_new[z, :, :], tiles.dS[z, :, :], r.dK)
-        multiply(tiles.dO[z, :, :], tiles.h[s, :, :], r.product)
+        T.barrier_wait(ready.h_loaded, p)
+        multiply(tiles.dO[z, :, :], tiles.h[z, :, :], r.product)
         T.wait_wgmma(1)
         T.barrier_arrive(ready.taken)
         T.barrier_arrive(ready.values_released)
@@ -338,7 +353,7 @@ def chunk_backward(dtype, K, V):
             r.dK.data,
             K_tile,
             gates(tiles, s, BackwardGate.DECAY),
-            1.0,
+            carried,
             sums(tiles, p, TokenSum.KEY),
         )
         T.wait_wgmma(0)
@@ -358,14 +373,15 @@ def chunk_backward(dtype, K, V):
         T.wait_wgmma(0)
         T.barrier_arrive(ready.gated_taken)
         T.barrier_arrive(ready.Q_released)
-        store_keys(r.product, segment, step, dq, hv)
+        T.barrier_wait(ready.keys_taken, p ^ 1)
+        extern(f"stage_fragment<{element}, {C}>", r.product.data, T.access_ptr(tiles.dQ, "w"))
 
     @T.macro
-    def end_dK(r, tiles, ready, step, s, z, p, segment, dk, hv):
+    def end_dK(r, tiles, ready, s, z, p):
         """The rest of dK."""
-        multiply(tiles.U[z, :, :], tiles.h[s, :, :], r.product)
+        multiply(tiles.U[z, :, :], tiles.h[z, :, :], r.product)
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.h_released[s])
+        T.barrier_arrive(ready.h_released)
         T.barrier_arrive(ready.U_taken)
         K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
         extern(
@@ -377,22 +393,23 @@ def chunk_backward(dtype, K, V):
             gates(tiles, s, BackwardGate.BETA),
             sums(tiles, p, TokenSum.STATE),
         )
-        T.barrier_arrive(ready.sums_made)
+        T.barrier_arrive(ready.sums_made[p])
         T.barrier_wait(ready.gated, 1)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, policy=Full)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, transpose_A=True, policy=Full)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.gated_taken)
-        T.barrier_arrive(ready.released[s])
-        store_keys(r.dK, segment, step, dk, hv)
+        extern(f"stage_fragment<{element}, {C}>", r.dK.data, T.access_ptr(tiles.dK, "w"))
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.keys_staged)
 
     @T.macro
-    def make_keys(tiles, ready, cta, segments, scale, dq, dk):
+    def make_keys(tiles, ready, cta, segments, scale):
         """The warpgroup of dQ and dK."""
         slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
-        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
         segment = load_segment_early(segments, slot)
         r = make_key_registers()
+        carried = T.alloc_var("float32", init=1.0)  # see carry
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=extern("kept", step % STAGES, returns="int32"))
             z = T.alloc_var("int32", init=extern("kept", 0, returns="int32"))
@@ -403,13 +420,14 @@ def chunk_backward(dtype, K, V):
             T.barrier_wait(ready.staged, p)  # and rows behind the sequence are zeros
             T.barrier_wait(ready.Q_loaded, p)
             T.barrier_wait(ready.dO_loaded, p)
-            T.barrier_wait(ready.h_loaded[s], (step // STAGES) % 2)
-            begin_dK(r, tiles, ready, step, s, z, p, segment, scale, dq, hv)
+            begin_dK(r, tiles, ready, s, z, p, scale, carried)
             T.barrier_wait(ready.U_staged, p)
             # As if they were others: what is computed from them shall not be kept in registers from above.
             s = extern("kept", step % STAGES, returns="int32")
             z = extern("kept", 0, returns="int32")
-            end_dK(r, tiles, ready, step, s, z, p, segment, dk, hv)
+            end_dK(r, tiles, ready, s, z, p)
+            carried = gate(tiles, s, BackwardGate.GAMMA, 0)
+            T.barrier_arrive(ready.released[s])
 
     @T.macro
     def load(tiles, ready, cta, segments, group, q, k, grad_o, gates, matrices, h, v_new):
@@ -429,9 +447,6 @@ def chunk_backward(dtype, K, V):
             fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
             fetch(gates[chunk, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
-            T.barrier_wait(ready.h_released[s], ((step // STAGES) % 2) ^ 1)
-            fetch(h[chunk, hv, :, :], tiles.h[s, :, :], ready.h_loaded[s])
-            T.barrier_arrive(ready.h_loaded[s])
             T.barrier_wait(ready.matrices_released, p ^ 1)
             for target, source in block_rows(tiles.P, 0, matrices, chunk, hv, 1, edge):
                 fetch(source, target, ready.matrices_loaded)
@@ -447,6 +462,9 @@ def chunk_backward(dtype, K, V):
             T.barrier_wait(ready.values_released, p ^ 1)
             fetch(v_new[chunk, hv, :, :], tiles.V_new[0, :, :], ready.values_loaded)
             T.barrier_arrive(ready.values_loaded)
+            T.barrier_wait(ready.h_released, p ^ 1)
+            fetch(h[chunk, hv, :, :], tiles.h[0, :, :], ready.h_loaded)
+            T.barrier_arrive(ready.h_loaded)
 
     @T.macro
     def make_values(tiles, ready, cta, segments, v, dv):
@@ -454,46 +472,58 @@ def chunk_backward(dtype, K, V):
         slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
         hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
         segment = load_segment_early(segments, slot)
-        warp = T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1
+        warp = T.alloc_var("int32", init=extern("warp_index", returns="int32") - 1)
         for step in T.serial(segment.chunks):
             c = segment.chunks - 1 - step
             s = step % STAGES
+            p = step % 2
             row = T.alloc_var("int32", init=segment.row + c * C)
             T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
-            T.barrier_wait(ready.sums_taken[step % 2], ((step // 2) % 2) ^ 1)
-            T.barrier_wait(ready.U_staged, step % 2)
+            T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
+            T.barrier_wait(ready.U_staged, p)
             extern(
-                f"store_value_gradients<{element}, {C // 2}>",
+                f"store_value_gradients<{element}>",
                 T.access_ptr(tiles.U, "r"),
-                T.access_ptr(v[row, hv, 0], "r"),
                 T.access_ptr(dv[row, hv, 0], "w"),
                 T.Cast("int32", H_v * V),
                 gates(tiles, s, BackwardGate.BETA),
-                sums(tiles, step % 2, TokenSum.VALUE),
-                warp * (C // 2),
+                warp * 32,
+                segment.length - c * C,
+            )
+            extern(
+                f"dot_values<{element}>",
+                T.access_ptr(tiles.U, "r"),
+                T.access_ptr(v[row, hv, 0], "r"),
+                T.Cast("int32", H_v * V),
+                gates(tiles, s, BackwardGate.BETA),
+                sums(tiles, p, TokenSum.VALUE),
+                warp * 32,
                 segment.length - c * C,
             )
             T.barrier_arrive(ready.U_taken)
-            T.barrier_arrive(ready.sums_made)
+            T.barrier_arrive(ready.sums_made[p])
             T.barrier_arrive(ready.released[s])
 
     @T.macro
-    def make_gates(tiles, ready, cta, segments, db, dg):
-        """The warp of dbeta and dg."""
+    def make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns):
+        """The warp of dbeta and dg, and of dQ and dK on their way out."""
         slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
         hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
         segment = load_segment_early(segments, slot)
+        hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+        head = T.alloc_var("int32", init=hv - hk * group)  # of the group
         for step in T.serial(segment.chunks):
             c = segment.chunks - 1 - step
             s = step % STAGES
+            p = step % 2
             row = T.alloc_var("int32", init=segment.row + c * C)
             T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
-            T.barrier_wait(ready.sums_made, step % 2)
+            T.barrier_wait(ready.sums_made[p], (step // 2) % 2)
             extern(
                 f"store_gate_gradients<{element}>",
-                T.access_ptr(tiles.sums[step % 2, 0, 0], "r"),
-                T.access_ptr(tiles.columns[step % 2, 0, 0], "r"),
-                T.access_ptr(tiles.products[step % 2, 0], "r"),
+                T.access_ptr(tiles.sums[p, 0, 0], "r"),
+                T.access_ptr(tiles.columns[p, 0, 0], "r"),
+                T.access_ptr(tiles.products[p, 0], "r"),
                 gates(tiles, s, BackwardGate.BETA),
                 gate(tiles, s, BackwardGate.GAMMA, C - 1),
                 T.access_ptr(db[row, hv], "w"),
@@ -501,8 +531,16 @@ def chunk_backward(dtype, K, V):
                 T.Cast("int64", H_v),
                 segment.length - c * C,
             )
-            T.barrier_arrive(ready.sums_taken[step % 2])
+            T.barrier_arrive(ready.sums_taken[p])
             T.barrier_arrive(ready.released[s])
+            T.barrier_wait(ready.keys_staged, p)
+            extern("wait_for_turn", T.access_ptr(turns[segment.first + c, hk], "r"), head)
+            add_rows(tiles.dQ, dq, row, hk, segment.length - c * C, head)
+            add_rows(tiles.dK, dk, row, hk, segment.length - c * C, head)
+            extern("wait_for_boxes")
+            T.barrier_arrive(ready.keys_taken)
+            extern("wait_until_stored")
+            extern("end_turn", T.access_ptr(turns[segment.first + c, hk], "w"), head, group)
 
     @T.prim_func
     def main(
@@ -521,8 +559,9 @@ def chunk_backward(dtype, K, V):
         grad_states: T.Tensor([segment_slots, H_v, V, K], "float32"),
         dht: T.Tensor([state_size], "float32"),
         dh0: T.Tensor([state_size], "float32"),
-        dq: T.Tensor([tokens, H_v, K], dtype),
-        dk: T.Tensor([tokens, H_v, K], dtype),
+        turns: T.Tensor([chunk_slots, H_k], "int32"),
+        dq: T.Tensor([tokens, H_k, K], dtype),
+        dk: T.Tensor([tokens, H_k, K], dtype),
         dv: T.Tensor([tokens, H_v, V], dtype),
         db: T.Tensor([tokens, H_v], "float32"),
         dg: T.Tensor([tokens, H_v], "float32"),
@@ -554,7 +593,7 @@ def chunk_backward(dtype, K, V):
             else:
                 if tx < CONSUMERS:
                     T.inc_max_nreg(KEY_REGISTERS)
-                    make_keys(tiles, ready, cta, segments, scale, dq, dk)
+                    make_keys(tiles, ready, cta, segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
                     if tx < CONSUMERS + 32:
@@ -564,6 +603,6 @@ def chunk_backward(dtype, K, V):
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
                             make_values(tiles, ready, cta, segments, v, dv)
                         else:
-                            make_gates(tiles, ready, cta, segments, db, dg)
+                            make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns)
 
     return main

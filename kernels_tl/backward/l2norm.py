@@ -3,12 +3,13 @@
     rstd = 1 / sqrt(rowsum(x * x) + eps)        eps as in transformers
     y    = diag(rstd) x
 
-    x, y  [rows, K]     rows = tokens * H_k
-    rstd  [rows] fp32
+    q, k        [rows, K]        x, rows = tokens * H_k
+    normalized  [2, rows, K]     y of both
+    rstd        [2, rows] fp32   likewise
 
 Each warp takes a row.
 
-Launched on [rows / 8].
+Launched on [rows / 8, 2].
 """
 
 import tilelang.language as T
@@ -33,26 +34,34 @@ def l2norm(dtype, K):
     (rows,) = dims("rows")
     CHANNELS = K // WARP  # of a lane
 
+    @T.macro
+    def normalize(row, column, which, x, normalized, rstd):
+        values = T.alloc_local([CHANNELS], "float32")
+        squares = T.alloc_var("float32", init=0.0)
+        for i in T.vectorized(CHANNELS):
+            values[i] = x[row, column + i]
+        for i in T.unroll(CHANNELS):
+            squares += values[i] * values[i]
+        factor = T.alloc_var("float32", init=T.rsqrt(warp_sum(squares) + NORM_EPS))
+        for i in T.vectorized(CHANNELS):
+            normalized[which, row, column + i] = values[i] * factor
+        if column == 0:
+            rstd[which, row] = factor
+
     @T.prim_func
     def main(
-        x: T.Tensor([rows, K], dtype),
-        y: T.Tensor([rows, K], dtype),
-        rstd: T.Tensor([rows], "float32"),
+        q: T.Tensor([rows, K], dtype),
+        k: T.Tensor([rows, K], dtype),
+        normalized: T.Tensor([2, rows, K], dtype),
+        rstd: T.Tensor([2, rows], "float32"),
     ):
-        with T.Kernel(T.ceildiv(rows, WARPS), threads=WARPS * WARP) as cta:
+        with T.Kernel(T.ceildiv(rows, WARPS), 2, threads=WARPS * WARP) as (cta, which):
             row = cta * WARPS + T.get_thread_binding() // WARP
             column = T.get_thread_binding() % WARP * CHANNELS
-            values = T.alloc_local([CHANNELS], "float32")
-            squares = T.alloc_var("float32", init=0.0)
             if row < rows:
-                for i in T.vectorized(CHANNELS):
-                    values[i] = x[row, column + i]
-                for i in T.unroll(CHANNELS):
-                    squares += values[i] * values[i]
-                factor = T.alloc_var("float32", init=T.rsqrt(warp_sum(squares) + NORM_EPS))
-                for i in T.vectorized(CHANNELS):
-                    y[row, column + i] = values[i] * factor
-                if column == 0:
-                    rstd[row] = factor
+                if which == 0:
+                    normalize(row, column, 0, q, normalized, rstd)
+                else:
+                    normalize(row, column, 1, k, normalized, rstd)
 
     return main

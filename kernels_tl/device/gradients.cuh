@@ -29,13 +29,20 @@ __device__ __forceinline__ MatrixRow matrix_row(const void* panel, int first_row
   return {shared_address(panel) + row * kRowBytes, row, lane >> 4};
 }
 
+// The same of the rows of a right factor: matrices 0, 1 are rows 0 to 7 at a piece and at the next one; 2, 3 rows 8 to
+// 15. So what a product takes of them lies in registers that follow one another.
+__device__ __forceinline__ MatrixRow factor_row(const void* panel, int first_row) {
+  const int lane = lane_here(), row = first_row + (lane & 7) + (lane >> 4) * 8;
+  return {shared_address(panel) + row * kRowBytes, row, lane >> 3 & 1};
+}
+
 // use(i, x) for the packed pairs of columns of the tile's rows that the thread has in a fragment with 128 columns: x[0]
-// to x[3] meet fragment[i .. i + 1], [i + 2 ..], [i + 4 ..], [i + 6 ..].
+// to x[3] meet fragment[i .. i + 1], [i + 4 ..], [i + 2 ..], [i + 6 ..].
 template <int kRows, typename Use>
 __device__ __forceinline__ void for_pairs_of_tile(const void* tile, int first_row, Use use) {
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel) {
-    const MatrixRow from = matrix_row(static_cast<const char*>(tile) + panel * kRows * kRowBytes, first_row);
+    const MatrixRow from = factor_row(static_cast<const char*>(tile) + panel * kRows * kRowBytes, first_row);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t x[4];
@@ -68,24 +75,97 @@ __device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[
   }
 }
 
+// Eight registers of a fragment in 16 bits, as a left factor of a product and as store_matrices takes them.
+template <typename T>
+__device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float* x) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    rounded[p] = pack(T(), x[2 * p], x[2 * p + 1]);
+  }
+}
+
+// The diagonal of a b^T, 16 rows each, by a warp's tensor cores: of 16 x 16 products of rows the two 8 x 8 blocks that
+// hold it are made. Of the lanes whose is_mine() each has two rows of it, those of its fragments.
+template <typename T>
+class Diagonal {
+ public:
+  // Sixteen columns more: a from matrix_row's places or a fragment, b of the same rows from factor_row's.
+  __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    multiply_add(T(), low_, a, b[0], b[1]);
+    multiply_add(T(), high_, a, b[2], b[3]);
+  }
+  static __device__ __forceinline__ bool is_mine() { return (lane_here() & 3) == lane_here() >> 3; }
+  __device__ __forceinline__ float of_row(int half) const {
+    const bool odd = lane_here() & 4;
+    return half ? (odd ? high_[3] : high_[2]) : (odd ? low_[1] : low_[0]);
+  }
+
+ private:
+  float low_[4] = {}, high_[4] = {};  // rows 0 to 7, and 8 to 15
+};
+
+// Dot products of a fragment's rows with those of a tile, by a warp.
+template <typename T>
+class RowDots;
+
+template <>
+class RowDots<__nv_bfloat16> {
+ public:
+  // x: eight of a fragment's registers; tile: see for_pairs_of_tile.
+  __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
+    uint32_t rounded[4];
+    round_eight<__nv_bfloat16>(rounded, x);
+    diagonal_.add(rounded, tile);
+  }
+
+  // To the rows' places, `row` being the thread's first.
+  __device__ __forceinline__ void store(float* to, int row, const float (&factors)[2]) const {
+    if (diagonal_.is_mine()) {
+      to[row] = factors[0] * diagonal_.of_row(0);
+      to[row + 8] = factors[1] * diagonal_.of_row(1);
+    }
+  }
+
+ private:
+  Diagonal<__nv_bfloat16> diagonal_;
+};
+
+template <>
+class RowDots<__half> {  // which has not the range of what is summed here
+ public:
+  __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const float2 pair = unpack(__half(), tile[p]);
+      const float* const with = x + 4 * (p & 1) + 2 * (p / 2);
+      sum_[p / 2] += with[0] * pair.x + with[1] * pair.y;
+    }
+  }
+
+  __device__ __forceinline__ void store(float* to, int row, const float (&factors)[2]) const {
+    float scaled[2] = {factors[0] * sum_[0], factors[1] * sum_[1]};
+    store_row_sums(to, row, scaled);
+  }
+
+ private:
+  float sum_[2] = {};
+};
+
 // By the warpgroup: fragment = diag(factors) fragment, and sums = rowsum(fragment * tile).
 template <typename T>
 __device__ __forceinline__ void scale_and_dot(float* fragment, const void* tile, const float* factors, float factor,
                                               float* sums) {
   const int row = first_row();
   const float scale[2] = {factors[row] * factor, factors[row + 8] * factor};
-  float sum[2] = {};
+  RowDots<T> dots;
   for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const float2 pair = unpack(T(), x[p]);
-      float* const at = fragment + i + 2 * p;
-      at[0] *= scale[p & 1];
-      at[1] *= scale[p & 1];
-      sum[p & 1] += at[0] * pair.x + at[1] * pair.y;
+    for (int e = 0; e < 8; ++e) {
+      fragment[i + e] *= scale[e / 2 & 1];
     }
+    dots.add(fragment + i, x);
   });
-  store_row_sums(sums, row, sum);
+  dots.store(sums, row, {1.f, 1.f});
 }
 
 // By the warpgroup: sums = diag(factors) rowsum(added * tile), fragment -= diag(betas) diag(factors) added.
@@ -95,20 +175,15 @@ __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* a
   const int row = first_row();
   const float scale[2] = {factors[row], factors[row + 8]};
   const float taken[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
-  float sum[2] = {};
+  RowDots<T> dots;
   for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
+    dots.add(added + i, x);
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const float2 pair = unpack(T(), x[p]);
-      const float* const at = added + i + 2 * p;
-      sum[p & 1] += at[0] * pair.x + at[1] * pair.y;
-      fragment[i + 2 * p] += taken[p & 1] * at[0];
-      fragment[i + 2 * p + 1] += taken[p & 1] * at[1];
+    for (int e = 0; e < 8; ++e) {
+      fragment[i + e] += taken[e / 2 & 1] * added[i + e];
     }
   });
-  sum[0] *= scale[0];
-  sum[1] *= scale[1];
-  store_row_sums(sums, row, sum);
+  dots.store(sums, row, scale);
 }
 
 // Sums over the rows of a warp, which are in the lanes of the same t = lane % 4, of eight columns a lane: leaves in
@@ -136,97 +211,161 @@ __device__ __forceinline__ bool needs_V(__half, float) { return true; }
 // By the CTA's first two warpgroups: of products of tokens i and j, 64 x 64, and how alike the same tokens are, 32
 // columns a warpgroup,
 //
-//   gated = diag(betas) products * scale * D below the diagonal, rounded, to a tile; with kDiagonal on it, too, and
-//           without betas
+//   gated = diag(betas) products * scale * D below the diagonal, rounded, for stage_gated; with kDiagonal on it, too,
+//           and without betas
 //   E     = gated * likeness, below the diagonal; its sums over a warpgroup's columns, without betas, go to row_sums
 //           [2, 64], those over a warp's rows to columns [4, 64], or without kDiagonal are added to what is there
 //
-// and without kDiagonal the products' own diagonal over betas to `diagonal`, where that is dbeta.
+// and without kDiagonal the products' own diagonal over betas to `diagonal`, where that is dbeta. A warp has a block of
+// 16 rows and two blocks of 16 columns.
 template <typename T, bool kDiagonal>
-__device__ __forceinline__ void gate_products(const float* products, const float* likeness, const float* log_gates,
-                                              const float* betas, float scale, void* tile, float* row_sums,
-                                              float* columns, float* diagonal) {
-  const int warpgroup = threadIdx.x / 128;
-  const int row = first_row(), column = 32 * warpgroup + 2 * (lane_here() & 3);
-  const float b[2] = {log_gates[row] * kLog2e, log_gates[row + 8] * kLog2e};
-  const float beta[2] = {kDiagonal ? 1.f : betas[row], kDiagonal ? 1.f : betas[row + 8]};
-  const MatrixRow to = matrix_row(tile, 16 * warp_here());
-  float sum[2] = {}, below[8];
+class GatedProducts {
+ public:
+  __device__ __forceinline__ GatedProducts(const float* products, const float* likeness, const float* log_gates,
+                                           const float* betas, float scale, float* diagonal)
+      : products_(products), likeness_(likeness), log_gates_(log_gates), diagonal_(diagonal), row_(first_row()) {
 #pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {
-    uint32_t gated[4];
+    for (int half = 0; half < 2; ++half) {
+      b_[half] = log_gates[row_ + 8 * half] * kLog2e;
+      beta_[half] = kDiagonal ? 1.f : betas[row_ + 8 * half];
+      factor_[half] = beta_[half] * scale;
+    }
+  }
+
+  // The pair-th block of columns, from `column` on being the thread's; kOnDiagonal: the same tokens as the rows.
+  template <bool kOnDiagonal>
+  __device__ __forceinline__ void gate_block(int pair, int column, uint32_t* gated) {
+    const int g = lane_here() / 4, t = lane_here() & 3;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int n = 2 * pair + m;
-      const float2 b_j = *reinterpret_cast<const float2*>(log_gates + 8 * n + column);
-      below[2 * n] = below[2 * n + 1] = 0.f;
+      const float2 b_j = *reinterpret_cast<const float2*>(log_gates_ + 8 * n + column);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = kOnDiagonal ? m : 0; half < 2; ++half) {
+        const bool crossed = kOnDiagonal && half == m;  // by the diagonal
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int i = row + 8 * half, j = 8 * n + column + e, at = 4 * n + 2 * half + e;
-          const float D = exp2_fast(fminf(b[half] - (e ? b_j.y : b_j.x) * kLog2e, 0.f));
-          const float gated_one = products[at] * (D * scale);
-          const float E = i > j ? gated_one * likeness[at] : 0.f;
-          if (!kDiagonal && i == j && !needs_V(T(), beta[half])) {
-            diagonal[i] = __fdividef(products[at], beta[half]);
+          const int at = 4 * n + 2 * half + e;
+          const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x) * kLog2e);
+          const float ungated = products_[at];
+          x[e] = D * ungated;  // above the diagonal anything
+          const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
+          const float E = below ? x[e] * likeness_[at] : 0.f;
+          sum_[half] += E;
+          below_[2 * n + e] += factor_[half] * E;
+          if (!kDiagonal && on && !needs_V(T(), beta_[half])) {
+            diagonal_[row_ + 8 * half] = __fdividef(ungated, beta_[half]);
           }
-          sum[half] += E;
-          below[2 * n + e] += beta[half] * E;
-          x[e] = (kDiagonal ? i >= j : i > j) ? gated_one * beta[half] : 0.f;
+          x[e] = below || (kDiagonal && on) ? x[e] * factor_[half] : 0.f;
         }
         gated[2 * m + half] = pack(T(), x[0], x[1]);
       }
     }
-    store_matrices(to.at(4 * warpgroup + 2 * pair), gated[0], gated[1], gated[2], gated[3]);
   }
-  column_sums(below);
-  float* const own_column = columns + warp_here() * kChunk + column + 8 * (lane_here() / 8) + (lane_here() / 4 & 1);
-  *own_column = kDiagonal ? below[0] : *own_column + below[0];
-  store_row_sums(row_sums + warpgroup * kChunk, row, sum);
+
+  __device__ __forceinline__ void run(uint32_t* gated, float scale, float* row_sums, float* columns) {
+    const int warp = warp_index(), warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int column = 32 * warpgroup + 2 * (lane_here() & 3);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      gated[i] = 0;
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int block = 2 * warpgroup + pair;
+      if (block < warp) {
+        gate_block<false>(pair, column, gated + 4 * pair);
+      } else if (block == warp) {
+        gate_block<true>(pair, column, gated + 4 * pair);
+      }
+    }
+    column_sums(below_);
+    float* const own_column = columns + warp * kChunk + column + 8 * (lane_here() / 8) + (lane_here() / 4 & 1);
+    *own_column = kDiagonal ? below_[0] : *own_column + below_[0];
+    sum_[0] *= scale;
+    sum_[1] *= scale;
+    store_row_sums(row_sums + warpgroup * kChunk, row_, sum_);
+  }
+
+ private:
+  const float *products_, *likeness_, *log_gates_;
+  float* diagonal_;
+  int row_;
+  float b_[2], beta_[2], factor_[2];
+  float sum_[2] = {}, below_[8] = {};
+};
+
+template <typename T, bool kDiagonal>
+__device__ __forceinline__ void gate_products(const float* products, const float* likeness, const float* log_gates,
+                                              const float* betas, float scale, uint32_t* gated, float* row_sums,
+                                              float* columns, float* diagonal) {
+  GatedProducts<T, kDiagonal>(products, likeness, log_gates, betas, scale, diagonal)
+      .run(gated, scale, row_sums, columns);
 }
 
-// By the warpgroups from the CTA's first on: a fragment of 128 columns, 64 rows each, rounded, to a tile of kRows x
-// 128.
+__device__ __forceinline__ void stage_gated(const uint32_t* gated, void* tile) {
+  const MatrixRow to = matrix_row(tile, 16 * warp_here());
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const uint32_t* const x = gated + 4 * pair;
+    store_matrices(to.at(4 * (threadIdx.x / 128) + 2 * pair), x[0], x[1], x[2], x[3]);
+  }
+}
+
+// By one warpgroup or more, in their order: a fragment of 128 columns, 64 rows each, rounded, to a tile of kRows x 128.
 template <typename T, int kRows>
-__device__ __forceinline__ void stage_rounded(const float* fragment, void* tile) {
+__device__ __forceinline__ void stage_fragment(const float* fragment, void* tile) {
+  const int first_row = 16 * (static_cast<int>(threadIdx.x) / 32 % (kRows / 16));
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel) {
-    const MatrixRow to =
-        matrix_row(static_cast<char*>(tile) + panel * kRows * kRowBytes, 16 * (static_cast<int>(threadIdx.x) / 32));
+    const MatrixRow to = matrix_row(static_cast<char*>(tile) + panel * kRows * kRowBytes, first_row);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
-      const float* const x = fragment + 32 * panel + 4 * n;
-      store_matrices(to.at(n), pack(T(), x[0], x[1]), pack(T(), x[2], x[3]), pack(T(), x[4], x[5]),
-                     pack(T(), x[6], x[7]));
+      uint32_t rounded[4];
+      round_eight<T>(rounded, fragment + 32 * panel + 4 * n);
+      store_matrices(to.at(n), rounded[0], rounded[1], rounded[2], rounded[3]);
     }
   }
 }
 
-// By the warpgroups from the CTA's first on: the sum of dS * h over a warp's 16 rows, h a tile of kRows x 128.
+// By the CTA's first warps, 16 rows each: factor times the sum of a * b over a warp's rows of two tiles of kRows x 128,
+// to its place in sums.
 template <typename T, int kRows>
-__device__ __forceinline__ float warp_product(const float* dS, const void* h) {
-  float sum[2] = {};
-  for_pairs_of_tile<kRows>(h, 16 * (static_cast<int>(threadIdx.x) / 32), [&](int i, const uint32_t (&x)[4]) {
+__device__ __forceinline__ void tile_product(const void* a, const void* b, float factor, float* sums) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  Diagonal<T> diagonal;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const float2 pair = unpack(T(), x[p]);
-      sum[p & 1] += dS[i + 2 * p] * pair.x + dS[i + 2 * p + 1] * pair.y;
+  for (int panel = 0; panel < 2; ++panel) {
+    const int at = panel * kRows * kRowBytes;
+    const MatrixRow from = matrix_row(static_cast<const char*>(a) + at, 16 * warp);
+    const MatrixRow with = factor_row(static_cast<const char*>(b) + at, 16 * warp);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t x[4], y[4];
+      load_matrices(x, from.at(n));
+      load_matrices(y, with.at(n));
+      diagonal.add(x, y);
     }
-  });
-  float total = sum[0] + sum[1];
+  }
+  float sum = diagonal.is_mine() ? diagonal.of_row(0) + diagonal.of_row(1) : 0.f;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    total += __shfl_xor_sync(~0u, total, step);
+    sum += __shfl_xor_sync(~0u, sum, step);
   }
-  return total;
+  if (lane_here() == 0) {
+    sums[warp] = factor * sum;
+  }
 }
 
-// fragment[i][j] *= factors[j], 64 columns.
-__device__ __forceinline__ void multiply_columns(float* fragment, const float* factors, int column) {
+// fragment[i][j] *= factor factors[j], 64 columns.
+__device__ __forceinline__ void multiply_columns(float* fragment, const float* factors, float factor, int column) {
   float x[16];
   load_column_factors(x, factors, column);
+#pragma unroll
+  for (float& one : x) {
+    one *= factor;
+  }
   scale_columns(fragment, x);
 }
 
@@ -239,79 +378,70 @@ __device__ __forceinline__ void fade_columns(void* faded, const float* fragment,
   round_scaled_columns<T>(faded, fragment, x);
 }
 
-// By the warpgroup: a fragment of 64 x 128, rounded, to rows `stride` elements apart, of which the first `valid` exist.
-// A quad's lanes exchange pairs, so that each stores 16 bytes of a row.
+// By a warp: dV = beta U of its 32 tokens from the first-th on; U is a tile of 64 x 128. A half-warp takes a row.
 template <typename T>
-__device__ __forceinline__ void store_fragment(const float* fragment, void* rows, int64_t stride, int valid) {
-  const int t = threadIdx.x & 3, row = first_row();
+__device__ __forceinline__ void store_value_gradients(const void* U, void* dv_rows, int stride, const float* beta,
+                                                      int first, int valid) {
+  constexpr int kRows = 4;  // in flight
+  const int lane = lane_here(), piece = lane & 15, begin = first + (lane >> 4);
+  const char* const panel = static_cast<const char*>(U) + (piece / 8) * kChunk * kRowBytes;
+  T* dv = static_cast<T*>(dv_rows) + begin * stride + 8 * piece;
+#pragma unroll 1
+  for (int row = begin; row < first + 32; row += 2 * kRows) {
+    uint4 u[kRows];
+    float factor[kRows];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    T* const to = static_cast<T*>(rows) + (row + 8 * half) * stride + 8 * t;
+    for (int i = 0; i < kRows; ++i) {
+      u[i] = *reinterpret_cast<const uint4*>(panel + swizzled(row + 2 * i, piece & 7));
+      factor[i] = beta[row + 2 * i];
+    }
 #pragma unroll
-    for (int n = 0; n < 16; n += 4) {
-      uint32_t x[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float* const at = fragment + 4 * (n + m) + 2 * half;
-        x[m] = pack(T(), at[0], at[1]);
+    for (int i = 0; i < kRows; ++i) {
+      for (uint32_t* const x : {&u[i].x, &u[i].y, &u[i].z, &u[i].w}) {
+        const float2 pair = unpack(T(), *x);
+        *x = pack(T(), factor[i] * pair.x, factor[i] * pair.y);
       }
-#pragma unroll
-      for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          if (!(m & bit)) {
-            const uint32_t sent = t & bit ? x[m] : x[m | bit];
-            const uint32_t got = __shfl_xor_sync(~0u, sent, bit);
-            x[m] = t & bit ? got : x[m];
-            x[m | bit] = t & bit ? x[m | bit] : got;
-          }
-        }
-      }
-      if (row + 8 * half < valid) {
-        *reinterpret_cast<uint4*>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
+      if (row + 2 * i < valid) {
+        *reinterpret_cast<uint4*>(dv + 2 * i * stride) = u[i];
       }
     }
+    dv += 2 * kRows * stride;
   }
 }
 
-// By a warp: dV = beta U of kCount tokens from the first-th on, and for those that need V rowsum(U * V) to sums; U is a
-// tile of 64 x 128. A half-warp takes a row.
-template <typename T, int kCount>
-__device__ __forceinline__ void store_value_gradients(const void* U, const void* v_rows, void* dv_rows, int stride,
-                                                      const float* beta, float* sums, int first, int valid) {
+// Likewise, for those that need V, rowsum(U * V) to sums.
+template <typename T>
+__device__ __forceinline__ void dot_values(const void* U, const void* v_rows, int stride, const float* beta,
+                                           float* sums, int first, int valid) {
   const int lane = lane_here(), piece = lane & 15;
+  if (!__any_sync(~0u, first + lane < valid && needs_V(T(), beta[first + lane]))) {
+    return;
+  }
   const char* const panel = static_cast<const char*>(U) + (piece / 8) * kChunk * kRowBytes;
   const T* const v = static_cast<const T*>(v_rows) + 8 * piece;
-  T* const dv = static_cast<T*>(dv_rows) + 8 * piece;
 #pragma unroll 2
-  for (int row = first + (lane >> 4); row < first + kCount; row += 2) {
-    const float beta_i = beta[row];
-    const bool with_V = row < valid && needs_V(T(), beta_i);
-    uint4 u = *reinterpret_cast<const uint4*>(panel + swizzled(row, piece & 7)), values = {};
+  for (int row = first + (lane >> 4); row < first + 32; row += 2) {
+    const bool with_V = row < valid && needs_V(T(), beta[row]);
+    const uint4 u = *reinterpret_cast<const uint4*>(panel + swizzled(row, piece & 7));
+    uint4 values = {};
     if (with_V) {
       values = __ldg(reinterpret_cast<const uint4*>(v + row * stride));
     }
     float sum = 0.f;
-    const auto use = [&](uint32_t& x, uint32_t value) {
+    const auto add = [&](uint32_t x, uint32_t value) {
       const float2 a = unpack(T(), x), b = unpack(T(), value);
       sum += a.x * b.x + a.y * b.y;
-      x = pack(T(), beta_i * a.x, beta_i * a.y);
     };
-    use(u.x, values.x);
-    use(u.y, values.y);
-    use(u.z, values.z);
-    use(u.w, values.w);
-    if (row < valid) {
-      *reinterpret_cast<uint4*>(dv + row * stride) = u;
-    }
-    if (__any_sync(~0u, with_V)) {
+    add(u.x, values.x);
+    add(u.y, values.y);
+    add(u.z, values.z);
+    add(u.w, values.w);
 #pragma unroll
-      for (int bit = 1; bit < 16; bit *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, bit);
-      }
-      if (with_V && piece == 0) {
-        sums[row] = sum;
-      }
+    for (int bit = 1; bit < 16; bit *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, bit);
+    }
+    if (with_V && piece == 0) {
+      sums[row] = sum;
     }
   }
 }

@@ -51,8 +51,8 @@ __device__ __forceinline__ uint32_t pack(__half, float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
 }
-__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {  // by an instruction each
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 __device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
@@ -96,8 +96,17 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* bo
       "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
+// Likewise added to what is there, each sum rounded to the dtype of the tensor.
+__device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2)
+      : "memory");
+}
 __device__ __forceinline__ void fence_boxes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_boxes() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
@@ -118,5 +127,20 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, floa
       : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
+
+// c += a b, 16 x 8 += (16 x 16)(16 x 8); c as above. As ldmatrix gives them, a holds rows 0 to 7 and 8 to 15 of columns
+// 0 to 7, then of 8 to 15; b, transposed, rows 0 to 7 and 8 to 15.
+#define FLASH_QLA_MMA(element, type)                                                                        \
+  __device__ __forceinline__ void multiply_add(element, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, \
+                                               uint32_t b1) {                                               \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                              \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                                               \
+        "{%0, %1, %2, %3};"                                                                                 \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                    \
+  }
+FLASH_QLA_MMA(__nv_bfloat16, "bf16")
+FLASH_QLA_MMA(__half, "f16")
+#undef FLASH_QLA_MMA
 
 }  // namespace flash_qla::device

@@ -7,6 +7,7 @@
     A          [tokens, H_v, C]                    if wanted (low_level): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  likewise, b_i = g_1 + ... + g_i
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
+    turns      [chunk_slots, H_k]                  likewise: zeros, for chunk_backward to count in
 
 The backward, too, has its matrices made here, from keys and queries that are normalised already: its g is b
 (`cumulative`), and o is the gradient of v, whose rows that no sequence covers want zeros likewise.
@@ -26,6 +27,8 @@ latencies.
 Launched on [chunk slots * H_v / heads], one warpgroup. The first early_ctas of them find their chunk in cu_seqlens
 themselves, while chunk_plan runs.
 """
+
+from types import SimpleNamespace
 
 import tilelang.language as T
 
@@ -111,27 +114,27 @@ def chunk_matrices(dtype, K, V, normalize):
         )
 
     @T.macro
-    def clear_padding(chunk, first, heads, low_level, has_backward_gates, o, A, g_cumsum, dq, dk, db, dg):
+    def clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, out):
         """Zeros in the outputs of rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
             for i, j in T.Parallel(C, V):
                 if i < chunk.length:
-                    o[chunk.row + i, first + l, j] = 0
+                    out.o[chunk.row + i, first + l, j] = 0
             if low_level != 0:
                 for i, j in T.Parallel(C, C):
                     if i < chunk.length:
-                        A[chunk.row + i, first + l, j] = 0
+                        out.A[chunk.row + i, first + l, j] = 0
                 if tx < chunk.length:
-                    g_cumsum[chunk.row + tx, first + l] = 0.0
-            if has_backward_gates != 0:
-                for i, j in T.Parallel(C, K):
-                    if i < chunk.length:
-                        dq[chunk.row + i, first + l, j] = 0
-                        dk[chunk.row + i, first + l, j] = 0
-                if tx < chunk.length:
-                    db[chunk.row + tx, first + l] = 0.0
-                    dg[chunk.row + tx, first + l] = 0.0
+                    out.g_cumsum[chunk.row + tx, first + l] = 0.0
+            if (has_backward_gates != 0) & (tx < chunk.length):
+                out.db[chunk.row + tx, first + l] = 0.0
+                out.dg[chunk.row + tx, first + l] = 0.0
+        if (has_backward_gates != 0) & leads:
+            for i, j in T.Parallel(C, K):
+                if i < chunk.length:
+                    out.dq[chunk.row + i, hk, j] = 0
+                    out.dk[chunk.row + i, hk, j] = 0
 
     @T.macro
     def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative):
@@ -270,8 +273,9 @@ def chunk_matrices(dtype, K, V, normalize):
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
         backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        dq: T.Tensor([tokens, H_v, K], dtype),  # the backward's outputs that get zeros where no sequence is, as o does
-        dk: T.Tensor([tokens, H_v, K], dtype),
+        turns: T.Tensor([chunk_slots, H_k], "int32"),
+        dq: T.Tensor([tokens, H_k, K], dtype),  # the backward's outputs that get zeros where no sequence is, as o does
+        dk: T.Tensor([tokens, H_k, K], dtype),
         db: T.Tensor([tokens, H_v], "float32"),
         dg: T.Tensor([tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
@@ -294,6 +298,7 @@ def chunk_matrices(dtype, K, V, normalize):
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, group))
+            leads = first == hk * group  # of the CTAs of a chunk and query/key head the first
             chunk = find_chunk(slot, cta < early_ctas, chunks, offsets, has_offsets, wide_offsets, N, uniform_length)
             valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, chunk.length, 0))  # rows of A and g_cumsum
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
@@ -303,10 +308,13 @@ def chunk_matrices(dtype, K, V, normalize):
             if chunk.sequence == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
-                clear_padding(chunk, first, heads, low_level, has_backward_gates, o, A, g_cumsum, dq, dk, db, dg)
+                out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg)
+                clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, out)
             else:
                 load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative)
                 factors = make_products(tiles, scale)
+                if (has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
+                    turns[slot, hk] = 0
                 if team.head < heads:
                     hv = first + team.head
                     if team.member == 0:
