@@ -31,7 +31,7 @@ constexpr double kBackwardMapChunk = 1.4, kReverseMapChunk = 1.95;
 constexpr double kBackwardScan = 1.5;
 // chunk_backward: around a piece, and a chunk, much the same alone and on a full card. Not fitted: the l2norm's
 // launches.
-constexpr double kPieceReverse = 10, kChunkReverse = 9.2;
+constexpr double kPieceReverse = 12, kChunkReverse = 7.4;
 constexpr double kL2norm = 5;
 constexpr double kBytesPerUs = 3.5e6;
 constexpr double kOtherTile = 1.5;  // a launch of chunk_forward that finds nothing to do

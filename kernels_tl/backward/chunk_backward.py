@@ -219,12 +219,15 @@ def chunk_backward(dtype, K, V):
         T.barrier_arrive(ready.gated)
 
     @T.macro
-    def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
-        """Leaves dS' / carried in shared memory, dV_new^T in U, and what dO and dS' are of dS^T / gamma_1 in dS."""
-        T.barrier_wait(ready.taken, p ^ 1)
+    def stage_dS(r, tiles, ready):
+        """dS' / carried to shared memory."""
         extern(f"stage_fragment<{element}, {V}>", r.dS.data, T.access_ptr(tiles.dS, "w"))
         T.fence_proxy_async()
         T.barrier_arrive(ready.staged)
+
+    @T.macro
+    def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
+        """Leaves dV_new^T in U, and what dO and dS' are of dS^T / gamma_1 in dS."""
         T.barrier_wait(ready.dO_loaded, p)
         extern(
             f"round_scaled_tile<{element}>",
@@ -252,7 +255,7 @@ def chunk_backward(dtype, K, V):
 
     @T.macro
     def end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup):
-        """Leaves U, G, diag(beta) F and <S, dS'> in shared memory, and dS^T / gamma_1 in dS."""
+        """Leaves U, G, diag(beta) F, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
         T.copy(r.U, r.U_16)
         T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
@@ -293,6 +296,8 @@ def chunk_backward(dtype, K, V):
         T.barrier_arrive(ready.Q_released)
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)  # all of U
         multiply_tokens(r, tiles, s, z, tiles.U[z, :, :], tiles.K[s, :, :])
+        T.barrier_wait(ready.taken, p)
+        stage_dS(r, tiles, ready)
         gate_products(r, tiles, ready, s, z, p, 1, -1.0)
         T.barrier_arrive(ready.values_released)
         T.barrier_arrive(ready.sums_made[p])
@@ -325,6 +330,7 @@ def chunk_backward(dtype, K, V):
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, STATE_THREADS)
         carried = T.alloc_var("float32", init=1.0)
+        stage_dS(r, tiles, ready)
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             p = T.alloc_var("int32", init=step % 2)
