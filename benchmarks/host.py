@@ -2,13 +2,15 @@
 
     python benchmarks/host.py --out benchmarks/results/host_h200.json
     python benchmarks/host.py --device cpu
+    python benchmarks/host.py --heads 2x8 --tokens 512
 
-A call: wall time of the calling thread, median over batches. A batch is calls one after the other with no
-synchronisation in between, on a sequence so short and so few that the GPU's queue never fills; torch.add on four
-elements gives the scale. Arguments: one packed bf16 sequence, an initial state, the final state returned. Import and
-first call: one process each time, median. The import is timed after torch's; the first call after a kernel of torch has
-run and the inputs are there, up to the synchronisation behind it, so that starting CUDA is not in it. On the CPU there
-are no tokens and no sequences, so that what is timed is what surrounds the arithmetic.
+A call, or a training step (forward and torch.autograd.grad, l2norm inside): wall time of the calling thread, median
+over batches. A batch is calls one after the other with no synchronisation in between, on a sequence so short and so few
+that the GPU's queue never fills; torch.add on four elements gives the scale, for a step torch's own of x + 1.
+Arguments: one packed bf16 sequence, an initial state, the final state returned. Import and first call: one process each
+time, median. The import is timed after torch's; the first call after a kernel of torch has run and the inputs are
+there, up to the synchronisation behind it, so that starting CUDA is not in it. On the CPU there are no tokens and no
+sequences, so that what is timed is what surrounds the arithmetic.
 """
 
 from __future__ import annotations
@@ -86,6 +88,28 @@ def make_calls(arguments: dict) -> dict[str, Callable]:
     return calls
 
 
+def make_steps(arguments: dict) -> dict[str, Callable]:
+    """Training steps, of all inputs' gradients from that of o."""
+    import flash_qla
+
+    names = ("q", "k", "v", "g", "beta")
+    inputs = [arguments[name].requires_grad_() for name in names]
+    grad_o = torch.rand_like(arguments["v"])
+    x = torch.ones(4, device=grad_o.device)
+    leaf = x.clone().requires_grad_()
+
+    def step():
+        o, _ = flash_qla.chunk_gated_delta_rule(
+            *inputs, cu_seqlens=arguments["cu_seqlens"], use_qk_l2norm_in_kernel=True
+        )
+        torch.autograd.grad(o, inputs, grad_o)
+
+    return {
+        "step of x + 1": lambda: torch.autograd.grad(leaf + 1, leaf, x),
+        "step of flash_qla.chunk_gated_delta_rule, l2norm": step,
+    }
+
+
 def measure_calls(options) -> dict[str, dict]:
     found = {}
     # Outside of inference_mode autograd is asked, even where it has nothing to do.
@@ -95,6 +119,8 @@ def measure_calls(options) -> dict[str, dict]:
             found[mode.__name__] = {
                 name: time_calls(call, options.device, options.batches) for name, call in calls.items()
             }
+    steps = make_steps(make_arguments(options.device, options.heads, options.tokens))
+    found["step"] = {name: time_calls(step, options.device, options.batches) for name, step in steps.items()}
     return found
 
 
