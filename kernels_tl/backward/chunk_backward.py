@@ -21,8 +21,8 @@ With S the state at a chunk's start (h), dS' the gradient of the state behind it
             z = (gamma_C / gamma) rowsum(K * V_S)               what an earlier token leaves in S'
             E = G * Q K^T + diag(beta) F * K K^T                pairs of tokens that the gate of t parts
 
-Every term of dg carries the decay across t, so that it is accurate, however strong the decay is; products of tokens stay
-in fp32 for that. The diagonal of G * Q K^T would cancel and is left out.
+Every term of dg carries the decay across t, so that it is accurate, however strong the decay is; for that products of
+tokens stay in fp32. The diagonal of G * Q K^T would cancel and is left out.
 
 dbeta is made of the diagonal, which is there already, as V_new has beta as a factor; where it has lost its digits for
 that (in fp16, and where beta is next to 0) of V.
