@@ -29,6 +29,12 @@ void check_devices(const Call& call) {
   if (call.cu_seqlens) {
     check_device(call.op, "cu_seqlens", *call.cu_seqlens, call.q);
   }
+  if (call.A_log) {
+    check_device(call.op, "A_log", *call.A_log, call.q);
+  }
+  if (call.dt_bias) {
+    check_device(call.op, "dt_bias", *call.dt_bias, call.q);
+  }
 }
 
 void read_dtypes(Call& call) {
@@ -39,6 +45,7 @@ void read_dtypes(Call& call) {
   check_same_dtype(call.op, "v", call.v, call.q);
   check_floating(call.op, "g", call.g);
   check_floating(call.op, "beta", call.beta);
+  call.beta_dtype = call.use_beta_sigmoid ? call.beta.scalar_type() : call.compute_dtype;
   if (call.initial_state) {
     check_floating(call.op, "initial_state", *call.initial_state);
   }
@@ -74,6 +81,23 @@ void check_shapes(const Call& call) {
   check_shape(call.op, "v", call.v, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V]");
   check_shape(call.op, "g", call.g, {call.B, call.T, call.H_v}, "[B, T, H_v]");
   check_shape(call.op, "beta", call.beta, {call.B, call.T, call.H_v}, "[B, T, H_v]");
+}
+
+void check_activations(const Call& call) {
+  check(call.use_gate || !call.A_log, call.op, "A_log is a tensor, expected None without use_gate_in_kernel");
+  check(call.use_gate || !call.dt_bias, call.op, "dt_bias is a tensor, expected None without use_gate_in_kernel");
+  check(!call.use_gate || call.A_log, call.op, "A_log is None, expected a tensor [H_v] with use_gate_in_kernel");
+  check(call.use_beta_sigmoid || !call.allow_neg_eigval, call.op,
+        "allow_neg_eigval is True, expected False without use_beta_sigmoid_in_kernel (a beta that is ready may be "
+        "up to 2 by itself)");
+  if (call.A_log) {
+    check_floating(call.op, "A_log", *call.A_log);
+    check_shape(call.op, "A_log", *call.A_log, {call.H_v}, "[H_v]");
+  }
+  if (call.dt_bias) {
+    check_floating(call.op, "dt_bias", *call.dt_bias);
+    check_shape(call.op, "dt_bias", *call.dt_bias, {call.H_v}, "[H_v]");
+  }
 }
 
 void check_state_shape(const Call& call, const char* name, const Tensor& tensor) {
@@ -115,6 +139,7 @@ void check_arguments(Call& call) {
   read_dtypes(call);
   read_sizes(call);
   check_shapes(call);
+  check_activations(call);
   read_sequences(call);
   if (call.initial_state) {
     check_state_shape(call, "initial_state", *call.initial_state);
@@ -139,15 +164,28 @@ void check_gradients(const BackwardCall& call) {
     check_floating(call.op, "dht", *call.grad_final_state);
     check_state_shape(call, "dht", *call.grad_final_state);
   }
+
+  check(call.use_gate || !call.g_raw, call.op, "g_raw is a tensor, expected None without use_gate_in_kernel");
+  check(!call.use_gate || call.g_raw, call.op,
+        "g_raw is None, expected the g of the forward, a tensor [B, T, H_v], with use_gate_in_kernel");
+  if (call.g_raw) {
+    check_device(call.op, "g_raw", *call.g_raw, call.q);
+    check_floating(call.op, "g_raw", *call.g_raw);
+    check_shape(call.op, "g_raw", *call.g_raw, {call.B, call.T, call.H_v}, "[B, T, H_v]");
+  }
 }
 
-// Copies only what has to change. What TMA reads is aligned.
-void make_canonical(Call& call) {
+// Copies only what has to change. What TMA reads is aligned. g_dtype is that of g as it is read.
+void make_canonical(Call& call, ScalarType g_dtype) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
     make_aligned(call.op, *tensor, call.dtype);
   }
-  for (Tensor* tensor : {&call.g, &call.beta}) {
-    make_contiguous(call.op, *tensor, call.compute_dtype);
+  make_contiguous(call.op, call.g, g_dtype);
+  make_contiguous(call.op, call.beta, call.beta_dtype);
+  for (std::optional<Tensor>* tensor : {&call.A_log, &call.dt_bias}) {
+    if (*tensor) {
+      make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
+    }
   }
   if (call.initial_state) {
     make_aligned(call.op, *call.initial_state, call.compute_dtype);
@@ -158,12 +196,12 @@ void make_canonical(Call& call) {
 }
 
 // Between the checks of the arguments and the pass.
-void prepare(Call& call) {
+void prepare(Call& call, ScalarType g_dtype) {
   const bool on_gpu = call.q.is_cuda();
   if (on_gpu) {
     check_supported_on_gpu(call);
   }
-  make_canonical(call);
+  make_canonical(call, g_dtype);
   if (on_gpu && call.varlen && offsets_are_checked()) {
     checked_offsets(call);
   }
@@ -173,6 +211,9 @@ void make_gradients_canonical(BackwardCall& call) {
   make_aligned(call.op, call.grad_o, call.dtype);
   if (call.grad_final_state) {
     make_contiguous(call.op, *call.grad_final_state, call.compute_dtype);
+  }
+  if (call.g_raw) {
+    make_contiguous(call.op, *call.g_raw, call.g_raw->scalar_type());
   }
 }
 
@@ -186,7 +227,7 @@ Call make_call(const char* op, Arguments arguments) {
   Call call{std::move(arguments)};
   call.op = op;
   check_arguments(call);
-  prepare(call);
+  prepare(call, call.use_gate ? call.g.scalar_type() : call.compute_dtype);
   return call;
 }
 
@@ -195,7 +236,7 @@ BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients g
   call.op = op;
   check_arguments(call);
   check_gradients(call);
-  prepare(call);
+  prepare(call, call.compute_dtype);
   make_gradients_canonical(call);
   return call;
 }

@@ -18,11 +18,12 @@ using torch::stable::Tensor;
 
 // What the ops take. Those of an op that lack some leave them at their defaults.
 struct Arguments {
-  Tensor q = undefined_tensor();        // [B, T, H_k, K]
-  Tensor k = undefined_tensor();        // [B, T, H_k, K]
-  Tensor v = undefined_tensor();        // [B, T, H_v, V]
-  Tensor g = undefined_tensor();        // [B, T, H_v] log decay; of the backward the g_cumsum that the forward returned
-  Tensor beta = undefined_tensor();     // [B, T, H_v]
+  Tensor q = undefined_tensor();  // [B, T, H_k, K]
+  Tensor k = undefined_tensor();  // [B, T, H_k, K]
+  Tensor v = undefined_tensor();  // [B, T, H_v, V]
+  // [B, T, H_v] log decay, raw if use_gate; of the backward always the g_cumsum that the forward returned
+  Tensor g = undefined_tensor();
+  Tensor beta = undefined_tensor();     // [B, T, H_v], raw if use_beta_sigmoid
   std::optional<double> scale;          // 1 / sqrt(K) by default; a Call always has it
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
@@ -33,6 +34,11 @@ struct Arguments {
   bool state_v_first = false;
   bool auto_cp = true;
   std::optional<ScalarType> state_dtype;  // of the final state as returned; the compute dtype by default
+  bool use_gate = false;                  // g = -exp(A_log) softplus(g_raw + dt_bias)
+  std::optional<Tensor> A_log;            // [H_v], there if use_gate
+  std::optional<Tensor> dt_bias;          // [H_v], may be there if use_gate
+  bool use_beta_sigmoid = false;          // beta = sigmoid(beta_raw),
+  bool allow_neg_eigval = false;          // and twice that
 };
 
 // What the backward takes besides.
@@ -42,10 +48,12 @@ struct Gradients {
   Tensor A = undefined_tensor();
   Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]
   std::optional<Tensor> grad_final_state;  // shape of a state; none: zero
+  std::optional<Tensor> g_raw;             // [B, T, H_v], the forward's g; there if use_gate
 };
 
 // Tensors are contiguous, those that TMA reads at multiples of 16 bytes. grad_o has the dtype of q, g, beta and the
-// states the compute dtype. States stay in the caller's layout.
+// states the compute dtype; what comes raw, A_log and dt_bias keep the dtypes that they have. States stay in the
+// caller's layout.
 struct Call : Arguments {
   const char* op = nullptr;  // qualified name, for messages
   int64_t B = 0, T = 0, H_k = 0, H_v = 0, K = 0, V = 0;
@@ -55,7 +63,8 @@ struct Call : Arguments {
   bool varlen = false;         // there are cu_seqlens,
   bool wide_offsets = false;   // and they are int64
   ScalarType dtype{};          // of q, k, v, o, A, h
-  ScalarType compute_dtype{};  // of g, beta, states and all arithmetic: double for double inputs, else float
+  ScalarType compute_dtype{};  // of ready g and beta, states and all arithmetic: double for double inputs, else float
+  ScalarType beta_dtype{};     // of beta as it is read, and of its gradient
 
   int64_t tokens() const { return B * T; }
   int64_t group() const { return H_v / H_k; }                // value heads a query/key head

@@ -1,6 +1,6 @@
 // The ops of torch.ops.flash_qla: schemas, what each does, and on which devices. An output that was not asked for (h,
-// final_state, dh0) is an empty tensor of shape [0]: TorchScript, export and functionalization all represent that, and
-// not all of them an optional return.
+// final_state, dh0, dA_log, ddt_bias) is an empty tensor of shape [0]: TorchScript, export and functionalization all
+// represent that, and not all of them an optional return.
 #include <torch/csrc/stable/library.h>
 
 #include <utility>
@@ -45,14 +45,17 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
 constexpr const char* kChunkGatedDeltaRule =
     "chunk_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
     "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
-    "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None) "
+    "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None, "
+    "bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, "
+    "bool allow_neg_eigval=False) "
     "-> (Tensor o, Tensor final_state)";
 
 template <auto Forward>
 void chunk_gated_delta_rule(const Stack& stack) {
   Arguments a;
   stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens,
-             a.state_v_first, a.auto_cp, a.state_dtype);
+             a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+             a.allow_neg_eigval);
   const Call call = make_call("flash_qla::chunk_gated_delta_rule", std::move(a));
   ForwardOutputs out = Forward(call);
   stack.give(std::move(out.o), final_state_as_returned(call, std::move(out.final_state)));
@@ -62,14 +65,17 @@ constexpr const char* kChunkGatedDeltaRuleFwd =
     "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
     "Tensor? initial_state=None, Tensor? cu_seqlens=None, bool output_final_state=True, bool output_h=False, "
     "bool auto_cp=True, bool state_v_first=False, bool use_qk_l2norm_in_kernel=False, "
-    "ScalarType? state_dtype=None) -> (Tensor g_cumsum, Tensor A, Tensor o, Tensor h, Tensor final_state)";
+    "ScalarType? state_dtype=None, bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, "
+    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "-> (Tensor g_cumsum, Tensor A, Tensor o, Tensor h, Tensor final_state)";
 
 template <auto Forward>
 void chunk_gated_delta_rule_fwd(const Stack& stack) {
   Arguments a;
   a.output_low_level = true;
   stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h,
-             a.auto_cp, a.state_v_first, a.use_qk_l2norm, a.state_dtype);
+             a.auto_cp, a.state_v_first, a.use_qk_l2norm, a.state_dtype, a.use_gate, a.A_log, a.dt_bias,
+             a.use_beta_sigmoid, a.allow_neg_eigval);
   const Call call = make_call("flash_qla::chunk_gated_delta_rule_fwd", std::move(a));
   ForwardOutputs out = Forward(call);
   stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(call, std::move(out.h)),
@@ -79,19 +85,22 @@ void chunk_gated_delta_rule_fwd(const Stack& stack) {
 constexpr const char* kChunkGatedDeltaRuleBwd =
     "chunk_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A, Tensor do, "
     "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
-    "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0)";
+    "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, "
+    "bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, "
+    "bool allow_neg_eigval=False, Tensor? g_raw=None) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
 template <auto Backward>
 void chunk_gated_delta_rule_bwd(const Stack& stack) {
   Arguments a;
   Gradients d;
   stack.take(a.q, a.k, a.v, a.g, a.beta, d.A, d.grad_o, d.grad_final_state, a.scale, a.initial_state, a.cu_seqlens,
-             a.state_v_first, a.auto_cp, a.use_qk_l2norm);
+             a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+             a.allow_neg_eigval, d.g_raw);
   const BackwardCall call = make_backward_call("flash_qla::chunk_gated_delta_rule_bwd", std::move(a), std::move(d));
   BackwardOutputs out = Backward(call);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
-             std::move(out.dh0));
+             std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
 template <auto Forward, auto Backward>

@@ -50,9 +50,11 @@ BackwardOutputs allocate_backward(const BackwardCall& c) {
       .dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
       .dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
       .dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
-      .db = empty(c.compute_dtype, {c.B, c.T, c.H_v}),
-      .dg = empty(c.compute_dtype, {c.B, c.T, c.H_v}),
+      .db = empty(c.beta_dtype, {c.B, c.T, c.H_v}),
+      .dg = empty(c.use_gate ? c.g_raw->scalar_type() : c.compute_dtype, {c.B, c.T, c.H_v}),
       .dh0 = empty.if_wanted(c.initial_state.has_value(), c.compute_dtype, c.state_shape()),
+      .dA_log = empty.if_wanted(c.A_log.has_value(), c.compute_dtype, {c.H_v}),
+      .ddt_bias = empty.if_wanted(c.dt_bias.has_value(), c.compute_dtype, {c.H_v}),
   };
 }
 

@@ -16,14 +16,16 @@ struct ForwardOutputs {
 };
 
 // Gradients with respect to q, k (before the l2norm, where there is one), v, beta, g (not its cumulative sum) and
-// initial_state. All contiguous; tokens that no sequence covers have zeros.
+// initial_state; of beta and g where they come raw with respect to that. All contiguous; tokens that no sequence covers
+// have zeros.
 struct BackwardOutputs {
-  Tensor dq;   // [B, T, H_k, K], dtype of q
-  Tensor dk;   // [B, T, H_k, K], dtype of q
-  Tensor dv;   // [B, T, H_v, V], dtype of q
-  Tensor db;   // [B, T, H_v], compute dtype
-  Tensor dg;   // [B, T, H_v], compute dtype
-  Tensor dh0;  // shape of initial_state, compute dtype; without initial_state an empty tensor of shape [0]
+  Tensor dq;                // [B, T, H_k, K], dtype of q
+  Tensor dk;                // [B, T, H_k, K], dtype of q
+  Tensor dv;                // [B, T, H_v, V], dtype of q
+  Tensor db;                // [B, T, H_v], compute dtype, or that of the raw beta
+  Tensor dg;                // [B, T, H_v], compute dtype, or that of the raw g
+  Tensor dh0;               // shape of initial_state, compute dtype; without initial_state an empty tensor of shape [0]
+  Tensor dA_log, ddt_bias;  // [H_v], compute dtype; empty tensors of shape [0] where there is no A_log, no dt_bias
 };
 
 ForwardOutputs forward_cpu(const Call& call);

@@ -16,15 +16,11 @@ import torch
 # for something this package does not do, unless it is None or False.
 _TOLERATED = frozenset(
     {
-        "A_log",
         "chunk_indices",
         "cp_context",
         "cu_seqlens_cpu",
-        "dt_bias",
         "head_first",
         "transpose_state_layout",
-        "use_beta_sigmoid_in_kernel",
-        "use_gate_in_kernel",
     }
 )
 
@@ -55,25 +51,34 @@ def chunk_gated_delta_rule(
     state_v_first: bool = False,
     auto_cp: bool = True,
     state_dtype: torch.dtype | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     **ignored: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated Delta Rule over whole sequences (prefill, training); see the module for the formula and the paper.
 
     Tensors may have any strides. q, k, v have one dtype: bfloat16 or float16, on the CPU also float32 and float64.
     Arithmetic and states are in float32 (float64 for float64 inputs); g, beta and initial_state of another floating
-    dtype are converted to that. Value head h uses query/key head h // (H_v / H_k). Under torch.autocast q, k and v are
-    cast to its dtype first, unless they are float64; g, beta and initial_state are not.
+    dtype are converted to that. With the activations of gate and beta inside, g and beta are what these are made from,
+    in any floating dtype, and are read as they are. Value head h uses query/key head h // (H_v / H_k). Under
+    torch.autocast q, k and v are cast to its dtype first, unless they are float64; all else is not.
 
-    o and final_state can be differentiated, once, with respect to q, k, v, g, beta and initial_state; each gradient has
-    the dtype of its tensor. Besides these inputs and cu_seqlens, what is kept for the backward is, per token and value
-    head, 64 elements of the dtype of q (A) and one of float32, or float64 (g), see chunk_gated_delta_rule_fwd. Calls
-    that need no gradients make and keep neither.
+    o and final_state can be differentiated, once, with respect to q, k, v, g, beta, initial_state, A_log and dt_bias;
+    each gradient has the dtype of its tensor, and those of A_log and dt_bias are added up in float32, in the same order
+    every time. Besides these inputs and cu_seqlens, what is kept for the backward is, per token and value head, 64
+    elements of the dtype of q (A) and one of float32, or float64 (g), see chunk_gated_delta_rule_fwd. Calls that need
+    no gradients make and keep neither.
 
     Args:
         q, k: queries and keys, [B, T, H_k, K]. K = 128 on the GPU, any on the CPU.
         v: values, [B, T, H_v, V], H_v a multiple of H_k. V = 128 on the GPU, any on the CPU.
         g: log of the decay of each token, natural logarithm, [B, T, H_v]; at most 0 for a state that does not grow.
-        beta: step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues.
+            With use_gate_in_kernel what it is made from, any number.
+        beta: step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues. With
+            use_beta_sigmoid_in_kernel what it is made from, any number.
         scale: factor on the output; K ** -0.5 by default.
         initial_state: state before the first token of each sequence, [N, H_v, K, V], or [N, H_v, V, K] with
             state_v_first; zero by default. N is B, or the number of sequences in cu_seqlens.
@@ -95,6 +100,15 @@ def chunk_gated_delta_rule(
         state_dtype: dtype of final_state, bfloat16, float16, float32 or float64; by default that of the arithmetic,
             float32 (float64 for float64 inputs). The state is computed in that and rounded once, at the end. A gradient
             of final_state then arrives in state_dtype.
+        use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias), computed in float32 (float64 for
+            float64 inputs); softplus(x) is x above 20, as PyTorch's. On the CPU only so far; the GPU raises.
+        A_log: log of each head's rate of decay, natural logarithm, [H_v], any floating dtype; with use_gate_in_kernel
+            only, and then required.
+        dt_bias: added to g, [H_v], any floating dtype; with use_gate_in_kernel only; none by default.
+        use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed likewise. On the CPU only so far; the GPU
+            raises.
+        allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative
+            eigenvalues; with use_beta_sigmoid_in_kernel only.
         **ignored: keywords that other implementations know, such as chunk_indices; None or False only.
 
     Returns:
@@ -102,8 +116,10 @@ def chunk_gated_delta_rule(
         final_state: of the shape of initial_state, contiguous, in state_dtype; None unless output_final_state.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape, or contents of cu_seqlens are wrong (where they
-            are checked). The message names the argument, what was expected and what came.
+        RuntimeError: an argument has the wrong device, dtype or shape; A_log is missing with use_gate_in_kernel; A_log,
+            dt_bias or allow_neg_eigval come without what they belong to; an activation is inside on the GPU; contents
+            of cu_seqlens are wrong (where they are checked). The message names the argument, what was expected and what
+            came.
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
         NotImplementedError: when gradients made with create_graph=True are differentiated again.
     """
@@ -123,6 +139,11 @@ def chunk_gated_delta_rule(
         state_v_first,
         auto_cp,
         state_dtype,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
     return o, final_state if output_final_state else None
 
@@ -142,17 +163,23 @@ def chunk_gated_delta_rule_fwd(
     state_v_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     state_dtype: torch.dtype | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The forward pass with its intermediate results, by chunks of C = 64 tokens of each sequence.
 
     The arguments are those of chunk_gated_delta_rule, and so is autocast. o and final_state can be differentiated
-    likewise; g, A and h do not require gradients.
+    likewise; the results g, A and h do not require gradients.
 
     Args:
         output_h: return the state at the start of each chunk too.
 
     Returns:
-        g: [B, T, H_v], float32 (float64 for float64 inputs): sum of g from the chunk's first token to this one.
+        g: [B, T, H_v], float32 (float64 for float64 inputs): sum of g, after the activation if it is inside, from the
+            chunk's first token to this one.
         A: [B, T, H_v, 64], dtype of q: in row i of a chunk, row i of (I + stril(diag(beta) K K^T)) ** -1, where stril
             is the part below the diagonal and K the chunk's keys, after the l2norm if there is one. No gates are in
             it. In a chunk of fewer than 64 tokens the columns beyond them are zero. Below the unit diagonal entries
@@ -185,6 +212,11 @@ def chunk_gated_delta_rule_fwd(
         state_v_first,
         use_qk_l2norm_in_kernel,
         state_dtype,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
 
@@ -204,7 +236,13 @@ def chunk_gated_delta_rule_bwd(
     state_v_first: bool = False,
     auto_cp: bool = True,
     use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    g_raw: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
     """The backward pass of chunk_gated_delta_rule_fwd. Autograd calls it; so may an implementation of one's own.
 
     Token by token from the last, with S_t = a_t S_{t-1} + k_t w_t^T, a_t = exp(g_t), w_t = beta_t e_t, e_t = v_t - a_t
@@ -219,27 +257,33 @@ def chunk_gated_delta_rule_bwd(
     by chunks, whose matrices and states it computes again. A is checked but read by neither the GPU nor the CPU.
 
     Args:
-        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: those of the
-            forward call.
+        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: those of the forward call.
         g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: not g but its sum within each chunk.
         A: [B, T, H_v, 64], dtype of q, its second result.
         do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
         dht: gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
+        g_raw: with use_gate_in_kernel, and only then, the g of the forward call, [B, T, H_v].
 
     Returns:
         dq, dk: [B, T, H_k, K], dtype of q, each summed over the value heads that share the query/key head. With
             use_qk_l2norm_in_kernel they are with respect to q and k before the normalization.
         dv: [B, T, H_v, V], dtype of q.
         db, dg: gradients of beta and of g itself, not of its sum; [B, T, H_v], float32 (float64 for float64 inputs).
+            With the sigmoid inside, db is with respect to the beta that came, in its dtype; with the gate inside, dg is
+            with respect to g_raw, in its dtype.
         dh0: gradient of initial_state, in its shape, float32 (float64 for float64 inputs); None without it. Of an
             empty sequence it is dht.
+        dA_log, ddt_bias: with use_gate_in_kernel only, which makes eight results of six: gradients of A_log and of
+            dt_bias, [H_v], float32 (float64 for float64 inputs), summed over all tokens in the same order every time;
+            ddt_bias is None without dt_bias.
 
         All are contiguous, do not require gradients, and are zero at tokens from the last offset of cu_seqlens on.
 
     Raises:
         RuntimeError: as chunk_gated_delta_rule.
     """
-    dq, dk, dv, db, dg, dh0 = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(
+    dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(
         q,
         k,
         v,
@@ -254,5 +298,14 @@ def chunk_gated_delta_rule_bwd(
         state_v_first,
         auto_cp,
         use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        g_raw,
     )
-    return dq, dk, dv, db, dg, None if initial_state is None else dh0
+    gradients = (dq, dk, dv, db, dg, None if initial_state is None else dh0)
+    if not use_gate_in_kernel:
+        return gradients
+    return *gradients, dA_log, None if dt_bias is None else ddt_bias

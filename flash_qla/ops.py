@@ -78,7 +78,7 @@ def _check_device(call, name):
 
 def _check_inputs(call, *states):
     """Checks what all ops have in common, and that the named arguments, where given, have the shape of a state. Returns
-    that shape and the dtype of g, beta, states and all arithmetic."""
+    that shape and the dtype of ready g and beta, of states and of all arithmetic."""
     for name, x in call._asdict().items():
         if isinstance(x, torch.Tensor):
             # Beside a meta tensor the dispatcher takes the fake implementation, whatever the other tensors are.
@@ -103,7 +103,24 @@ def _check_inputs(call, *states):
     for name in states:
         if getattr(call, name) is not None:
             _check_shape(call, name, state_shape, symbols)
+    _check_activations(call, H_v)
     return state_shape, torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _check_activations(call, H_v):
+    with_gate = call.use_gate_in_kernel
+    _check(
+        call, with_gate == (call.A_log is not None), lambda: "A_log is expected with use_gate_in_kernel, and only so"
+    )
+    for name in ("A_log", "dt_bias"):
+        if getattr(call, name) is not None:
+            _check(call, with_gate, lambda name=name: f"{name} is expected with use_gate_in_kernel only")
+            _check_shape(call, name, (H_v,), "[H_v]")
+    _check(
+        call,
+        call.use_beta_sigmoid_in_kernel or not call.allow_neg_eigval,
+        lambda: "allow_neg_eigval is expected with use_beta_sigmoid_in_kernel only",
+    )
 
 
 def _fake_results(call, output_low_level, output_h):
@@ -148,14 +165,22 @@ def _fake_backward(call):
     state_shape, compute_dtype = _check_inputs(call, "initial_state", "dht")
     _check_shape(call, "A", (*call.g.shape, CHUNK), f"[B, T, H_v, {CHUNK}]")
     _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
-    q = call.q
+    with_gate = call.use_gate_in_kernel
+    _check(
+        call, with_gate == (call.g_raw is not None), lambda: "g_raw is expected with use_gate_in_kernel, and only so"
+    )
+    if with_gate:
+        _check_shape(call, "g_raw", call.g.shape, "[B, T, H_v]")
+    q, H_v = call.q, call.v.shape[2]
     return (
         q.new_empty(q.shape),
         q.new_empty(call.k.shape),
         q.new_empty(call.v.shape),
-        q.new_empty(call.beta.shape, dtype=compute_dtype),
-        q.new_empty(call.g.shape, dtype=compute_dtype),
+        q.new_empty(call.beta.shape, dtype=call.beta.dtype if call.use_beta_sigmoid_in_kernel else compute_dtype),
+        q.new_empty(call.g.shape, dtype=call.g_raw.dtype if with_gate else compute_dtype),
         q.new_empty((0,) if call.initial_state is None else state_shape, dtype=compute_dtype),
+        q.new_empty((0,) if call.A_log is None else (H_v,), dtype=compute_dtype),
+        q.new_empty((0,) if call.dt_bias is None else (H_v,), dtype=compute_dtype),
     )
 
 
@@ -185,11 +210,13 @@ def _register_autograd(op, differentiable):
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-# What the backward has in common with the forward: tensors, which autograd keeps, and options. g is another there.
+# What the backward has in common with the forward: tensors, which autograd keeps, and options. g is another there; the
+# forward's, where the gate is inside, is g_raw.
 _COMMON = [x for x in _backward._schema.arguments if x.name in _LowLevelCall._fields and x.name != "g"]
 _TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
 _OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
 _tensors_of, _options_of = operator.attrgetter(*_TENSORS), operator.attrgetter(*_OPTIONS)
+_DIFFERENTIATED = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")  # in the order of its results
 _backward_arguments_of = operator.itemgetter(*_BackwardCall._fields)
 
 
@@ -202,7 +229,8 @@ class _Differentiable(torch.autograd.Function):
             outputs = _forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         g_cumsum, A, _, h, final_state = outputs
         call = _LowLevelCall(*args)
-        ctx.save_for_backward(g_cumsum, A, *_tensors_of(call))
+        g_raw = call.g if call.use_gate_in_kernel else None
+        ctx.save_for_backward(g_cumsum, A, g_raw, *_tensors_of(call))
         ctx.options = _options_of(call)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(g_cumsum, A, h, *(() if call.output_final_state else (final_state,)))
@@ -212,12 +240,12 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx, dg_cumsum, dA, do, dh, dht):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
-        call = dict(zip(("g", "A", *_TENSORS, *_OPTIONS), (*ctx.saved_tensors, *ctx.options), strict=True))
+        names = ("g", "A", "g_raw", *_TENSORS, *_OPTIONS)
+        call = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
         call["do"] = torch.zeros_like(call["v"]) if do is None else do
         call["dht"] = dht
         backward = _OnceDifferentiable.apply if torch.is_grad_enabled() else _backward
-        dq, dk, dv, db, dg, dh0 = backward(*_backward_arguments_of(call))
-        gradients = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": db, "initial_state": dh0}
+        gradients = dict(zip(_DIFFERENTIATED, backward(*_backward_arguments_of(call)), strict=True))
         needed = zip(("keyset", *_LowLevelCall._fields), ctx.needs_input_grad, strict=False)
         return tuple([gradients.get(name) if is_needed else None for name, is_needed in needed])
 

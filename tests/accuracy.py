@@ -7,8 +7,9 @@ nothing is rounded to 16 bits; what adds up is the length of the sums and of the
 inverse, stored in the dtype of q: up to u for the stored value alone, so the same bar holds. The gate cumsum is fp32
 whatever 16-bit dtype q has: 64 additions, each off by at most half an ulp of a partial sum.
 
-Gradients have bars of 8e-3 (dq, dk, dv, dh0) and 1e-2 (db, dg) in bf16 and an eighth of that in fp16: their way is the
-forward's and about as much again. In fp32 and fp64 the gates' cumulative sum adds a part of its own, see gradient_bar.
+Gradients have bars of 8e-3 (dq, dk, dv, dh0) and 1e-2 (db, dg, and their sums dA_log and ddt_bias) in bf16 and an
+eighth of that in fp16: their way is the forward's and about as much again. In fp32 and fp64 the gates' cumulative sum
+adds a part of its own, see gradient_bar.
 
 A mean over everything hides one bad token among thousands, so each block of 64 tokens x 1 head (each head's state) must
 also stay within BLOCK_FACTOR times the bar. One wrong token in a block is an error of 12%. db and dg have one number
@@ -32,7 +33,10 @@ BARS = {
     torch.float64: 1e-12,
 }
 CUMSUM_BARS = {torch.float32: 64 * 2.0**-24, torch.float64: 64 * 2.0**-53}
-GRADIENT_BF16_BARS = {"dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "db": 1e-2, "dg": 1e-2, "dh0": 8e-3}
+GRADIENT_BF16_BARS = {
+    **dict.fromkeys(("dq", "dk", "dv", "dh0"), 8e-3),
+    **dict.fromkeys(("db", "dg", "dA_log", "ddt_bias"), 1e-2),
+}
 BLOCK_FACTOR = 4
 TOKEN_FACTOR = 16
 MIN_BLOCK = 256  # smaller blocks are a few numbers that may cancel; the bar over the whole tensor holds for them too
@@ -55,6 +59,13 @@ def gradient_bar(name: str, dtype: torch.dtype, g_cumsum: torch.Tensor) -> float
     half_ulp = torch.finfo(dtype).eps / 2
     largest = g_cumsum.abs().max().item() if g_cumsum.numel() else 0.0
     return BARS[dtype] + 2 * half_ulp * largest
+
+
+def stored_bar(bar: float, dtype: torch.dtype) -> float:
+    """The bar of a gradient that is stored in dtype, which is that of its tensor and may have fewer digits than what it
+    was computed in: where one rounding to it, half an ulp, is above the bar, it comes on top."""
+    half_ulp = torch.finfo(dtype).eps / 2
+    return bar if half_ulp <= bar else bar + half_ulp
 
 
 def smallest_norm(actual: torch.Tensor, elements: int) -> float:
@@ -116,10 +127,16 @@ def head_blocks(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
+def sum_blocks(x: torch.Tensor) -> torch.Tensor:
+    """[H] -> [H, 1]."""
+    return x[:, None]
+
+
 BLOCKS = {
     **dict.fromkeys(("o", "A", "dq", "dk", "dv"), token_blocks),
     **dict.fromkeys(("h", "final_state", "dh0"), state_blocks),
     **dict.fromkeys(("db", "dg"), head_blocks),
+    **dict.fromkeys(("dA_log", "ddt_bias"), sum_blocks),
 }
 
 
@@ -175,7 +192,8 @@ def check_gradients(actual: dict, expected: Gradients, dtype: torch.dtype, case:
     """Every gradient in `actual`, by name, against the reference's; g_cumsum is that of the reference too."""
     for name, x in actual.items():
         wanted = getattr(expected, name)
-        check(name, x, wanted, dtype, case, gradient_bar(name, dtype, g_cumsum), expected.sizes.get(name))
+        bar = stored_bar(gradient_bar(name, dtype, g_cumsum), x.dtype)
+        check(name, x, wanted, dtype, case, bar, expected.sizes.get(name))
         # dg sums over pairs of tokens in the chunk form, and may come to zero by cancellation only.
         if name != "dg":
             assert not x[wanted == 0].any(), f"{name}: expected exactly zero in some elements [{case}]"

@@ -19,6 +19,9 @@ from flash_qla import _C
 
 # The differentiable arguments, and what the backward calls their gradients, in the order in which it returns them
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
+# Likewise of the activations of the gate, behind them
+ACTIVATION_GRADIENT_OF = {"A_log": "dA_log", "dt_bias": "ddt_bias"}
+ALL_GRADIENTS_OF = GRADIENT_OF | ACTIVATION_GRADIENT_OF
 # o's gradients add up to about this size in the state's over some hundred tokens, so that both sources matter.
 DHT_SCALE = 0.1
 
@@ -45,6 +48,12 @@ class Case:
     state_v_first: bool = False
     scale: float | None = None
     use_qk_l2norm_in_kernel: bool = False
+    # g and beta then are what gives about the gates and betas that `gate` and `beta` say
+    use_gate_in_kernel: bool = False
+    A_log: torch.dtype = torch.float32
+    dt_bias: torch.dtype | None = torch.float32
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
     auto_cp: bool = True
     strides: str = "contiguous"
     do_strides: str = "contiguous"
@@ -136,6 +145,29 @@ def betas(kind: str, k: torch.Tensor, H_v: int, generator) -> torch.Tensor:
     return torch.full_like(x, float(kind))
 
 
+def raw_gates(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
+    """What the activation makes g of, [B, T, H_v] in fp64; -inf where g is 0."""
+    y = -g / A_log.double().exp()
+    x = y + torch.log(-torch.expm1(-y))  # the inverse of softplus
+    return x if dt_bias is None else x - dt_bias.double()
+
+
+def activations(case: Case, generator) -> dict:
+    """The arguments of the activations that are inside, beside g and beta; none without."""
+    arguments = {}
+    if case.use_gate_in_kernel:
+        rates = torch.linspace(16, 0.25, case.H_v, dtype=torch.float64)
+        arguments = {"use_gate_in_kernel": True, "A_log": rates.log().to(case.A_log), "dt_bias": None}
+        if case.dt_bias is not None:
+            bias = torch.randn(case.H_v, generator=generator, dtype=torch.float64)
+            arguments["dt_bias"] = bias.to(case.dt_bias)
+    if case.use_beta_sigmoid_in_kernel:
+        arguments["use_beta_sigmoid_in_kernel"] = True
+        if case.allow_neg_eigval:
+            arguments["allow_neg_eigval"] = True
+    return arguments
+
+
 def restride(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The same values in other strides."""
     if kind == "contiguous":
@@ -184,6 +216,11 @@ def make_inputs(case: Case, device: str) -> dict:
     if case.initial_state is not None:
         initial_state = case.state_scale * torch.randn(state_shape(case), generator=generator, dtype=torch.float64)
         initial_state = initial_state.to(device, case.initial_state)
+    inside = activations(case, generator)
+    if case.use_gate_in_kernel:
+        g = raw_gates(g, inside["A_log"], inside["dt_bias"])
+    if case.use_beta_sigmoid_in_kernel:
+        beta = (beta / (2 if case.allow_neg_eigval else 1)).logit()
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     dtypes = {"q": case.dtype, "k": case.dtype, "v": case.dtype, "g": case.g_dtype, "beta": case.beta_dtype}
     for name, x in tensors.items():
@@ -198,7 +235,16 @@ def make_inputs(case: Case, device: str) -> dict:
         state_v_first=case.state_v_first,
         auto_cp=case.auto_cp,
         use_qk_l2norm_in_kernel=case.use_qk_l2norm_in_kernel,
+        **{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inside.items()},
     )
+
+
+def activated(inputs: dict) -> dict:
+    """The inputs of the same call with gates and betas that are ready, in fp64."""
+    names = (*ACTIVATION_GRADIENT_OF, "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    inside = {name: inputs[name] for name in names if name in inputs}
+    g, beta = reference.activated(inputs["g"], inputs["beta"], **inside)
+    return {name: x for name, x in inputs.items() if name not in inside} | {"g": g, "beta": beta}
 
 
 def make_gradients(case: Case, device: str) -> dict:
@@ -239,22 +285,30 @@ def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None
     """The low-level function: the gradients by name, dh0 only where there is an initial state. intermediates are the
     forward's g_cumsum and A."""
     g_cumsum, A = intermediates or run_forward(inputs, output_h=False, output_final_state=False)[:2]
-    outputs = flash_qla.chunk_gated_delta_rule_bwd(**{**inputs, "g": g_cumsum}, A=A, do=do, dht=dht)
-    gradients = dict(zip(GRADIENT_OF.values(), outputs, strict=True))
-    if inputs["initial_state"] is None:
-        assert gradients.pop("dh0") is None
+    arguments = {**inputs, "g": g_cumsum, "A": A, "do": do, "dht": dht}
+    with_gate = inputs.get("use_gate_in_kernel", False)
+    if with_gate:
+        arguments["g_raw"] = inputs["g"]
+    outputs = flash_qla.chunk_gated_delta_rule_bwd(**arguments)
+    names = ALL_GRADIENTS_OF if with_gate else GRADIENT_OF
+    gradients = dict(zip(names.values(), outputs, strict=True))
+    for argument, name in names.items():
+        if inputs[argument] is None:
+            assert gradients.pop(name) is None
     return gradients
 
 
-def run_autograd(inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(GRADIENT_OF)) -> dict:
+def run_autograd(
+    inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(ALL_GRADIENTS_OF)
+) -> dict:
     """The gradients of the inputs named in `of` through chunk_gated_delta_rule. An output whose gradient is None is not
     used."""
-    of = [name for name in of if inputs[name] is not None]
+    of = [name for name in of if inputs.get(name) is not None]
     leaves = {name: inputs[name].detach().requires_grad_() for name in of}
     outputs = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=dht is not None)
     used = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if dx is not None]
     gradients = torch.autograd.grad([x for x, _ in used], list(leaves.values()), [dx for _, dx in used])
-    return dict(zip((GRADIENT_OF[name] for name in of), gradients, strict=True))
+    return dict(zip((ALL_GRADIENTS_OF[name] for name in of), gradients, strict=True))
 
 
 def make_arguments(case: Case, device: str) -> dict:
@@ -321,17 +375,26 @@ def compute_dtype(case: Case) -> torch.dtype:
     return torch.float64 if case.dtype == torch.float64 else torch.float32
 
 
+def gradient_dtype(case: Case, name: str) -> torch.dtype:
+    """Of what the low-level function returns under this name."""
+    if name == "dg" and case.use_gate_in_kernel:
+        return case.g_dtype
+    if name == "db" and case.use_beta_sigmoid_in_kernel:
+        return case.beta_dtype
+    return case.dtype if name in ("dq", "dk", "dv") else compute_dtype(case)
+
+
 def covered_tokens(case: Case) -> int:
     return case.T if case.lengths is None else sum(case.lengths)
 
 
 def expected_outputs(inputs: dict) -> dict:
     """What the reference makes of every output of the low-level function, by name."""
-    expected = reference_of(inputs)
+    expected, ready = reference_of(inputs), activated(inputs)
     cu_seqlens, l2norm = inputs["cu_seqlens"], inputs["use_qk_l2norm_in_kernel"]
     return {
-        "g_cumsum": reference.chunk_cumsum(inputs["g"], cu_seqlens),
-        "A": reference.chunk_inverse(inputs["k"], inputs["beta"], cu_seqlens, l2norm),
+        "g_cumsum": reference.chunk_cumsum(ready["g"], cu_seqlens),
+        "A": reference.chunk_inverse(inputs["k"], ready["beta"], cu_seqlens, l2norm),
         "o": expected.o,
         "h": expected.h,
         "final_state": expected.final_state,
@@ -394,16 +457,16 @@ def check_gradients(
     with poisoned(device):
         actual = run_backward(inputs, **gradients)
     for name, x in actual.items():
-        dtype = case.dtype if name in ("dq", "dk", "dv") else compute_dtype(case)
+        dtype = gradient_dtype(case, name)
         assert x.dtype == dtype and x.is_contiguous(), f"{name} is {x.dtype} with strides {x.stride()} [{name_of_call}]"
-        assert name == "dh0" or not x[:, covered:].any(), f"{name}: not zero in padding [{name_of_call}]"
-    g_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
+        assert x.dim() < 3 or name == "dh0" or not x[:, covered:].any(), f"{name}: not zero in padding [{name_of_call}]"
+    g_cumsum = reference.chunk_cumsum(activated(inputs)["g"], inputs["cu_seqlens"])
     accuracy.check_gradients(actual, expected, case.dtype, name_of_call, g_cumsum)
 
     with poisoned(device):
         through_autograd = run_autograd(inputs, **gradients)
     assert through_autograd.keys() == actual.keys()
-    for argument, name in GRADIENT_OF.items():
+    for argument, name in ALL_GRADIENTS_OF.items():
         if name in actual:  # autograd's has the dtype of the input
             same = torch.equal(through_autograd[name], actual[name].to(inputs[argument].dtype))
             assert same, f"{name}: autograd's is another [{name_of_call}]"

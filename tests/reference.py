@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 
 import torch
+import torch.nn.functional as F
 
 CHUNK = 64
 L2NORM_EPS = 1e-6
@@ -39,8 +40,12 @@ class Gradients:
     db: torch.Tensor
     dg: torch.Tensor
     dh0: torch.Tensor
-    # Of db and dg, each number a dot product x . y of n terms: |x| |y| / sqrt(n), what random signs would make of it
+    # Of db and dg, each number a dot product x . y of n terms: |x| |y| / sqrt(n), what random signs would make of it.
+    # With activations inside what that becomes by the chain rule, and of dA_log and ddt_bias by sums.
     sizes: dict[str, torch.Tensor]
+    # [H_v], with the gate inside, and a bias
+    dA_log: torch.Tensor | None = None
+    ddt_bias: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -96,6 +101,25 @@ def l2norm_bwd(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     r = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
     y = x * r
     return r * (dy - y * (y * dy).sum(-1, keepdim=True))
+
+
+def activated(
+    g,
+    beta,
+    use_gate_in_kernel=False,
+    A_log=None,
+    dt_bias=None,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    dtype=torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log decay and beta that the recurrence takes, [B, T, H_v], of what an op is given."""
+    g, beta = g.to(dtype), beta.to(dtype)
+    if use_gate_in_kernel:
+        g = -A_log.to(dtype).exp() * F.softplus(g if dt_bias is None else g + dt_bias.to(dtype))
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+    return g, beta
 
 
 def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -183,7 +207,9 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel=False,
     state_v_first=False,
     dtype=torch.float64,
+    **activations,
 ) -> Reference:
+    g, beta = activated(g, beta, **activations, dtype=dtype)
     p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first, dtype)
     o = torch.zeros_like(p.v)
     h = p.v.new_zeros(p.layout.h_shape[0] * p.layout.h_shape[1], p.H_v, p.K, p.V)
@@ -214,6 +240,7 @@ def gated_delta_rule_bwd(
     use_qk_l2norm_in_kernel=False,
     state_v_first=False,
     dtype=torch.float64,
+    **activations,
 ) -> Gradients:
     """The recurrence in reverse. With a = e^{g_t}, e = v_t - a S_{t-1}^T k_t, u = beta_t e: S_t = a S_{t-1} + k_t u^T.
     At first dS is dht; before step t it is the gradient of S_t but for what comes through o_t = scale * S_t^T q_t:
@@ -224,7 +251,10 @@ def gated_delta_rule_bwd(
         dS  <- a (dS - k_t dv_t^T)                  dg_t = <dS, S_{t-1}>
 
     and the last dS is that of S_{t-1}, in the end dh0. States are kept at every 64th token, those between made again.
+    Through activations that are inside PyTorch's autograd goes.
     """
+    raw = {"g": g, "beta": beta, **activations}
+    g, beta = activated(**raw, dtype=dtype)
     p = Recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first, dtype)
     do = do.to(dtype).reshape(p.v.shape)
     dq, dk, dv, db, dg = (torch.zeros_like(x) for x in (p.q, p.k, p.v, p.beta, p.decay))
@@ -272,7 +302,38 @@ def gated_delta_rule_bwd(
     dq, dk, dv, db, dg, db_size, dg_size = (
         x.reshape(p.B, p.T, *x.shape[1:]) for x in (dq, dk, dv, db, dg, db_size, dg_size)
     )
-    return Gradients(dq, dk, dv, db, dg, p.states_out(dS), {"db": db_size, "dg": dg_size})
+    dh0, sizes = p.states_out(dS), {"db": db_size, "dg": dg_size}
+    if not activations:
+        return Gradients(dq, dk, dv, db, dg, dh0, sizes)
+    covered = torch.zeros(p.B * p.T, 1, dtype=torch.bool, device=dq.device)
+    for rows in steps:
+        covered[rows] = True
+    through, sizes = activated_bwd(raw, dg, db, sizes, covered.reshape(p.B, p.T, 1))
+    return Gradients(
+        dq, dk, dv, through["beta"], through["g"], dh0, sizes, through.get("A_log"), through.get("dt_bias")
+    )
+
+
+@torch.enable_grad()
+def activated_bwd(raw: dict, dg: torch.Tensor, db: torch.Tensor, sizes: dict, covered: torch.Tensor):
+    """The gradients of activated's arguments from those of its results, by argument, and the sizes of the gradients by
+    their names. Rows that are not covered may hold NaN, and do not count."""
+    dtype = dg.dtype
+    leaves = {name: raw[name] for name in ("g", "beta", "A_log", "dt_bias") if raw.get(name) is not None}
+    for name in ("g", "beta"):
+        leaves[name] = torch.where(covered, raw[name], 0)
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+    g, beta = activated(**{**raw, **leaves}, dtype=dtype)
+
+    def backward(of: tuple[str, ...], dg: torch.Tensor, db: torch.Tensor) -> dict:
+        found = torch.autograd.grad((g, beta), [leaves[name] for name in of], (dg, db), retain_graph=True)
+        return dict(zip(of, found, strict=True))
+
+    slopes = backward(("g", "beta"), torch.ones_like(dg), torch.ones_like(db))
+    db_size, dg_size = sizes["db"] * slopes["beta"].abs(), sizes["dg"] * slopes["g"].abs()
+    dA_log_size, ddt_bias_size = (x.square().sum((0, 1)).sqrt() for x in (sizes["dg"] * g.detach(), dg_size))
+    sizes = {"db": db_size, "dg": dg_size, "dA_log": dA_log_size, "ddt_bias": ddt_bias_size}
+    return backward(tuple(leaves), dg, db), sizes
 
 
 def position_in_chunk(B: int, T: int, cu_seqlens=None) -> torch.Tensor:

@@ -18,6 +18,8 @@ def good(op: str, device: str, **case) -> dict:
     if op.endswith("_bwd"):
         A = inputs["q"].new_zeros((*inputs["beta"].shape, 64))
         inputs |= {"A": A, **make_gradients(case, device)}
+        if case.use_gate_in_kernel:
+            inputs["g_raw"] = inputs["g"]
     return inputs
 
 
@@ -33,6 +35,10 @@ def check_raises(op: str, inputs: dict, argument: str, *parts: str):
         assert part in message, message
     if inputs["q"].is_cuda:
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations, "raised after an allocation"
+
+
+def to_meta(inputs: dict) -> dict:
+    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
 def replaced(name, make):
@@ -111,6 +117,36 @@ WRONG_GRADIENT = {
 }
 
 
+# With both activations inside
+WRONG_INSIDE = {
+    "no A_log": (replaced("A_log", lambda x: None), "A_log", ["None", "[H_v]", "use_gate_in_kernel"]),
+    "A_log heads": (replaced("A_log", lambda x: x[:2]), "A_log", ["[2]", "[4]", "[H_v]"]),
+    "A_log rank": (replaced("A_log", lambda x: x[None]), "A_log", ["[1, 4]", "[4]"]),
+    "A_log integer": (replaced("A_log", lambda x: x.int()), "A_log", ["int32", "float32"]),
+    "dt_bias heads": (replaced("dt_bias", lambda x: x.repeat(2)), "dt_bias", ["[8]", "[4]", "[H_v]"]),
+    "dt_bias integer": (replaced("dt_bias", lambda x: x.long()), "dt_bias", ["int64", "float32"]),
+    "raw g integer": (replaced("g", lambda x: x.int()), "g", ["int32", "float32"]),
+    "raw g heads": (replaced("g", lambda x: x[..., :2]), "g", ["[1, 64, 2]", "[1, 64, 4]"]),
+    "raw beta integer": (replaced("beta", lambda x: x.int()), "beta", ["int32", "float32"]),
+}
+
+WRONG_OUTSIDE = {
+    "A_log": ({"A_log": torch.zeros(4)}, "A_log", ["None", "use_gate_in_kernel"]),
+    "dt_bias": ({"dt_bias": torch.zeros(4)}, "dt_bias", ["None", "use_gate_in_kernel"]),
+    "the gate alone": ({"use_gate_in_kernel": True}, "A_log", ["None", "[H_v]"]),
+    "the gate with a bias only": ({"use_gate_in_kernel": True, "dt_bias": torch.zeros(4)}, "A_log", ["None", "[H_v]"]),
+    "allow_neg_eigval": ({"allow_neg_eigval": True}, "allow_neg_eigval", ["use_beta_sigmoid_in_kernel"]),
+}
+
+# Of the backward alone, with the gate inside
+WRONG_RAW_GATE = {
+    "none": (replaced("g_raw", lambda x: None), ["None", "[B, T, H_v]", "use_gate_in_kernel"]),
+    "rank": (replaced("g_raw", lambda x: x[0]), ["[64, 4]", "[1, 64, 4]"]),
+    "heads": (replaced("g_raw", lambda x: x[..., :2]), ["[1, 64, 2]", "[1, 64, 4]"]),
+    "integer": (replaced("g_raw", lambda x: x.int()), ["int32", "float32"]),
+}
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_input(device, op, wrong):
@@ -123,6 +159,59 @@ def test_wrong_input(device, op, wrong):
 def test_wrong_varlen_input(device, op, wrong):
     edit, argument, parts = WRONG_VARLEN[wrong]
     check_raises(op, edit(good(op, device, lengths=(60, 4))), argument, *parts)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("wrong", WRONG_INSIDE)
+def test_wrong_activations(device, op, wrong):
+    edit, argument, parts = WRONG_INSIDE[wrong]
+    inputs = good(op, device, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    check_raises(op, edit(inputs), argument, *parts)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("wrong", WRONG_OUTSIDE)
+def test_arguments_of_activations_that_are_not_inside(device, op, wrong):
+    arguments, argument, parts = WRONG_OUTSIDE[wrong]
+    arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    check_raises(op, {**good(op, device), **arguments}, argument, *parts)
+
+
+@pytest.mark.parametrize("wrong", WRONG_RAW_GATE)
+def test_wrong_raw_gate(device, wrong):
+    edit, parts = WRONG_RAW_GATE[wrong]
+    op = "chunk_gated_delta_rule_bwd"
+    check_raises(op, edit(good(op, device, use_gate_in_kernel=True)), "g_raw", *parts)
+
+
+def test_raw_gate_without_the_activation(device):
+    inputs = good("chunk_gated_delta_rule_bwd", device)
+    check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g_raw": inputs["g"]}, "g_raw", "use_gate_in_kernel")
+
+
+WRONG_WHEN_TRACED = ("no A_log", "A_log heads", "A_log rank", "dt_bias heads", "raw g heads")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("wrong", (*WRONG_WHEN_TRACED, *WRONG_OUTSIDE))
+def test_wrong_activations_when_traced(op, wrong):
+    """The fake implementations see them too."""
+    if wrong in WRONG_OUTSIDE:
+        arguments, argument, _ = WRONG_OUTSIDE[wrong]
+        inputs = {**good(op, "cpu"), **arguments}
+    else:
+        edit, argument, _ = WRONG_INSIDE[wrong]
+        inputs = edit(good(op, "cpu", use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True))
+    check_raises(op, to_meta(inputs), argument)
+
+
+@pytest.mark.parametrize("wrong", ("none", "rank", "heads"))
+def test_wrong_raw_gate_when_traced(wrong):
+    op = "chunk_gated_delta_rule_bwd"
+    edit, _ = WRONG_RAW_GATE[wrong]
+    check_raises(op, to_meta(edit(good(op, "cpu", use_gate_in_kernel=True))), "g_raw")
+    without = good(op, "cpu")
+    check_raises(op, to_meta({**without, "g_raw": without["g"]}), "g_raw")
 
 
 @pytest.mark.parametrize("wrong", WRONG_GRADIENT)
@@ -190,10 +279,11 @@ def test_cu_seqlens_contents_on_cpu(op, offsets, parts):
 @pytest.mark.parametrize(
     ("op", "name"),
     [(op, name) for op in OPS for name in ("k", "v", "g", "beta", "initial_state", "cu_seqlens")]
-    + [(OPS[2], name) for name in ("A", "do", "dht")],
+    + [(OPS[2], name) for name in ("A", "do", "dht", "g_raw")]
+    + [(op, name) for op in OPS for name in ("A_log", "dt_bias")],
 )
 def test_argument_on_the_cpu(op, name):
-    inputs = good(op, "cuda", lengths=(60, 4))
+    inputs = good(op, "cuda", lengths=(60, 4), use_gate_in_kernel=True)
     inputs[name] = inputs[name].cpu()
     check_raises(op, inputs, name, "cpu", "cuda:0")
 
@@ -212,6 +302,13 @@ def test_dtypes_of_the_gpu(op, dtype):
     check_raises(op, good(op, "cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("argument", ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"))
+def test_activations_on_the_gpu(op, argument):
+    check_raises(op, good(op, "cuda", **{argument: True}), argument, "True", "False", "not supported on the GPU yet")
+
+
 # The Python functions' keywords
 
 DEFAULT_KEYWORDS = {
@@ -219,9 +316,6 @@ DEFAULT_KEYWORDS = {
     "chunk_indices": None,
     "cp_context": None,
     "transpose_state_layout": False,
-    "use_gate_in_kernel": False,
-    "A_log": None,
-    "dt_bias": None,
 }
 
 
@@ -239,9 +333,6 @@ def test_other_libraries_keywords_at_their_default(name):
         ("chunk_indices", torch.tensor([[0, 0]])),
         ("cp_context", object()),
         ("transpose_state_layout", True),
-        ("use_gate_in_kernel", True),
-        ("A_log", torch.zeros(4)),
-        ("dt_bias", torch.zeros(4)),
         ("no_such_keyword", None),
         ("no_such_keyword", 1),
     ),

@@ -8,12 +8,23 @@ import accuracy
 import pytest
 import reference
 import torch
-from cases import GRADIENT_OF, Case, make_gradients, make_inputs, reference_gradients, reference_of, run_backward
+from cases import (
+    ALL_GRADIENTS_OF,
+    GRADIENT_OF,
+    Case,
+    activated,
+    make_gradients,
+    make_inputs,
+    reference_gradients,
+    reference_of,
+    run_backward,
+)
 from poison import fill_free_cuda_blocks, poisoned
 
 import flash_qla
 
 LENGTHS = (70, 0, 3, 128)
+INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 CASE = Case(lengths=LENGTHS, padding=5, H_k=2, H_v=6, K=5, V=3, dtype=torch.float64, keys="long", beta="stable")
 
 
@@ -56,19 +67,25 @@ def test_reference_is_the_formula():
         CASE,
         dataclasses.replace(CASE, state_v_first=True, scale=-2.0, dht=None, gate="resets"),
         dataclasses.replace(CASE, use_qk_l2norm_in_kernel=True, initial_state=torch.bfloat16),
+        dataclasses.replace(
+            CASE, beta="sigmoid", keys="unit", **INSIDE, g_dtype=torch.bfloat16, beta_dtype=torch.float16
+        ),
+        dataclasses.replace(CASE, use_gate_in_kernel=True, dt_bias=None),
     ),
     ids=str,
 )
 def test_reference_gradients_are_autograds(case):
     inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
     expected = reference_gradients(inputs, **gradients)
-    leaves = {name: inputs[name].double().requires_grad_() for name in GRADIENT_OF}
-    o, final_states, _ = plain_loops({**inputs, **leaves})
+    names = [name for name in ALL_GRADIENTS_OF if inputs.get(name) is not None]
+    # Padding holds NaN, which 0 times remains.
+    leaves = {name: torch.where(inputs[name].isnan(), 0, inputs[name]).double().requires_grad_() for name in names}
+    o, final_states, _ = plain_loops(activated({**inputs, **leaves}))
     loss = (o * gradients["do"][0, :201]).sum()
     if gradients["dht"] is not None:
         loss = loss + (final_states * gradients["dht"]).sum()
     for name, dx in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
-        torch.testing.assert_close(getattr(expected, GRADIENT_OF[name]), dx, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(getattr(expected, ALL_GRADIENTS_OF[name]), dx, rtol=1e-10, atol=1e-12)
 
 
 def test_reference_gradients_are_slopes():

@@ -17,6 +17,7 @@ import flash_qla
 ops = torch.ops.flash_qla
 INPUTS = ("q", "k", "v", "g", "beta")
 
+INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 CASES = (
     Case(B=2, T=70, K=16, V=8, dtype=torch.float32),
     Case(T=130, K=16, V=8, dtype=torch.float64, state_v_first=True, g_dtype=torch.float64),
@@ -25,6 +26,9 @@ CASES = (
     Case(B=2, T=70),
     Case(lengths=(65, 0, 3), initial_state=torch.bfloat16, dtype=torch.float16, beta_dtype=torch.float16),
     Case(T=70, strides="heads_first", do_strides="heads_first"),
+    Case(lengths=(65, 0, 3), padding=2, K=16, V=8, dtype=torch.float32, **INSIDE, g_dtype=torch.bfloat16),
+    Case(T=70, K=16, V=8, dtype=torch.float64, use_gate_in_kernel=True, dt_bias=None, A_log=torch.float64),
+    Case(T=70, K=16, V=8, dtype=torch.float32, use_beta_sigmoid_in_kernel=True, beta_dtype=torch.float16),
 )
 
 OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
@@ -37,6 +41,8 @@ def op_arguments(op: str, case: Case, device: str) -> tuple[tuple, dict]:
     if op == "chunk_gated_delta_rule_bwd":
         gradients = make_gradients(case, device)
         g_cumsum, A = run_forward({**dict(zip(INPUTS, args, strict=True)), **inputs})[:2]
+        if case.use_gate_in_kernel:
+            inputs["g_raw"] = args[3]
         args = [*args[:3], g_cumsum, args[4], A, gradients["do"]]
         inputs["dht"] = gradients["dht"]
     return tuple(args), inputs
@@ -104,6 +110,8 @@ def test_outputs_not_asked_for_are_empty(device):
     args, kwargs = op_arguments("chunk_gated_delta_rule_bwd", Case(B=2, T=70, initial_state=None), device)
     dh0 = ops.chunk_gated_delta_rule_bwd(*args, **kwargs)[5]
     assert dh0.shape == (0,) and dh0.dtype == torch.float32 and dh0.device == args[0].device
+    for x in ops.chunk_gated_delta_rule_bwd(*args, **kwargs)[6:]:
+        assert x.shape == (0,) and x.dtype == torch.float32 and x.device == args[0].device
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -17,6 +17,7 @@ LENGTH = st.one_of(st.integers(0, 5), st.sampled_from((63, 64, 65, 100, 128, 130
 def cases(draw):
     H_k = draw(st.integers(1, 3))
     raw = draw(st.booleans())
+    inside = draw(st.booleans())
     lengths = draw(st.one_of(st.none(), st.lists(LENGTH, max_size=5).map(tuple)))
     return Case(
         B=draw(st.integers(0, 3)),
@@ -31,6 +32,11 @@ def cases(draw):
         gate=draw(st.sampled_from(GATES)),
         keys="raw" if raw else draw(st.sampled_from(("unit", "repeated"))),
         use_qk_l2norm_in_kernel=raw,
+        use_gate_in_kernel=draw(st.booleans()),
+        A_log=draw(st.sampled_from((torch.bfloat16, torch.float32))),
+        dt_bias=draw(st.sampled_from((None, torch.bfloat16, torch.float64))),
+        use_beta_sigmoid_in_kernel=inside,
+        allow_neg_eigval=inside and draw(st.booleans()),
         g_dtype=draw(st.sampled_from((torch.bfloat16, torch.float32, torch.float64))),
         beta_dtype=draw(st.sampled_from((torch.bfloat16, torch.float32, torch.float64))),
         initial_state=draw(st.sampled_from((None, torch.bfloat16, torch.float32, torch.float64))),

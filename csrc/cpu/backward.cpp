@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "cpu/recurrence_bwd.h"
 #include "cpu/sequences.h"
@@ -20,13 +21,32 @@ void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences
   zero_from(backward.dq, tokens, call.T, call.H_k * call.K);
   zero_from(backward.dk, tokens, call.T, call.H_k * call.K);
   zero_from(backward.dv, tokens, call.T, call.H_v * call.V);
-  zero_from(backward.db, tokens, call.T, call.H_v);
-  zero_from(backward.dg, tokens, call.T, call.H_v);
+  for (int64_t row = tokens * call.H_v; row < call.T * call.H_v; ++row) {
+    backward.db.set(row, CT(0));
+    backward.dg.set(row, CT(0));
+  }
+}
+
+// dA_log and ddt_bias: the sums over the sequences, in their order. gate_sums [N, H_v, 2] are those of each.
+template <typename CT>
+void sum_sequences(const Call& call, const std::vector<CT>& gate_sums, const BackwardOutputs& out) {
+  for (int64_t head = 0; head < call.H_v; ++head) {
+    CT sums[2] = {};
+    for (int64_t n = 0; n < call.N; ++n) {
+      sums[0] += gate_sums[(n * call.H_v + head) * 2];
+      sums[1] += gate_sums[(n * call.H_v + head) * 2 + 1];
+    }
+    out.dA_log.mutable_data_ptr<CT>()[head] = sums[0];
+    if (call.dt_bias) {
+      out.ddt_bias.mutable_data_ptr<CT>()[head] = sums[1];
+    }
+  }
 }
 
 template <typename T, typename CT>
 void run(const BackwardCall& call, const BackwardOutputs& out) {
   const auto data = [](const std::optional<Tensor>& state) { return state ? state->const_data_ptr<CT>() : nullptr; };
+  std::vector<CT> gate_sums(call.use_gate ? call.N * call.H_v * 2 : 0);
   const cpu::Backward<T, CT> backward{
       .H_k = call.H_k,
       .H_v = call.H_v,
@@ -39,16 +59,17 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
       .k = call.k.const_data_ptr<T>(),
       .v = call.v.const_data_ptr<T>(),
       .g_cumsum = call.g.const_data_ptr<CT>(),
-      .beta = call.beta.const_data_ptr<CT>(),
+      .gates = activations_of<CT>(call, call.use_gate ? *call.g_raw : call.g),
       .initial_state = data(call.initial_state),
       .grad_o = call.grad_o.const_data_ptr<T>(),
       .grad_final_state = data(call.grad_final_state),
       .dq = out.dq.mutable_data_ptr<T>(),
       .dk = out.dk.mutable_data_ptr<T>(),
       .dv = out.dv.mutable_data_ptr<T>(),
-      .db = out.db.mutable_data_ptr<CT>(),
-      .dg = out.dg.mutable_data_ptr<CT>(),
+      .db = floats_of(out.db),
+      .dg = floats_of(out.dg),
       .dh0 = call.initial_state ? out.dh0.mutable_data_ptr<CT>() : nullptr,
+      .gate_sums = call.use_gate ? gate_sums.data() : nullptr,
   };
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   if (call.varlen) {
@@ -64,6 +85,9 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
       cpu::SequenceBackward(backward, sequences[i / call.H_k], i % call.H_k, scratch).run();
     }
   });
+  if (call.use_gate) {
+    sum_sequences(call, gate_sums, out);
+  }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // the compute type.
 #pragma once
 
+#include "cpu/activations.h"
 #include "cpu/common.h"
 
 namespace flash_qla::cpu {
@@ -13,7 +14,7 @@ struct Forward {
   CT scale;
   bool use_qk_l2norm, state_v_first;
   const T *q, *k, *v;
-  const CT *g, *beta;
+  Activations<CT> gates;
   const CT* initial_state;  // null: zero
   T* o;
   CT* g_cumsum;     // null: not wanted
@@ -63,6 +64,8 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
   const int64_t k_head = head / (p.H_v / p.H_k);
   const int64_t state_offset = (sequence.index * p.H_v + head) * K * V;
 
+  const HeadActivations<CT> gates(p.gates, head);
+
   load_state(scratch.dims, p.initial_state ? p.initial_state + state_offset : nullptr, K, V, p.state_v_first,
              scratch.state());
 
@@ -77,9 +80,9 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
       const int64_t row = begin + t;
       load_row(p.q + (row * p.H_k + k_head) * K, K, p.use_qk_l2norm, scratch.q() + t * padded_k);
       load_row(p.k + (row * p.H_k + k_head) * K, K, p.use_qk_l2norm, scratch.k() + t * padded_k);
-      const CT g = p.g[row * p.H_v + head];
+      const CT g = gates.g(row * p.H_v + head);
       scratch.decay()[t] = std::exp(g);
-      scratch.beta()[t] = p.beta[row * p.H_v + head];
+      scratch.beta()[t] = gates.beta(row * p.H_v + head);
       cumsum += g;
       if (p.g_cumsum) {
         p.g_cumsum[row * p.H_v + head] = cumsum;

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "cpu/activations.h"
 #include "cpu/common.h"
 
 namespace flash_qla::cpu {
@@ -16,13 +17,15 @@ struct Backward {
   CT scale;
   bool use_qk_l2norm, state_v_first;
   const T *q, *k, *v;
-  const CT *g_cumsum, *beta;
+  const CT* g_cumsum;
+  Activations<CT> gates;    // g is the raw one, and read only with the gate inside
   const CT* initial_state;  // null: zero
   const T* grad_o;
   const CT* grad_final_state;  // null: zero
   T *dq, *dk, *dv;
-  CT *db, *dg;
-  CT* dh0;  // null: not wanted
+  Floats db, dg;
+  CT* dh0;        // null: not wanted
+  CT* gate_sums;  // [N, H_v, 2], the sequences' dA_log and ddt_bias; null: not wanted
 };
 
 // One thread's working set; reused from sequence to sequence. max_tokens is the length of the longest.
@@ -94,13 +97,14 @@ class SequenceBackward {
 
  private:
   void run_head(int64_t head) const {
+    const HeadActivations<CT> gates(p_.gates, head);
     const int64_t state_offset = (sequence_.index * p_.H_v + head) * p_.K * p_.V;
     const auto state_of = [&](const CT* states) { return states ? states + state_offset : nullptr; };
 
     const int64_t chunks = chunk_count(length_);
     load_state(s_.dims, state_of(p_.initial_state), p_.K, p_.V, p_.state_v_first, s_.chunk_state(0));
     for (int64_t chunk = 0; chunk + 1 < chunks; ++chunk) {
-      const int64_t tokens = load_chunk(head, chunk);
+      const int64_t tokens = load_chunk(gates, head, chunk);
       for (int64_t block = 0; block < s_.dims.blocks; ++block) {
         replay_block(head, chunk, tokens, block);
         std::copy_n(s_.states() + tokens * s_.dims.block_size(), s_.dims.block_size(),
@@ -109,16 +113,20 @@ class SequenceBackward {
     }
 
     load_state(s_.dims, state_of(p_.grad_final_state), p_.K, p_.V, p_.state_v_first, s_.grad_state());
+    CT sums[2] = {};
     for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
-      run_chunk(head, chunk);
+      run_chunk(gates, head, chunk, sums);
+    }
+    if (p_.gate_sums) {
+      std::copy_n(sums, 2, p_.gate_sums + (sequence_.index * p_.H_v + head) * 2);
     }
     if (p_.dh0) {
       store_state(s_.dims, s_.grad_state(), p_.K, p_.V, p_.state_v_first, p_.dh0 + state_offset);
     }
   }
 
-  void run_chunk(int64_t head, int64_t chunk) const {
-    const int64_t first = chunk * kChunk, tokens = load_chunk(head, chunk);
+  void run_chunk(const HeadActivations<CT>& gates, int64_t head, int64_t chunk, CT (&sums)[2]) const {
+    const int64_t first = chunk * kChunk, tokens = load_chunk(gates, head, chunk);
     const int64_t values = ((sequence_.begin + first) * p_.H_v + head) * p_.V;
     CT db[kChunk] = {}, dg[kChunk] = {};
     for (int64_t block = 0; block < s_.dims.blocks; ++block) {
@@ -143,15 +151,30 @@ class SequenceBackward {
       });
       unpack_values(s_.dv(), p_.H_v * p_.V, p_.V, block, tokens, p_.dv + values);
     }
+    store_gate_gradients(gates, head, first, tokens, db, dg, sums);
+  }
+
+  // dbeta and dg of a chunk, through the activations that are inside, and what the chunk adds to dA_log and ddt_bias.
+  void store_gate_gradients(const HeadActivations<CT>& gates, int64_t head, int64_t first, int64_t tokens,
+                            const CT (&db)[kChunk], const CT (&dg)[kChunk], CT (&sums)[2]) const {
+    CT chunk_sums[2] = {};
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t row = (sequence_.begin + first + t) * p_.H_v + head;
-      p_.db[row] = db[t];
-      p_.dg[row] = dg[t];
+      p_.db.set(row, db[t] * gates.beta_derivative(row));
+      CT gradient = dg[t];
+      if (p_.gates.use_gate) {
+        chunk_sums[0] += gradient * gates.g(row);
+        gradient *= gates.g_derivative(row);
+        chunk_sums[1] += gradient;
+      }
+      p_.dg.set(row, gradient);
     }
+    sums[0] += chunk_sums[0];
+    sums[1] += chunk_sums[1];
   }
 
   // q, k, decay and beta of a chunk; returns its number of tokens.
-  int64_t load_chunk(int64_t head, int64_t chunk) const {
+  int64_t load_chunk(const HeadActivations<CT>& gates, int64_t head, int64_t chunk) const {
     const int64_t begin = sequence_.begin + chunk * kChunk, tokens = std::min<int64_t>(kChunk, sequence_.end - begin);
     CT cumsum = 0;
     for (int64_t t = 0; t < tokens; ++t) {
@@ -160,7 +183,7 @@ class SequenceBackward {
       load_row(p_.k + x, p_.K, p_.use_qk_l2norm, s_.k() + t * s_.dims.padded_k);
       const CT before = std::exchange(cumsum, p_.g_cumsum[row * p_.H_v + head]);
       s_.decay()[t] = std::exp(cumsum - before);
-      s_.beta()[t] = p_.beta[row * p_.H_v + head];
+      s_.beta()[t] = gates.beta(row * p_.H_v + head);
     }
     return tokens;
   }

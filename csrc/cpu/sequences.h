@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "call.h"
+#include "cpu/activations.h"
 #include "cpu/common.h"
 
 namespace flash_qla {
@@ -20,6 +21,26 @@ std::vector<cpu::Sequence> list_sequences(const Call& call);
 
 // Tokens of the batch that belong to a sequence; those after them are padding.
 int64_t covered_tokens(const std::vector<cpu::Sequence>& sequences);
+
+// The const of inputs is taken away: only what an op makes is written.
+inline cpu::Floats floats_of(const Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.scalar_type()};
+}
+inline cpu::Floats floats_of(const std::optional<Tensor>& tensor) {
+  return tensor ? floats_of(*tensor) : cpu::Floats{};
+}
+
+// g is that of the forward.
+template <typename CT>
+cpu::Activations<CT> activations_of(const Call& call, const Tensor& g) {
+  return {.use_gate = call.use_gate,
+          .use_beta_sigmoid = call.use_beta_sigmoid,
+          .beta_factor = CT(call.allow_neg_eigval ? 2 : 1),
+          .g = floats_of(g),
+          .beta = floats_of(call.beta),
+          .A_log = floats_of(call.A_log),
+          .dt_bias = floats_of(call.dt_bias)};
+}
 
 // Zeroes rows [first, end of tensor) of a contiguous tensor that has `rows` rows.
 template <typename T>

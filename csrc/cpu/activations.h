@@ -1,0 +1,112 @@
+// Gates and betas on the CPU: as they come, in any floating dtype, ready or raw, and what a value head makes of them.
+#pragma once
+
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+
+namespace flash_qla::cpu {
+
+// A contiguous tensor of any floating dtype, element by element; CT is the compute type.
+struct Floats {
+  void* data = nullptr;
+  torch::headeronly::ScalarType dtype{};
+
+  explicit operator bool() const { return data != nullptr; }
+
+  template <typename CT>
+  CT get(int64_t i) const {
+    return with_elements([i](auto* elements) { return static_cast<CT>(elements[i]); });
+  }
+
+  template <typename CT>
+  void set(int64_t i, CT x) const {
+    with_elements([i, x]<typename T>(T* elements) { elements[i] = static_cast<T>(x); });
+  }
+
+ private:
+  auto with_elements(const auto& f) const {
+    using torch::headeronly::ScalarType;
+    switch (dtype) {
+      case ScalarType::BFloat16:
+        return f(static_cast<c10::BFloat16*>(data));
+      case ScalarType::Half:
+        return f(static_cast<c10::Half*>(data));
+      case ScalarType::Float:
+        return f(static_cast<float*>(data));
+      default:
+        return f(static_cast<double*>(data));
+    }
+  }
+};
+
+// As in a Call: what stands behind a flag is read only with it.
+template <typename CT>
+struct Activations {
+  bool use_gate, use_beta_sigmoid;
+  CT beta_factor;
+  Floats g, beta;         // [B, T, H_v]
+  Floats A_log, dt_bias;  // [H_v]; dt_bias may be none
+};
+
+template <typename CT>
+CT sigmoid(CT x) {
+  return CT(1) / (CT(1) + std::exp(-x));
+}
+
+// Not sigmoid(x) (1 - sigmoid(x)), which loses its digits where sigmoid(x) is next to 1.
+template <typename CT>
+CT sigmoid_derivative(CT x) {
+  const CT e = std::exp(-std::abs(x));
+  return e / ((CT(1) + e) * (CT(1) + e));
+}
+
+constexpr double kSoftplusThreshold = 20;  // PyTorch's: above it softplus is the identity
+
+// What a value head makes of its numbers, and the derivatives; i is an index into g and beta.
+template <typename CT>
+class HeadActivations {
+ public:
+  HeadActivations(const Activations<CT>& all, int64_t head) : all_(all) {
+    if (all.use_gate) {
+      rate_ = std::exp(all.A_log.template get<CT>(head));
+      bias_ = all.dt_bias ? all.dt_bias.template get<CT>(head) : CT(0);
+    }
+  }
+
+  CT g(int64_t i) const {
+    if (!all_.use_gate) {
+      return all_.g.template get<CT>(i);
+    }
+    const CT x = gate_input(i);
+    return -rate_ * (x > CT(kSoftplusThreshold) ? x : std::log1p(std::exp(x)));
+  }
+
+  CT g_derivative(int64_t i) const {
+    if (!all_.use_gate) {
+      return 1;
+    }
+    const CT x = gate_input(i);
+    return -rate_ * (x > CT(kSoftplusThreshold) ? CT(1) : sigmoid(x));
+  }
+
+  CT beta(int64_t i) const {
+    const CT x = all_.beta.template get<CT>(i);
+    return all_.use_beta_sigmoid ? all_.beta_factor * sigmoid(x) : x;
+  }
+
+  CT beta_derivative(int64_t i) const {
+    return all_.use_beta_sigmoid ? all_.beta_factor * sigmoid_derivative(all_.beta.template get<CT>(i)) : CT(1);
+  }
+
+ private:
+  CT gate_input(int64_t i) const { return all_.g.template get<CT>(i) + bias_; }
+
+  const Activations<CT>& all_;
+  CT rate_ = 0, bias_ = 0;  // exp(A_log), dt_bias
+};
+
+}  // namespace flash_qla::cpu

@@ -1,0 +1,392 @@
+"""The activations of gate and beta inside: g = -exp(A_log) softplus(g_raw + dt_bias), beta = sigmoid(beta_raw) or
+twice that. Wrong arguments are in test_errors.py, more of the ops' registration in test_op_registration.py."""
+
+import dataclasses
+
+import accuracy
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    ALL_GRADIENTS_OF,
+    Case,
+    activated,
+    check_backward,
+    check_forward,
+    covered_tokens,
+    equal,
+    make_arguments,
+    make_gradients,
+    make_inputs,
+    run_all,
+    run_autograd,
+    run_backward,
+    run_forward,
+    run_forwards,
+)
+from dispatched import Ran
+from reference import one_thread
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flash_qla
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+GATE = {"use_gate_in_kernel": True}
+SIGMOID = {"use_beta_sigmoid_in_kernel": True}
+NEGATIVE = {**SIGMOID, "allow_neg_eigval": True}
+RAW_BF16 = {"g_dtype": BF16, "beta_dtype": BF16}
+INSIDE = {**GATE, **SIGMOID, **RAW_BF16}  # as a layer in bf16 calls it
+ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "A_log": FP64, "dt_bias": FP64}
+ALL_FP64 |= {"initial_state": FP64, "dht": FP64}
+L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+@pytest.fixture
+def device():
+    """The GPU refuses such calls, see test_activations_on_the_gpu of test_errors.py."""
+    return "cpu"
+
+
+def parametrize(*cases: Case):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+CASES = (
+    # Which are inside, and in which dtypes they come
+    Case(B=2, T=70, **GATE),
+    Case(T=100, **GATE, dt_bias=None, g_dtype=BF16),
+    Case(T=100, **SIGMOID, beta_dtype=BF16),
+    Case(T=100, **NEGATIVE, beta_dtype=FP16),
+    Case(T=130, **INSIDE),
+    Case(T=130, **INSIDE, A_log=BF16, dt_bias=BF16),
+    Case(T=130, **GATE, **NEGATIVE, g_dtype=FP16, beta_dtype=FP32, A_log=FP64, dt_bias=FP16),
+    Case(T=70, **GATE, **SIGMOID, g_dtype=FP64, beta_dtype=BF16, A_log=FP16, dt_bias=FP64),
+    Case(T=70, **GATE, **SIGMOID, g_dtype=FP32, beta_dtype=FP64, dt_bias=None),
+    Case(T=70, **GATE, g_dtype=BF16, beta_dtype=BF16),  # beta is ready
+    Case(T=70, **SIGMOID, g_dtype=BF16, beta_dtype=BF16),  # g is
+    Case(T=130, **INSIDE, dtype=FP16),
+    Case(T=130, **GATE, **NEGATIVE, dtype=FP16, g_dtype=FP16, beta_dtype=FP16),
+    # Lengths
+    Case(B=2, T=1, **INSIDE),
+    Case(B=3, T=64, **INSIDE, gate="logsigmoid"),
+    Case(lengths=(63, 1, 64, 65, 0, 127), **INSIDE),
+    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True, **INSIDE, **L2NORM),
+    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=FP16, **GATE, **NEGATIVE),
+    Case(lengths=(5, 70), padding=67, gate="logsigmoid", **GATE, cu_dtype=torch.int64, initial_state=None),
+    # Heads
+    Case(T=70, H_k=1, H_v=1, **INSIDE),
+    Case(T=70, H_k=3, H_v=3, **INSIDE),
+    Case(lengths=(65, 20), H_k=2, H_v=6, gate="logsigmoid", **INSIDE),
+    Case(lengths=(65, 20), H_k=1, H_v=8, **INSIDE, **L2NORM),
+    # Gates and betas: rounding to bf16 moves those that are weak or strong
+    *(Case(T=200, gate=gate, **INSIDE) for gate in ("logsigmoid", "tiny", "underflow", "zero", "resets")),
+    Case(T=130, **GATE, **NEGATIVE, beta="two", gate="logsigmoid"),
+    Case(T=70, **GATE, **SIGMOID, beta="0"),
+    Case(T=130, **GATE, **SIGMOID, beta="1", keys="repeated", gate="tiny"),
+    # Strides
+    Case(B=2, T=70, **INSIDE, strides="packed"),
+    Case(lengths=(3, 67), padding=2, **INSIDE, strides="heads_first", do_strides="heads_first"),
+    Case(B=2, T=70, **INSIDE, strides="reversed_dims", do_strides="expanded"),
+)
+
+
+@parametrize(*CASES)
+def test_forward(device, case):
+    check_forward(case, device)
+
+
+@parametrize(*CASES)
+def test_backward(device, case):
+    check_backward(case, device)
+
+
+@parametrize(
+    Case(B=2, T=130, dtype=FP32, **GATE, **NEGATIVE),
+    Case(B=2, T=130, dtype=FP32, **INSIDE),
+    Case(B=2, T=130, **ALL_FP64, **GATE, **NEGATIVE),
+    Case(lengths=(65, 0, 3), padding=2, K=16, V=24, state_v_first=True, **ALL_FP64, **GATE, **SIGMOID, **L2NORM),
+    Case(T=130, H_k=1, K=48, V=80, dtype=FP64, **INSIDE),
+    *(Case(T=70, H_k=1, dtype=FP32, gate=gate, **GATE, **SIGMOID) for gate in ("logsigmoid", "tiny", "resets", "zero")),
+)
+def test_cpu_dtypes_and_head_dims(case):
+    check_forward(case, "cpu")
+    check_backward(case, "cpu")
+
+
+# The formulas
+
+
+def test_the_range_of_raw_values():
+    """As PyTorch's softplus and sigmoid, their threshold and their ends included, and the slopes too."""
+    raw = torch.cat([torch.linspace(-45, 45, 181), torch.tensor([-1e4, -300.0, 20.0, 20.1, 300.0, 1e4])]).double()
+    T = len(raw)
+    case = Case(T=T, H_k=1, H_v=1, K=4, V=4, **ALL_FP64, **GATE, **NEGATIVE)
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    inputs |= {"g": raw.reshape(1, T, 1), "beta": raw.flip(0).reshape(1, T, 1)}
+    inputs |= {"A_log": torch.full((1,), -8.0, dtype=FP64), "dt_bias": torch.full((1,), 0.25, dtype=FP64)}
+    leaves = {name: inputs[name].clone().requires_grad_() for name in TENSORS}
+    g = -leaves["A_log"].exp() * F.softplus(leaves["g"] + leaves["dt_bias"])
+    ready = {**activated({**inputs, **leaves}), "g": g, "beta": 2 * leaves["beta"].sigmoid()}
+    outputs = flash_qla.chunk_gated_delta_rule(**ready, output_final_state=True)
+    expected = torch.autograd.grad(outputs, list(leaves.values()), list(gradients.values()))
+    actual = run_autograd(inputs, **gradients)
+    for name, x in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(actual[ALL_GRADIENTS_OF[name]], x, rtol=1e-9, atol=1e-14)
+        assert actual[ALL_GRADIENTS_OF[name]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
+def test_the_ends_of_raw_values(device, dtype):
+    """Nothing overflows to NaN, where a layer has gone astray."""
+    case = Case(T=70, **GATE, **NEGATIVE, g_dtype=dtype, beta_dtype=dtype)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    largest = torch.finfo(dtype).max
+    for name in ("g", "beta"):
+        inputs[name][:, ::4] = largest
+        inputs[name][:, 1::4] = -largest
+        inputs[name][:, 2::8] = 88.8
+        inputs[name][:, 6::8] = -88.8
+    inputs["A_log"].fill_(-4.0)
+    assert all(x.isfinite().all() for x in run_forward(inputs)[2:])
+    assert all(x.isfinite().all() for x in run_backward(inputs, **gradients).values())
+
+
+def test_ready_gates_give_the_same(device):
+    """As near as fp32 is: the outputs are in bf16, of which few are rounded the other way."""
+    inputs = make_inputs(Case(lengths=(130, 0, 66), gate="logsigmoid", **GATE, **NEGATIVE), device)
+    actual, expected = run_forwards(inputs), run_forwards(activated(inputs))
+    for name, x in actual.items():
+        assert accuracy.relative_error(x, expected[name].double()) < 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("fast_mode", "case"),
+    (
+        (False, Case(B=2, T=3, H_k=1, H_v=2, K=3, V=2, **ALL_FP64, **GATE, **NEGATIVE)),
+        (False, Case(lengths=(2, 0, 3), H_v=2, K=2, V=3, state_v_first=True, **ALL_FP64, **GATE, **SIGMOID)),
+        (True, Case(lengths=(66, 0, 3), H_k=1, H_v=2, K=4, V=9, gate="logsigmoid", **ALL_FP64, **GATE, **SIGMOID)),
+        (True, Case(B=2, T=70, H_k=1, H_v=3, K=4, V=4, gate="logsigmoid", **ALL_FP64, **GATE, **NEGATIVE, **L2NORM)),
+    ),
+    ids=str,
+)
+def test_gradcheck(fast_mode, case):
+    # A head whose gate is 0 has -inf as its raw gate, which cannot be moved.
+    inputs = make_inputs(case, "cpu")
+    inputs["g"] = inputs["g"].clamp_min(-5.0)
+
+    def high_level(*leaves):
+        arguments = {**inputs, **dict(zip(TENSORS, leaves, strict=True))}
+        return flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
+
+    def low_level(*leaves):
+        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_fwd(
+            **{**inputs, **dict(zip(TENSORS, leaves, strict=True))}
+        )
+        return o, final_state
+
+    with one_thread():
+        for function in (high_level, low_level):
+            leaves = [inputs[name].detach().requires_grad_() for name in TENSORS]
+            assert torch.autograd.gradcheck(function, leaves, fast_mode=fast_mode)
+
+
+# The sums over tokens
+
+
+@parametrize(
+    Case(B=2, T=0, **INSIDE),
+    Case(B=0, T=64, **INSIDE),
+    Case(lengths=(), padding=3, **INSIDE),
+    Case(lengths=(0, 0, 0), padding=65, **INSIDE),
+    Case(lengths=(0,), **INSIDE, dt_bias=None),
+)
+def test_no_tokens(device, case):
+    """Zeros, of the right shape and dtype; states pass through."""
+    assert case.B * covered_tokens(case) == 0
+    check_forward(case, device)
+    check_backward(case, device)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    found = run_backward(inputs, **gradients)
+    names = ("dA_log",) if case.dt_bias is None else ("dA_log", "ddt_bias")
+    assert ("ddt_bias" in found) == (case.dt_bias is not None)
+    for name in names:
+        assert torch.equal(found[name], torch.zeros(case.H_v, device=device))
+
+
+def test_same_bits_twice(device):
+    case = Case(lengths=(300, 65, 0, 7, 1, 500), padding=9, H_k=2, H_v=4, gate="logsigmoid", **INSIDE)
+    arguments = make_arguments(case, device)
+    first = run_all(arguments)
+    for _ in range(3):
+        assert equal(run_all(arguments), first)
+
+
+def test_same_bits_for_any_number_of_cpu_threads():
+    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=6, **INSIDE)
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run_backward(inputs, **gradients)
+        torch.set_num_threads(3)
+        three = run_backward(inputs, **gradients)
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(one, three)
+
+
+def test_padding_is_not_read(device):
+    """NaN in the padding of what is raw, against numbers there."""
+    case = Case(lengths=(70, 3), padding=67, **INSIDE)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    assert all(inputs[name][:, 73:].isnan().all() for name in ("g", "beta"))
+    numbers = {**inputs, **{name: inputs[name].nan_to_num(1.0) for name in ("g", "beta")}}
+    assert equal(run_forwards(inputs), run_forwards(numbers))
+    assert equal(run_backward(inputs, **gradients), run_backward(numbers, **gradients))
+
+
+# Autograd
+
+
+@pytest.mark.parametrize(
+    "of", (("A_log",), ("dt_bias",), ("g",), ("beta",), ("A_log", "dt_bias"), ("q", "g", "A_log")), ids="+".join
+)
+def test_some_inputs_require_gradients(device, of):
+    """The same bits as when all do, in the dtypes of the tensors."""
+    case = Case(lengths=(70, 3), **INSIDE, A_log=BF16)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected, actual = run_backward(inputs, **gradients), run_autograd(inputs, **gradients, of=of)
+    assert list(actual) == [ALL_GRADIENTS_OF[name] for name in of]
+    for name in of:
+        x = actual[ALL_GRADIENTS_OF[name]]
+        assert x.dtype == inputs[name].dtype
+        assert torch.equal(x, expected[ALL_GRADIENTS_OF[name]].to(x.dtype))
+
+
+def test_low_level_results():
+    """Six results, and with the gate inside eight; ddt_bias only where there is a bias."""
+    case = Case(T=5, K=4, V=4)
+    for options, count in (({}, 6), (SIGMOID, 6), (GATE, 8), ({**GATE, "dt_bias": None}, 8)):
+        inputs = make_inputs(dataclasses.replace(case, **options), "cpu")
+        gradients = make_gradients(case, "cpu")
+        g_cumsum, A = run_forward(inputs)[:2]
+        g_raw = {"g_raw": inputs["g"]} if "use_gate_in_kernel" in options else {}
+        found = flash_qla.chunk_gated_delta_rule_bwd(**{**inputs, "g": g_cumsum}, A=A, **gradients, **g_raw)
+        assert len(found) == count
+        if count == 8:
+            assert (found[7] is None) == ("dt_bias" in options)
+
+
+def test_nothing_is_kept_in_fp32_for_the_raw_tensors(device):
+    """Beside the inputs a row of A and a cumulative gate for each token and value head, as with ready gates."""
+    inputs = make_inputs(Case(lengths=(70, 0, 3), padding=2, **INSIDE), device)
+    leaves = {name: inputs[name].requires_grad_() for name in TENSORS}
+    own = {x.untyped_storage().data_ptr() for x in (*leaves.values(), inputs["cu_seqlens"])}
+    saved = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves})
+    extra = sum(size for pointer, size in saved.items() if pointer not in own)
+    assert extra == inputs["g"].numel() * (64 * inputs["q"].element_size() + 4)
+
+
+def test_autocast_leaves_raw_tensors_alone(device):
+    case = Case(T=70, **GATE, **SIGMOID, dtype=FP32)
+    inputs = make_inputs(case, device)
+    cast = {name: x.bfloat16() if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    expected = flash_qla.chunk_gated_delta_rule(**cast)[0]
+    with torch.autocast(device, dtype=BF16):
+        assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs)[0], expected)
+
+
+# torch.compile, torch.export
+
+
+class Layer(torch.nn.Module):
+    """What a layer does around the op: one projection for gate and beta, parameters for the activations."""
+
+    def __init__(self, H_v: int, device: str):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.project = torch.nn.Linear(8, 2 * H_v, device=device, dtype=BF16)
+        self.A_log = torch.nn.Parameter(torch.rand(H_v, generator=generator).to(device))
+        self.dt_bias = torch.nn.Parameter(torch.randn(H_v, generator=generator).to(device))
+
+    def forward(self, x, q, k, v, initial_state, cu_seqlens):
+        g, beta = self.project(x).chunk(2, -1)
+        o, state = flash_qla.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_seqlens,
+            use_gate_in_kernel=True,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=True,
+        )
+        return o * 2, state
+
+
+def layer_inputs(lengths: tuple[int, ...], seed: int, device: str) -> tuple:
+    inputs = make_inputs(Case(lengths=lengths, seed=seed), device)
+    x = torch.randn(1, sum(lengths), 8, generator=torch.Generator().manual_seed(seed)).to(device, BF16)
+    return (x, *(inputs[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens")))
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compile_training_once_for_all_lengths(device, backend):
+    torch.manual_seed(0)
+    layer = Layer(4, device)
+    parameters = list(layer.parameters())
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for seed, lengths in enumerate(((65, 30, 1, 0, 4), (3, 200, 64, 2, 7, 0, 1, 70))):
+        results = []
+        for function in (compiled, layer):
+            x, q, k, v, initial_state, cu_seqlens = layer_inputs(lengths, seed, device)
+            leaves = [y.requires_grad_() for y in (x, q, k, v, initial_state)]
+            outputs = function(*leaves, cu_seqlens)
+            loss = outputs[0].float().square().sum() + outputs[1].square().sum()
+            results.append((*outputs, *torch.autograd.grad(loss, [*leaves, *parameters])))
+        for actual, expected in zip(*results, strict=True):
+            assert actual.dtype == expected.dtype
+            # Not equal: compiled, the projection's gradients are rounded otherwise.
+            assert accuracy.relative_error(actual, expected.double()) <= accuracy.BF16_BAR
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_export_with_dynamic_lengths(device, tmp_path):
+    torch.manual_seed(0)
+    layer = Layer(4, device)
+    T = torch.export.Dim("T", min=2)
+    shapes = {name: {1: T} for name in ("x", "q", "k", "v")}
+    shapes |= {name: {0: torch.export.Dim.AUTO} for name in ("initial_state", "cu_seqlens")}
+    program = torch.export.export(layer, layer_inputs((65, 30, 4), 0, device), dynamic_shapes=shapes)
+    assert "flash_qla.chunk_gated_delta_rule" in str(program.graph) and "softplus" not in str(program.graph)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for lengths in ((65, 30, 4), (200, 0), (1, 2, 3, 4, 64)):
+        arguments = layer_inputs(lengths, 1, device)
+        assert all(torch.equal(x, y) for x, y in zip(loaded(*arguments), layer(*arguments), strict=True))
+
+
+def test_one_op_runs(device):
+    """Nothing is computed beside the op."""
+    inputs = make_inputs(Case(T=70, **INSIDE), device)
+    with Ran() as ran:
+        flash_qla.chunk_gated_delta_rule(**inputs)
+    assert ran.ops == ["chunk_gated_delta_rule"]
