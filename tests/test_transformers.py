@@ -410,7 +410,9 @@ def test_packed_sequences(calls):
 
 def test_keywords_that_ask_for_something_else_are_refused():
     x, gate = torch.randn(1, 4, 1, 8), torch.zeros(1, 4, 1)
-    with pytest.raises(TypeError, match="use_gate_in_kernel"):
+    with pytest.raises(TypeError, match="transpose_state_layout"):
+        chunk_gated_delta_rule(x, x, x, gate, gate, transpose_state_layout=True)
+    with pytest.raises(RuntimeError, match="A_log is None"):
         chunk_gated_delta_rule(x, x, x, gate, gate, use_gate_in_kernel=True)
 
 
