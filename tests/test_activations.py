@@ -42,10 +42,9 @@ L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 
-@pytest.fixture
-def device():
-    """The GPU refuses such calls, see test_activations_on_the_gpu of test_errors.py."""
-    return "cpu"
+@pytest.fixture(params=["cpu"])
+def device(request):
+    return request.param
 
 
 def parametrize(*cases: Case):
@@ -89,16 +88,30 @@ CASES = (
     Case(lengths=(3, 67), padding=2, **INSIDE, strides="heads_first", do_strides="heads_first"),
     Case(B=2, T=70, **INSIDE, strides="reversed_dims", do_strides="expanded"),
 )
+LONG_CASES = (  # for the GPU
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid", **INSIDE),
+    Case(T=8192, H_k=2, H_v=8, **INSIDE, **L2NORM),
+    Case(lengths=(4095, 3000, 64, 0, 1000), H_k=8, H_v=32, gate="logsigmoid", padding=100, **INSIDE),
+    Case(B=4, T=2048, H_k=16, H_v=32, gate="logsigmoid", dtype=FP16, **GATE, **NEGATIVE),
+    Case(lengths=(1024,) * 8, H_k=16, H_v=64, gate="logsigmoid", **INSIDE),
+)
 
 
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @parametrize(*CASES)
-def test_forward(device, case):
-    check_forward(case, device)
+def test_forward(on, case):
+    check_forward(case, on)
 
 
 @parametrize(*CASES)
 def test_backward(device, case):
     check_backward(case, device)
+
+
+@pytest.mark.gpu
+@parametrize(*LONG_CASES)
+def test_long_on_gpu(case):
+    check_forward(case, "cuda")
 
 
 @parametrize(
@@ -203,7 +216,7 @@ def test_gradcheck(fast_mode, case):
 )
 def test_no_tokens(device, case):
     """Zeros, of the right shape and dtype; states pass through."""
-    assert case.B * covered_tokens(case) == 0
+    assert not covered_tokens(case) * shapes_have_rows(case)
     check_forward(case, device)
     check_backward(case, device)
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
@@ -212,6 +225,10 @@ def test_no_tokens(device, case):
     assert ("ddt_bias" in found) == (case.dt_bias is not None)
     for name in names:
         assert torch.equal(found[name], torch.zeros(case.H_v, device=device))
+
+
+def shapes_have_rows(case: Case) -> int:
+    return case.B if case.lengths is None else 1
 
 
 def test_same_bits_twice(device):

@@ -1,17 +1,30 @@
 // The gates of a chunk: b_i = g_1 + ... + g_i, and what a token brings to its value head besides its vectors.
 #pragma once
 
+#include "device/activations.cuh"
 #include "device/chunk_products.cuh"
 
 namespace flash_qla::device {
 
-// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
-// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
-__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int64_t stride, int heads, int length) {
+// By one warp: of `heads` neighbouring value heads what `numbers`, with the Dtype at `bit`, hold from element `at` on at
+// the chunk's tokens, `stride` apart, activated if they are raw; behind `length` tokens 0. Lane 8 l + i has the tokens
+// 8 i to 8 i + 7 of head l: the heads of a token share a line.
+template <typename Activate>
+__device__ __forceinline__ void load_heads(float (&x)[8], const void* numbers, int activations, int bit, int64_t at,
+                                           int64_t stride, int heads, int length, bool raw, Activate activate) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+  const auto is_there = [&](int s) { return head < heads && first + s < length; };
+  with_numbers(numbers, activations, bit, [&](auto* elements) {
 #pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
+    for (int s = 0; s < 8; ++s) {
+      x[s] = is_there(s) ? as_float(elements[at + (first + s) * stride + head]) : 0.f;
+    }
+  });
+  if (raw) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      x[s] = is_there(s) ? activate(x[s]) : 0.f;
+    }
   }
 }
 
@@ -23,12 +36,21 @@ __device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
 
 constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), beta
 
-// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows.
-__device__ __forceinline__ void load_gates(float* gates, const float* g, float* b_rows, int64_t stride, int heads,
-                                           int length, int valid) {
+// By one warp: b log2(e) of `heads` heads, of which first_head is the first, to `gates`, and b of the first `valid`
+// tokens to b_rows.
+__device__ __forceinline__ void load_gates(float* gates, const void* g, const void* A_log, const void* dt_bias,
+                                           int activations, int64_t at, int first_head, float* b_rows, int64_t stride,
+                                           int heads, int length, int valid) {
   const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
+  const bool raw = activations & Activation::kGate;
+  float rate = 0.f, bias = 0.f;
+  if (raw && head < heads) {
+    rate = gate_rate(A_log, activations, first_head + head);
+    bias = gate_bias(dt_bias, activations, first_head + head);
+  }
   float b[8];
-  load_heads(b, g, stride, heads, length);
+  load_heads(b, g, activations, Activation::kG, at, stride, heads, length, raw,
+             [&](float x) { return activated_gate(x, rate, bias); });
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
     b[s] = b[s] * kLog2e + (s > 0 ? b[s - 1] : 0.f);
@@ -63,9 +85,11 @@ __device__ __forceinline__ void load_cumulative_gates(float* gates, const float*
 }
 
 // By one warp: likewise beta.
-__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int64_t stride, int heads, int length) {
+__device__ __forceinline__ void load_beta(float* gates, const void* betas, int activations, int64_t at, int64_t stride,
+                                          int heads, int length) {
   float beta[8];
-  load_heads(beta, beta_rows, stride, heads, length);
+  load_heads(beta, betas, activations, Activation::kBeta, at, stride, heads, length,
+             activations & Activation::kSigmoid, [&](float x) { return activated_beta(x, activations); });
   store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
 }
 

@@ -1,6 +1,7 @@
 // fused_forward's table of a chunk's gates, in shared memory, by one warp.
 #pragma once
 
+#include "device/activations.cuh"
 #include "device/warp.cuh"
 
 namespace flash_qla::device {
@@ -17,11 +18,37 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
   }
 }
 
-// By one warp: of tokens 2 l and 2 l + 1 what `rows` holds, `stride` apart; from `length` on 0.
-__device__ __forceinline__ void load_pair(float* x, const float* rows, int stride, int length) {
+// By one warp: of tokens 2 l and 2 l + 1 what `numbers`, with the Dtype at `bit`, hold from element `at` on, `stride`
+// apart, activated if they are raw; from `length` on 0.
+template <typename Activate>
+__device__ __forceinline__ void load_pair(float* x, const void* numbers, int activations, int bit, int64_t at,
+                                          int64_t stride, int length, bool raw, Activate activate) {
   const int token = 2 * lane_here();
-  x[0] = token < length ? rows[static_cast<int64_t>(token) * stride] : 0.f;
-  x[1] = token + 1 < length ? rows[static_cast<int64_t>(token + 1) * stride] : 0.f;
+  x[0] = x[1] = 0.f;
+  with_numbers(numbers, activations, bit, [&](auto* elements) {
+    if (token < length) {
+      x[0] = as_float(elements[at + token * stride]);
+    }
+    if (token + 1 < length) {
+      x[1] = as_float(elements[at + (token + 1) * stride]);
+    }
+  });
+  if (raw) {
+    x[0] = token < length ? activate(x[0]) : 0.f;
+    x[1] = token + 1 < length ? activate(x[1]) : 0.f;
+  }
+}
+
+// Of a head whose rate and bias these are, see gate_rate.
+__device__ __forceinline__ void load_gate_pair(float* x, const void* g, float rate, float bias, int activations,
+                                               int64_t at, int64_t stride, int length) {
+  load_pair(x, g, activations, Activation::kG, at, stride, length, activations & Activation::kGate,
+            [&](float raw) { return activated_gate(raw, rate, bias); });
+}
+__device__ __forceinline__ void load_beta_pair(float* x, const void* beta, int activations, int64_t at, int64_t stride,
+                                               int length) {
+  load_pair(x, beta, activations, Activation::kBeta, at, stride, length, activations & Activation::kSigmoid,
+            [&](float raw) { return activated_beta(raw, activations); });
 }
 
 // By one warp: a chunk's table from its tokens' g and beta, two a lane.

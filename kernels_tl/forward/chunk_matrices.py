@@ -137,7 +137,7 @@ def chunk_matrices(dtype, K, V, normalize):
                     out.dk[chunk.row + i, hk, j] = 0
 
     @T.macro
-    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative):
+    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative):
         """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
         become zeros."""
         T.tma_copy(k[chunk.row : chunk.row + C, hk, :], tiles.K, barrier=ready.loaded)
@@ -148,7 +148,7 @@ def chunk_matrices(dtype, K, V, normalize):
                 extern(
                     "load_cumulative_gates",
                     T.access_ptr(tiles.gates, "rw"),
-                    T.access_ptr(g[chunk.row, first], "r"),
+                    T.access_ptr(inside.g[chunk.row, first], "r"),
                     H_v,
                     heads,
                     chunk.length,
@@ -157,7 +157,12 @@ def chunk_matrices(dtype, K, V, normalize):
                 extern(
                     "load_gates",
                     T.access_ptr(tiles.gates, "rw"),
-                    T.access_ptr(g[chunk.row, first], "r"),
+                    T.access_ptr(inside.g[0, 0], "r"),
+                    T.access_ptr(inside.A_log[0], "r"),
+                    T.access_ptr(inside.dt_bias[0], "r"),
+                    inside.activations,
+                    T.Cast("int64", chunk.row) * H_v + first,
+                    first,
                     T.access_ptr(g_cumsum[chunk.row, first], "w"),
                     H_v,
                     heads,
@@ -168,7 +173,9 @@ def chunk_matrices(dtype, K, V, normalize):
             extern(
                 "load_beta",
                 T.access_ptr(tiles.gates, "rw"),
-                T.access_ptr(beta[chunk.row, first], "r"),
+                T.access_ptr(inside.beta[0, 0], "r"),
+                inside.activations,
+                T.Cast("int64", chunk.row) * H_v + first,
                 H_v,
                 heads,
                 chunk.length,
@@ -260,8 +267,10 @@ def chunk_matrices(dtype, K, V, normalize):
     def main(
         q: T.Tensor([tokens, H_k, K], dtype),
         k: T.Tensor([tokens, H_k, K], dtype),
-        g: T.Tensor([tokens, H_v], "float32"),
-        beta: T.Tensor([tokens, H_v], "float32"),
+        g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say, but for b
+        beta: T.Tensor([tokens, H_v], "float32"),  # these too, with the next two
+        A_log: T.Tensor([H_v], "float32"),
+        dt_bias: T.Tensor([H_v], "float32"),
         chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         offsets: T.Tensor([offset_words], "int32"),
         gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
@@ -282,6 +291,7 @@ def chunk_matrices(dtype, K, V, normalize):
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
         low_level: T.int32,
+        activations: T.int32,  # Activation
         cumulative: T.int32,  # g is b
         has_backward_gates: T.int32,
         early_ctas: T.int32,
@@ -311,7 +321,8 @@ def chunk_matrices(dtype, K, V, normalize):
                 out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg)
                 clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, out)
             else:
-                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative)
+                inside = SimpleNamespace(g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, activations=activations)
+                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative)
                 factors = make_products(tiles, scale)
                 if (has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     turns[slot, hk] = 0
