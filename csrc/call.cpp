@@ -236,10 +236,6 @@ BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients g
   call.op = op;
   check_arguments(call);
   check_gradients(call);
-  check(!call.q.is_cuda() || !call.use_gate, call.op,
-        "use_gate_in_kernel is True, expected False: the backward does not support it on the GPU yet");
-  check(!call.q.is_cuda() || !call.use_beta_sigmoid, call.op,
-        "use_beta_sigmoid_in_kernel is True, expected False: the backward does not support it on the GPU yet");
   prepare(call, call.compute_dtype);
   make_gradients_canonical(call);
   return call;

@@ -111,6 +111,14 @@ class Activation:
     G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
 
 
+class GateSlope:
+    """With activations inside, the backward's table of what a chunk's gradients go through, [chunk slots, H_v, COUNT,
+    CHUNK] fp32: the derivatives of beta and of g by what came, and g. 1 where that was ready."""
+
+    BETA, G, VALUE = range(3)
+    COUNT = 3
+
+
 class TokenSum:
     """chunk_backward's sums of a chunk's tokens in shared memory, rows of CHUNK: of y what is of the queries, z, x, and
     rowsum(U * V) or, where that is not needed, dbeta; G's part of E and F * K K^T, of each warpgroup's columns."""

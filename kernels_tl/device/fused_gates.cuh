@@ -19,36 +19,41 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
 }
 
 // By one warp: of tokens 2 l and 2 l + 1 what `numbers`, with the Dtype at `bit`, hold from element `at` on, `stride`
-// apart, activated if they are raw; from `length` on 0.
-template <typename Activate>
+// apart; from `length` on 0.
 __device__ __forceinline__ void load_pair(float* x, const void* numbers, int activations, int bit, int64_t at,
-                                          int64_t stride, int length, bool raw, Activate activate) {
+                                          int64_t stride, int length) {
   const int token = 2 * lane_here();
   x[0] = x[1] = 0.f;
-  with_numbers(numbers, activations, bit, [&](auto* elements) {
+  with_dtype(activations, bit, [&]<typename T>(T) {
+    const T* const elements = static_cast<const T*>(numbers) + at + token * stride;
     if (token < length) {
-      x[0] = as_float(elements[at + token * stride]);
+      x[0] = to_float(elements[0]);
     }
     if (token + 1 < length) {
-      x[1] = as_float(elements[at + (token + 1) * stride]);
+      x[1] = to_float(elements[stride]);
     }
   });
-  if (raw) {
-    x[0] = token < length ? activate(x[0]) : 0.f;
-    x[1] = token + 1 < length ? activate(x[1]) : 0.f;
-  }
 }
 
-// Of a head whose rate and bias these are, see gate_rate.
+// g and beta of these tokens, activated.
 __device__ __forceinline__ void load_gate_pair(float* x, const void* g, float rate, float bias, int activations,
                                                int64_t at, int64_t stride, int length) {
-  load_pair(x, g, activations, Activation::kG, at, stride, length, activations & Activation::kGate,
-            [&](float raw) { return activated_gate(raw, rate, bias); });
+  load_pair(x, g, activations, Activation::kG, at, stride, length);
+  if (activations & Activation::kGate) {
+    const int token = 2 * lane_here();
+    const HeadGate gate = {rate, bias};
+    x[0] = token < length ? gate(x[0]) : 0.f;
+    x[1] = token + 1 < length ? gate(x[1]) : 0.f;
+  }
 }
 __device__ __forceinline__ void load_beta_pair(float* x, const void* beta, int activations, int64_t at, int64_t stride,
                                                int length) {
-  load_pair(x, beta, activations, Activation::kBeta, at, stride, length, activations & Activation::kSigmoid,
-            [&](float raw) { return activated_beta(raw, activations); });
+  load_pair(x, beta, activations, Activation::kBeta, at, stride, length);
+  if (activations & Activation::kSigmoid) {
+    const int token = 2 * lane_here();
+    x[0] = token < length ? activated_beta(x[0], activations) : 0.f;
+    x[1] = token + 1 < length ? activated_beta(x[1], activations) : 0.f;
+  }
 }
 
 // By one warp: a chunk's table from its tokens' g and beta, two a lane.
