@@ -257,8 +257,9 @@ def chunk_gated_delta_rule_bwd(
     by chunks, whose matrices and states it computes again. A is checked but read by neither the GPU nor the CPU.
 
     Args:
-        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: those of the forward call.
+        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: those of the
+            forward call.
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
         g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: not g but its sum within each chunk.
         A: [B, T, H_v, 64], dtype of q, its second result.
         do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
