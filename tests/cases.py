@@ -22,6 +22,7 @@ GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initia
 # Likewise of the activations of the gate, behind them
 ACTIVATION_GRADIENT_OF = {"A_log": "dA_log", "dt_bias": "ddt_bias"}
 ALL_GRADIENTS_OF = GRADIENT_OF | ACTIVATION_GRADIENT_OF
+ALL_INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 # o's gradients add up to about this size in the state's over some hundred tokens, so that both sources matter.
 DHT_SCALE = 0.1
 

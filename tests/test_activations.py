@@ -222,20 +222,6 @@ def test_same_bits_twice(device):
         assert equal(run_all(arguments), first)
 
 
-def test_same_bits_for_any_number_of_cpu_threads():
-    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=6, **INSIDE)
-    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = run_backward(inputs, **gradients)
-        torch.set_num_threads(3)
-        three = run_backward(inputs, **gradients)
-    finally:
-        torch.set_num_threads(threads)
-    assert equal(one, three)
-
-
 def test_padding_is_not_read(device):
     """NaN in the padding of what is raw, against numbers there."""
     case = Case(lengths=(70, 3), padding=67, **INSIDE)

@@ -4,6 +4,7 @@ Everything here compares bits."""
 import pytest
 import torch
 from cases import (
+    ALL_INSIDE,
     GRADIENT_OF,
     Case,
     equal,
@@ -130,8 +131,9 @@ def test_same_bits_twice(device, gate):
         assert equal(run_backward(inputs, **gradients), first)
 
 
-def test_same_bits_for_any_number_of_cpu_threads():
-    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=6)
+@pytest.mark.parametrize("activations", ({}, {**ALL_INSIDE, "g_dtype": torch.bfloat16}), ids=("ready", "raw"))
+def test_same_bits_for_any_number_of_cpu_threads(activations):
+    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=6, **activations)
     inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
     threads = torch.get_num_threads()
     try:

@@ -10,6 +10,7 @@ import reference
 import torch
 from cases import (
     ALL_GRADIENTS_OF,
+    ALL_INSIDE,
     GRADIENT_OF,
     Case,
     activated,
@@ -24,7 +25,6 @@ from poison import fill_free_cuda_blocks, poisoned
 import flash_qla
 
 LENGTHS = (70, 0, 3, 128)
-INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 CASE = Case(lengths=LENGTHS, padding=5, H_k=2, H_v=6, K=5, V=3, dtype=torch.float64, keys="long", beta="stable")
 
 
@@ -68,7 +68,7 @@ def test_reference_is_the_formula():
         dataclasses.replace(CASE, state_v_first=True, scale=-2.0, dht=None, gate="resets"),
         dataclasses.replace(CASE, use_qk_l2norm_in_kernel=True, initial_state=torch.bfloat16),
         dataclasses.replace(
-            CASE, beta="sigmoid", keys="unit", **INSIDE, g_dtype=torch.bfloat16, beta_dtype=torch.float16
+            CASE, beta="sigmoid", keys="unit", **ALL_INSIDE, g_dtype=torch.bfloat16, beta_dtype=torch.float16
         ),
         dataclasses.replace(CASE, use_gate_in_kernel=True, dt_bias=None),
     ),

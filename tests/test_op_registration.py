@@ -7,7 +7,7 @@ import time
 import accuracy
 import pytest
 import torch
-from cases import Case, make_gradients, make_inputs, run_forward
+from cases import ALL_INSIDE, Case, make_gradients, make_inputs, run_forward
 from subprocesses import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +17,6 @@ import flash_qla
 ops = torch.ops.flash_qla
 INPUTS = ("q", "k", "v", "g", "beta")
 
-INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 CASES = (
     Case(B=2, T=70, K=16, V=8, dtype=torch.float32),
     Case(T=130, K=16, V=8, dtype=torch.float64, state_v_first=True, g_dtype=torch.float64),
@@ -26,7 +25,7 @@ CASES = (
     Case(B=2, T=70),
     Case(lengths=(65, 0, 3), initial_state=torch.bfloat16, dtype=torch.float16, beta_dtype=torch.float16),
     Case(T=70, strides="heads_first", do_strides="heads_first"),
-    Case(lengths=(65, 0, 3), padding=2, K=16, V=8, dtype=torch.float32, **INSIDE, g_dtype=torch.bfloat16),
+    Case(lengths=(65, 0, 3), padding=2, K=16, V=8, dtype=torch.float32, **ALL_INSIDE, g_dtype=torch.bfloat16),
     Case(T=70, K=16, V=8, dtype=torch.float64, use_gate_in_kernel=True, dt_bias=None, A_log=torch.float64),
     Case(T=70, K=16, V=8, dtype=torch.float32, use_beta_sigmoid_in_kernel=True, beta_dtype=torch.float16),
 )

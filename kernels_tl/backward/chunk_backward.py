@@ -87,6 +87,7 @@ def chunk_backward(dtype, K, V):
     KEY_THREADS = 128
     CONSUMERS = STATE_THREADS + KEY_THREADS
     VALUE_THREADS, GATE_THREADS = 64, 32  # behind them and the warp that loads
+    VALUE_ROWS = C // (VALUE_THREADS // 32)  # of a warp of dV
     THREADS = CONSUMERS + 32 + VALUE_THREADS + GATE_THREADS
 
     def make_tiles():
@@ -493,7 +494,7 @@ def chunk_backward(dtype, K, V):
                 T.access_ptr(dv[row, hv, 0], "w"),
                 T.Cast("int32", H_v * V),
                 gates(tiles, s, BackwardGate.BETA),
-                warp * 32,
+                warp * VALUE_ROWS,
                 segment.length - c * C,
             )
             extern(
@@ -503,7 +504,7 @@ def chunk_backward(dtype, K, V):
                 T.Cast("int32", H_v * V),
                 gates(tiles, s, BackwardGate.BETA),
                 sums(tiles, p, TokenSum.VALUE),
-                warp * 32,
+                warp * VALUE_ROWS,
                 segment.length - c * C,
             )
             T.barrier_arrive(ready.U_taken)
