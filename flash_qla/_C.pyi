@@ -79,6 +79,7 @@ def backward_dispatch(
     auto_cp: bool = True,
     varlen: bool = True,
     use_qk_l2norm: bool = False,
+    activations: bool = False,
     K: int = 128,
     V: int = 128,
 ) -> BackwardDispatch: ...

@@ -101,12 +101,11 @@ def chunk_gated_delta_rule(
             float32 (float64 for float64 inputs). The state is computed in that and rounded once, at the end. A gradient
             of final_state then arrives in state_dtype.
         use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias), computed in float32 (float64 for
-            float64 inputs); softplus(x) is x above 20, as PyTorch's. On the CPU only so far; the GPU raises.
+            float64 inputs); softplus(x) is x above 20, as PyTorch's.
         A_log: log of each head's rate of decay, natural logarithm, [H_v], any floating dtype; with use_gate_in_kernel
             only, and then required.
         dt_bias: added to g, [H_v], any floating dtype; with use_gate_in_kernel only; none by default.
-        use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed likewise. On the CPU only so far; the GPU
-            raises.
+        use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed likewise.
         allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative
             eigenvalues; with use_beta_sigmoid_in_kernel only.
         **ignored: keywords that other implementations know, such as chunk_indices; None or False only.
@@ -117,9 +116,8 @@ def chunk_gated_delta_rule(
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape; A_log is missing with use_gate_in_kernel; A_log,
-            dt_bias or allow_neg_eigval come without what they belong to; an activation is inside on the GPU; contents
-            of cu_seqlens are wrong (where they are checked). The message names the argument, what was expected and what
-            came.
+            dt_bias or allow_neg_eigval come without what they belong to; contents of cu_seqlens are wrong (where they
+            are checked). The message names the argument, what was expected and what came.
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
         NotImplementedError: when gradients made with create_graph=True are differentiated again.
     """

@@ -39,4 +39,5 @@ INSTANCES = [
     *(Instance("backward.backward_maps", types) for types in TYPES),
     *(Instance("backward.replay_states", types) for types in TYPES),
     *(Instance("backward.chunk_backward", types, spill_budget=288) for types in TYPES),
+    Instance("backward.sum_gates", {}),
 ]

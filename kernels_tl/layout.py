@@ -96,6 +96,29 @@ class BackwardGate:
     COUNT = 5
 
 
+class Dtype:
+    """Of what a kernel reads and writes in any floating dtype."""
+
+    FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(4)
+
+
+class Activation:
+    """What becomes of gates and betas as a call has them, in one number: flags, whether g is -exp(A_log) softplus(g_raw
+    + dt_bias), whether there is a dt_bias, whether beta is sigmoid(beta_raw), and twice that; then the first of the two
+    bits that each tensor's Dtype has. All of it 0: ready, in fp32."""
+
+    GATE, BIAS, SIGMOID, TWICE = 1, 2, 4, 8
+    G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
+
+
+class GateSlope:
+    """With activations inside, the backward's table of what a chunk's gradients go through, [chunk slots, H_v, COUNT,
+    CHUNK] fp32: the derivatives of beta and of g by what came, and g. 1 where that was ready."""
+
+    BETA, G, VALUE = range(3)
+    COUNT = 3
+
+
 class TokenSum:
     """chunk_backward's sums of a chunk's tokens in shared memory, rows of CHUNK: of y what is of the queries, z, x, and
     rowsum(U * V) or, where that is not needed, dbeta; G's part of E and F * K K^T, of each warpgroup's columns."""

@@ -11,8 +11,12 @@ from cases import Case, forward_mode, make_gradients, make_inputs, run_backward,
 
 import flash_qla
 
+RAW = {"g_dtype": torch.bfloat16, "beta_dtype": torch.float16}
+INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, **RAW}
 CASES = (
     Case(lengths=(65, 0, 7, 130), padding=9),
+    Case(lengths=(65, 0, 7, 130), padding=9, H_v=6, **INSIDE),
+    Case(B=2, T=70, dtype=torch.float16, **INSIDE, A_log=torch.bfloat16, dt_bias=None),
     Case(B=2, T=100, state_v_first=True, dtype=torch.float16, initial_state=None, H_k=1, H_v=3),
     Case(T=64, keys="raw", use_qk_l2norm_in_kernel=True, H_k=1, H_v=1, dht=None, do_strides="expanded"),
     Case(
@@ -53,11 +57,12 @@ for case in CASES:
     print("done:", case, flush=True)
 
 for dtype in (torch.bfloat16, torch.float16):
-    inputs = make_inputs(dataclasses.replace(SEGMENTED, dtype=dtype), "cuda")
-    for mode in MODES:
-        with forward_mode(*mode):
-            assert finite(run_forwards(inputs).values()), (dtype, mode)
-        print("done:", SEGMENTED, dtype, mode, flush=True)
+    for inside in ({}, INSIDE):
+        inputs = make_inputs(dataclasses.replace(SEGMENTED, dtype=dtype, **inside), "cuda")
+        for mode in MODES:
+            with forward_mode(*mode):
+                assert finite(run_forwards(inputs).values()), (dtype, mode, inside)
+            print("done:", SEGMENTED, dtype, mode, *inside, flush=True)
 assert finite(run_forward(make_inputs(SHARED, "cuda"), output_h=False)), SHARED
 print("done:", SHARED, flush=True)
 for mode in ((64, 0), (128, 0), (128, 0, 1)):

@@ -11,10 +11,12 @@ from cases import (
     ALL_GRADIENTS_OF,
     Case,
     activated,
+    backward_mode,
     check_backward,
     check_forward,
     covered_tokens,
     equal,
+    forward_mode,
     make_arguments,
     make_gradients,
     make_inputs,
@@ -40,12 +42,6 @@ ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "A_log": FP64, "
 ALL_FP64 |= {"initial_state": FP64, "dht": FP64}
 L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-
-@pytest.fixture
-def device():
-    """The GPU refuses such calls, see test_activations_on_the_gpu of test_errors.py."""
-    return "cpu"
 
 
 def parametrize(*cases: Case):
@@ -89,6 +85,15 @@ CASES = (
     Case(lengths=(3, 67), padding=2, **INSIDE, strides="heads_first", do_strides="heads_first"),
     Case(B=2, T=70, **INSIDE, strides="reversed_dims", do_strides="expanded"),
 )
+LONG_CASES = (  # for the GPU
+    Case(T=8192, H_k=2, H_v=8, gate="logsigmoid", **INSIDE),
+    Case(T=8192, H_k=2, H_v=8, **INSIDE, **L2NORM),
+    Case(lengths=(4095, 3000, 64, 0, 1000), H_k=8, H_v=32, gate="logsigmoid", padding=100, **INSIDE),
+    Case(B=4, T=2048, H_k=16, H_v=32, gate="logsigmoid", dtype=FP16, **GATE, **NEGATIVE),
+    Case(lengths=(1024,) * 8, H_k=16, H_v=64, gate="logsigmoid", **INSIDE),
+    Case(lengths=(1000, 0, 63, 65, 70), padding=70, H_k=8, H_v=24, **INSIDE),
+    Case(lengths=(1000, 0, 63, 65, 70), padding=70, H_k=16, H_v=16, **GATE, **NEGATIVE, g_dtype=FP16),
+)
 
 
 @parametrize(*CASES)
@@ -99,6 +104,30 @@ def test_forward(device, case):
 @parametrize(*CASES)
 def test_backward(device, case):
     check_backward(case, device)
+
+
+@pytest.mark.gpu
+@parametrize(*LONG_CASES)
+def test_long_on_gpu(case):
+    check_forward(case, "cuda")
+    check_backward(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("mode", ((64, 0), (128, 0), (64, 2), (128, 0, 1)), ids=str)
+def test_modes_of_the_forward(mode, dtype):
+    """Both kernels that activate, and segments."""
+    with forward_mode(*mode):
+        check_forward(Case(lengths=(650, 0, 65, 1), padding=9, H_k=1, H_v=2, dtype=dtype, **INSIDE), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_chunks", (0, 2))
+def test_modes_of_the_backward(segment_chunks):
+    with backward_mode(segment_chunks):
+        case = Case(lengths=(650, 0, 65, 1), padding=9, H_k=2, H_v=6, gate="logsigmoid", **INSIDE)
+        check_backward(case, "cuda")
 
 
 @parametrize(

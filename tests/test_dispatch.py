@@ -304,6 +304,11 @@ def test_backward_segments_and_workspace(segment_chunks):
             needed += found.segments * shape["H_v"] * (2 * V * K * 4 + 2 * K * K * 2 + 2 * 4)
         needed += 4 * (4 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
         assert needed <= found.workspace_bytes <= needed + 18 * 256, shape
+        with backward_mode(segment_chunks):
+            inside = _C.backward_dispatch(**shape, activations=True)
+        # A table of slopes, and what a chunk adds to dA_log and ddt_bias.
+        more = chunk_slots(shape) * shape["H_v"] * (3 * CHUNK * 4 + 2 * 4)
+        assert more <= inside.workspace_bytes - found.workspace_bytes <= more + 2 * 256, shape
 
 
 @pytest.mark.parametrize("varlen", (True, False))

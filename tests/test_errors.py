@@ -302,13 +302,6 @@ def test_dtypes_of_the_gpu(op, dtype):
     check_raises(op, good(op, "cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("argument", ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"))
-def test_activations_on_the_gpu(op, argument):
-    check_raises(op, good(op, "cuda", **{argument: True}), argument, "True", "False", "not supported on the GPU yet")
-
-
 # The Python functions' keywords
 
 DEFAULT_KEYWORDS = {

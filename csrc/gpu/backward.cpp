@@ -1,6 +1,6 @@
 // The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
 // segments' maps and their scans, then the states again, the recurrence in reverse with the inputs' gradients, the
-// l2norm's own backward.
+// sums of the gates' parameters over chunks, the l2norm's own backward.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -27,6 +27,7 @@ BackwardShape shape_of(const BackwardCall& call) {
           .sm_count = gpu_of(call).sm_count,
           .auto_cp = call.auto_cp,
           .use_qk_l2norm = call.use_qk_l2norm,
+          .activations = call.use_gate || call.use_beta_sigmoid,
           .K = call.K,
           .V = call.V};
 }
@@ -40,7 +41,8 @@ class Backward {
         d_(dispatch_backward(shape)),
         workspace_(shape, d_),
         stream_(current_stream(call)),
-        dtype_(dtype_name(call)) {}
+        dtype_(dtype_name(call)),
+        activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
   void run() {
     workspace_.allocate(call_);
@@ -56,6 +58,9 @@ class Backward {
     }
     replay_states();
     chunk_backward();
+    if (call_.use_gate) {
+      sum_gates();
+    }
     if (call_.use_qk_l2norm) {
       l2norm_backward();
     }
@@ -99,6 +104,8 @@ class Backward {
                              .k = k(),
                              .g = call_.g.const_data_ptr(),
                              .beta = call_.beta.const_data_ptr(),
+                             .A_log = data(call_.A_log),
+                             .dt_bias = data(call_.dt_bias),
                              .chunks = workspace_[workspace_.chunks],
                              .offsets = data(call_.cu_seqlens),
                              .gates = workspace_[workspace_.gates],
@@ -110,6 +117,8 @@ class Backward {
                              .A = nullptr,
                              .g_cumsum = nullptr,
                              .backward_gates = workspace_[workspace_.backward_gates],
+                             .g_raw = data(call_.g_raw),
+                             .slopes = workspace_[workspace_.slopes],
                              .turns = workspace_[workspace_.turns],
                              .dq = out_.dq.mutable_data_ptr(),
                              .dk = out_.dk.mutable_data_ptr(),
@@ -119,8 +128,10 @@ class Backward {
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
                              .low_level = false,
+                             .activations = activations_,
                              .cumulative = true,
                              .has_backward_gates = true,
+                             .has_slopes = activations_ != 0,
                              .early_ctas = d_.early_ctas,
                              .N = call_.N,
                              .has_offsets = call_.varlen,
@@ -242,14 +253,17 @@ class Backward {
                              .dq = out_.dq.mutable_data_ptr(),
                              .dk = out_.dk.mutable_data_ptr(),
                              .dv = out_.dv.mutable_data_ptr(),
+                             .slopes = workspace_[workspace_.slopes],
                              .db = out_.db.mutable_data_ptr(),
                              .dg = out_.dg.mutable_data_ptr(),
+                             .gate_sums = workspace_[workspace_.gate_sums],
                              .group = call_.group(),
                              .scale = static_cast<float>(*call_.scale),
                              .state_stride_v = call_.state_stride_v(),
                              .state_stride_k = call_.state_stride_k(),
                              .has_dht = call_.grad_final_state.has_value(),
                              .has_dh0 = call_.initial_state.has_value(),
+                             .activations = activations_,
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
                              .H_v = call_.H_v,
@@ -257,6 +271,17 @@ class Backward {
                              .segment_slots = d_.segments,
                              .state_size = call_.state_size()},
                             {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+  }
+
+  void sum_gates() const {
+    kernels::sum_gates({.chunks = workspace_[workspace_.chunks],
+                        .gate_sums = workspace_[workspace_.gate_sums],
+                        .dA_log = out_.dA_log.mutable_data_ptr(),
+                        .ddt_bias = data_if(call_.dt_bias.has_value(), out_.ddt_bias),
+                        .has_bias = call_.dt_bias.has_value(),
+                        .chunk_slots = d_.chunk_slots,
+                        .H_v = call_.H_v},
+                       {}, stream_);
   }
 
   void l2norm_backward() const {
@@ -274,11 +299,12 @@ class Backward {
   BackwardWorkspace workspace_;
   const cudaStream_t stream_;
   const char* const dtype_;
+  const int64_t activations_;  // Activation in layout.py
 };
 
 // No sequence has a token: the states passed through, and no input mattered.
 void pass_gradients_through(const BackwardCall& call, BackwardOutputs& out) {
-  for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg}) {
+  for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg, &out.dA_log, &out.ddt_bias}) {
     torch::stable::zero_(*zeros);
   }
   if (call.initial_state && call.grad_final_state) {

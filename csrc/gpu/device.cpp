@@ -100,9 +100,6 @@ void check_supported_on_gpu(const Call& call) {
   check(call.dtype == ScalarType::BFloat16 || call.dtype == ScalarType::Half, call.op, "q has dtype ",
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
   check_head_dims(call);
-  check(!call.use_gate, call.op, "use_gate_in_kernel is True, expected False: it is not supported on the GPU yet");
-  check(!call.use_beta_sigmoid, call.op,
-        "use_beta_sigmoid_in_kernel is True, expected False: it is not supported on the GPU yet");
   check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
   check(call.T + (kChunk - 1) * (call.N + 1) <= INT32_MAX, call.op, call.T, " tokens in ", call.N,
         " sequences need more than 2^31 rows when each sequence is padded to whole chunks of ", kChunk);

@@ -60,6 +60,7 @@ struct BackwardShape {
   int sm_count;
   bool auto_cp;
   bool use_qk_l2norm;
+  bool activations;  // of gate or beta inside
   int64_t K = 128, V = 128;
 
   // Of the forward that goes through the same chunks.

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "call.h"
+#include "layout.h"
 
 namespace flash_qla {
 
@@ -17,5 +18,36 @@ inline const char* dtype_name(const Call& call) { return call.dtype == ScalarTyp
 
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 inline void* data_if(bool wanted, const Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
+
+inline int64_t dtype_code(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return Dtype::kBfloat16;
+    case ScalarType::Half:
+      return Dtype::kFloat16;
+    case ScalarType::Double:
+      return Dtype::kFloat64;
+    default:
+      return Dtype::kFloat32;
+  }
+}
+
+// What kernels make of gates and betas, see Activation in layout.py; g is the forward's. 0 where nothing is inside.
+inline int64_t activations_of(const Call& call, const Tensor& g) {
+  int64_t code = 0;
+  if (call.use_gate) {
+    code |= Activation::kGate | dtype_code(g) << Activation::kG | dtype_code(*call.A_log) << Activation::kALog;
+    if (call.dt_bias) {
+      code |= Activation::kBias | dtype_code(*call.dt_bias) << Activation::kDtBias;
+    }
+  }
+  if (call.use_beta_sigmoid) {
+    code |= Activation::kSigmoid | dtype_code(call.beta) << Activation::kBeta;
+    if (call.allow_neg_eigval) {
+      code |= Activation::kTwice;
+    }
+  }
+  return code;
+}
 
 }  // namespace flash_qla

@@ -81,6 +81,8 @@ struct BackwardWorkspace : Workspace {
         v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
         h(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
         turns(reserve<int32_t>(d.chunk_slots * shape.H_k)),
+        slopes(reserve<float>(shape.activations ? d.chunk_slots * shape.H_v * GateSlope::kCount * kChunk : 0)),
+        gate_sums(reserve<float>(shape.activations ? d.chunk_slots * shape.H_v * 2 : 0)),
         normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
         rstd(reserve<float>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
         states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
@@ -96,6 +98,9 @@ struct BackwardWorkspace : Workspace {
   const Region<uint16_t> v_new;                       // [chunk_slots, H_v, kChunk, V]
   const Region<uint16_t> h;                           // [chunk_slots, H_v, V, K]: a chunk's first state
   const Region<int32_t> turns;                        // [chunk_slots, H_k]: see device/turns.cuh
+  // With activations inside.
+  const Region<float> slopes;     // [chunk_slots, H_v, GateSlope::kCount, kChunk]
+  const Region<float> gate_sums;  // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
   // With the l2norm.
   const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys,
   const Region<float> rstd;           // [2, B * T, H_k]: and by which factors

@@ -207,7 +207,7 @@ mode that there is not.)");
   module.def(
       "backward_dispatch",
       [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool use_qk_l2norm, int64_t K, int64_t V) {
+         bool use_qk_l2norm, bool activations, int64_t K, int64_t V) {
         const BackwardShape shape{.B = B,
                                   .T = T,
                                   .N = N,
@@ -217,6 +217,7 @@ mode that there is not.)");
                                   .sm_count = sm_count,
                                   .auto_cp = auto_cp,
                                   .use_qk_l2norm = use_qk_l2norm,
+                                  .activations = activations,
                                   .K = K,
                                   .V = V};
         BackwardDispatch dispatch;
@@ -224,12 +225,12 @@ mode that there is not.)");
         return dispatch;
       },
       strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
-      strict("auto_cp") = true, strict("varlen") = true, strict("use_qk_l2norm") = false, strict("K") = 128,
-      strict("V") = 128,
+      strict("auto_cp") = true, strict("varlen") = true, strict("use_qk_l2norm") = false, strict("activations") = false,
+      strict("K") = 128, strict("V") = 128,
       R"(What a backward call of these shapes launches on a GPU with that many SMs.
 
-N is the number of sequences; use_qk_l2norm asks for the l2norm inside. Raises ValueError for a shape that no call
-has.)");
+N is the number of sequences; use_qk_l2norm asks for the l2norm inside, activations for that of gate or beta. Raises
+ValueError for a shape that no call has.)");
   module.def(
       "override_backward_dispatch",
       [](int64_t segment_chunks, int64_t cut_above) {

@@ -7,9 +7,9 @@
 
 FLA's fla.ops.gated_delta_rule.chunk_gated_delta_rule selects an installed flash_qla by itself: on a Hopper GPU, for
 bf16 and fp16 with K = V = 128, where gates and betas come ready for use. FLA's layers, as of 0.6.0, leave both
-activations to the function ("in the kernel"), and such calls FLA runs in its own kernels. What is registered here takes
-them: it computes the activations in torch, in float32, and otherwise is FLA's own backend for flash_qla, with all its
-conditions. Gradients reach A_log, dt_bias and what the activations are given through autograd.
+activations to the function ("in the kernel"), and such calls FLA runs in its own kernels. What is registered here hands
+them on to flash_qla's kernels, which have the activations inside too, and otherwise is FLA's own backend for flash_qla,
+with all its conditions. Gradients reach A_log, dt_bias and what the activations are given.
 
 It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_qla for one that runs on Blackwell.
 
@@ -20,10 +20,16 @@ import functools
 import inspect
 
 import torch
-import torch.nn.functional as F
 from fla.backends import register
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+
+import flash_qla
+
+# What FLA's own backend refuses, and flash_qla takes by the same names
+_ACTIVATIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+# Those of FLA's other arguments that mean something to flash_qla
+_COMMON = ("scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first", "cu_seqlens")
 
 
 @functools.cache
@@ -38,7 +44,7 @@ def _by_name(args: tuple, kwargs: dict) -> dict:
 
 
 class _ActivatingBackend(FlashQLABackend):
-    """FLA's backend for flash_qla, with the activations done before. Both methods take the arguments of FLA's
+    """FLA's backend for flash_qla, with the activations inside. Both methods take the arguments of FLA's
     chunk_gated_delta_rule."""
 
     def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
@@ -54,17 +60,10 @@ class _ActivatingBackend(FlashQLABackend):
 
     def chunk_gated_delta_rule(self, *args, **kwargs):
         call = _by_name(args, kwargs)
-        if call.pop("use_gate_in_kernel", False):
-            call["g"] = _log_decay(call["g"], call["A_log"], call.get("dt_bias"))
-        if call.pop("use_beta_sigmoid_in_kernel", False):
-            call["beta"] = (2 if call.get("allow_neg_eigval") else 1) * call["beta"].float().sigmoid()
-        return super().chunk_gated_delta_rule(**call)
-
-
-def _log_decay(x: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
-    """-exp(A_log) softplus(x + dt_bias) [B, T, H_v], of x [B, T, H_v] and A_log, dt_bias [H_v]; float32."""
-    x = x.float() if dt_bias is None else x.float() + dt_bias.float()
-    return -A_log.float().exp() * F.softplus(x)
+        if not call.get("use_gate_in_kernel"):  # FLA does not look at these then
+            call |= {"A_log": None, "dt_bias": None}
+        given = {name: call[name] for name in (*_COMMON, *_ACTIVATIONS) if call.get(name) is not None}
+        return flash_qla.chunk_gated_delta_rule(*(call[name] for name in ("q", "k", "v", "g", "beta")), **given)
 
 
 def use_flash_qla() -> None:

@@ -40,6 +40,9 @@ What is loaded is one chunk's but for K and the gates, which both ends of the pi
 dq and dk are the sums over the heads of a group: each adds its own, which the last warp sends out by TMA, in its turn
 (device/turns.cuh).
 
+dbeta and dg are with respect to what came, in its dtype, where the activations are inside (device/activations.cuh);
+what a chunk adds to dA_log and ddt_bias goes to gate_sums, which sum_gates adds up.
+
 Launched on [segments * H_v].
 """
 
@@ -60,7 +63,7 @@ from kernels_tl.common import (
     load_early,
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, shared
-from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
+from kernels_tl.layout import BackwardGate, GateSlope, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -512,18 +515,20 @@ def chunk_backward(dtype, K, V):
             T.barrier_arrive(ready.released[s])
 
     @T.macro
-    def make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns):
+    def make_gates(tiles, ready, cta, segments, inside, db, dg, group, dq, dk, turns):
         """The warp of dbeta and dg, and of dQ and dK on their way out."""
         slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
         hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
         segment = load_segment_early(segments, slot)
         hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
         head = T.alloc_var("int32", init=hv - hk * group)  # of the group
+        # Of the chunk, counted on rather than made anew each time: that takes fewer registers.
+        chunk = T.alloc_var("int32", init=segment.first + segment.chunks - 1)
+        row = T.alloc_var("int32", init=segment.row + (segment.chunks - 1) * C)
+        length = T.alloc_var("int32", init=segment.length - (segment.chunks - 1) * C)
         for step in T.serial(segment.chunks):
-            c = segment.chunks - 1 - step
             s = step % STAGES
             p = step % 2
-            row = T.alloc_var("int32", init=segment.row + c * C)
             T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
             T.barrier_wait(ready.sums_made[p], (step // 2) % 2)
             extern(
@@ -533,21 +538,29 @@ def chunk_backward(dtype, K, V):
                 T.access_ptr(tiles.products[p, 0], "r"),
                 gates(tiles, s, BackwardGate.BETA),
                 gate(tiles, s, BackwardGate.GAMMA, C - 1),
-                T.access_ptr(db[row, hv], "w"),
-                T.access_ptr(dg[row, hv], "w"),
-                T.Cast("int64", H_v),
-                segment.length - c * C,
+                T.access_ptr(inside.slopes[0, 0, 0, 0], "r"),
+                inside.activations,
+                T.access_ptr(db[0, 0], "w"),
+                T.access_ptr(dg[0, 0], "w"),
+                T.access_ptr(inside.sums[0, 0, 0], "w"),
+                chunk * T.Cast("int32", H_v) + hv,
+                row * T.Cast("int32", H_v) + hv,
+                T.Cast("int32", H_v),
+                length,
             )
             T.barrier_arrive(ready.sums_taken[p])
             T.barrier_arrive(ready.released[s])
             T.barrier_wait(ready.keys_staged, p)
-            extern("wait_for_turn", T.access_ptr(turns[segment.first + c, hk], "r"), head)
-            add_rows(tiles.dQ, dq, row, hk, segment.length - c * C, head)
-            add_rows(tiles.dK, dk, row, hk, segment.length - c * C, head)
+            extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), head)
+            add_rows(tiles.dQ, dq, row, hk, length, head)
+            add_rows(tiles.dK, dk, row, hk, length, head)
             extern("wait_for_boxes")
             T.barrier_arrive(ready.keys_taken)
             extern("wait_until_stored")
-            extern("end_turn", T.access_ptr(turns[segment.first + c, hk], "w"), head, group)
+            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), head, group)
+            chunk -= 1
+            row -= C
+            length += C
 
     @T.prim_func
     def main(
@@ -570,14 +583,17 @@ def chunk_backward(dtype, K, V):
         dq: T.Tensor([tokens, H_k, K], dtype),
         dk: T.Tensor([tokens, H_k, K], dtype),
         dv: T.Tensor([tokens, H_v, V], dtype),
-        db: T.Tensor([tokens, H_v], "float32"),
+        slopes: T.Tensor([chunk_slots, H_v, GateSlope.COUNT, C], "float32"),
+        db: T.Tensor([tokens, H_v], "float32"),  # of the dtypes of beta and g that activations say
         dg: T.Tensor([tokens, H_v], "float32"),
+        gate_sums: T.Tensor([chunk_slots, H_v, 2], "float32"),
         group: T.int32,  # H_v / H_k
         scale: T.float32,
         state_stride_v: T.int32,  # of dht and dh0: the caller's layout is these two numbers
         state_stride_k: T.int32,
         has_dht: T.int32,
         has_dh0: T.int32,
+        activations: T.int32,  # Activation
     ):
         with T.Kernel(segment_slots * H_v, threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -610,6 +626,7 @@ def chunk_backward(dtype, K, V):
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
                             make_values(tiles, ready, cta, segments, v, dv)
                         else:
-                            make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns)
+                            inside = SimpleNamespace(slopes=slopes, sums=gate_sums, activations=activations)
+                            make_gates(tiles, ready, cta, segments, inside, db, dg, group, dq, dk, turns)
 
     return main

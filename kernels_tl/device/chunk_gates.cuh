@@ -1,17 +1,33 @@
 // The gates of a chunk: b_i = g_1 + ... + g_i, and what a token brings to its value head besides its vectors.
 #pragma once
 
+#include "device/activations.cuh"
 #include "device/chunk_products.cuh"
 
 namespace flash_qla::device {
 
-// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
-// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
-__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int64_t stride, int heads, int length) {
+// By one warp: of `heads` neighbouring value heads what `numbers`, with the Dtype at `bit`, hold from element `at` on at
+// the chunk's tokens, `stride` apart; behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the
+// heads of a token share a line.
+__device__ __forceinline__ void load_heads(float (&x)[8], const void* numbers, int activations, int bit, int64_t at,
+                                           int64_t stride, int heads, int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+  with_dtype(activations, bit, [&]<typename T>(T) {
+    const T* const elements = static_cast<const T*>(numbers) + at;
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      x[s] = head < heads && first + s < length ? to_float(elements[(first + s) * stride + head]) : 0.f;
+    }
+  });
+}
+
+// f of each, behind `length` tokens 0 again.
+template <typename F>
+__device__ __forceinline__ void change_heads(float (&x)[8], int length, F f) {
+  const int first = threadIdx.x % 8 * 8;
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
-    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
+    x[s] = first + s < length ? f(x[s]) : 0.f;
   }
 }
 
@@ -23,12 +39,22 @@ __device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
 
 constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), beta
 
-// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows.
-__device__ __forceinline__ void load_gates(float* gates, const float* g, float* b_rows, int64_t stride, int heads,
-                                           int length, int valid) {
+__device__ __forceinline__ HeadGate head_gate(const void* A_log, const void* dt_bias, int activations, int head) {
+  return {gate_rate(A_log, activations, head), gate_bias(dt_bias, activations, head)};
+}
+
+// By one warp: b log2(e) of `heads` heads, of which first_head is the first, to `gates`, and b of the first `valid`
+// tokens to b_rows.
+__device__ __forceinline__ void load_gates(float* gates, const void* g, const void* A_log, const void* dt_bias,
+                                           int activations, int64_t at, int first_head, float* b_rows, int64_t stride,
+                                           int heads, int length, int valid) {
   const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
   float b[8];
-  load_heads(b, g, stride, heads, length);
+  load_heads(b, g, activations, Activation::kG, at, stride, heads, length);
+  if (activations & Activation::kGate) {
+    const HeadGate gate = head_gate(A_log, dt_bias, activations, first_head + min(head, heads - 1));
+    change_heads(b, length, [&](float x) { return gate(x); });
+  }
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
     b[s] = b[s] * kLog2e + (s > 0 ? b[s - 1] : 0.f);
@@ -63,10 +89,54 @@ __device__ __forceinline__ void load_cumulative_gates(float* gates, const float*
 }
 
 // By one warp: likewise beta.
-__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int64_t stride, int heads, int length) {
+__device__ __forceinline__ void load_beta(float* gates, const void* betas, int activations, int64_t at, int64_t stride,
+                                          int heads, int length) {
   float beta[8];
-  load_heads(beta, beta_rows, stride, heads, length);
+  load_heads(beta, betas, activations, Activation::kBeta, at, stride, heads, length);
+  if (activations & Activation::kSigmoid) {
+    change_heads(beta, length, [&](float x) { return activated_beta(x, activations); });
+  }
   store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
+}
+
+// By one warp: rows of the tables of slopes of `heads` heads, in global memory.
+__device__ __forceinline__ void store_slopes(float* table, int row, const float (&x)[8], int heads) {
+  const int head = (threadIdx.x & 31) / 8;
+  if (head < heads) {
+    store_head(table + (head * GateSlope::kCount + row) * kChunk, x);
+  }
+}
+__device__ __forceinline__ void store_gate_slopes(float* table, const void* g, const void* A_log, const void* dt_bias,
+                                                  int activations, int64_t at, int first_head, int64_t stride,
+                                                  int heads, int length) {
+  const int head = (threadIdx.x & 31) / 8;
+  float slope[8], value[8];
+  if (activations & Activation::kGate) {
+    const HeadGate gate = head_gate(A_log, dt_bias, activations, first_head + min(head, heads - 1));
+    load_heads(slope, g, activations, Activation::kG, at, stride, heads, length);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      value[s] = gate(slope[s]);
+      slope[s] = gate.slope(slope[s]);
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      slope[s] = 1.f;
+      value[s] = 0.f;
+    }
+  }
+  store_slopes(table, GateSlope::kG, slope, heads);
+  store_slopes(table, GateSlope::kValue, value, heads);
+}
+__device__ __forceinline__ void store_beta_slopes(float* table, const void* betas, int activations, int64_t at,
+                                                  int64_t stride, int heads, int length) {
+  float slope[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
+  if (activations & Activation::kSigmoid) {
+    load_heads(slope, betas, activations, Activation::kBeta, at, stride, heads, length);
+    change_heads(slope, length, [&](float x) { return activated_beta_slope(x, activations); });
+  }
+  store_slopes(table, GateSlope::kBeta, slope, heads);
 }
 
 // By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and

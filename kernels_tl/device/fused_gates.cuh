@@ -1,6 +1,7 @@
 // fused_forward's table of a chunk's gates, in shared memory, by one warp.
 #pragma once
 
+#include "device/activations.cuh"
 #include "device/warp.cuh"
 
 namespace flash_qla::device {
@@ -17,11 +18,42 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
   }
 }
 
-// By one warp: of tokens 2 l and 2 l + 1 what `rows` holds, `stride` apart; from `length` on 0.
-__device__ __forceinline__ void load_pair(float* x, const float* rows, int stride, int length) {
+// By one warp: of tokens 2 l and 2 l + 1 what `numbers`, with the Dtype at `bit`, hold from element `at` on, `stride`
+// apart; from `length` on 0.
+__device__ __forceinline__ void load_pair(float* x, const void* numbers, int activations, int bit, int64_t at,
+                                          int64_t stride, int length) {
   const int token = 2 * lane_here();
-  x[0] = token < length ? rows[static_cast<int64_t>(token) * stride] : 0.f;
-  x[1] = token + 1 < length ? rows[static_cast<int64_t>(token + 1) * stride] : 0.f;
+  x[0] = x[1] = 0.f;
+  with_dtype(activations, bit, [&]<typename T>(T) {
+    const T* const elements = static_cast<const T*>(numbers) + at + token * stride;
+    if (token < length) {
+      x[0] = to_float(elements[0]);
+    }
+    if (token + 1 < length) {
+      x[1] = to_float(elements[stride]);
+    }
+  });
+}
+
+// g and beta of these tokens, activated.
+__device__ __forceinline__ void load_gate_pair(float* x, const void* g, float rate, float bias, int activations,
+                                               int64_t at, int64_t stride, int length) {
+  load_pair(x, g, activations, Activation::kG, at, stride, length);
+  if (activations & Activation::kGate) {
+    const int token = 2 * lane_here();
+    const HeadGate gate = {rate, bias};
+    x[0] = token < length ? gate(x[0]) : 0.f;
+    x[1] = token + 1 < length ? gate(x[1]) : 0.f;
+  }
+}
+__device__ __forceinline__ void load_beta_pair(float* x, const void* beta, int activations, int64_t at, int64_t stride,
+                                               int length) {
+  load_pair(x, beta, activations, Activation::kBeta, at, stride, length);
+  if (activations & Activation::kSigmoid) {
+    const int token = 2 * lane_here();
+    x[0] = token < length ? activated_beta(x[0], activations) : 0.f;
+    x[1] = token + 1 < length ? activated_beta(x[1], activations) : 0.f;
+  }
 }
 
 // By one warp: a chunk's table from its tokens' g and beta, two a lane.

@@ -2,6 +2,7 @@
 // tile of R rows and 128 columns is two panels of 64 columns, each with rows of 128 bytes under TMA's swizzle.
 #pragma once
 
+#include "device/activations.cuh"
 #include "device/tiles.cuh"
 
 namespace flash_qla::device {
@@ -449,8 +450,9 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
 // By a warp: dbeta and dg of a chunk, see chunk_backward, from the rows of TokenSum. Lane l has tokens 2l and 2l + 1.
 template <typename T>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
-                                                     const float* beta, float total_decay, float* db, float* dg,
-                                                     int64_t stride, int valid) {
+                                                     const float* beta, float total_decay, const float* slopes,
+                                                     int activations, void* db, void* dg, float* gate_sums, int piece,
+                                                     int at, int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
   const float2 yq = pair(sums + TokenSum::kQuery * kChunk), z = pair(sums + TokenSum::kKey * kChunk);
@@ -484,16 +486,10 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   }
   state *= total_decay;
   const float before = prefix - z.x - z.y;
-  const float gradient[2] = {suffix + before + state, suffix - y[0] + before + z.x + state};
-  const float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
+  float gradient[2] = {suffix + before + state, suffix - y[0] + before + z.x + state};
+  float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
                                    needs_V(T(), betas.y) ? uv.y - x.y + f.y : uv.y};
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (2 * lane + e < valid) {
-      db[(2 * lane + e) * stride] = betas_gradient[e];
-      dg[(2 * lane + e) * stride] = gradient[e];
-    }
-  }
+  store_through_activations(betas_gradient, gradient, slopes, activations, db, dg, gate_sums, piece, at, stride, valid);
 }
 
 }  // namespace flash_qla::device

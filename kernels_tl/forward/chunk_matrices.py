@@ -8,6 +8,7 @@
     g_cumsum   [tokens, H_v] fp32                  likewise, b_i = g_1 + ... + g_i
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
     turns      [chunk_slots, H_k]                  likewise: zeros, for chunk_backward to count in
+    slopes     [chunk_slots, H_v, 3, C] fp32       if wanted: GateSlope's rows, of the activations that are inside
 
 The backward, too, has its matrices made here, from keys and queries that are normalised already: its g is b
 (`cumulative`), and o is the gradient of v, whose rows that no sequence covers want zeros likewise.
@@ -52,9 +53,11 @@ from kernels_tl.layout import (
     INVERSE_STRIDE,
     MATRICES_CTAS,
     PADDING,
+    Activation,
     BackwardGate,
     ChunkColumn,
     ForwardGate,
+    GateSlope,
     NamedBarrier,
 )
 
@@ -128,8 +131,9 @@ def chunk_matrices(dtype, K, V, normalize):
                 if tx < chunk.length:
                     out.g_cumsum[chunk.row + tx, first + l] = 0.0
             if (has_backward_gates != 0) & (tx < chunk.length):
-                out.db[chunk.row + tx, first + l] = 0.0
-                out.dg[chunk.row + tx, first + l] = 0.0
+                i = T.Cast("int64", chunk.row + tx) * H_v + first + l
+                extern("write_number", T.access_ptr(out.db[0, 0], "w"), out.activations, Activation.BETA, i, 0.0)
+                extern("write_number", T.access_ptr(out.dg[0, 0], "w"), out.activations, Activation.G, i, 0.0)
         if (has_backward_gates != 0) & leads:
             for i, j in T.Parallel(C, K):
                 if i < chunk.length:
@@ -137,7 +141,7 @@ def chunk_matrices(dtype, K, V, normalize):
                     out.dk[chunk.row + i, hk, j] = 0
 
     @T.macro
-    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative):
+    def load(tiles, ready, slot, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative):
         """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
         become zeros."""
         T.tma_copy(k[chunk.row : chunk.row + C, hk, :], tiles.K, barrier=ready.loaded)
@@ -148,7 +152,7 @@ def chunk_matrices(dtype, K, V, normalize):
                 extern(
                     "load_cumulative_gates",
                     T.access_ptr(tiles.gates, "rw"),
-                    T.access_ptr(g[chunk.row, first], "r"),
+                    T.access_ptr(inside.g[chunk.row, first], "r"),
                     H_v,
                     heads,
                     chunk.length,
@@ -157,7 +161,12 @@ def chunk_matrices(dtype, K, V, normalize):
                 extern(
                     "load_gates",
                     T.access_ptr(tiles.gates, "rw"),
-                    T.access_ptr(g[chunk.row, first], "r"),
+                    T.access_ptr(inside.g[0, 0], "r"),
+                    T.access_ptr(inside.A_log[0], "r"),
+                    T.access_ptr(inside.dt_bias[0], "r"),
+                    inside.activations,
+                    T.Cast("int64", chunk.row) * H_v + first,
+                    first,
                     T.access_ptr(g_cumsum[chunk.row, first], "w"),
                     H_v,
                     heads,
@@ -168,11 +177,39 @@ def chunk_matrices(dtype, K, V, normalize):
             extern(
                 "load_beta",
                 T.access_ptr(tiles.gates, "rw"),
-                T.access_ptr(beta[chunk.row, first], "r"),
+                T.access_ptr(inside.beta[0, 0], "r"),
+                inside.activations,
+                T.Cast("int64", chunk.row) * H_v + first,
                 H_v,
                 heads,
                 chunk.length,
             )
+        if inside.has_slopes != 0:
+            if warp == 2:
+                extern(
+                    "store_gate_slopes",
+                    T.access_ptr(inside.slopes[slot, first, 0, 0], "w"),
+                    T.access_ptr(inside.g_raw[0, 0], "r"),
+                    T.access_ptr(inside.A_log[0], "r"),
+                    T.access_ptr(inside.dt_bias[0], "r"),
+                    inside.activations,
+                    T.Cast("int64", chunk.row) * H_v + first,
+                    first,
+                    H_v,
+                    heads,
+                    chunk.length,
+                )
+            if warp == 3:
+                extern(
+                    "store_beta_slopes",
+                    T.access_ptr(inside.slopes[slot, first, 0, 0], "w"),
+                    T.access_ptr(inside.beta[0, 0], "r"),
+                    inside.activations,
+                    T.Cast("int64", chunk.row) * H_v + first,
+                    H_v,
+                    heads,
+                    chunk.length,
+                )
         T.barrier_wait(ready.loaded, 0)
         if chunk.length < C:
             clear_rows_behind(tiles.K, chunk.length)
@@ -260,8 +297,10 @@ def chunk_matrices(dtype, K, V, normalize):
     def main(
         q: T.Tensor([tokens, H_k, K], dtype),
         k: T.Tensor([tokens, H_k, K], dtype),
-        g: T.Tensor([tokens, H_v], "float32"),
-        beta: T.Tensor([tokens, H_v], "float32"),
+        g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say, but for b
+        beta: T.Tensor([tokens, H_v], "float32"),  # these too, with the next two
+        A_log: T.Tensor([H_v], "float32"),
+        dt_bias: T.Tensor([H_v], "float32"),
         chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         offsets: T.Tensor([offset_words], "int32"),
         gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
@@ -273,17 +312,21 @@ def chunk_matrices(dtype, K, V, normalize):
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
         backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        g_raw: T.Tensor([tokens, H_v], "float32"),  # of the backward, for slopes
+        slopes: T.Tensor([chunk_slots, H_v, GateSlope.COUNT, C], "float32"),
         turns: T.Tensor([chunk_slots, H_k], "int32"),
         dq: T.Tensor([tokens, H_k, K], dtype),  # the backward's outputs that get zeros where no sequence is, as o does
         dk: T.Tensor([tokens, H_k, K], dtype),
-        db: T.Tensor([tokens, H_v], "float32"),
+        db: T.Tensor([tokens, H_v], "float32"),  # of the dtypes of beta and of the g that activations say
         dg: T.Tensor([tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
         low_level: T.int32,
-        cumulative: T.int32,  # g is b
+        activations: T.int32,  # Activation
+        cumulative: T.int32,  # g is b, in fp32
         has_backward_gates: T.int32,
+        has_slopes: T.int32,
         early_ctas: T.int32,
         N: T.int32,
         has_offsets: T.int32,
@@ -308,10 +351,20 @@ def chunk_matrices(dtype, K, V, normalize):
             if chunk.sequence == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
-                out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg)
+                out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg, activations=activations)
                 clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, out)
             else:
-                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, g, beta, g_cumsum, cumulative)
+                inside = SimpleNamespace(
+                    g=g,
+                    beta=beta,
+                    A_log=A_log,
+                    dt_bias=dt_bias,
+                    activations=activations,
+                    g_raw=g_raw,
+                    slopes=slopes,
+                    has_slopes=has_slopes,
+                )
+                load(tiles, ready, slot, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative)
                 factors = make_products(tiles, scale)
                 if (has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     turns[slot, hk] = 0

@@ -25,6 +25,8 @@ Launched on [ctas], at most [segments * H_v]. With `early` the first piece is fo
 runs.
 """
 
+from types import SimpleNamespace
+
 import tilelang.language as T
 
 from kernels_tl.common import EXPLICIT_PASS_CONFIGS, C, dims, element_type, extern
@@ -217,8 +219,11 @@ def fused_forward(dtype, K, V, normalize, low_level):
                 T.barrier_arrive(ready.loaded_v[u])
                 ring = next_chunk(ring)
 
+    def of_head(function, parameter, inside, hv):
+        return extern(function, T.access_ptr(parameter[0], "r"), inside.activations, hv, returns="float32")
+
     @T.macro
-    def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, g, beta, g_cumsum, scale):
+    def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, inside, g_cumsum, scale):
         """The gates' warp: the chunks' tables."""
         g_pair = T.alloc_local([2], "float32")
         beta_pair = T.alloc_local([2], "float32")
@@ -227,10 +232,31 @@ def fused_forward(dtype, K, V, normalize, low_level):
             read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
+            rate = T.alloc_var("float32", init=of_head("gate_rate", inside.A_log, inside, piece.hv))
+            bias = T.alloc_var("float32", init=of_head("gate_bias", inside.dt_bias, inside, piece.hv))
             while rest > 0:
                 s = stage(ring)
-                extern("load_pair", g_pair.data, T.access_ptr(g[row, piece.hv], "r"), H_v, rest)
-                extern("load_pair", beta_pair.data, T.access_ptr(beta[row, piece.hv], "r"), H_v, rest)
+                at = T.Cast("int64", row) * H_v + piece.hv
+                extern(
+                    "load_gate_pair",
+                    g_pair.data,
+                    T.access_ptr(inside.g[0, 0], "r"),
+                    rate,
+                    bias,
+                    inside.activations,
+                    at,
+                    H_v,
+                    rest,
+                )
+                extern(
+                    "load_beta_pair",
+                    beta_pair.data,
+                    T.access_ptr(inside.beta[0, 0], "r"),
+                    inside.activations,
+                    at,
+                    H_v,
+                    rest,
+                )
                 T.barrier_wait(ready.released[s], phase(ring) ^ 1)
                 tiles.lengths[s] = T.min(rest, C)
                 extern(
@@ -338,8 +364,10 @@ def fused_forward(dtype, K, V, normalize, low_level):
         q: T.Tensor([tokens, H_k, K], dtype),
         k: T.Tensor([tokens, H_k, K], dtype),
         v: T.Tensor([tokens, H_v, V], dtype),
-        g: T.Tensor([tokens, H_v], "float32"),
-        beta: T.Tensor([tokens, H_v], "float32"),
+        g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say,
+        beta: T.Tensor([tokens, H_v], "float32"),  # as these are
+        A_log: T.Tensor([H_v], "float32"),
+        dt_bias: T.Tensor([H_v], "float32"),
         chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
         offsets: T.Tensor([offset_words], "int32"),
@@ -358,6 +386,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
         has_offsets: T.int32,
         wide_offsets: T.int32,  # of 64 bits
         uniform_length: T.int32,
+        activations: T.int32,  # Activation
         scale: T.float32,
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
@@ -393,7 +422,8 @@ def fused_forward(dtype, K, V, normalize, low_level):
                 of_loader = T.if_then_else(warp == LOADER, turns, 0)
                 load(walk, tiles, ready, of_loader, ring, extent, early, segments, q, k, v, group)
                 of_gates = T.if_then_else(warp == GATES, turns, 0)
-                make_tables(walk, tiles, ready, of_gates, ring, extent, early, segments, g, beta, g_cumsum, scale)
+                inside = SimpleNamespace(g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, activations=activations)
+                make_tables(walk, tiles, ready, of_gates, ring, extent, early, segments, inside, g_cumsum, scale)
                 end_tables(tiles, ready, T.if_then_else(warp == GATES, 2, 0), ring)
                 w = T.alloc_var("int32", init=warp - STORERS)
                 of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)

@@ -1,0 +1,140 @@
+"""What the activations of gate and beta cost inside: flash_qla's calls with raw bf16 tensors over the same calls with
+gates and betas that are ready, on one GPU, and with torch making them, as layers do.
+
+    python benchmarks/activations.py --out benchmarks/results/activations_h200.json
+
+  ready    fp32 gates and betas, the same numbers as the activations inside make
+  inside   raw bf16 g and beta, A_log and dt_bias in fp32
+  torch    raw bf16 g and beta, activated in torch by every call; of the low-level functions there is none
+
+Timed are the op, the two low-level functions and a training step, q and k being normalised already, as medians over
+replays of CUDA graphs. The three take turns, so that the clocks are the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+
+import torch
+import torch.nn.functional as F
+from common import SCALE, add_timing_arguments, make_inputs, parse_heads, parse_lengths, time_graph, write_results
+
+from flash_qla import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+
+ROUNDS = 3
+INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+
+
+def activated(raw: dict) -> dict:
+    g = -raw["A_log"].exp() * F.softplus(raw["g"].float() + raw["dt_bias"])
+    return {"g": g, "beta": raw["beta"].float().sigmoid()}
+
+
+def raw_tensors(T: int, H_v: int) -> dict:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    return {
+        "g": randn(1, T, H_v).bfloat16(),
+        "beta": randn(1, T, H_v).bfloat16(),
+        "A_log": (torch.rand(H_v, generator=generator, device="cuda") / 8 + 1e-3).log(),  # slow decay
+        "dt_bias": randn(H_v),
+    }
+
+
+def backward_call(arguments: dict, output_gradients: dict, g_raw: dict):
+    g_cumsum, A, *_ = chunk_gated_delta_rule_fwd(**arguments)
+    saved = arguments | {"g": g_cumsum, "A": A} | g_raw
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)
+
+
+def step_call(arguments: dict, output_gradients: dict, activate: bool):
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+    leaves = {name: arguments[name].detach().requires_grad_() for name in names if name in arguments}
+    gradients = tuple(output_gradients.values())
+
+    def call():
+        given = arguments | leaves
+        if activate:
+            given = without_parameters(given | activated(given))
+        outputs = chunk_gated_delta_rule(**given, output_final_state=True)
+        return torch.autograd.grad(outputs, list(leaves.values()), gradients)
+
+    return call
+
+
+def without_parameters(arguments: dict) -> dict:
+    return {name: x for name, x in arguments.items() if name not in ("A_log", "dt_bias")}
+
+
+def calls_of(H_k: int, H_v: int, lengths: list[int]) -> dict[str, dict]:
+    """What is timed -> by way of the gates, the call."""
+    common, output_gradients = make_inputs(H_k, H_v, lengths, gradients=True)
+    common = {name: x for name, x in common.items() if name not in ("g", "beta")} | {"scale": SCALE}
+    raw = raw_tensors(sum(lengths), H_v)
+    ready, inside = common | activated(raw), common | raw | INSIDE
+    in_torch = common | raw
+
+    def op(arguments: dict):
+        return lambda: chunk_gated_delta_rule(**arguments, output_final_state=True)
+
+    return {
+        "op": {
+            "ready": op(ready),
+            "inside": op(inside),
+            "torch": lambda: op(without_parameters(in_torch | activated(in_torch)))(),
+        },
+        "fwd": {
+            "ready": lambda: chunk_gated_delta_rule_fwd(**ready),
+            "inside": lambda: chunk_gated_delta_rule_fwd(**inside),
+        },
+        "bwd": {
+            "ready": backward_call(ready, output_gradients, {}),
+            "inside": backward_call(inside, output_gradients, {"g_raw": raw["g"]}),
+        },
+        "step": {
+            "ready": step_call(ready, output_gradients, False),
+            "inside": step_call(inside, output_gradients, False),
+            "torch": step_call(in_torch, output_gradients, True),
+        },
+    }
+
+
+def measure(calls: dict, with_gradients: bool, options) -> dict[str, float]:
+    times = {way: [] for way in calls}
+    with torch.set_grad_enabled(with_gradients):
+        for _ in range(ROUNDS):
+            for way, call in calls.items():
+                times[way] += time_graph(call, options.samples, options.sample_ms)
+    return {way: statistics.median(x) for way, x in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="JSON file for the results")
+    add_timing_arguments(parser, heads="2x8,16x32,16x64", sequences="1x2048,1x8192,1024x8,4096x8,ragged32", samples=7)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU, and torch sees no CUDA device")
+    cells, ratios = [], {}
+    for H_k, H_v in parse_heads(options.heads):
+        for text in options.sequences.split(","):
+            for what, calls in calls_of(H_k, H_v, parse_lengths(text)).items():
+                ms = measure(calls, what == "step", options)
+                cells.append({"heads": f"{H_k}x{H_v}", "sequences": text, "timed": what, "ms": ms})
+                ratios.setdefault(what, []).append(ms["inside"] / ms["ready"])
+                figures = ", ".join(f"{way} {x:.4f} ms" for way, x in ms.items())
+                print(f"{H_k:>3}x{H_v:<3} {text:>10} {what:>5}: {figures}, {ratios[what][-1]:.3f} of ready", flush=True)
+    for what, found in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, found)))
+        print(f"{what:>5}: inside over ready {mean:.3f} in the geometric mean, {max(found):.3f} at most")
+    if options.out:
+        write_results(options.out, cells)
+
+
+if __name__ == "__main__":
+    main()
