@@ -27,7 +27,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """E.g. chunk_forward_bf16_K128_V128_value_tile64; a valid C identifier and file name."""
+        """E.g. chunk_forward_bf16_K128_value_tile64; a valid C identifier and file name."""
         return "_".join([self.kernel, *(_word(key, value) for key, value in self.params.items())])
 
 

@@ -70,14 +70,14 @@ def by_kernel(compiled: list[Compiled]) -> dict[str, list[Compiled]]:
     return kernels
 
 
-def head_dims(compiled: list[Compiled]) -> list[tuple[int, int]]:
-    """Those of every kernel that is compiled for head dimensions, which then are all the same."""
+def key_dims(compiled: list[Compiled]) -> list[int]:
+    """Channels of a key that kernels are compiled for, which are the same for all that have any."""
     params = [item.instance.params for item in compiled]
-    return sorted({(each["K"], each["V"]) for each in params if "K" in each and "V" in each})
+    return sorted({each["K"] for each in params if "K" in each})
 
 
 def header(compiled: list[Compiled]) -> str:
-    dims = ", ".join(f"{{{K}, {V}}}" for K, V in head_dims(compiled))
+    dims = ", ".join(str(K) for K in key_dims(compiled))
     parts = []
     for kernel, variants in by_kernel(compiled).items():
         camel = camel_case(kernel)
@@ -100,11 +100,8 @@ def header(compiled: list[Compiled]) -> str:
 
 namespace flash_qla::kernels {{
 
-// What the kernels are compiled for.
-struct HeadDims {{
-  int64_t K, V;
-}};
-inline constexpr std::array<HeadDims, {len(head_dims(compiled))}> kHeadDims = {{{{{dims}}}}};
+// Channels of a key that the kernels are compiled for; each takes keys with fewer.
+inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{dims}}};
 
 {chr(10).join(parts)}
 }}  // namespace flash_qla::kernels

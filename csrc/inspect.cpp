@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "gpu/device.h"
-#include "kernels.h"
+#include "gpu/head_dims.h"
 
 namespace flash_qla {
 namespace {
@@ -33,19 +33,6 @@ void require(bool holds, const std::string& function, const char* name, int64_t 
   }
 }
 
-std::string pair(int64_t K, int64_t V) { return "K = " + std::to_string(K) + ", V = " + std::to_string(V); }
-
-void require_compiled(const std::string& function, int64_t K, int64_t V) {
-  std::string compiled;
-  for (const kernels::HeadDims& dims : kernels::kHeadDims) {
-    if (dims.K == K && dims.V == V) {
-      return;
-    }
-    compiled += (compiled.empty() ? "" : " or ") + pair(dims.K, dims.V);
-  }
-  throw std::invalid_argument(function + pair(K, V) + " has no kernels, expected " + compiled);
-}
-
 // A shape that a call can have, of `direction`_dispatch.
 template <typename Shape>
 void require_possible(const char* direction, const Shape& shape) {
@@ -56,7 +43,9 @@ void require_possible(const char* direction, const Shape& shape) {
   require(shape.H_k > 0, function, "H_k", shape.H_k, "at least 1");
   require(shape.H_v > 0 && shape.H_v % shape.H_k == 0, function, "H_v", shape.H_v, "a multiple of H_k");
   require(shape.sm_count > 0, function, "sm_count", shape.sm_count, "at least 1");
-  require_compiled(function, shape.K, shape.V);
+  const std::string step = "a multiple of " + std::to_string(kHeadDimStep) + " up to ";
+  require(is_key_dim(shape.K), function, "K", shape.K, (step + std::to_string(kMostKeyDim)).c_str());
+  require(is_value_dim(shape.V), function, "V", shape.V, (step + std::to_string(kMostValueDim)).c_str());
 }
 
 }  // namespace

@@ -73,8 +73,8 @@ def chunk_gated_delta_rule(
     no gradients make and keep neither.
 
     Args:
-        q, k: queries and keys, [B, T, H_k, K]. K = 128 on the GPU, any on the CPU.
-        v: values, [B, T, H_v, V], H_v a multiple of H_k. V = 128 on the GPU, any on the CPU.
+        q, k: queries and keys, [B, T, H_k, K]. K is a multiple of 8 up to 128 on the GPU, any on the CPU.
+        v: values, [B, T, H_v, V], H_v a multiple of H_k. V is a multiple of 8 up to 512 on the GPU, any on the CPU.
         g: log of the decay of each token, natural logarithm, [B, T, H_v]; at most 0 for a state that does not grow.
             With use_gate_in_kernel what it is made from, any number.
         beta: step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues. With

@@ -7,7 +7,7 @@ import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.common import C, element_type, extern, load_early, swizzled
-from kernels_tl.layout import SegmentColumn
+from kernels_tl.layout import WIDE_TILE, SegmentColumn
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
@@ -89,9 +89,17 @@ class Walk:
     def locate(self, turn):
         """The piece of a turn: segment, value head hv, tile."""
         work = T.alloc_var("int32", init=self.piece(turn))
-        part = T.truncdiv(work, self.tiles)
+        part = T.alloc_var("int32", init=T.truncdiv(work, self.tiles))
         segment = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
-        return Variables(segment=segment, hv=part - segment * self.H_v, tile=work % self.tiles)
+        return Variables(segment=segment, hv=part - segment * self.H_v, tile=work - part * self.tiles)
+
+
+def locate_cta(cta, H_v, tiles):
+    """The piece of work of a CTA of [segments * H_v * tiles]: segment slot, value head hv, tile, and v0, its first
+    value row, of tiles of WIDE_TILE."""
+    piece = Variables(part=T.truncdiv(cta, tiles))
+    piece.and_also(slot=T.truncdiv(piece.part, T.Cast("int32", H_v)), tile=cta - piece.part * tiles)
+    return piece.and_also(hv=piece.part - piece.slot * T.Cast("int32", H_v), v0=piece.tile * WIDE_TILE)
 
 
 def load_segment_early(segments, segment):
@@ -126,8 +134,9 @@ def clear_rows_behind(tile, valid, *stage):
 
 @T.macro
 def store_rows(tiles, w, rows, row, hv, column, valid):
-    """A chunk's tile of 64 x 64 from shared memory to 64 columns of rows [tokens, H_v, width], by one warp. Of a chunk
-    with fewer tokens only its own rows, as a box of TMA would go on into the next sequence."""
+    """A chunk's tile of 64 x 64 from shared memory to 64 columns of rows [tokens, H_v, width], or as many as there are
+    from `column` on, by one warp. Of a chunk with fewer tokens only its own rows, as a box of TMA would go on into the
+    next sequence."""
     if valid >= C:
         T.fence_proxy_async()
         T.tma_copy(tiles[w, :, :], rows[row : row + C, hv, column : column + C], leader_scope_threads=32)
@@ -139,4 +148,5 @@ def store_rows(tiles, w, rows, row, hv, column, valid):
             T.access_ptr(rows[row, hv, column], "w"),
             rows.shape[1] * rows.shape[2],
             valid,
+            T.Cast("int32", rows.shape[2]) - column,
         )

@@ -1,15 +1,13 @@
-"""What is compiled: each kernel in its dtypes and head dimensions. Head counts, batch, lengths and layouts are run-time
-numbers."""
+"""What is compiled: each kernel in its dtypes and for its number of channels of a key, K, which is the most that a key
+may have. Value rows, head counts, batch, lengths and layouts are run-time numbers."""
 
 from build_tools.instance import Instance
 from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = ({"K": 128, "V": 128},)
+KEY_DIMS = (128,)
 
-KEY_DIMS = sorted({dims["K"] for dims in HEAD_DIMS})
-
-TYPES = [{"dtype": dtype, **dims} for dtype in DTYPES for dims in HEAD_DIMS]  # of most kernels
+TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # of most kernels
 
 INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
@@ -30,14 +28,9 @@ INSTANCES = [
     *(Instance("forward.segment_maps", types) for types in TYPES),
     *(Instance("forward.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
-    *(
-        Instance(f"backward.{kernel}", {"dtype": dtype, "K": K})
-        for kernel in ("l2norm", "l2norm_backward")
-        for dtype in DTYPES
-        for K in KEY_DIMS
-    ),
+    *(Instance(f"backward.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
     *(Instance("backward.backward_maps", types) for types in TYPES),
     *(Instance("backward.replay_states", types) for types in TYPES),
-    *(Instance("backward.chunk_backward", types, spill_budget=288) for types in TYPES),
-    Instance("backward.sum_gates", {}),
+    *(Instance("backward.chunk_backward", types, spill_budget=304) for types in TYPES),
+    Instance("backward.gate_gradients", {}),
 ]

@@ -24,9 +24,19 @@ PLAN_STEP = 256
 # CTAs of chunk_matrices that an SM holds at a time.
 MATRICES_CTAS = 4
 
+# Head dimensions are multiples of HEAD_DIM_STEP, as rows of 16-bit elements are multiples of 16 bytes for TMA. Values
+# have at most MOST_VALUE_DIM channels; a key as many as there is a kernel for (kernels_tl/instances.py).
+HEAD_DIM_STEP, MOST_VALUE_DIM = 8, 512
+
 # Rows of S^T a CTA of chunk_forward, one consumer warpgroup's or two's: a narrow tile gives more CTAs, a wide one
 # fetches K and Q less often.
 NARROW_TILE, WIDE_TILE = 64, 128
+
+# Columns of S a CTA of segment_scan.
+SCAN_COLUMNS = 32
+
+# gate_gradients: value heads a CTA, whose fp32 numbers of a token are a sector of 32 bytes, and tokens at a time.
+GATE_HEADS, GATE_TOKENS = 8, 32
 
 # In shared memory, floats: behind a row of a state; from one inverted diagonal block to the next, and from one diagonal
 # block of K K^T to the next (two blocks' rows are read together, from different banks).
@@ -89,8 +99,8 @@ class FusedGate:
 
 
 class BackwardGate:
-    """The backward's table, [chunk slots, H_v, COUNT, CHUNK] fp32: b_i, gamma_i, gamma_C / gamma_i, gamma_i / gamma_1,
-    beta_i."""
+    """The backward's table, [chunk slots, H_v, COUNT, CHUNK] fp32: b_i log2(e), gamma_i, gamma_C / gamma_i, gamma_i /
+    gamma_1, beta_i."""
 
     LOG, GAMMA, DECAY, FADE, BETA = range(5)
     COUNT = 5
@@ -109,14 +119,6 @@ class Activation:
 
     GATE, BIAS, SIGMOID, TWICE = 1, 2, 4, 8
     G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
-
-
-class GateSlope:
-    """With activations inside, the backward's table of what a chunk's gradients go through, [chunk slots, H_v, COUNT,
-    CHUNK] fp32: the derivatives of beta and of g by what came, and g. 1 where that was ready."""
-
-    BETA, G, VALUE = range(3)
-    COUNT = 3
 
 
 class TokenSum:

@@ -16,6 +16,7 @@ INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, **RAW}
 CASES = (
     Case(lengths=(65, 0, 7, 130), padding=9),
     Case(lengths=(65, 0, 7, 130), padding=9, H_v=6, **INSIDE),
+    Case(lengths=(65, 0, 7, 130), padding=9, K=40, V=200, **INSIDE),
     Case(B=2, T=70, dtype=torch.float16, **INSIDE, A_log=torch.bfloat16, dt_bias=None),
     Case(B=2, T=100, state_v_first=True, dtype=torch.float16, initial_state=None, H_k=1, H_v=3),
     Case(T=64, keys="raw", use_qk_l2norm_in_kernel=True, H_k=1, H_v=1, dht=None, do_strides="expanded"),

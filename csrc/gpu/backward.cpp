@@ -1,11 +1,12 @@
 // The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
 // segments' maps and their scans, then the states again, the recurrence in reverse with the inputs' gradients, the
-// sums of the gates' parameters over chunks, the l2norm's own backward.
+// gradients of raw gates and betas, the l2norm's own backward.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "gpu/device.h"
 #include "gpu/dispatch.h"
+#include "gpu/head_dims.h"
 #include "gpu/launch.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"
@@ -58,8 +59,8 @@ class Backward {
     }
     replay_states();
     chunk_backward();
-    if (call_.use_gate) {
-      sum_gates();
+    if (d_.gate_gradients) {
+      gate_gradients();
     }
     if (call_.use_qk_l2norm) {
       l2norm_backward();
@@ -72,8 +73,9 @@ class Backward {
                      .k = call_.k.const_data_ptr(),
                      .normalized = workspace_[workspace_.normalized],
                      .rstd = workspace_[workspace_.rstd],
-                     .rows = call_.tokens() * call_.H_k},
-                    {.dtype = dtype_, .K = call_.K}, stream_);
+                     .rows = call_.tokens() * call_.H_k,
+                     .key_dim = call_.K},
+                    {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
   // Normalized, where that was asked for.
@@ -117,9 +119,8 @@ class Backward {
                              .A = nullptr,
                              .g_cumsum = nullptr,
                              .backward_gates = workspace_[workspace_.backward_gates],
-                             .g_raw = data(call_.g_raw),
-                             .slopes = workspace_[workspace_.slopes],
                              .turns = workspace_[workspace_.turns],
+                             .counters = workspace_[workspace_.counters],
                              .dq = out_.dq.mutable_data_ptr(),
                              .dk = out_.dk.mutable_data_ptr(),
                              .db = out_.db.mutable_data_ptr(),
@@ -131,7 +132,7 @@ class Backward {
                              .activations = activations_,
                              .cumulative = true,
                              .has_backward_gates = true,
-                             .has_slopes = activations_ != 0,
+                             .gate_gradients = d_.gate_gradients,
                              .early_ctas = d_.early_ctas,
                              .N = call_.N,
                              .has_offsets = call_.varlen,
@@ -139,10 +140,13 @@ class Backward {
                              .uniform_length = call_.T,
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
+                             .key_dim = call_.K,
                              .H_v = call_.H_v,
                              .chunk_slots = d_.chunk_slots,
-                             .offset_words = (call_.N + 1) * (call_.wide_offsets ? 2 : 1)},
-                            {.dtype = dtype_, .K = call_.K, .V = call_.V, .normalize = false}, stream_);
+                             .offset_words = (call_.N + 1) * (call_.wide_offsets ? 2 : 1),
+                             .value_dim = call_.V,
+                             .head_blocks = head_blocks()},
+                            {.dtype = dtype_, .K = instance_K(call_.K), .normalize = false}, stream_);
   }
 
   void backward_maps() const {
@@ -166,10 +170,13 @@ class Backward {
                             .scale = static_cast<float>(*call_.scale),
                             .tokens = call_.tokens(),
                             .H_k = call_.H_k,
+                            .key_dim = call_.K,
                             .H_v = call_.H_v,
+                            .value_dim = call_.V,
                             .chunk_slots = d_.chunk_slots,
-                            .segment_slots = d_.segments},
-                           {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+                            .segment_slots = d_.segments,
+                            .value_rows = value_rows(call_.V)},
+                           {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
   void segment_scan() const {
@@ -179,14 +186,17 @@ class Backward {
                            .skips = workspace_[workspace_.skips],
                            .initial_state = data(call_.initial_state),
                            .states = workspace_[workspace_.states],
+                           .key_dim = call_.K,
+                           .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
                            .state_stride_k = call_.state_stride_k(),
                            .has_initial_state = call_.initial_state.has_value(),
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,
-                           .state_size = call_.state_size()},
-                          {.dtype = dtype_, .K = call_.K, .V = call_.V, .reverse = false}, stream_);
+                           .state_size = call_.state_size(),
+                           .value_rows = value_rows(call_.V)},
+                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = false}, stream_);
   }
 
   // The same in reverse, of the gradients.
@@ -197,14 +207,17 @@ class Backward {
                            .skips = workspace_[workspace_.reverse_skips],
                            .initial_state = data(call_.grad_final_state),
                            .states = workspace_[workspace_.grad_states],
+                           .key_dim = call_.K,
+                           .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
                            .state_stride_k = call_.state_stride_k(),
                            .has_initial_state = call_.grad_final_state.has_value(),
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,
-                           .state_size = call_.state_size()},
-                          {.dtype = dtype_, .K = call_.K, .V = call_.V, .reverse = true}, stream_);
+                           .state_size = call_.state_size(),
+                           .value_rows = value_rows(call_.V)},
+                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = true}, stream_);
   }
 
   void replay_states() const {
@@ -226,11 +239,14 @@ class Backward {
                             .has_initial_state = call_.initial_state.has_value(),
                             .tokens = call_.tokens(),
                             .H_k = call_.H_k,
+                            .key_dim = call_.K,
                             .H_v = call_.H_v,
+                            .value_dim = call_.V,
                             .chunk_slots = d_.chunk_slots,
                             .segment_slots = d_.segments,
-                            .state_size = call_.state_size()},
-                           {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+                            .state_size = call_.state_size(),
+                            .value_rows = value_rows(call_.V)},
+                           {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
   void chunk_backward() const {
@@ -253,35 +269,51 @@ class Backward {
                              .dq = out_.dq.mutable_data_ptr(),
                              .dk = out_.dk.mutable_data_ptr(),
                              .dv = out_.dv.mutable_data_ptr(),
-                             .slopes = workspace_[workspace_.slopes],
-                             .db = out_.db.mutable_data_ptr(),
-                             .dg = out_.dg.mutable_data_ptr(),
-                             .gate_sums = workspace_[workspace_.gate_sums],
+                             .db = d_.gate_gradients ? workspace_[workspace_.db_parts] : out_.db.mutable_data_ptr(),
+                             .dg = d_.gate_gradients ? workspace_[workspace_.dg_parts] : out_.dg.mutable_data_ptr(),
                              .group = call_.group(),
                              .scale = static_cast<float>(*call_.scale),
                              .state_stride_v = call_.state_stride_v(),
                              .state_stride_k = call_.state_stride_k(),
                              .has_dht = call_.grad_final_state.has_value(),
                              .has_dh0 = call_.initial_state.has_value(),
-                             .activations = activations_,
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
+                             .key_dim = call_.K,
                              .H_v = call_.H_v,
+                             .value_dim = call_.V,
                              .chunk_slots = d_.chunk_slots,
                              .segment_slots = d_.segments,
-                             .state_size = call_.state_size()},
-                            {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+                             .value_rows = value_rows(call_.V),
+                             .state_size = call_.state_size(),
+                             .parts = value_tiles(call_.V)},
+                            {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
-  void sum_gates() const {
-    kernels::sum_gates({.chunks = workspace_[workspace_.chunks],
-                        .gate_sums = workspace_[workspace_.gate_sums],
-                        .dA_log = out_.dA_log.mutable_data_ptr(),
-                        .ddt_bias = data_if(call_.dt_bias.has_value(), out_.ddt_bias),
-                        .has_bias = call_.dt_bias.has_value(),
-                        .chunk_slots = d_.chunk_slots,
-                        .H_v = call_.H_v},
-                       {}, stream_);
+  // CTAs of gate_gradients for each chunk.
+  int64_t head_blocks() const { return ceil_div(call_.H_v, kGateHeads); }
+
+  void gate_gradients() const {
+    kernels::gate_gradients({.chunks = workspace_[workspace_.chunks],
+                             .db_parts = workspace_[workspace_.db_parts],
+                             .dg_parts = workspace_[workspace_.dg_parts],
+                             .g = data(call_.g_raw),
+                             .beta = call_.beta.const_data_ptr(),
+                             .A_log = data(call_.A_log),
+                             .dt_bias = data(call_.dt_bias),
+                             .db = out_.db.mutable_data_ptr(),
+                             .dg = out_.dg.mutable_data_ptr(),
+                             .gate_sums = workspace_[workspace_.gate_sums],
+                             .counters = workspace_[workspace_.counters],
+                             .dA_log = data_if(call_.use_gate, out_.dA_log),
+                             .ddt_bias = data_if(call_.dt_bias.has_value(), out_.ddt_bias),
+                             .activations = activations_,
+                             .chunk_slots = d_.chunk_slots,
+                             .value_tiles = value_tiles(call_.V),
+                             .tokens = call_.tokens(),
+                             .H_v = call_.H_v,
+                             .head_blocks = head_blocks()},
+                            {}, stream_);
   }
 
   void l2norm_backward() const {
@@ -289,8 +321,9 @@ class Backward {
                               .rstd = workspace_[workspace_.rstd],
                               .dq = out_.dq.mutable_data_ptr(),
                               .dk = out_.dk.mutable_data_ptr(),
-                              .rows = call_.tokens() * call_.H_k},
-                             {.dtype = dtype_, .K = call_.K}, stream_);
+                              .rows = call_.tokens() * call_.H_k,
+                              .key_dim = call_.K},
+                             {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
   const BackwardCall& call_;

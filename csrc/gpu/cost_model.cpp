@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "gpu/head_dims.h"
+
 namespace flash_qla {
 
 namespace {
 
-// Microseconds on one H200, bf16, K = V = 128, most of them least squares over batches of equal sequences in all modes:
-// see benchmarks/notes/cost_model.md.
+// Microseconds on one H200, bf16, K = V = 128 or a tile of it, most of them least squares over batches of equal
+// sequences in all modes: see benchmarks/notes/cost_model.md.
 constexpr double kStart = 4.9;                                   // the first launch, and chunk_matrices' latency
 constexpr double kMatricesCta = 0.0122, kMatricesHead = 0.0075;  // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 0.003, kMatricesA = 0.0023;   // more a CTA; more a head
@@ -76,12 +78,14 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
 // How a batch with sequences of these lengths goes through the SMs, those that are longer than a segment cut or not.
 struct Schedule {
   double segment, sms, N, H_v;
-  double total;                 // chunks of a head
-  double length;                // chunks of the longest piece
-  double parts, parts_of_rest;  // of the longest sequence, of each of the others
-  double pieces;                // of a head
-  double ctas, turns;           // and how often an SM takes a CTA's work
-  double in_turns;              // chunks that the busiest SM goes through
+  double tiles;                  // of a head's value rows: of the mode,
+  double map_tiles, scan_parts;  // of maps, and those that segment_scan takes
+  double total;                  // chunks of a head
+  double length;                 // chunks of the longest piece
+  double parts, parts_of_rest;   // of the longest sequence, of each of the others
+  double pieces;                 // of a head
+  double ctas, turns;            // and how often an SM takes a CTA's work
+  double in_turns;               // chunks that the busiest SM goes through
 };
 
 // Equal sequences go through the SMs in whole turns; with others the longest pieces come first and the short ones fill
@@ -97,8 +101,10 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
   s.parts = cut ? std::ceil(chunks.longest / s.segment) : 1;
   s.parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / s.segment)) : 1;
   s.pieces = s.parts + (s.N - 1) * s.parts_of_rest;
-  const auto tiles = static_cast<double>(shape.V / (cut ? mode.value_tile : mode.whole_tile));
-  s.ctas = s.pieces * s.H_v * tiles;
+  s.tiles = static_cast<double>(value_tiles(shape.V, cut ? mode.value_tile : mode.whole_tile));
+  s.map_tiles = static_cast<double>(value_tiles(shape.V));
+  s.scan_parts = static_cast<double>(value_tiles(shape.V, kScanColumns));
+  s.ctas = s.pieces * s.H_v * s.tiles;
   s.turns = s.ctas / s.sms;
   if (shape.N == 1 || chunks.longest == chunks.rest) {
     s.turns = std::ceil(s.turns);
@@ -106,9 +112,9 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
     return s;
   }
   s.turns = std::max(1.0, s.turns);
-  const double work = s.total * s.H_v * tiles / s.sms;
+  const double work = s.total * s.H_v * s.tiles / s.sms;
   s.in_turns = cut ? std::max(work + (s.turns > 1) * kUnbalanced * s.segment,
-                              last_piece(chunks, s.N, s.segment, s.H_v * tiles, s.sms))
+                              last_piece(chunks, s.N, s.segment, s.H_v * s.tiles, s.sms))
                    : std::max(work, chunks.longest + (std::floor(s.turns) - 1) * chunks.rest);
   return s;
 }
@@ -136,23 +142,23 @@ double later_segments(const Schedule& s) { return (s.pieces - s.N) * s.H_v; }
 // Along the sequences, one state or gradient behind the other: how often the busiest SM goes from a segment to the
 // next.
 double scan_steps(const Schedule& s, double directions) {
-  const double sequences = directions * 4 * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms;
+  const double sequences = directions * s.scan_parts * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms;
   return std::max(1.0, sequences) * (s.parts - 1);
 }
 
 // segment_maps and segment_scan.
 double maps_us(const Schedule& s) {
   const double later = later_segments(s);
-  const double exact = 2 * kExact * later;  // M and Z
-  return kMapStart + s.length * std::max(kMapChunk, kMapChunkFull * exact / s.sms) + kMap * later +
+  const double maps = (1 + s.map_tiles) * later;  // M and Z
+  return kMapStart + s.length * std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms) + kMap / 2 * maps +
          kScan * scan_steps(s, 1);
 }
 
 // backward_maps and segment_scan in both directions, one beside the other.
 double backward_maps_us(const Schedule& s) {
   const double later = later_segments(s);
-  const double exact = kExact * later * (2 * kBackwardMapChunk + kReverseMapChunk);  // M, Z and dZ
-  return kMapStart + s.length * std::max(kReverseMapChunk, exact / s.sms) + 1.5 * kMap * later +
+  const double exact = kExact * later * ((1 + s.map_tiles) * kBackwardMapChunk + s.map_tiles * kReverseMapChunk);
+  return kMapStart + s.length * std::max(kReverseMapChunk, exact / s.sms) + kMap / 2 * (1 + 2 * s.map_tiles) * later +
          kBackwardScan * scan_steps(s, 2);
 }
 
@@ -180,7 +186,7 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
     us += kOtherTile;
   }
   if (mode.segment_chunks > 0 && !cut) {
-    us += kSlotCta * s.H_v * (2 * (s.N + s.total / s.segment) + 4 * s.N);
+    us += kSlotCta * s.H_v * ((1 + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
   }
   return cut ? us + maps_us(s) : us;
 }
@@ -188,10 +194,11 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
 double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
   double us = chunk_matrices_us(shape, s);
-  us += kStartReplay + std::max(s.in_turns * kChunkReplay + (s.turns - 1) * kTurn, s.total * s.H_v * kChunkReplayFull);
+  us += kStartReplay +
+        std::max(s.in_turns * kChunkReplay + (s.turns - 1) * kTurn, s.total * s.H_v * s.tiles * kChunkReplayFull);
   us += s.in_turns * kChunkReverse + s.turns * kPieceReverse;
   if (mode.segment_chunks > 0 && !cut) {
-    us += kSlotCta * s.H_v * (3 * (s.N + s.total / s.segment) + 8 * s.N);
+    us += kSlotCta * s.H_v * ((1 + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);
   }
   return cut ? us + backward_maps_us(s) : us;
 }

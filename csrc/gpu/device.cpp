@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "checks.h"
-#include "kernels.h"
+#include "gpu/head_dims.h"
 #include "layout.h"
 
 namespace flash_qla {
@@ -23,25 +23,11 @@ std::string cuda_version(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-// (128, 128)
-std::string head_dims_string() {
-  std::ostringstream text;
-  for (const char* between = ""; const kernels::HeadDims& dims : kernels::kHeadDims) {
-    text << between << '(' << dims.K << ", " << dims.V << ')';
-    between = ", ";
-  }
-  return text.str();
-}
-
 void check_head_dims(const Call& call) {
-  const auto some = [](auto has) { return std::ranges::any_of(kernels::kHeadDims, has); };
-  if (!some([&](const auto& dims) { return dims.K == call.K; })) [[unlikely]] {
-    fail(call.op, "q has head dimension K = ", call.K, ", expected (K, V) = ", head_dims_string(), " on a GPU");
-  }
-  if (!some([&](const auto& dims) { return dims.K == call.K && dims.V == call.V; })) [[unlikely]] {
-    fail(call.op, "v has head dimension V = ", call.V, " with K = ", call.K, ", expected (K, V) = ", head_dims_string(),
-         " on a GPU");
-  }
+  check(is_key_dim(call.K), call.op, "q has head dimension K = ", call.K, ", expected a multiple of ", kHeadDimStep,
+        " up to ", kMostKeyDim, " on a GPU");
+  check(is_value_dim(call.V), call.op, "v has head dimension V = ", call.V, ", expected a multiple of ", kHeadDimStep,
+        " up to ", kMostValueDim, " on a GPU");
 }
 
 }  // namespace

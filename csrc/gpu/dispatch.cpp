@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "gpu/cost_model.h"
+#include "gpu/head_dims.h"
 #include "gpu/modes.h"
 #include "gpu/override.h"
 #include "gpu/plan.h"
@@ -43,7 +44,7 @@ Choice fastest(const Shape& shape, const Override& forced) {
 // segment is not also its sequence's last.
 void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
   const auto ctas = [&](int64_t value_tile) {
-    return std::min<int64_t>(d.segments * shape.H_v * (shape.V / value_tile), shape.sm_count);
+    return std::min<int64_t>(d.segments * shape.H_v * value_tiles(shape.V, value_tile), shape.sm_count);
   };
   d.ctas = ctas(d.value_tile);
   if (d.whole_tile == d.value_tile) {
@@ -85,6 +86,7 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   d.segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, d.segment_chunks);
   d.heads_per_cta = heads_per_cta(shape.forward(), d.chunk_slots);
   d.early_ctas = early_ctas(shape.forward());
+  d.gate_gradients = shape.activations || value_tiles(shape.V) > 1;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   d.predicted_us = us;
   return d;

@@ -90,6 +90,7 @@ struct BackwardDispatch {
   int64_t segments;        // segment slots, likewise
   int64_t heads_per_cta;   // of chunk_matrices
   int64_t early_ctas;      // likewise
+  bool gate_gradients;     // is launched: activations are inside, or tiles of the value rows have to be added up
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 

@@ -5,6 +5,7 @@
 
 #include "gpu/device.h"
 #include "gpu/dispatch.h"
+#include "gpu/head_dims.h"
 #include "gpu/launch.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"
@@ -111,14 +112,15 @@ class Forward {
                             .scale = static_cast<float>(*call_.scale),
                             .tokens = call_.tokens(),
                             .H_k = call_.H_k,
+                            .key_dim = call_.K,
                             .H_v = call_.H_v,
+                            .value_dim = call_.V,
                             .chunk_slots = d_.chunk_slots,
                             .segment_slots = d_.segments,
                             .offset_words = offset_words_,
                             .state_size = call_.state_size()},
                            {.dtype = dtype_,
-                            .K = call_.K,
-                            .V = call_.V,
+                            .K = instance_K(call_.K),
                             .normalize = call_.use_qk_l2norm,
                             .low_level = call_.output_low_level},
                            stream_);
@@ -142,9 +144,8 @@ class Forward {
                              .A = data_if(call_.output_low_level, out_.A),
                              .g_cumsum = data_if(call_.output_low_level, out_.g_cumsum),
                              .backward_gates = nullptr,
-                             .g_raw = nullptr,
-                             .slopes = nullptr,
                              .turns = nullptr,
+                             .counters = nullptr,
                              .dq = nullptr,
                              .dk = nullptr,
                              .db = nullptr,
@@ -156,7 +157,7 @@ class Forward {
                              .activations = activations_of(call_, call_.g),
                              .cumulative = false,
                              .has_backward_gates = false,
-                             .has_slopes = false,
+                             .gate_gradients = false,
                              .early_ctas = d_.early_ctas,
                              .N = call_.N,
                              .has_offsets = call_.varlen,
@@ -164,10 +165,13 @@ class Forward {
                              .uniform_length = call_.T,
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
+                             .key_dim = call_.K,
                              .H_v = call_.H_v,
                              .chunk_slots = d_.chunk_slots,
-                             .offset_words = offset_words_},
-                            {.dtype = dtype_, .K = call_.K, .V = call_.V, .normalize = call_.use_qk_l2norm}, stream_);
+                             .offset_words = offset_words_,
+                             .value_dim = call_.V,
+                             .head_blocks = 0},
+                            {.dtype = dtype_, .K = instance_K(call_.K), .normalize = call_.use_qk_l2norm}, stream_);
   }
 
   void segment_maps() const {
@@ -185,10 +189,13 @@ class Forward {
                            .group = call_.group(),
                            .tokens = call_.tokens(),
                            .H_k = call_.H_k,
+                           .key_dim = call_.K,
                            .H_v = call_.H_v,
+                           .value_dim = call_.V,
                            .chunk_slots = d_.chunk_slots,
-                           .segment_slots = d_.segments},
-                          {.dtype = dtype_, .K = call_.K, .V = call_.V}, stream_);
+                           .segment_slots = d_.segments,
+                           .value_rows = value_rows(call_.V)},
+                          {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
   void segment_scan() const {
@@ -198,14 +205,17 @@ class Forward {
                            .skips = workspace_[workspace_.skips],
                            .initial_state = data(call_.initial_state),
                            .states = workspace_[workspace_.states],
+                           .key_dim = call_.K,
+                           .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
                            .state_stride_k = call_.state_stride_k(),
                            .has_initial_state = call_.initial_state.has_value(),
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,
-                           .state_size = call_.state_size()},
-                          {.dtype = dtype_, .K = call_.K, .V = call_.V, .reverse = false}, stream_);
+                           .state_size = call_.state_size(),
+                           .value_rows = value_rows(call_.V)},
+                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = false}, stream_);
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {
@@ -230,15 +240,19 @@ class Forward {
                             .has_final_state = call_.output_final_state,
                             .has_h = call_.output_h,
                             .ctas = launch.ctas,
+                            .value_tiles = value_tiles(call_.V, launch.value_tile),
                             .only_if = launch.only_if,
                             .tokens = call_.tokens(),
                             .H_k = call_.H_k,
+                            .key_dim = call_.K,
                             .H_v = call_.H_v,
+                            .value_dim = call_.V,
                             .chunk_slots = d_.chunk_slots,
                             .segment_slots = d_.segments,
                             .state_size = call_.state_size(),
+                            .value_rows = value_rows(call_.V),
                             .h_slots = call_.output_h ? call_.h_chunks : 0},
-                           {.dtype = dtype_, .K = call_.K, .V = call_.V, .value_tile = launch.value_tile}, stream_);
+                           {.dtype = dtype_, .K = instance_K(call_.K), .value_tile = launch.value_tile}, stream_);
   }
 
   const Call& call_;

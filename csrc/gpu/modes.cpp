@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "chunks.h"
+#include "gpu/head_dims.h"
 
 namespace flash_qla {
 
@@ -18,8 +19,8 @@ constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 constexpr int64_t kMostSearched = 64;
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  return !shape.output_h && !(shape.low_level && shape.fp16) && forced.value_tile != kNarrowTile &&
-         !forced.always_cuts() && forced.fused != 0;
+  return shape.V <= kWideTile && !shape.output_h && !(shape.low_level && shape.fp16) &&
+         forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0;
 }
 
 // With segments of this length; 0: none.
@@ -74,13 +75,13 @@ int64_t early_ctas(const ForwardShape& shape) {
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
   if (can_fuse(shape, forced)) {
-    modes.push_back({shape.V, shape.V, 0, true, false});
+    modes.push_back({kWideTile, kWideTile, 0, true, false});
     if (forced.fused == 1) {
       return modes;
     }
   }
   for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
-    if ((forced.value_tile == 0 || tile == forced.value_tile) && shape.V % tile == 0) {
+    if (forced.value_tile == 0 || tile == forced.value_tile) {
       for (const int64_t segment_chunks : segmentations(shape, forced)) {
         add_tile(modes, shape, forced, tile, segment_chunks);
       }

@@ -7,7 +7,7 @@
 namespace flash_qla {
 
 struct KernelInfo {
-  const char* name;    // of the instance, e.g. replay_states_bf16_K128_V128
+  const char* name;    // of the instance, e.g. replay_states_bf16_K128
   const char* kernel;  // e.g. replay_states
   const char* params;  // "key=value key=value"
   int threads;         // per block

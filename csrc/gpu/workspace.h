@@ -6,6 +6,7 @@
 
 #include "call.h"
 #include "gpu/dispatch.h"
+#include "gpu/head_dims.h"
 #include "layout.h"
 #include "tensors.h"
 
@@ -49,6 +50,9 @@ inline uint16_t* block_rows(uint16_t* matrices, int64_t j) {
   return matrices + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
 }
 
+inline int64_t map_size(int64_t K) { return instance_K(K) * instance_K(K); }
+
+// Below, K is the instance's and `rows` are value_rows.
 struct ForwardWorkspace : Workspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
@@ -56,8 +60,8 @@ struct ForwardWorkspace : Workspace {
         segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
         gates(reserve<float>(d.fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(d.fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
-        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
-        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * shape.K * shape.K : 0)),
+        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
+        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
         skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments;  // the plan's tables
@@ -65,7 +69,7 @@ struct ForwardWorkspace : Workspace {
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
   // With context parallelism.
-  const Region<float> states;   // [segments, H_v, V, K]: Z, then the state that the segment begins with
+  const Region<float> states;   // [segments, H_v, rows, K]: Z, then the state that the segment begins with
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
 };
@@ -78,16 +82,19 @@ struct BackwardWorkspace : Workspace {
         gates(reserve<float>(d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * BackwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(2 * d.chunk_slots * shape.H_v * kTriangle)),
-        v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.V * kChunk)),
-        h(reserve<uint16_t>(d.chunk_slots * shape.H_v * shape.K * shape.V)),
+        v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk)),
+        h(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * instance_K(shape.K))),
         turns(reserve<int32_t>(d.chunk_slots * shape.H_k)),
-        slopes(reserve<float>(shape.activations ? d.chunk_slots * shape.H_v * GateSlope::kCount * kChunk : 0)),
-        gate_sums(reserve<float>(shape.activations ? d.chunk_slots * shape.H_v * 2 : 0)),
+        db_parts(reserve<float>(d.gate_gradients ? value_tiles(shape.V) * shape.B * shape.T * shape.H_v : 0)),
+        dg_parts(reserve<float>(d.gate_gradients ? value_tiles(shape.V) * shape.B * shape.T * shape.H_v : 0)),
+        gate_sums(reserve<float>(d.gate_gradients ? d.chunk_slots * shape.H_v * 2 : 0)),
+        counters(reserve<int32_t>(d.gate_gradients ? ceil_div(shape.H_v, kGateHeads) : 0)),
         normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
         rstd(reserve<float>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
-        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
-        grad_states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * shape.V * shape.K : 0)),
-        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * shape.K * shape.K : 0)),
+        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
+        grad_states(
+            reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
+        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
         skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)),
         reverse_skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
 
@@ -95,19 +102,20 @@ struct BackwardWorkspace : Workspace {
   const Region<float> gates;                          // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<float> backward_gates;                 // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;                    // [chunk_slots, H_v, 2, kTriangle]
-  const Region<uint16_t> v_new;                       // [chunk_slots, H_v, kChunk, V]
-  const Region<uint16_t> h;                           // [chunk_slots, H_v, V, K]: a chunk's first state
+  const Region<uint16_t> v_new;                       // [chunk_slots, H_v, kChunk, rows]
+  const Region<uint16_t> h;                           // [chunk_slots, H_v, rows, K]: a chunk's first state
   const Region<int32_t> turns;                        // [chunk_slots, H_k]: see device/turns.cuh
-  // With activations inside.
-  const Region<float> slopes;     // [chunk_slots, H_v, GateSlope::kCount, kChunk]
-  const Region<float> gate_sums;  // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
+  // With gate_gradients.
+  const Region<float> db_parts, dg_parts;  // [value tiles, B * T, H_v]
+  const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
+  const Region<int32_t> counters;          // [H_v / kGateHeads]
   // With the l2norm.
   const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys,
   const Region<float> rstd;           // [2, B * T, H_k]: and by which factors
   // With context parallelism.
-  const Region<float> states;                  // [segments, H_v, V, K]: Z, then the state that the segment begins with
-  const Region<float> grad_states;             // [segments, H_v, V, K]: the next one's dZ, then dS' behind the segment
-  const Region<uint16_t> maps;                 // [segments, H_v, 2, K, K]: M in two parts
+  const Region<float> states;       // [segments, H_v, rows, K]: Z, then the state that the segment begins with
+  const Region<float> grad_states;  // [segments, H_v, rows, K]: the next one's dZ, then dS' behind the segment
+  const Region<uint16_t> maps;      // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips, reverse_skips;  // [segments, H_v]: whether M is left out, for states and for gradients
 };
 

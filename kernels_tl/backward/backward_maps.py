@@ -3,9 +3,9 @@ state behind it, and in reverse dS' -> M^T dS' + dZ, of their gradients.
 
 Z and M are made as by segment_maps. dZ is the recurrence in reverse (reverse_recurrence.py) run from dS' = 0.
 
-    states        [segment_slots, H_v, V, K] fp32   Z^T of segment s in slot s + 1, V-first
-    grad_states   [segment_slots, H_v, V, K] fp32   dZ^T of segment s in slot s - 1
-    maps          [segment_slots, H_v, 2, K, K]     M^T in two 16-bit parts, rounded and rest
+    states        [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
+    grad_states   [segment_slots, H_v, value_rows, K] fp32   dZ^T of segment s in slot s - 1
+    maps          [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
     skips         [segment_slots, H_v] int32        1 where the gates make M negligible to the state behind the segment
     reverse_skips [segment_slots, H_v] int32        1 where they make it negligible to the gradient of the state before
                                                     it (device/segments.cuh)
@@ -14,9 +14,9 @@ With skips Z is made from the last few chunks alone, with reverse_skips dZ from 
 made. The two are the same unless the bounds of some chunks let the state grow. The last segment of a sequence has no
 Z, the first no dZ, and one that is both no M.
 
-A CTA makes M, Z or dZ.
+A CTA makes M, or V rows of Z^T or of dZ^T, a tile.
 
-Launched on [segments * H_v * 3], dZ first, which takes longest.
+Launched on [segments * H_v * (1 + 2 * value tiles)], dZ first, which takes longest.
 """
 
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from kernels_tl.common import (
     dims,
     extern,
 )
-from kernels_tl.cta import Variables, clear_rows_behind, fetch, load_segment_early, shared
+from kernels_tl.cta import Variables, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.forward.segment_maps import (
     CONSUMER_REGISTERS,
     MAP_M,
@@ -41,6 +41,7 @@ from kernels_tl.forward.segment_maps import (
     PRODUCERS,
     ROWS,
     STAGES,
+    V,
     consumers,
     make_barriers,
     map_roles,
@@ -57,12 +58,13 @@ PRELUDE = """
 MAP_DZ = 2  # beside MAP_Z, MAP_M
 
 
-def backward_maps(dtype, K, V):
+def backward_maps(dtype, K):
     tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
-    assert K == V, "M^T has K rows, Z^T and dZ^T have V, and the same warpgroups make each"
+    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
+    assert K == V, "M^T has K rows, a tile of Z^T and dZ^T has V, and the same warpgroups make each"
     assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
     CONSUMERS = consumers(V)
-    roles = map_roles(dtype, K, V, of_backward=True)
+    roles = map_roles(dtype, K, of_backward=True)
 
     def make_tiles():
         return shared(
@@ -109,7 +111,7 @@ def backward_maps(dtype, K, V):
         return Variables(first=first, last=last)
 
     @T.macro
-    def compute_dZ(tiles, ready, chunks, segment, hv, grad_states, scale):
+    def compute_dZ(tiles, ready, chunks, segment, hv, v0, grad_states, scale):
         """The consumers: the recurrence in reverse, and its result."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype)
@@ -131,10 +133,10 @@ def backward_maps(dtype, K, V):
             T.barrier_arrive(ready.released[s])
         if chunks > 0:
             for i, j in T.Parallel(V, K):
-                grad_states[segment.slot - 1, hv, i, j] = r.dS[i, j]
+                grad_states[segment.slot - 1, hv, v0 + i, j] = r.dS[i, j]
 
     @T.macro
-    def load_dZ(tiles, ready, chunks, segment, hv, hk, q, k, grad_o, gates, matrices):
+    def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, q, k, grad_o, gates, matrices):
         """The loader: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, 0)):
@@ -143,22 +145,22 @@ def backward_maps(dtype, K, V):
             t = segment.row + c * C
             slot = segment.first + c
             T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
-            fetch(grad_o[t : t + C, hv, :], tiles.dO[s, :, :], ready.loaded[s])
+            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.P, s, matrices, slot, hv, 1, edge):
                 fetch(source, target, ready.loaded[s])
             fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-            fetch(q[t : t + C, hk, :], tiles.Q[s, :, :], ready.loaded[s])
+            fetch(q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, K], dtype),
-        k: T.Tensor([tokens, H_k, K], dtype),
-        v: T.Tensor([tokens, H_v, V], dtype),
-        grad_o: T.Tensor([tokens, H_v, V], dtype),
+        q: T.Tensor([tokens, H_k, key_dim], dtype),
+        k: T.Tensor([tokens, H_k, key_dim], dtype),
+        v: T.Tensor([tokens, H_v, value_dim], dtype),
+        grad_o: T.Tensor([tokens, H_v, value_dim], dtype),
         gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
         backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
         matrices_0: block_row(chunk_slots, H_v, 0, dtype),
@@ -166,22 +168,30 @@ def backward_maps(dtype, K, V):
         matrices_2: block_row(chunk_slots, H_v, 2, dtype),
         matrices_3: block_row(chunk_slots, H_v, 3, dtype),
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
-        grad_states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
+        grad_states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
         maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
         skips: T.Tensor([segment_slots, H_v], "int32"),
         reverse_skips: T.Tensor([segment_slots, H_v], "int32"),
         group: T.int32,  # H_v / H_k
         scale: T.float32,
     ):
-        with T.Kernel(segment_slots * H_v * 3, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+        with T.Kernel(
+            segment_slots * H_v * (1 + 2 * T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+        ) as cta:
             tiles = make_tiles()
             ready = make_barriers(V)
-            of_dZ = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v))  # CTAs
-            which = T.alloc_var("int32", init=T.Select(cta < of_dZ, MAP_DZ, (cta - of_dZ) % 2))
-            part = T.alloc_var("int32", init=T.Select(cta < of_dZ, cta, T.truncdiv(cta - of_dZ, 2)))
-            slot = T.alloc_var("int32", init=T.truncdiv(part, T.Cast("int32", H_v)))
-            segment = load_segment_early(segments, slot)
+            value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
+            of_dZ = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v) * value_tiles)  # CTAs
+            is_dZ = T.alloc_var("int32", init=T.Select(cta < of_dZ, 1, 0))
+            piece = locate_cta(
+                T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + 1)
+            )
+            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # behind the tiles of Z
+            v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
+            which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
+            hv = T.alloc_var("int32", init=piece.hv)
+            segment = load_segment_early(segments, piece.slot)
             # Bits of the flags that leave a map out: a last segment's Z, a first one's dZ, M where it is both.
             without = T.alloc_var(
                 "int32",
@@ -195,24 +205,23 @@ def backward_maps(dtype, K, V):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hv = T.alloc_var("int32", init=part - slot * T.Cast("int32", H_v))
             hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-            needed = chunks_that_matter(segment.and_also(slot=slot), hv, which, gates, skips, reverse_skips)
+            needed = chunks_that_matter(segment.and_also(slot=piece.slot), hv, which, gates, skips, reverse_skips)
             matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 if which == MAP_DZ:
-                    compute_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, grad_states, scale)
+                    compute_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, grad_states, scale)
                 else:
-                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, states, maps)
+                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, v0, states, maps)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if which == MAP_DZ:
-                    load_dZ(
-                        reverse_tiles, ready, needed.last + 1, segment, hv, hk, q, k, grad_o, backward_gates, matrices
-                    )
+                    inputs = (q, k, grad_o, backward_gates, matrices)
+                    load_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, hk, *inputs)
                 else:
-                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, hk, k, v, gates, matrices)
+                    inputs = (k, v, gates, matrices)
+                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, v0, hk, *inputs)
 
     return main

@@ -40,10 +40,11 @@ What is loaded is one chunk's but for K and the gates, which both ends of the pi
 dq and dk are the sums over the heads of a group: each adds its own, which the last warp sends out by TMA, in its turn
 (device/turns.cuh).
 
-dbeta and dg are with respect to what came, in its dtype, where the activations are inside (device/activations.cuh);
-what a chunk adds to dA_log and ddt_bias goes to gate_sums, which sum_gates adds up.
+Of values with more than V channels a CTA takes a tile; what each adds to dQ and dK goes out in turns likewise. db and
+dg are in fp32, and each tile has its own: gate_gradients adds them up, and takes them through the activations that are
+inside.
 
-Launched on [segments * H_v].
+Launched on [segments * H_v * value tiles].
 """
 
 from types import SimpleNamespace
@@ -62,8 +63,8 @@ from kernels_tl.common import (
     extern,
     load_early,
 )
-from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, shared
-from kernels_tl.layout import BackwardGate, GateSlope, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
+from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, locate_cta, shared
+from kernels_tl.layout import WIDE_TILE, BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -74,16 +75,19 @@ PRELUDE = """
 #include "device/turns.cuh"
 """
 
+V = WIDE_TILE  # value rows a CTA
 ROWS = 64  # of dS^T a warpgroup: the M of its WGMMA
 STAGES = 2
 STATE_REGISTERS, KEY_REGISTERS, OTHER_REGISTERS = 160, 160, 32  # 2 * 160 + 160 + 32 = 4 * 128
 Full = T.GemmWarpPolicy.FullRow
 
 
-def chunk_backward(dtype, K, V):
+def chunk_backward(dtype, K):
     tokens, H_k, H_v, chunk_slots, segment_slots, state_size = dims(
         "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size"
     )
+    key_dim, value_dim, value_rows, parts = dims("key_dim", "value_dim", "value_rows", "parts")
+    value_tiles = T.truncdiv(T.Cast("int32", value_rows), V)
     element = element_type(dtype)
     assert V == 2 * ROWS and K == 128, "two warpgroups carry dS^T, and a tile has two panels"
     STATE_THREADS = 2 * 128
@@ -175,7 +179,7 @@ def chunk_backward(dtype, K, V):
     def gate(tiles, s, row, i):
         return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
 
-    def add_rows(tile, rows, row, hk, valid, head):
+    def add_rows(tile, rows, row, hk, valid, turn):
         return extern(
             f"add_rows<{element}>",
             descriptor(rows, [C, 1, C], SWIZZLE_128B),
@@ -184,8 +188,9 @@ def chunk_backward(dtype, K, V):
             row,
             hk,
             T.Cast("int32", H_k),
+            T.Cast("int32", key_dim),
             valid,
-            head == 0,
+            turn == 0,
         )
 
     @T.macro
@@ -309,19 +314,18 @@ def chunk_backward(dtype, K, V):
     @T.macro
     def carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale):
         """The warpgroups of dS."""
-        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
-        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
-        segment = load_segment_early(segments, slot)
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
         r = make_state_registers()
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         if segment.flags < SegmentFlag.LAST:
             for i, j in T.Parallel(V, K):
-                r.dS[i, j] = grad_states[slot, hv, i, j]
+                r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
         else:
             if has.dht != 0:
-                final.read(r.dS, segment.n, hv)
+                final.read(r.dS, segment.n, piece.hv, piece.v0)
             else:
                 T.clear(r.dS)
         if segment.length % C != 0:
@@ -346,7 +350,7 @@ def chunk_backward(dtype, K, V):
         if (has.dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] *= carried
-            initial.write(r.dS, segment.n, hv)
+            initial.write(r.dS, segment.n, piece.hv, piece.v0)
 
     @T.macro
     def begin_dK(r, tiles, ready, s, z, p, scale, carried):
@@ -416,8 +420,7 @@ def chunk_backward(dtype, K, V):
     @T.macro
     def make_keys(tiles, ready, cta, segments, scale):
         """The warpgroup of dQ and dK."""
-        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
-        segment = load_segment_early(segments, slot)
+        segment = load_segment_early(segments, locate_cta(cta, H_v, value_tiles).slot)
         r = make_key_registers()
         carried = T.alloc_var("float32", init=1.0)  # see carry
         for step in T.serial(segment.chunks):
@@ -442,10 +445,11 @@ def chunk_backward(dtype, K, V):
     @T.macro
     def load(tiles, ready, cta, segments, group, q, k, grad_o, gates, matrices, h, v_new):
         """The loader: the chunks' operands, the last chunk's first."""
-        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
-        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
-        segment = load_segment_early(segments, slot)
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
+        hv = T.alloc_var("int32", init=piece.hv)
         hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+        v0 = T.alloc_var("int32", init=piece.v0)
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
@@ -454,7 +458,7 @@ def chunk_backward(dtype, K, V):
             chunk = segment.first + c
             p = T.alloc_var("int32", init=step % 2)
             T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(gates[chunk, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
             T.barrier_wait(ready.matrices_released, p ^ 1)
@@ -464,24 +468,23 @@ def chunk_backward(dtype, K, V):
                 fetch(source, target, ready.matrices_loaded)
             T.barrier_arrive(ready.matrices_loaded)
             T.barrier_wait(ready.dO_released, p ^ 1)
-            fetch(grad_o[t : t + C, hv, :], tiles.dO[0, :, :], ready.dO_loaded)
+            fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[0, :, :], ready.dO_loaded)
             T.barrier_arrive(ready.dO_loaded)
             T.barrier_wait(ready.Q_released, p ^ 1)
-            fetch(q[t : t + C, hk, :], tiles.Q[0, :, :], ready.Q_loaded)
+            fetch(q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.Q_loaded)
             T.barrier_arrive(ready.Q_loaded)
             T.barrier_wait(ready.values_released, p ^ 1)
-            fetch(v_new[chunk, hv, :, :], tiles.V_new[0, :, :], ready.values_loaded)
+            fetch(v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
             T.barrier_arrive(ready.values_loaded)
             T.barrier_wait(ready.h_released, p ^ 1)
-            fetch(h[chunk, hv, :, :], tiles.h[0, :, :], ready.h_loaded)
+            fetch(h[chunk, hv, v0 : v0 + V, :], tiles.h[0, :, :], ready.h_loaded)
             T.barrier_arrive(ready.h_loaded)
 
     @T.macro
     def make_values(tiles, ready, cta, segments, v, dv):
         """The warps of dV."""
-        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
-        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
-        segment = load_segment_early(segments, slot)
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
         warp = T.alloc_var("int32", init=extern("warp_index", returns="int32") - 1)
         for step in T.serial(segment.chunks):
             c = segment.chunks - 1 - step
@@ -494,34 +497,36 @@ def chunk_backward(dtype, K, V):
             extern(
                 f"store_value_gradients<{element}>",
                 T.access_ptr(tiles.U, "r"),
-                T.access_ptr(dv[row, hv, 0], "w"),
-                T.Cast("int32", H_v * V),
+                T.access_ptr(dv[row, piece.hv, piece.v0], "w"),
+                T.Cast("int32", H_v * value_dim),
                 gates(tiles, s, BackwardGate.BETA),
                 warp * VALUE_ROWS,
                 segment.length - c * C,
+                T.Cast("int32", value_dim) - piece.v0,
             )
             extern(
                 f"dot_values<{element}>",
                 T.access_ptr(tiles.U, "r"),
-                T.access_ptr(v[row, hv, 0], "r"),
-                T.Cast("int32", H_v * V),
+                T.access_ptr(v[row, piece.hv, piece.v0], "r"),
+                T.Cast("int32", H_v * value_dim),
                 gates(tiles, s, BackwardGate.BETA),
                 sums(tiles, p, TokenSum.VALUE),
                 warp * VALUE_ROWS,
                 segment.length - c * C,
+                T.Cast("int32", value_dim) - piece.v0,
             )
             T.barrier_arrive(ready.U_taken)
             T.barrier_arrive(ready.sums_made[p])
             T.barrier_arrive(ready.released[s])
 
     @T.macro
-    def make_gates(tiles, ready, cta, segments, inside, db, dg, group, dq, dk, turns):
+    def make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns):
         """The warp of dbeta and dg, and of dQ and dK on their way out."""
-        slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
-        hv = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v))
-        segment = load_segment_early(segments, slot)
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
+        hv = T.alloc_var("int32", init=piece.hv)
         hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-        head = T.alloc_var("int32", init=hv - hk * group)  # of the group
+        turn = T.alloc_var("int32", init=(hv - hk * group) * value_tiles + piece.tile)
         # Of the chunk, counted on rather than made anew each time: that takes fewer registers.
         chunk = T.alloc_var("int32", init=segment.first + segment.chunks - 1)
         row = T.alloc_var("int32", init=segment.row + (segment.chunks - 1) * C)
@@ -538,67 +543,59 @@ def chunk_backward(dtype, K, V):
                 T.access_ptr(tiles.products[p, 0], "r"),
                 gates(tiles, s, BackwardGate.BETA),
                 gate(tiles, s, BackwardGate.GAMMA, C - 1),
-                T.access_ptr(inside.slopes[0, 0, 0, 0], "r"),
-                inside.activations,
-                T.access_ptr(db[0, 0], "w"),
-                T.access_ptr(dg[0, 0], "w"),
-                T.access_ptr(inside.sums[0, 0, 0], "w"),
-                chunk * T.Cast("int32", H_v) + hv,
-                row * T.Cast("int32", H_v) + hv,
+                T.access_ptr(db[piece.tile, row, hv], "w"),
+                T.access_ptr(dg[piece.tile, row, hv], "w"),
                 T.Cast("int32", H_v),
                 length,
             )
             T.barrier_arrive(ready.sums_taken[p])
             T.barrier_arrive(ready.released[s])
             T.barrier_wait(ready.keys_staged, p)
-            extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), head)
-            add_rows(tiles.dQ, dq, row, hk, length, head)
-            add_rows(tiles.dK, dk, row, hk, length, head)
+            extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), turn)
+            add_rows(tiles.dQ, dq, row, hk, length, turn)
+            add_rows(tiles.dK, dk, row, hk, length, turn)
             extern("wait_for_boxes")
             T.barrier_arrive(ready.keys_taken)
             extern("wait_until_stored")
-            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), head, group)
+            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), turn, group * value_tiles)
             chunk -= 1
             row -= C
             length += C
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, K], dtype),
-        k: T.Tensor([tokens, H_k, K], dtype),
-        v: T.Tensor([tokens, H_v, V], dtype),
-        grad_o: T.Tensor([tokens, H_v, V], dtype),
+        q: T.Tensor([tokens, H_k, key_dim], dtype),
+        k: T.Tensor([tokens, H_k, key_dim], dtype),
+        v: T.Tensor([tokens, H_v, value_dim], dtype),
+        grad_o: T.Tensor([tokens, H_v, value_dim], dtype),
         gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
         matrices_0: block_row(chunk_slots, H_v, 0, dtype),
         matrices_1: block_row(chunk_slots, H_v, 1, dtype),
         matrices_2: block_row(chunk_slots, H_v, 2, dtype),
         matrices_3: block_row(chunk_slots, H_v, 3, dtype),
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        h: T.Tensor([chunk_slots, H_v, V, K], dtype),
-        v_new: T.Tensor([chunk_slots, H_v, C, V], dtype),
-        grad_states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        h: T.Tensor([chunk_slots, H_v, value_rows, K], dtype),
+        v_new: T.Tensor([chunk_slots, H_v, C, value_rows], dtype),
+        grad_states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
         dht: T.Tensor([state_size], "float32"),
         dh0: T.Tensor([state_size], "float32"),
         turns: T.Tensor([chunk_slots, H_k], "int32"),
-        dq: T.Tensor([tokens, H_k, K], dtype),
-        dk: T.Tensor([tokens, H_k, K], dtype),
-        dv: T.Tensor([tokens, H_v, V], dtype),
-        slopes: T.Tensor([chunk_slots, H_v, GateSlope.COUNT, C], "float32"),
-        db: T.Tensor([tokens, H_v], "float32"),  # of the dtypes of beta and g that activations say
-        dg: T.Tensor([tokens, H_v], "float32"),
-        gate_sums: T.Tensor([chunk_slots, H_v, 2], "float32"),
+        dq: T.Tensor([tokens, H_k, key_dim], dtype),
+        dk: T.Tensor([tokens, H_k, key_dim], dtype),
+        dv: T.Tensor([tokens, H_v, value_dim], dtype),
+        db: T.Tensor([parts, tokens, H_v], "float32"),  # of each tile
+        dg: T.Tensor([parts, tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
         scale: T.float32,
         state_stride_v: T.int32,  # of dht and dh0: the caller's layout is these two numbers
         state_stride_k: T.int32,
         has_dht: T.int32,
         has_dh0: T.int32,
-        activations: T.int32,  # Activation
     ):
-        with T.Kernel(segment_slots * H_v, threads=THREADS, prelude=PRELUDE) as cta:
+        with T.Kernel(segment_slots * H_v * T.truncdiv(value_rows, V), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v)))
+            slot = locate_cta(cta, H_v, value_tiles).slot
             flags = load_early(segments[slot, SegmentColumn.FLAGS])
             length = load_early(segments[slot, SegmentColumn.LENGTH])
             if (flags + length == 0) & (cta != 0):
@@ -609,8 +606,8 @@ def chunk_backward(dtype, K, V):
             if tx < STATE_THREADS:
                 T.inc_max_nreg(STATE_REGISTERS)
                 strides = (state_stride_v, state_stride_k)
-                final = States(dht, H_v, K, V, strides)
-                initial = States(dh0, H_v, K, V, strides)
+                final = States(dht, H_v, key_dim, value_dim, strides)
+                initial = States(dh0, H_v, key_dim, value_dim, strides)
                 has = SimpleNamespace(dht=has_dht, dh0=has_dh0)
                 carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale)
             else:
@@ -626,7 +623,6 @@ def chunk_backward(dtype, K, V):
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
                             make_values(tiles, ready, cta, segments, v, dv)
                         else:
-                            inside = SimpleNamespace(slopes=slopes, sums=gate_sums, activations=activations)
-                            make_gates(tiles, ready, cta, segments, inside, db, dg, group, dq, dk, turns)
+                            make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns)
 
     return main

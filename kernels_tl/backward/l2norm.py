@@ -3,9 +3,9 @@
     rstd = 1 / sqrt(rowsum(x * x) + eps)        eps as in transformers
     y    = diag(rstd) x
 
-    q, k        [rows, K]        x, rows = tokens * H_k
-    normalized  [2, rows, K]     y of both
-    rstd        [2, rows] fp32   likewise
+    q, k        [rows, key_dim]        x, rows = tokens * H_k
+    normalized  [2, rows, key_dim]     y of both
+    rstd        [2, rows] fp32         likewise
 
 Each warp takes a row.
 
@@ -31,28 +31,32 @@ def warp_sum(number):
 
 
 def l2norm(dtype, K):
-    (rows,) = dims("rows")
+    rows, key_dim = dims("rows", "key_dim")
     CHANNELS = K // WARP  # of a lane
 
     @T.macro
     def normalize(row, column, which, x, normalized, rstd):
         values = T.alloc_local([CHANNELS], "float32")
         squares = T.alloc_var("float32", init=0.0)
-        for i in T.vectorized(CHANNELS):
-            values[i] = x[row, column + i]
+        for i in T.unroll(CHANNELS):
+            values[i] = 0.0
+        if column < T.Cast("int32", key_dim):
+            for i in T.vectorized(CHANNELS):
+                values[i] = x[row, column + i]
         for i in T.unroll(CHANNELS):
             squares += values[i] * values[i]
         factor = T.alloc_var("float32", init=T.rsqrt(warp_sum(squares) + NORM_EPS))
-        for i in T.vectorized(CHANNELS):
-            normalized[which, row, column + i] = values[i] * factor
+        if column < T.Cast("int32", key_dim):
+            for i in T.vectorized(CHANNELS):
+                normalized[which, row, column + i] = values[i] * factor
         if column == 0:
             rstd[which, row] = factor
 
     @T.prim_func
     def main(
-        q: T.Tensor([rows, K], dtype),
-        k: T.Tensor([rows, K], dtype),
-        normalized: T.Tensor([2, rows, K], dtype),
+        q: T.Tensor([rows, key_dim], dtype),
+        k: T.Tensor([rows, key_dim], dtype),
+        normalized: T.Tensor([2, rows, key_dim], dtype),
         rstd: T.Tensor([2, rows], "float32"),
     ):
         with T.Kernel(T.ceildiv(rows, WARPS), 2, threads=WARPS * WARP) as (cta, which):

@@ -2,8 +2,8 @@
 
     dx = rstd (dy - y rowsum(y * dy))
 
-    normalized, rstd  [2, rows, K], [2, rows] fp32    y and 1 / |x| of q and k, by l2norm; rows = tokens * H_k
-    dq, dk            [rows, K]                       dy, then dx
+    normalized, rstd  [2, rows, key_dim], [2, rows] fp32    y and 1 / |x| of q and k, by l2norm; rows = tokens * H_k
+    dq, dk            [rows, key_dim]                       dy, then dx
 
 A half-warp takes a row.
 
@@ -19,7 +19,7 @@ LANES = 16  # of a row
 
 
 def l2norm_backward(dtype, K):
-    (rows,) = dims("rows")
+    rows, key_dim = dims("rows", "key_dim")
     CHANNELS = K // LANES  # of a lane: 16 bytes where K is 128
 
     @T.macro
@@ -28,10 +28,14 @@ def l2norm_backward(dtype, K):
         dy = T.alloc_local([CHANNELS], "float32")
         product = T.alloc_var("float32", init=0.0)
         size = T.alloc_var("float32", init=0.0)
-        for i in T.vectorized(CHANNELS):
-            y[i] = normalized[which, row, column + i]
-        for i in T.vectorized(CHANNELS):
-            dy[i] = gradient[row, column + i]
+        for i in T.unroll(CHANNELS):
+            y[i] = 0.0
+            dy[i] = 0.0
+        if column < T.Cast("int32", key_dim):
+            for i in T.vectorized(CHANNELS):
+                y[i] = normalized[which, row, column + i]
+            for i in T.vectorized(CHANNELS):
+                dy[i] = gradient[row, column + i]
         factor = T.alloc_var("float32", init=rstd[which, row])
         for i in T.unroll(CHANNELS):
             product += y[i] * dy[i]
@@ -39,7 +43,8 @@ def l2norm_backward(dtype, K):
         for bit in T.unroll(LANES.bit_length() - 1):
             product += T.shfl_xor(product, 1 << bit)
             size += T.shfl_xor(size, 1 << bit)
-        if size != 0.0:  # rows that no sequence covers have zeros, and anything, even NaN, in y
+        # Rows that no sequence covers have zeros, and anything, even NaN, in y.
+        if (size != 0.0) & (column < T.Cast("int32", key_dim)):
             for i in T.unroll(CHANNELS):
                 dy[i] = factor * (dy[i] - y[i] * product)
             for i in T.vectorized(CHANNELS):
@@ -47,10 +52,10 @@ def l2norm_backward(dtype, K):
 
     @T.prim_func
     def main(
-        normalized: T.Tensor([2, rows, K], dtype),
+        normalized: T.Tensor([2, rows, key_dim], dtype),
         rstd: T.Tensor([2, rows], "float32"),
-        dq: T.Tensor([rows, K], dtype),
-        dk: T.Tensor([rows, K], dtype),
+        dq: T.Tensor([rows, key_dim], dtype),
+        dk: T.Tensor([rows, key_dim], dtype),
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
             row = cta * ROWS + T.get_thread_binding() // LANES

@@ -19,31 +19,70 @@ __device__ __forceinline__ __half from_float(__half, float x) { return __float2h
 // use(T()) with the type of the elements whose Dtype `activations` has at `bit`.
 template <typename Use>
 __device__ __forceinline__ void with_dtype(int activations, int bit, Use use) {
-  switch (activations >> bit & 3) {
-    case Dtype::kFloat32:
-      return use(float());
-    case Dtype::kBfloat16:
-      return use(__nv_bfloat16());
-    case Dtype::kFloat16:
-      return use(__half());
-    default:
-      return use(double());
+  const int dtype = activations >> bit & 3;
+  if (dtype == Dtype::kFloat32) [[likely]] {  // as gates that are ready have it; a switch would be a jump by a table
+    use(float());
+  } else if (dtype == Dtype::kBfloat16) {
+    use(__nv_bfloat16());
+  } else if (dtype == Dtype::kFloat16) {
+    use(__half());
+  } else {
+    use(double());
   }
 }
 
-__device__ __forceinline__ float read_number(const void* numbers, int activations, int bit, int64_t i) {
-  float x;
-  with_dtype(activations, bit, [&]<typename T>(T) { x = to_float(static_cast<const T*>(numbers)[i]); });
-  return x;
+// A number as it is, in the low bits; a double already as a float. So that several can be on their way before any is
+// waited for.
+template <typename T>
+__device__ __forceinline__ uint32_t load_bits(const T* number) {
+  if constexpr (sizeof(T) == 2) {
+    return *reinterpret_cast<const uint16_t*>(number);
+  } else {
+    return __float_as_uint(to_float(*number));
+  }
+}
+__device__ __forceinline__ uint32_t load_bits(const void* numbers, int activations, int bit, int64_t i) {
+  uint32_t bits;
+  with_dtype(activations, bit, [&]<typename T>(T) { bits = load_bits(static_cast<const T*>(numbers) + i); });
+  return bits;
 }
 
-__device__ __forceinline__ void write_number(void* numbers, int activations, int bit, int64_t i, float x) {
-  with_dtype(activations, bit, [&]<typename T>(T type) { static_cast<T*>(numbers)[i] = from_float(type, x); });
+template <int kCount>
+__device__ __forceinline__ void from_bits(float (&x)[kCount], const uint32_t (&bits)[kCount], int activations,
+                                          int bit) {
+  with_dtype(activations, bit, [&]<typename T>(T type) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (sizeof(T) == 2) {
+        x[i] = unpack(type, bits[i]).x;
+      } else {
+        x[i] = __uint_as_float(bits[i]);
+      }
+    }
+  });
+}
+__device__ __forceinline__ float from_bits(uint32_t bits, int activations, int bit) {
+  float x[1];
+  const uint32_t all[1] = {bits};
+  from_bits(x, all, activations, bit);
+  return x[0];
 }
 
-constexpr float kSoftplusThreshold = 20.f;  // PyTorch's: from there on it is the identity
+// log(1 + e), 0 <= e <= 1; relative error 2^-22. The polynomial was fitted to that error.
+__device__ __forceinline__ float log1p_of_fraction(float e) {
+  constexpr float kCoefficients[] = {0.0052326242f, -0.029504957f, 0.078225493f, -0.13663207f, 0.19105989f,
+                                     -0.24842978f,  0.33319095f,   -0.49999493f, 0.99999994f};
+  float x = 0.f;
+#pragma unroll
+  for (const float coefficient : kCoefficients) {
+    x = x * e + coefficient;
+  }
+  return x * e;
+}
 
-__device__ __forceinline__ float softplus(float x) { return x > kSoftplusThreshold ? x : log1pf(expf(x)); }
+// From PyTorch's threshold of 20 on the second term is lost, as there. Without branches, which would keep a thread's
+// tokens apart.
+__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1p_of_fraction(expf(-fabsf(x))); }
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
 
@@ -53,21 +92,38 @@ __device__ __forceinline__ float sigmoid_slope(float x) {
   return e * r * r;
 }
 
-__device__ __forceinline__ float softplus_slope(float x) { return x > kSoftplusThreshold ? 1.f : sigmoid(x); }
+__device__ __forceinline__ float softplus_slope(float x) { return sigmoid(x); }
 
-// Of a head: -exp(A_log), dt_bias. Without the gate inside nothing is read.
-__device__ __forceinline__ float gate_rate(const void* A_log, int activations, int head) {
-  return activations & Activation::kGate ? -expf(read_number(A_log, activations, Activation::kALog, head)) : 0.f;
-}
-__device__ __forceinline__ float gate_bias(const void* dt_bias, int activations, int head) {
-  return activations & Activation::kBias ? read_number(dt_bias, activations, Activation::kDtBias, head) : 0.f;
+// Of a stronger decay nothing would be left either: e^-1024 is 0. So g = -inf forgets the state, and the sums over a
+// chunk keep enough digits for the tokens behind.
+constexpr float kStrongestDecay = -1024.f;
+__device__ __forceinline__ float limit_decay(float g) { return g < kStrongestDecay ? kStrongestDecay : g; }
+
+// Of a head: A_log and dt_bias as they are. Without the gate inside, or without a bias, nothing is read.
+struct GateBits {
+  uint32_t A_log = 0, dt_bias = 0;
+};
+__device__ __forceinline__ GateBits load_gate_bits(const void* A_log, const void* dt_bias, int activations, int head) {
+  GateBits bits;
+  if (activations & Activation::kGate) {
+    bits.A_log = load_bits(A_log, activations, Activation::kALog, head);
+  }
+  if (activations & Activation::kBias) {
+    bits.dt_bias = load_bits(dt_bias, activations, Activation::kDtBias, head);
+  }
+  return bits;
 }
 
 // g of what comes, and its derivative.
 struct HeadGate {
   float rate, bias;
 
-  __device__ __forceinline__ float operator()(float x) const { return rate * softplus(x + bias); }
+  __device__ __forceinline__ HeadGate(float rate, float bias) : rate(rate), bias(bias) {}
+  __device__ __forceinline__ HeadGate(const GateBits& bits, int activations)
+      : rate(-expf(from_bits(bits.A_log, activations, Activation::kALog))),
+        bias(activations & Activation::kBias ? from_bits(bits.dt_bias, activations, Activation::kDtBias) : 0.f) {}
+
+  __device__ __forceinline__ float operator()(float x) const { return limit_decay(rate * softplus(x + bias)); }
   __device__ __forceinline__ float slope(float x) const { return rate * softplus_slope(x + bias); }
 };
 
@@ -77,52 +133,6 @@ __device__ __forceinline__ float activated_beta(float x, int activations) {
 }
 __device__ __forceinline__ float activated_beta_slope(float x, int activations) {
   return beta_factor(activations) * sigmoid_slope(x);
-}
-
-// By one warp: dbeta and dg of tokens 2 l and 2 l + 1, those before `valid`, through the activations that are inside, in
-// the dtypes of what came, from element `at` on, `stride` apart. The slopes (GateSlope) and the sums are those of all
-// chunks and heads: what the tokens add to dA_log and ddt_bias goes to the two sums of the piece, the chunk and head.
-// Numbers of gates have 32 bits: their vectors would not fit into any memory.
-__device__ __forceinline__ void store_through_activations(float (&dbeta)[2], float (&dg)[2], const float* slopes,
-                                                          int activations, void* dbeta_rows, void* dg_rows, float* sums,
-                                                          int piece, int at, int stride, int valid) {
-  const int token = 2 * lane_here();
-  if (activations != 0) {
-    const auto row = [&](int i) {
-      return *reinterpret_cast<const float2*>(slopes + (static_cast<int64_t>(piece) * GateSlope::kCount + i) * kChunk +
-                                              token);
-    };
-    const float2 of_beta = row(GateSlope::kBeta);
-    dbeta[0] *= of_beta.x;
-    dbeta[1] *= of_beta.y;
-    const float2 value = row(GateSlope::kValue);
-    float dA_log = (token < valid ? dg[0] * value.x : 0.f) + (token + 1 < valid ? dg[1] * value.y : 0.f);
-    const float2 of_g = row(GateSlope::kG);
-    dg[0] *= of_g.x;
-    dg[1] *= of_g.y;
-    float ddt_bias = (token < valid ? dg[0] : 0.f) + (token + 1 < valid ? dg[1] : 0.f);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      dA_log += __shfl_xor_sync(~0u, dA_log, step);
-      ddt_bias += __shfl_xor_sync(~0u, ddt_bias, step);
-    }
-    if (token == 0 && activations & Activation::kGate) {
-      reinterpret_cast<float2*>(sums)[piece] = {dA_log, ddt_bias};
-    }
-  }
-  const auto store = [&](void* rows, int bit, const float (&x)[2]) {
-    with_dtype(activations, bit, [&]<typename T>(T type) {
-      T* const to = static_cast<T*>(rows) + at + token * stride;
-      if (token < valid) {
-        to[0] = from_float(type, x[0]);
-      }
-      if (token + 1 < valid) {
-        to[stride] = from_float(type, x[1]);
-      }
-    });
-  };
-  store(dbeta_rows, Activation::kBeta, dbeta);
-  store(dg_rows, Activation::kG, dg);
 }
 
 }  // namespace flash_qla::device

@@ -6,28 +6,13 @@
 
 namespace flash_qla::device {
 
-// By one warp: of `heads` neighbouring value heads what `numbers`, with the Dtype at `bit`, hold from element `at` on at
-// the chunk's tokens, `stride` apart; behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the
-// heads of a token share a line.
-__device__ __forceinline__ void load_heads(float (&x)[8], const void* numbers, int activations, int bit, int64_t at,
-                                           int64_t stride, int heads, int length) {
+// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
+// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
+__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int stride, int heads, int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
-  with_dtype(activations, bit, [&]<typename T>(T) {
-    const T* const elements = static_cast<const T*>(numbers) + at;
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      x[s] = head < heads && first + s < length ? to_float(elements[(first + s) * stride + head]) : 0.f;
-    }
-  });
-}
-
-// f of each, behind `length` tokens 0 again.
-template <typename F>
-__device__ __forceinline__ void change_heads(float (&x)[8], int length, F f) {
-  const int first = threadIdx.x % 8 * 8;
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
-    x[s] = first + s < length ? f(x[s]) : 0.f;
+    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
   }
 }
 
@@ -37,23 +22,67 @@ __device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
   pieces[1] = {x[4], x[5], x[6], x[7]};
 }
 
-constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), beta
+constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), before that g; beta
 
-__device__ __forceinline__ HeadGate head_gate(const void* A_log, const void* dt_bias, int activations, int head) {
-  return {gate_rate(A_log, activations, head), gate_bias(dt_bias, activations, head)};
+// By the CTA: g, unless it is `cumulative` already, and beta of `heads` heads, of which first_head is the first, from
+// what came, from element `at` on, `stride` apart; behind `length` tokens 0. Not inlined: in the way of gates that are
+// ready this code took chunk_matrices 10 % more time.
+static __device__ __noinline__ void activate_chunk(float* gates, const void* g, const void* beta, const void* A_log,
+                                                   const void* dt_bias, int activations, bool cumulative, int64_t at,
+                                                   int first_head, int stride, int heads, int length) {
+  constexpr int kMost = 2;  // gates a thread: 4 heads, 128 threads
+  uint32_t g_bits[kMost], beta_bits[kMost];
+  GateBits gate_bits[kMost];
+  const auto token_of = [=](int n) { return static_cast<int>(threadIdx.x + n * blockDim.x) / heads; };
+  const auto head_of = [=](int n) { return static_cast<int>(threadIdx.x + n * blockDim.x) % heads; };
+#pragma unroll
+  for (int n = 0; n < kMost; ++n) {
+    if (token_of(n) < length) {
+      const int64_t from = at + token_of(n) * stride + head_of(n);
+      beta_bits[n] = load_bits(beta, activations, Activation::kBeta, from);
+      if (!cumulative) {
+        g_bits[n] = load_bits(g, activations, Activation::kG, from);
+        gate_bits[n] = load_gate_bits(A_log, dt_bias, activations, first_head + head_of(n));
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kMost; ++n) {
+    if (token_of(n) < kChunk) {
+      float made_g = 0.f, made_beta = 0.f;
+      if (token_of(n) < length) {
+        if (!cumulative) {
+          const float raw = from_bits(g_bits[n], activations, Activation::kG);
+          made_g = activations & Activation::kGate ? HeadGate(gate_bits[n], activations)(raw) : limit_decay(raw);
+        }
+        const float raw = from_bits(beta_bits[n], activations, Activation::kBeta);
+        made_beta = activations & Activation::kSigmoid ? activated_beta(raw, activations) : raw;
+      }
+      float* const to = gates + head_of(n) * kHeadGates + token_of(n);
+      to[0] = made_g;
+      to[kChunk] = made_beta;
+    }
+  }
 }
 
-// By one warp: b log2(e) of `heads` heads, of which first_head is the first, to `gates`, and b of the first `valid`
-// tokens to b_rows.
-__device__ __forceinline__ void load_gates(float* gates, const void* g, const void* A_log, const void* dt_bias,
-                                           int activations, int64_t at, int first_head, float* b_rows, int64_t stride,
+// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows. Of g, or of what
+// activate_chunk has left.
+__device__ __forceinline__ void load_gates(float* gates, const float* g, bool activated, float* b_rows, int stride,
                                            int heads, int length, int valid) {
   const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
   float b[8];
-  load_heads(b, g, activations, Activation::kG, at, stride, heads, length);
-  if (activations & Activation::kGate) {
-    const HeadGate gate = head_gate(A_log, dt_bias, activations, first_head + min(head, heads - 1));
-    change_heads(b, length, [&](float x) { return gate(x); });
+  if (activated) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      b[s] = gates[min(head, heads - 1) * kHeadGates + 8 * i + s];
+    }
+    __syncwarp();  // before these become b
+  } else {
+    load_heads(b, g, stride, heads, length);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      b[s] = limit_decay(b[s]);
+    }
   }
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
@@ -77,7 +106,7 @@ __device__ __forceinline__ void load_gates(float* gates, const void* g, const vo
 }
 
 // By one warp: b log2(e) of `heads` heads from b itself, which behind the chunk's last token stays what it was.
-__device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int64_t stride, int heads,
+__device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int stride, int heads,
                                                       int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
   float b[8];
@@ -89,54 +118,10 @@ __device__ __forceinline__ void load_cumulative_gates(float* gates, const float*
 }
 
 // By one warp: likewise beta.
-__device__ __forceinline__ void load_beta(float* gates, const void* betas, int activations, int64_t at, int64_t stride,
-                                          int heads, int length) {
+__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int stride, int heads, int length) {
   float beta[8];
-  load_heads(beta, betas, activations, Activation::kBeta, at, stride, heads, length);
-  if (activations & Activation::kSigmoid) {
-    change_heads(beta, length, [&](float x) { return activated_beta(x, activations); });
-  }
+  load_heads(beta, beta_rows, stride, heads, length);
   store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
-}
-
-// By one warp: rows of the tables of slopes of `heads` heads, in global memory.
-__device__ __forceinline__ void store_slopes(float* table, int row, const float (&x)[8], int heads) {
-  const int head = (threadIdx.x & 31) / 8;
-  if (head < heads) {
-    store_head(table + (head * GateSlope::kCount + row) * kChunk, x);
-  }
-}
-__device__ __forceinline__ void store_gate_slopes(float* table, const void* g, const void* A_log, const void* dt_bias,
-                                                  int activations, int64_t at, int first_head, int64_t stride,
-                                                  int heads, int length) {
-  const int head = (threadIdx.x & 31) / 8;
-  float slope[8], value[8];
-  if (activations & Activation::kGate) {
-    const HeadGate gate = head_gate(A_log, dt_bias, activations, first_head + min(head, heads - 1));
-    load_heads(slope, g, activations, Activation::kG, at, stride, heads, length);
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      value[s] = gate(slope[s]);
-      slope[s] = gate.slope(slope[s]);
-    }
-  } else {
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      slope[s] = 1.f;
-      value[s] = 0.f;
-    }
-  }
-  store_slopes(table, GateSlope::kG, slope, heads);
-  store_slopes(table, GateSlope::kValue, value, heads);
-}
-__device__ __forceinline__ void store_beta_slopes(float* table, const void* betas, int activations, int64_t at,
-                                                  int64_t stride, int heads, int length) {
-  float slope[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
-  if (activations & Activation::kSigmoid) {
-    load_heads(slope, betas, activations, Activation::kBeta, at, stride, heads, length);
-    change_heads(slope, length, [&](float x) { return activated_beta_slope(x, activations); });
-  }
-  store_slopes(table, GateSlope::kBeta, slope, heads);
 }
 
 // By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
@@ -174,7 +159,7 @@ __device__ __forceinline__ void store_backward_gates(const float* gates, float* 
   for (int i = 0; i < 2; ++i) {
     const int token = lane + 32 * i;
     const float b = gates[token];
-    table[BackwardGate::kLog * kChunk + token] = b * kLn2;
+    table[BackwardGate::kLog * kChunk + token] = b;
     table[BackwardGate::kGamma * kChunk + token] = exp2_fast(b);
     table[BackwardGate::kDecay * kChunk + token] = exp2_fast(gates[kChunk - 1] - b);
     table[BackwardGate::kFade * kChunk + token] = exp2_fast(b - gates[0]);

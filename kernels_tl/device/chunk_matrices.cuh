@@ -396,4 +396,13 @@ __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CU
   }
 }
 
+// By the CTA: zeros in `length` rows of `columns` 16-bit elements, a multiple of 8, `stride` apart.
+__device__ __forceinline__ void clear_rows(void* rows, int64_t stride, int columns, int length) {
+  const int pieces = columns / 8;
+  for (int i = threadIdx.x; i < length * pieces; i += blockDim.x) {
+    const int row = i / pieces;
+    reinterpret_cast<uint4*>(static_cast<uint16_t*>(rows) + row * stride)[i - row * pieces] = {};
+  }
+}
+
 }  // namespace flash_qla::device

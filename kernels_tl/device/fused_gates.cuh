@@ -18,42 +18,59 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
   }
 }
 
-// By one warp: of tokens 2 l and 2 l + 1 what `numbers`, with the Dtype at `bit`, hold from element `at` on, `stride`
-// apart; from `length` on 0.
-__device__ __forceinline__ void load_pair(float* x, const void* numbers, int activations, int bit, int64_t at,
-                                          int64_t stride, int length) {
+// By one warp: of tokens 2 l and 2 l + 1 g and beta as they are, from element `at` on, `stride` apart; none from
+// `length` on. To be on their way while the chunk before is worked on.
+__device__ __forceinline__ void load_pair(uint32_t* bits, const void* numbers, int activations, int bit, int64_t at,
+                                          int stride, int length) {
   const int token = 2 * lane_here();
-  x[0] = x[1] = 0.f;
   with_dtype(activations, bit, [&]<typename T>(T) {
-    const T* const elements = static_cast<const T*>(numbers) + at + token * stride;
-    if (token < length) {
-      x[0] = to_float(elements[0]);
-    }
-    if (token + 1 < length) {
-      x[1] = to_float(elements[stride]);
+    const T* const elements = static_cast<const T*>(numbers) + at;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (token + i < length) {
+        bits[i] = load_bits(elements + (token + i) * stride);
+      }
     }
   });
 }
+__device__ __forceinline__ void load_pairs(uint32_t* g_bits, uint32_t* beta_bits, const void* g, const void* beta,
+                                           int activations, int64_t at, int stride, int length) {
+  load_pair(g_bits, g, activations, Activation::kG, at, stride, length);
+  load_pair(beta_bits, beta, activations, Activation::kBeta, at, stride, length);
+}
 
-// g and beta of these tokens, activated.
-__device__ __forceinline__ void load_gate_pair(float* x, const void* g, float rate, float bias, int activations,
-                                               int64_t at, int64_t stride, int length) {
-  load_pair(x, g, activations, Activation::kG, at, stride, length);
+// These, activated; from `length` on 0.
+__device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint32_t* g_bits, const uint32_t* beta_bits,
+                                               float rate, float bias, int activations, int length) {
+  const uint32_t gs[2] = {g_bits[0], g_bits[1]}, betas[2] = {beta_bits[0], beta_bits[1]};
+  float raw_g[2], raw_beta[2];
+  from_bits(raw_g, gs, activations, Activation::kG);
+  from_bits(raw_beta, betas, activations, Activation::kBeta);
   if (activations & Activation::kGate) {
-    const int token = 2 * lane_here();
-    const HeadGate gate = {rate, bias};
-    x[0] = token < length ? gate(x[0]) : 0.f;
-    x[1] = token + 1 < length ? gate(x[1]) : 0.f;
+    raw_g[0] = HeadGate(rate, bias)(raw_g[0]);
+    raw_g[1] = HeadGate(rate, bias)(raw_g[1]);
+  } else {
+    raw_g[0] = limit_decay(raw_g[0]);
+    raw_g[1] = limit_decay(raw_g[1]);
+  }
+  if (activations & Activation::kSigmoid) {
+    raw_beta[0] = activated_beta(raw_beta[0], activations);
+    raw_beta[1] = activated_beta(raw_beta[1], activations);
+  }
+  const int token = 2 * lane_here();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    g[i] = token + i < length ? raw_g[i] : 0.f;
+    beta[i] = token + i < length ? raw_beta[i] : 0.f;
   }
 }
-__device__ __forceinline__ void load_beta_pair(float* x, const void* beta, int activations, int64_t at, int64_t stride,
-                                               int length) {
-  load_pair(x, beta, activations, Activation::kBeta, at, stride, length);
-  if (activations & Activation::kSigmoid) {
-    const int token = 2 * lane_here();
-    x[0] = token < length ? activated_beta(x[0], activations) : 0.f;
-    x[1] = token + 1 < length ? activated_beta(x[1], activations) : 0.f;
-  }
+
+// -exp(A_log) and dt_bias of a head.
+__device__ __forceinline__ void load_head_gate(float* rate_and_bias, const void* A_log, const void* dt_bias,
+                                               int activations, int head) {
+  const HeadGate gate(load_gate_bits(A_log, dt_bias, activations, head), activations);
+  rate_and_bias[0] = gate.rate;
+  rate_and_bias[1] = gate.bias;
 }
 
 // By one warp: a chunk's table from its tokens' g and beta, two a lane.

@@ -2,7 +2,6 @@
 // tile of R rows and 128 columns is two panels of 64 columns, each with rows of 128 bytes under TMA's swizzle.
 #pragma once
 
-#include "device/activations.cuh"
 #include "device/tiles.cuh"
 
 namespace flash_qla::device {
@@ -227,7 +226,7 @@ class GatedProducts {
       : products_(products), likeness_(likeness), log_gates_(log_gates), diagonal_(diagonal), row_(first_row()) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      b_[half] = log_gates[row_ + 8 * half] * kLog2e;
+      b_[half] = log_gates[row_ + 8 * half];
       beta_[half] = kDiagonal ? 1.f : betas[row_ + 8 * half];
       factor_[half] = beta_[half] * scale;
     }
@@ -248,7 +247,7 @@ class GatedProducts {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = 4 * n + 2 * half + e;
-          const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x) * kLog2e);
+          const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x));
           const float ungated = products_[at];
           x[e] = D * ungated;  // above the diagonal anything
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
@@ -379,10 +378,11 @@ __device__ __forceinline__ void fade_columns(void* faded, const float* fragment,
   round_scaled_columns<T>(faded, fragment, x);
 }
 
-// By a warp: dV = beta U of its 32 tokens from the first-th on; U is a tile of 64 x 128. A half-warp takes a row.
+// By a warp: dV = beta U of its 32 tokens from the first-th on; U is a tile of 64 x 128, of which V has `columns`. A
+// half-warp takes a row.
 template <typename T>
 __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_rows, int stride, const float* beta,
-                                                      int first, int valid) {
+                                                      int first, int valid, int columns) {
   constexpr int kRows = 4;  // in flight
   const int lane = lane_here(), piece = lane & 15, begin = first + (lane >> 4);
   const char* const panel = static_cast<const char*>(U) + (piece / 8) * kChunk * kRowBytes;
@@ -402,7 +402,7 @@ __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_ro
         const float2 pair = unpack(T(), *x);
         *x = pack(T(), factor[i] * pair.x, factor[i] * pair.y);
       }
-      if (row + 2 * i < valid) {
+      if (row + 2 * i < valid && 8 * piece < columns) {
         *reinterpret_cast<uint4*>(dv + 2 * i * stride) = u[i];
       }
     }
@@ -413,7 +413,7 @@ __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_ro
 // Likewise, for those that need V, rowsum(U * V) to sums.
 template <typename T>
 __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, int stride, const float* beta,
-                                           float* sums, int first, int valid) {
+                                           float* sums, int first, int valid, int columns) {
   const int lane = lane_here(), piece = lane & 15;
   if (!__any_sync(~0u, first + lane < valid && needs_V(T(), beta[first + lane]))) {
     return;
@@ -425,7 +425,7 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
     const bool with_V = row < valid && needs_V(T(), beta[row]);
     const uint4 u = *reinterpret_cast<const uint4*>(panel + swizzled(row, piece & 7));
     uint4 values = {};
-    if (with_V) {
+    if (with_V && 8 * piece < columns) {
       values = __ldg(reinterpret_cast<const uint4*>(v + row * stride));
     }
     float sum = 0.f;
@@ -450,9 +450,8 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
 // By a warp: dbeta and dg of a chunk, see chunk_backward, from the rows of TokenSum. Lane l has tokens 2l and 2l + 1.
 template <typename T>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
-                                                     const float* beta, float total_decay, const float* slopes,
-                                                     int activations, void* db, void* dg, float* gate_sums, int piece,
-                                                     int at, int stride, int valid) {
+                                                     const float* beta, float total_decay, float* db, float* dg,
+                                                     int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
   const float2 yq = pair(sums + TokenSum::kQuery * kChunk), z = pair(sums + TokenSum::kKey * kChunk);
@@ -486,10 +485,17 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   }
   state *= total_decay;
   const float before = prefix - z.x - z.y;
-  float gradient[2] = {suffix + before + state, suffix - y[0] + before + z.x + state};
-  float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
+  const float gradient[2] = {suffix + before + state, suffix - y[0] + before + z.x + state};
+  const float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
                                    needs_V(T(), betas.y) ? uv.y - x.y + f.y : uv.y};
-  store_through_activations(betas_gradient, gradient, slopes, activations, db, dg, gate_sums, piece, at, stride, valid);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = 2 * lane + i;
+    if (token < valid) {
+      db[token * stride] = betas_gradient[i];
+      dg[token * stride] = gradient[i];
+    }
+  }
 }
 
 }  // namespace flash_qla::device

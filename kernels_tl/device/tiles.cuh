@@ -187,22 +187,23 @@ __device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, in
   }
 }
 
-// By one warp: rows[j * stride + i] = tile[j][i] for j < valid. (A box of TMA would go on into the next sequence.)
+// By one warp: rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8. (A box of TMA would go on
+// into the next sequence.)
 template <typename T>
-__device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid) {
+__device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid, int columns) {
   const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
   const char* const from = static_cast<const char*>(tile);
   T* const to = static_cast<T*>(rows) + piece * 8;
 #pragma unroll 1
-  for (int i = row; i < 64; i += 16) {
-    uint4 data[4];
+  for (int i = row; i < 64; i += 8) {
+    uint4 data[2];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 2; ++n) {
       data[n] = *reinterpret_cast<const uint4*>(from + swizzled(i + 4 * n, piece));
     }
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if (i + 4 * n < valid) {
+    for (int n = 0; n < 2; ++n) {
+      if (i + 4 * n < valid && piece * 8 < columns) {
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(i + 4 * n) * stride) = data[n];
       }
     }
@@ -210,19 +211,20 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
 }
 
 // A state on its way in, by one warp: `rows` rows of `columns` floats, `stride` apart, from `first_state` or `state` to
-// shared memory, where kStatePad floats stay free behind each row. Each lane announces its own rows to the barrier.
+// shared memory, where they are `pitch` apart. Each lane announces its own rows to the barrier.
 template <typename Barrier>
 __device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const float* state, const float* first_state,
-                                            int is_first, int rows, int columns, int stride) {
+                                            int is_first, int rows, int columns, int stride, int pitch) {
   const float* const from = is_first ? first_state : state;
   const int lane = threadIdx.x & 31;
   const uint32_t bar = shared_address(&barrier);
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(rows / 32 * columns * 4)
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar),
+               "r"((rows + 31 - lane) / 32 * columns * 4)
                : "memory");
 #pragma unroll 1
   for (int row = lane; row < rows; row += 32) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to + row * (columns + kStatePad))),
+                     shared_address(to + row * pitch)),
                  "l"(from + row * stride), "r"(columns * 4), "r"(bar)
                  : "memory");
   }
@@ -252,60 +254,96 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
-// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x K; in memory it is a state
-// with V or with K first. By a thread: use(i, at) for its i-th pair of columns. Strides are constants, so that all
-// addresses are one and an immediate, and the thread is opaque like lane_here(): nothing is kept from before the
-// chunks.
-template <int kK, int kRowStride, int kColumnStride, typename Use>
-__device__ __forceinline__ void for_pairs(Use use) {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  const int row = 16 * (thread / 32) + thread % 32 / 4, column = 2 * (thread % 4);
-  const int at = row * kRowStride + column * kColumnStride;
+// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x kK; in memory it is a state
+// with V or with K first, whose rows are `stride` elements apart, and which may have fewer value rows and channels;
+// both are multiples of 8. By a thread: use(i, at, next) for its i-th pair of columns, which are at these two elements,
+// or skip(i). All that it starts from is opaque like lane_here(): nothing is kept from before the chunks. Where nothing
+// is to be skipped nothing is asked: a branch for each pair took 5 % of batches of 1024 tokens.
+template <int kK, bool kAll, typename Number, typename Use, typename Skip>
+__device__ __forceinline__ void for_pairs_from(Number* at, int row_step, int column_step, int next, int rows,
+                                               int columns, Use use, Skip skip) {
 #pragma unroll
-  for (int i = 0; i < kK / 4; ++i) {
-    use(i, at + 8 * (i % 2) * kRowStride + 8 * (i / 2) * kColumnStride);
+  for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (kAll || (8 * half < rows && 8 * n < columns)) {
+        use(2 * n + half, at + half * row_step, at + half * row_step + next);
+      } else {
+        skip(2 * n + half);
+      }
+    }
+    at += column_step;
+  }
+}
+template <int kK, typename Number, typename Use, typename Skip>
+__device__ __forceinline__ void for_pairs(Number* state, bool v_first, int stride, int rows, int columns, Use use,
+                                          Skip skip) {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread), "+r"(stride), "+r"(rows), "+r"(columns));
+  const int row = 16 * (thread / 32) + thread % 32 / 4, column = 2 * (thread % 4);
+  Number* const at = state + (v_first ? row * stride + column : column * stride + row);
+  const int row_step = v_first ? 8 * stride : 8, column_step = v_first ? 8 : 8 * stride, next = v_first ? 1 : stride;
+  if (__all_sync(~0u, row + 8 < rows) && columns == kK) {
+    for_pairs_from<kK, true>(at, row_step, column_step, next, rows, columns, use, skip);
+  } else {
+    for_pairs_from<kK, false>(at, row_step, column_step, next, rows - row, columns, use, skip);
   }
 }
 
-// To kV rows of S^T, from a state of so many value rows with kPad elements behind each of its rows.
-template <int kK, int kV, int kPad = 0>
-__device__ __forceinline__ void read_state(float* fragment, const float* state, bool v_first) {
+// To rows of S^T, zeros where the state has none.
+template <int kK>
+__device__ __forceinline__ void read_state(float* fragment, const float* state, bool v_first, int stride, int rows,
+                                           int columns) {
   float2* const pairs = reinterpret_cast<float2*>(fragment);
+  const auto clear = [=](int i) { pairs[i] = {}; };
   if (v_first) {
-    for_pairs<kK, kK + kPad, 1>([=](int i, int at) { pairs[i] = *reinterpret_cast<const float2*>(state + at); });
+    for_pairs<kK>(
+        state, true, stride, rows, columns,
+        [=](int i, const float* at, const float*) { pairs[i] = *reinterpret_cast<const float2*>(at); }, clear);
   } else {
-    constexpr int kStride = kV + kPad;
-    for_pairs<kK, 1, kStride>([=](int i, int at) { pairs[i] = {state[at], state[at + kStride]}; });
+    for_pairs<kK>(
+        state, false, stride, rows, columns,
+        [=](int i, const float* at, const float* next) { pairs[i] = {*at, *next}; }, clear);
   }
 }
 
 // From rows of S^T to those of a state.
-template <int kK, int kV>
-__device__ __forceinline__ void write_state(const float* fragment, float* state, bool v_first) {
+template <int kK>
+__device__ __forceinline__ void write_state(const float* fragment, float* state, bool v_first, int stride, int rows,
+                                            int columns) {
   const float2* const pairs = reinterpret_cast<const float2*>(fragment);
+  const auto nothing = [](int) {};
   if (v_first) {
-    for_pairs<kK, kK, 1>([=](int i, int at) { *reinterpret_cast<float2*>(state + at) = pairs[i]; });
+    for_pairs<kK>(
+        state, true, stride, rows, columns,
+        [=](int i, float* at, float*) { *reinterpret_cast<float2*>(at) = pairs[i]; }, nothing);
   } else {
-    for_pairs<kK, 1, kV>([=](int i, int at) {
-      state[at] = pairs[i].x;
-      state[at + kV] = pairs[i].y;
-    });
+    for_pairs<kK>(
+        state, false, stride, rows, columns,
+        [=](int i, float* at, float* next) {
+          *at = pairs[i].x;
+          *next = pairs[i].y;
+        },
+        nothing);
   }
 }
 
-// rows[i * K + j] = fragment[i][j], 64 rows of K 16-bit elements, from the left factor of a register-sourced WGMMA,
-// which has its registers in the order of an fp32 fragment's pairs.
+// to[i * stride + j] = fragment[i][j], of 64 rows of kK 16-bit elements those before `rows` and `columns`, multiples of
+// 8, from the left factor of a register-sourced WGMMA, which has its registers in the order of an fp32 fragment's
+// pairs.
 template <int kK>
-__device__ __forceinline__ void store_state(const void* fragment, void* rows) {
-  const int lane = threadIdx.x & 31, warp = warp_index();
+__device__ __forceinline__ void store_state(const void* fragment, void* state, int stride, int rows, int columns) {
+  const int lane = lane_here(), row = 16 * warp_index() + lane / 4;
   const uint32_t* const pairs = static_cast<const uint32_t*>(fragment);
-  uint32_t* const to = static_cast<uint32_t*>(rows) + (16 * warp + lane / 4) * (kK / 2) + lane % 4;
+  uint32_t* const to = static_cast<uint32_t*>(state) + row * (stride / 2) + lane % 4;
+  const bool all = rows >= 64 && columns == kK;
 #pragma unroll
   for (int n = 0; n < kK / 8; ++n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      to[h * 8 * (kK / 2) + 4 * n] = pairs[2 * n + h];
+      if (all || (row + 8 * h < rows && 8 * n < columns)) {
+        to[h * 8 * (stride / 2) + 4 * n] = pairs[2 * n + h];
+      }
     }
   }
 }

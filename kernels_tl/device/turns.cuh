@@ -1,7 +1,7 @@
-// dQ and dK of a query/key head, to which the value heads of its group add one after the other, in their order, so that
-// the sums are the same bits every time. A chunk's turn is the number of heads that have added.
+// dQ and dK of a query/key head, to which the value heads of its group, and the tiles of each, add one after the other,
+// in their order, so that the sums are the same bits every time. A chunk's turn is the number of those that have added.
 //
-// A head waits for those before it only, whose CTAs have lower numbers: the GPU begins CTAs in the order of their
+// Each waits for those before it only, whose CTAs have lower numbers: the GPU begins CTAs in the order of their
 // numbers, so they run, or have run.
 #pragma once
 
@@ -9,14 +9,14 @@
 
 namespace flash_qla::device {
 
-// By a warp: until it is the head's turn; what the heads before it have added can then be read and added to.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int head) {
-  if (head > 0) {
+// By a warp: until it is the own turn; what those before it have added can then be read and added to.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
+  if (own > 0) {
     if (lane_here() == 0) {
       int now;
       while (true) {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        if (now >= head) {
+        if (now >= own) {
           break;
         }
         __nanosleep(100);
@@ -28,21 +28,22 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int head) {
 }
 
 // By the same warp, after what it added is there.
-__device__ __forceinline__ void end_turn(int* turn, int head, int group) {
-  if (head + 1 < group) {
+__device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
+  if (own + 1 < takers) {
     asm volatile("fence.proxy.async;" ::: "memory");
     __syncwarp();
     if (lane_here() == 0) {
-      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(head + 1) : "memory");
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(own + 1) : "memory");
     }
   }
 }
 
-// By a warp: a chunk's two tiles of 64 x 64 side by side, a head's part of 64 tokens' rows from `row` on, or of as many
-// as are valid: a box would go on into the next sequence. In flight until wait_until_stored.
+// By a warp: a chunk's two tiles of 64 x 64 side by side, or the first key_dim of their columns, one part of 64 tokens'
+// rows from `row` on, or of as many as are valid: a box would go on into the next sequence. In flight until
+// wait_until_stored.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
-                                         int H_k, int valid, bool is_first) {
+                                         int H_k, int key_dim, int valid, bool is_first) {
   constexpr int kTileBytes = kChunk * kChunk * 2;
   const int lane = lane_here();
   if (valid >= kChunk) {
@@ -60,8 +61,11 @@ __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* til
   for (int i = lane / 16; i < valid; i += 2) {
     const int piece = lane & 15;
     const char* const from = static_cast<const char*>(tiles) + piece / 8 * kTileBytes;
+    if (8 * piece >= key_dim) {
+      continue;
+    }
     uint4 x = *reinterpret_cast<const uint4*>(from + swizzled(i, piece & 7));
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(rows) + static_cast<int64_t>(i) * H_k * 128) + piece;
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(rows) + static_cast<int64_t>(i) * H_k * key_dim) + piece;
     if (!is_first) {
       const uint4 before = __ldcg(to);
       const auto add = [](uint32_t a, uint32_t b) {

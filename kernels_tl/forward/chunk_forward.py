@@ -43,16 +43,17 @@ ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = 2
 EARLY_FACTORS = 8  # of eight, see recurrence.registers
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
-MORE = SegmentColumn.COUNT  # behind a segment's columns in shared memory: how many turns follow
+# Behind a segment's columns in shared memory: how many turns follow, and the piece's head and first value row.
+MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
 
 
-def chunk_forward(dtype, K, V, value_tile):
+def chunk_forward(dtype, K, value_tile):
     tokens, H_k, H_v, chunk_slots, segment_slots, state_size, h_slots = dims(
         "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "h_slots"
     )
+    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
     element = element_type(dtype)
     WARPGROUPS = value_tile // ROWS
-    TILES = V // value_tile
     # Threads: the consumers, a warp that loads, one for each consumer warpgroup that stores. setmaxnreg takes whole
     # warpgroups, so with two of them there are as many producers as a third has.
     CONSUMERS = 128 * WARPGROUPS
@@ -61,7 +62,7 @@ def chunk_forward(dtype, K, V, value_tile):
     def make_tiles():
         state = max(K * (value_tile + STATE_PAD), value_tile * (K + STATE_PAD))  # K first, V first
         return shared(
-            {64: 156.546875, 128: 212.546875}[value_tile],
+            {64: 156.5625, 128: 212.5625}[value_tile],
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -70,7 +71,7 @@ def chunk_forward(dtype, K, V, value_tile):
             O=([WARPGROUPS, C, ROWS], dtype),
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
             S=([state], "float32"),  # a state on its way in
-            segment=([2, SegmentColumn.COUNT + 1], "int32"),  # this turn's and the next one's
+            segment=([2, COLUMNS], "int32"),  # this turn's and the next one's
             swizzle=("V", "O"),
         )
 
@@ -89,12 +90,16 @@ def chunk_forward(dtype, K, V, value_tile):
         """Whether S is not zero at the start: a later segment's is in `states`, V-first, a first one's the caller's."""
         return T.if_then_else(flags % SegmentFlag.LAST == 0, chunks, has_initial_state) > 0
 
+    def rest_of_value(v0):
+        """Value rows from v0 on."""
+        return T.Cast("int32", value_dim) - v0
+
     def k_first(flags, initial):
         """Nonzero where that state has K first."""
         return T.if_then_else(flags % SegmentFlag.LAST == 0, 0, initial.stride_k - 1)
 
     @T.macro
-    def compute(walk, tiles, ready, initial, final, h, has):
+    def compute(tiles, ready, initial, final, h, has):
         """The consumers: the recurrence, and O's way to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(value_tile, K, dtype, EARLY_FACTORS)
@@ -103,19 +108,22 @@ def chunk_forward(dtype, K, V, value_tile):
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
         turn = T.alloc_var("int32", init=0)
         while turn >= 0:
-            piece = walk.locate(turn)
             T.barrier_wait(ready.begun[0], turn % 2)
-            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            hv = T.alloc_var("int32", init=tiles.segment[turn % 2, HEAD])
             length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
             chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
             T.clear(r.S)
             flags = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FLAGS])
             if starts_from_a_state(flags, chunks, has.initial):
+                v_first = T.alloc_var("int32", init=T.Select(k_first(flags, initial) == 0, 1, 0))
                 extern(
-                    f"read_state<{K}, {value_tile}, {STATE_PAD}>",
+                    f"read_state<{K}>",
                     r.S.data,
                     T.access_ptr(tiles.S, "r"),
-                    k_first(flags, initial) == 0,
+                    v_first != 0,
+                    T.Select(v_first != 0, K + STATE_PAD, value_tile + STATE_PAD),
+                    rest_of_value(tiles.segment[turn % 2, FIRST_ROW]),
+                    T.Cast("int32", key_dim),
                 )
             T.barrier_arrive(ready.taken[0])
             T.copy(r.S, r.S_16)
@@ -133,10 +141,14 @@ def chunk_forward(dtype, K, V, value_tile):
                 if has.h != 0:  # keeps what is before it from sinking behind the wait
                     slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
                     if slot < h_slots:
+                        v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
                         extern(
                             f"store_state<{K}>",
                             r.S_16.data,
-                            T.access_ptr(h[slot, piece.hv, v0 + warpgroup * ROWS, 0], "w"),
+                            T.access_ptr(h[slot, hv, v0, 0], "w"),
+                            T.Cast("int32", key_dim),
+                            rest_of_value(v0),
+                            T.Cast("int32", key_dim),
                         )
                 T.wait_wgmma(0)
                 T.barrier_arrive(ready.released_early[s])
@@ -148,7 +160,7 @@ def chunk_forward(dtype, K, V, value_tile):
 
             if (has.final != 0) & (tiles.segment[turn % 2, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
                 n = tiles.segment[turn % 2, SegmentColumn.SEQUENCE]
-                final.write(r.S, n, piece.hv, v0)
+                final.write(r.S, n, hv, tiles.segment[turn % 2, FIRST_ROW])
             done += chunks
             turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
 
@@ -161,21 +173,29 @@ def chunk_forward(dtype, K, V, value_tile):
             tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
         if lane == MORE:
             tiles.segment[turn % 2, MORE] = turns - 1 - turn
+        if lane == HEAD:
+            tiles.segment[turn % 2, HEAD] = piece.hv
+        if lane == FIRST_ROW:
+            tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
         if segment.flags % SegmentFlag.LAST == 0:
             T.pdl_sync()
         if starts_from_a_state(segment.flags, segment.chunks, has_initial_state):
             rows_are_k = T.alloc_var("int32", init=k_first(segment.flags, initial))
-            v0 = piece.tile * value_tile
+            is_first = T.alloc_var("int32", init=segment.flags % SegmentFlag.LAST)
+            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # of S^T
+            channels = T.Cast("int32", key_dim)
             extern(
                 "fetch_state",
                 ready.begun[0],
                 T.access_ptr(tiles.S, "w"),
                 T.access_ptr(states[piece.segment, piece.hv, v0, 0], "r"),
                 initial.pointer("r", segment.n, piece.hv, v0),
-                segment.flags % SegmentFlag.LAST,
-                T.if_then_else(rows_are_k == 0, value_tile, K),
-                T.if_then_else(rows_are_k == 0, K, value_tile),
-                K if K == V else T.if_then_else(rows_are_k == 0, K, V),
+                is_first,
+                T.Select(rows_are_k == 0, rows, channels),
+                T.Select(rows_are_k == 0, channels, rows),
+                T.Select(is_first == 0, K, initial.stride_v + initial.stride_k - 1),
+                T.Select(rows_are_k == 0, K + STATE_PAD, value_tile + STATE_PAD),
             )
         T.barrier_arrive(ready.begun[0])
 
@@ -195,7 +215,7 @@ def chunk_forward(dtype, K, V, value_tile):
                 t = segment.row + c * C
                 slot = segment.first + c
                 T.barrier_wait(ready.released_early[s], (((done + c) // STAGES) % 2) ^ 1)
-                fetch(q[t : t + C, hk, :], tiles.Q[s, :, :], ready.loaded[s])
+                fetch(q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 for w in T.unroll(WARPGROUPS):
                     fetch(
                         v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
@@ -204,13 +224,13 @@ def chunk_forward(dtype, K, V, value_tile):
                     )
                 at_once = done + c == 0  # what does not come from the kernel before this one
                 if at_once:
-                    fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+                    fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                     T.pdl_sync()
                 for target, source in block_rows(tiles.L, s, matrices, slot, piece.hv, 0, edge):
                     fetch(source, target, ready.loaded[s])
                 T.barrier_wait(ready.released[s], (((done + c) // STAGES) % 2) ^ 1)
                 if not at_once:
-                    fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+                    fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                 fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
                 for target, source in block_rows(tiles.P, s, matrices, slot, piece.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
@@ -235,9 +255,9 @@ def chunk_forward(dtype, K, V, value_tile):
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, K], dtype),
-        k: T.Tensor([tokens, H_k, K], dtype),
-        v: T.Tensor([tokens, H_v, V], dtype),
+        q: T.Tensor([tokens, H_k, key_dim], dtype),
+        k: T.Tensor([tokens, H_k, key_dim], dtype),
+        v: T.Tensor([tokens, H_v, value_dim], dtype),
         gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
         matrices_0: block_row(chunk_slots, H_v, 0, dtype),
         matrices_1: block_row(chunk_slots, H_v, 1, dtype),
@@ -246,9 +266,9 @@ def chunk_forward(dtype, K, V, value_tile):
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
-        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
-        o: T.Tensor([tokens, H_v, V], dtype),
-        h: T.Tensor([h_slots, H_v, V, K], dtype),
+        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
+        o: T.Tensor([tokens, H_v, value_dim], dtype),
+        h: T.Tensor([h_slots, H_v, value_dim, key_dim], dtype),
         group: T.int32,  # H_v / H_k
         state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers
         state_stride_k: T.int32,
@@ -256,6 +276,7 @@ def chunk_forward(dtype, K, V, value_tile):
         has_final_state: T.int32,
         has_h: T.int32,
         ctas: T.int32,
+        value_tiles: T.int32,  # of value_tile rows
         only_if: T.int32,  # the first segment's flags are these; 0: in any case
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
@@ -268,15 +289,15 @@ def chunk_forward(dtype, K, V, value_tile):
                     extern("leave")
                 if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
                     T.pdl_trigger()
-            walk = Walk(cta, ctas, segment_slots, H_v, TILES)
+            walk = Walk(cta, ctas, segment_slots, H_v, value_tiles)
             strides = (state_stride_v, state_stride_k)
-            initial = States(initial_state, H_v, K, V, strides)
+            initial = States(initial_state, H_v, key_dim, value_dim, strides)
             if T.get_thread_binding() < CONSUMERS:
                 if WARPGROUPS == 2:
                     T.inc_max_nreg(CONSUMER_REGISTERS)
-                final = States(final_state, H_v, K, V, strides)
+                final = States(final_state, H_v, key_dim, value_dim, strides)
                 has = SimpleNamespace(initial=has_initial_state, final=has_final_state, h=has_h)
-                compute(walk, tiles, ready, initial, final, h, has)
+                compute(tiles, ready, initial, final, h, has)
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)

@@ -8,7 +8,7 @@
     g_cumsum   [tokens, H_v] fp32                  likewise, b_i = g_1 + ... + g_i
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
     turns      [chunk_slots, H_k]                  likewise: zeros, for chunk_backward to count in
-    slopes     [chunk_slots, H_v, 3, C] fp32       if wanted: GateSlope's rows, of the activations that are inside
+    counters   [H_v / 8]                           likewise, for gate_gradients
 
 The backward, too, has its matrices made here, from keys and queries that are normalised already: its g is b
 (`cumulative`), and o is the gradient of v, whose rows that no sequence covers want zeros likewise.
@@ -50,14 +50,13 @@ from kernels_tl.cta import Variables, barriers, clear_rows_behind, shared
 from kernels_tl.layout import (
     BLOCK,
     DIAGONAL_STRIDE,
+    GATE_HEADS,
     INVERSE_STRIDE,
     MATRICES_CTAS,
     PADDING,
-    Activation,
     BackwardGate,
     ChunkColumn,
     ForwardGate,
-    GateSlope,
     NamedBarrier,
 )
 
@@ -74,8 +73,9 @@ SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of 
 Full = T.GemmWarpPolicy.FullRow
 
 
-def chunk_matrices(dtype, K, V, normalize):
+def chunk_matrices(dtype, K, normalize):
     tokens, H_k, H_v, chunk_slots, offset_words = dims("tokens", "H_k", "H_v", "chunk_slots", "offset_words")
+    key_dim, value_dim, head_blocks = dims("key_dim", "value_dim", "head_blocks")
     element = element_type(dtype)
     parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
@@ -116,37 +116,52 @@ def chunk_matrices(dtype, K, V, normalize):
             row=found[ChunkColumn.ROW], length=found[ChunkColumn.LENGTH], sequence=found[ChunkColumn.SEQUENCE]
         )
 
+    def clear_rows(rows, chunk, head):
+        _, heads, columns = rows.shape
+        place = T.access_ptr(rows[chunk.row, head, 0], "w")
+        return extern("clear_rows", place, T.Cast("int64", heads) * columns, T.Cast("int32", columns), chunk.length)
+
     @T.macro
-    def clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, out):
+    def clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, gate_gradients, out):
         """Zeros in the outputs of rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
-            for i, j in T.Parallel(C, V):
-                if i < chunk.length:
-                    out.o[chunk.row + i, first + l, j] = 0
+            clear_rows(out.o, chunk, first + l)
             if low_level != 0:
-                for i, j in T.Parallel(C, C):
-                    if i < chunk.length:
-                        out.A[chunk.row + i, first + l, j] = 0
+                clear_rows(out.A, chunk, first + l)
                 if tx < chunk.length:
                     out.g_cumsum[chunk.row + tx, first + l] = 0.0
-            if (has_backward_gates != 0) & (tx < chunk.length):
-                i = T.Cast("int64", chunk.row + tx) * H_v + first + l
-                extern("write_number", T.access_ptr(out.db[0, 0], "w"), out.activations, Activation.BETA, i, 0.0)
-                extern("write_number", T.access_ptr(out.dg[0, 0], "w"), out.activations, Activation.G, i, 0.0)
+            if (has_backward_gates > gate_gradients) & (tx < chunk.length):
+                out.db[chunk.row + tx, first + l] = 0.0
+                out.dg[chunk.row + tx, first + l] = 0.0
         if (has_backward_gates != 0) & leads:
-            for i, j in T.Parallel(C, K):
-                if i < chunk.length:
-                    out.dq[chunk.row + i, hk, j] = 0
-                    out.dk[chunk.row + i, hk, j] = 0
+            clear_rows(out.dq, chunk, hk)
+            clear_rows(out.dk, chunk, hk)
 
     @T.macro
-    def load(tiles, ready, slot, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative):
+    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative):
         """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
         become zeros."""
-        T.tma_copy(k[chunk.row : chunk.row + C, hk, :], tiles.K, barrier=ready.loaded)
-        T.tma_copy(q[chunk.row : chunk.row + C, hk, :], tiles.Q, barrier=ready.loaded)
+        T.tma_copy(k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
+        T.tma_copy(q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
         T.barrier_arrive(ready.loaded)
+        if inside.activations != 0:
+            extern(
+                "activate_chunk",
+                T.access_ptr(tiles.gates, "w"),
+                T.access_ptr(inside.g[0, 0], "r"),
+                T.access_ptr(inside.beta[0, 0], "r"),
+                T.access_ptr(inside.A_log[0], "r"),
+                T.access_ptr(inside.dt_bias[0], "r"),
+                inside.activations,
+                cumulative != 0,
+                T.Cast("int64", chunk.row) * H_v + first,
+                first,
+                H_v,
+                heads,
+                chunk.length,
+            )
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
         if warp == 0:
             if cumulative != 0:
                 extern(
@@ -161,55 +176,23 @@ def chunk_matrices(dtype, K, V, normalize):
                 extern(
                     "load_gates",
                     T.access_ptr(tiles.gates, "rw"),
-                    T.access_ptr(inside.g[0, 0], "r"),
-                    T.access_ptr(inside.A_log[0], "r"),
-                    T.access_ptr(inside.dt_bias[0], "r"),
-                    inside.activations,
-                    T.Cast("int64", chunk.row) * H_v + first,
-                    first,
+                    T.access_ptr(inside.g[chunk.row, first], "r"),
+                    inside.activations != 0,
                     T.access_ptr(g_cumsum[chunk.row, first], "w"),
                     H_v,
                     heads,
                     chunk.length,
                     valid,
                 )
-        if warp == 1:
+        if (warp == 1) & (inside.activations == 0):
             extern(
                 "load_beta",
                 T.access_ptr(tiles.gates, "rw"),
-                T.access_ptr(inside.beta[0, 0], "r"),
-                inside.activations,
-                T.Cast("int64", chunk.row) * H_v + first,
+                T.access_ptr(inside.beta[chunk.row, first], "r"),
                 H_v,
                 heads,
                 chunk.length,
             )
-        if inside.has_slopes != 0:
-            if warp == 2:
-                extern(
-                    "store_gate_slopes",
-                    T.access_ptr(inside.slopes[slot, first, 0, 0], "w"),
-                    T.access_ptr(inside.g_raw[0, 0], "r"),
-                    T.access_ptr(inside.A_log[0], "r"),
-                    T.access_ptr(inside.dt_bias[0], "r"),
-                    inside.activations,
-                    T.Cast("int64", chunk.row) * H_v + first,
-                    first,
-                    H_v,
-                    heads,
-                    chunk.length,
-                )
-            if warp == 3:
-                extern(
-                    "store_beta_slopes",
-                    T.access_ptr(inside.slopes[slot, first, 0, 0], "w"),
-                    T.access_ptr(inside.beta[0, 0], "r"),
-                    inside.activations,
-                    T.Cast("int64", chunk.row) * H_v + first,
-                    H_v,
-                    heads,
-                    chunk.length,
-                )
         T.barrier_wait(ready.loaded, 0)
         if chunk.length < C:
             clear_rows_behind(tiles.K, chunk.length)
@@ -295,8 +278,8 @@ def chunk_matrices(dtype, K, V, normalize):
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, K], dtype),
-        k: T.Tensor([tokens, H_k, K], dtype),
+        q: T.Tensor([tokens, H_k, key_dim], dtype),
+        k: T.Tensor([tokens, H_k, key_dim], dtype),
         g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say, but for b
         beta: T.Tensor([tokens, H_v], "float32"),  # these too, with the next two
         A_log: T.Tensor([H_v], "float32"),
@@ -308,16 +291,16 @@ def chunk_matrices(dtype, K, V, normalize):
         matrices_1: block_row(chunk_slots, H_v, 1, dtype),
         matrices_2: block_row(chunk_slots, H_v, 2, dtype),
         matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        o: T.Tensor([tokens, H_v, V], dtype),
+        o: T.Tensor([tokens, H_v, value_dim], dtype),
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
         backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        g_raw: T.Tensor([tokens, H_v], "float32"),  # of the backward, for slopes
-        slopes: T.Tensor([chunk_slots, H_v, GateSlope.COUNT, C], "float32"),
         turns: T.Tensor([chunk_slots, H_k], "int32"),
-        dq: T.Tensor([tokens, H_k, K], dtype),  # the backward's outputs that get zeros where no sequence is, as o does
-        dk: T.Tensor([tokens, H_k, K], dtype),
-        db: T.Tensor([tokens, H_v], "float32"),  # of the dtypes of beta and of the g that activations say
+        counters: T.Tensor([head_blocks], "int32"),
+        # The backward's outputs that get zeros where no sequence is, as o does
+        dq: T.Tensor([tokens, H_k, key_dim], dtype),
+        dk: T.Tensor([tokens, H_k, key_dim], dtype),
+        db: T.Tensor([tokens, H_v], "float32"),
         dg: T.Tensor([tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
         heads: T.int32,  # a CTA: a divisor of group, at most 4
@@ -326,7 +309,7 @@ def chunk_matrices(dtype, K, V, normalize):
         activations: T.int32,  # Activation
         cumulative: T.int32,  # g is b, in fp32
         has_backward_gates: T.int32,
-        has_slopes: T.int32,
+        gate_gradients: T.int32,  # runs behind chunk_backward, and makes all of db and dg
         early_ctas: T.int32,
         N: T.int32,
         has_offsets: T.int32,
@@ -351,20 +334,11 @@ def chunk_matrices(dtype, K, V, normalize):
             if chunk.sequence == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
-                out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg, activations=activations)
-                clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, out)
+                out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg)
+                clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, gate_gradients, out)
             else:
-                inside = SimpleNamespace(
-                    g=g,
-                    beta=beta,
-                    A_log=A_log,
-                    dt_bias=dt_bias,
-                    activations=activations,
-                    g_raw=g_raw,
-                    slopes=slopes,
-                    has_slopes=has_slopes,
-                )
-                load(tiles, ready, slot, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative)
+                inside = SimpleNamespace(g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, activations=activations)
+                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative)
                 factors = make_products(tiles, scale)
                 if (has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     turns[slot, hk] = 0
@@ -387,5 +361,7 @@ def chunk_matrices(dtype, K, V, normalize):
                     invert_diagonal(tiles, team)
                     matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
                     make_columns(tiles, team, slot, hv, chunk, valid, matrices, A)
+            if (gate_gradients != 0) & (slot == 0) & (T.get_thread_binding() == 0):
+                counters[T.truncdiv(first, GATE_HEADS)] = 0
 
     return main

@@ -65,11 +65,12 @@ EARLY_FACTORS = 4  # of eight, see recurrence.registers; more spill
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
 
 
-def fused_forward(dtype, K, V, normalize, low_level):
+def fused_forward(dtype, K, normalize, low_level):
     tokens, H_k, H_v, chunk_slots, segment_slots, state_size, offset_words = dims(
         "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "offset_words"
     )
-    assert V == ROWS * WARPGROUPS, "the CTA has all value rows of a head"
+    key_dim, value_dim = dims("key_dim", "value_dim")  # which is at most V: a CTA has all value rows of a head
+    V = ROWS * WARPGROUPS
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
@@ -210,8 +211,8 @@ def fused_forward(dtype, K, V, normalize, low_level):
                 u = value_stage(ring)
                 t = row + c * C
                 T.barrier_wait(ready.released[s], phase(ring) ^ 1)
-                fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
-                fetch(q[t : t + C, hk, :], tiles.Q[s, :, :], ready.loaded[s])
+                fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                fetch(q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 T.barrier_arrive(ready.loaded[s])
                 T.barrier_wait(ready.released_v[u], value_phase(ring) ^ 1)
                 for w in T.unroll(WARPGROUPS):
@@ -219,12 +220,26 @@ def fused_forward(dtype, K, V, normalize, low_level):
                 T.barrier_arrive(ready.loaded_v[u])
                 ring = next_chunk(ring)
 
-    def of_head(function, parameter, inside, hv):
-        return extern(function, T.access_ptr(parameter[0], "r"), inside.activations, hv, returns="float32")
+    @T.macro
+    def load_gates(g_bits, beta_bits, inside, row, hv, rest):
+        extern(
+            "load_pairs",
+            g_bits.data,
+            beta_bits.data,
+            T.access_ptr(inside.g[0, 0], "r"),
+            T.access_ptr(inside.beta[0, 0], "r"),
+            inside.activations,
+            T.Cast("int64", row) * H_v + hv,
+            H_v,
+            rest,
+        )
 
     @T.macro
     def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, inside, g_cumsum, scale):
-        """The gates' warp: the chunks' tables."""
+        """The gates' warp: the chunks' tables. What one is made of is on its way while the one before is made."""
+        head_gate = T.alloc_local([2], "float32")
+        g_bits = T.alloc_local([2], "uint32")
+        beta_bits = T.alloc_local([2], "uint32")
         g_pair = T.alloc_local([2], "float32")
         beta_pair = T.alloc_local([2], "float32")
         for turn in T.serial(turns):
@@ -232,31 +247,29 @@ def fused_forward(dtype, K, V, normalize, low_level):
             read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
-            rate = T.alloc_var("float32", init=of_head("gate_rate", inside.A_log, inside, piece.hv))
-            bias = T.alloc_var("float32", init=of_head("gate_bias", inside.dt_bias, inside, piece.hv))
+            load_gates(g_bits, beta_bits, inside, row, piece.hv, rest)
+            extern(
+                "load_head_gate",
+                head_gate.data,
+                T.access_ptr(inside.A_log[0], "r"),
+                T.access_ptr(inside.dt_bias[0], "r"),
+                inside.activations,
+                piece.hv,
+            )
             while rest > 0:
                 s = stage(ring)
-                at = T.Cast("int64", row) * H_v + piece.hv
                 extern(
-                    "load_gate_pair",
+                    "activate_pairs",
                     g_pair.data,
-                    T.access_ptr(inside.g[0, 0], "r"),
-                    rate,
-                    bias,
-                    inside.activations,
-                    at,
-                    H_v,
-                    rest,
-                )
-                extern(
-                    "load_beta_pair",
                     beta_pair.data,
-                    T.access_ptr(inside.beta[0, 0], "r"),
+                    g_bits.data,
+                    beta_bits.data,
+                    head_gate[0],
+                    head_gate[1],
                     inside.activations,
-                    at,
-                    H_v,
                     rest,
                 )
+                load_gates(g_bits, beta_bits, inside, row + C, piece.hv, rest - C)
                 T.barrier_wait(ready.released[s], phase(ring) ^ 1)
                 tiles.lengths[s] = T.min(rest, C)
                 extern(
@@ -348,7 +361,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
             if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
                 row = chunks[slot, ChunkColumn.ROW]
                 values = T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v
-                extern("clear_bytes", T.access_ptr(o[row, 0, 0], "w"), values * (2 * V))
+                extern("clear_bytes", T.access_ptr(o[row, 0, 0], "w"), values * (2 * value_dim))
                 # A group of 0 there is not: but so all instances have the same parameters.
                 if T.bool(low_level) | (group == 0):
                     extern("clear_bytes", T.access_ptr(A[row, 0, 0], "w"), values * (2 * C))
@@ -361,9 +374,9 @@ def fused_forward(dtype, K, V, normalize, low_level):
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, K], dtype),
-        k: T.Tensor([tokens, H_k, K], dtype),
-        v: T.Tensor([tokens, H_v, V], dtype),
+        q: T.Tensor([tokens, H_k, key_dim], dtype),
+        k: T.Tensor([tokens, H_k, key_dim], dtype),
+        v: T.Tensor([tokens, H_v, value_dim], dtype),
         g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say,
         beta: T.Tensor([tokens, H_v], "float32"),  # as these are
         A_log: T.Tensor([H_v], "float32"),
@@ -373,7 +386,7 @@ def fused_forward(dtype, K, V, normalize, low_level):
         offsets: T.Tensor([offset_words], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
-        o: T.Tensor([tokens, H_v, V], dtype),
+        o: T.Tensor([tokens, H_v, value_dim], dtype),
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
@@ -396,8 +409,8 @@ def fused_forward(dtype, K, V, normalize, low_level):
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 strides = (state_stride_v, state_stride_k)
-                initial = States(initial_state, H_v, K, V, strides)
-                final = States(final_state, H_v, K, V, strides)
+                initial = States(initial_state, H_v, key_dim, value_dim, strides)
+                final = States(final_state, H_v, key_dim, value_dim, strides)
                 compute(walk, tiles, ready, segments, initial, final, has_initial_state, has_final_state, group, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)

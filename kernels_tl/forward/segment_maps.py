@@ -2,14 +2,14 @@
 
 Z^T is the recurrence (recurrence.py) run from S = 0 without outputs, M^T that run with V = 0 from S = I:
 
-    states  [segment_slots, H_v, V, K] fp32   Z^T of segment s in slot s + 1, V-first
-    maps    [segment_slots, H_v, 2, K, K]     M^T in two 16-bit parts, rounded and rest
+    states  [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
+    maps    [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
     skips   [segment_slots, H_v] int32        1 where the gates make M negligible (device/segments.cuh): it is not made
                                               then, and Z is made from the last few chunks alone
 
-The last segment of a sequence needs no map. A CTA makes M or Z.
+The last segment of a sequence needs no map. A CTA makes M or V rows of Z^T, a tile.
 
-Launched on [segments * H_v * 2].
+Launched on [segments * H_v * (1 + value tiles)].
 """
 
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ from kernels_tl.common import (
     dims,
     extern,
 )
-from kernels_tl.cta import barriers, clear_rows_behind, fetch, load_segment_early, shared
+from kernels_tl.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -35,6 +35,7 @@ PRELUDE = """
 #include "device/tiles.cuh"
 """
 
+V = WIDE_TILE  # value rows a CTA
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = 3
 EARLY_FACTORS = (
@@ -57,7 +58,7 @@ def make_barriers(rows):
     )
 
 
-def map_roles(dtype, K, V, of_backward=False):
+def map_roles(dtype, K, of_backward=False):
     """The roles of a CTA that makes M or Z. The backward's are exact, like its states, and it makes M of segments that
     end a sequence, whose last chunk may be a partial one."""
 
@@ -68,8 +69,11 @@ def map_roles(dtype, K, V, of_backward=False):
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, consumers(V))
 
+    def store_map(r, place):
+        return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
+
     @T.macro
-    def compute(tiles, ready, start, chunks, which, segment, hv, states, maps):
+    def compute(tiles, ready, start, chunks, which, segment, hv, v0, states, maps):
         """The consumers: the recurrence, and its result."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=of_backward)
@@ -90,21 +94,17 @@ def map_roles(dtype, K, V, of_backward=False):
         if start < chunks:
             if which == MAP_Z:
                 for i, j in T.Parallel(V, K):
-                    states[segment.slot + 1, hv, i, j] = r.S[i, j]
+                    states[segment.slot + 1, hv, v0 + i, j] = r.S[i, j]
             else:
                 T.copy(r.S, r.S_16)
                 for i, j in T.Parallel(V, K):
                     r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
-                extern(
-                    f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w")
-                )
+                store_map(r, T.access_ptr(maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w"))
                 T.copy(r.S, r.S_16)
-                extern(
-                    f"store_state<{K}>", r.S_16.data, T.access_ptr(maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w")
-                )
+                store_map(r, T.access_ptr(maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w"))
 
     @T.macro
-    def load(tiles, ready, start, chunks, segment, hv, hk, k, v, gates, matrices):
+    def load(tiles, ready, start, chunks, segment, hv, v0, hk, k, v, gates, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(start, T.if_then_else(T.get_thread_binding() < consumers(V) + 32, chunks, start)):
@@ -112,21 +112,22 @@ def map_roles(dtype, K, V, of_backward=False):
             t = segment.row + c * C
             slot = segment.first + c
             T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, :], tiles.K[s, :, :], ready.loaded[s])
+            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
-            fetch(v[t : t + C, hv, :], tiles.V[s, :, :], ready.loaded[s])
+            fetch(v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
 
     return SimpleNamespace(compute=compute, load=load)
 
 
-def segment_maps(dtype, K, V):
+def segment_maps(dtype, K):
     tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
-    assert K == V, "M^T has K rows and Z^T has V, and the same warpgroups make either"
+    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
+    assert K == V, "M^T has K rows and a tile of Z^T has V, and the same warpgroups make either"
     CONSUMERS = consumers(V)
-    roles = map_roles(dtype, K, V)
+    roles = map_roles(dtype, K)
 
     def make_tiles():
         return shared(
@@ -163,25 +164,28 @@ def segment_maps(dtype, K, V):
 
     @T.prim_func
     def main(
-        k: T.Tensor([tokens, H_k, K], dtype),
-        v: T.Tensor([tokens, H_v, V], dtype),
+        k: T.Tensor([tokens, H_k, key_dim], dtype),
+        v: T.Tensor([tokens, H_v, value_dim], dtype),
         gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
         matrices_0: block_row(chunk_slots, H_v, 0, dtype),
         matrices_1: block_row(chunk_slots, H_v, 1, dtype),
         matrices_2: block_row(chunk_slots, H_v, 2, dtype),
         matrices_3: block_row(chunk_slots, H_v, 3, dtype),
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
         maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
         skips: T.Tensor([segment_slots, H_v], "int32"),
         group: T.int32,  # H_v / H_k
     ):
-        with T.Kernel(segment_slots * H_v * 2, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+        with T.Kernel(
+            segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+        ) as cta:
             tiles = make_tiles()
             ready = make_barriers(V)
-            which = T.alloc_var("int32", init=cta % 2)
-            slot = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(cta, 2), T.Cast("int32", H_v)))
-            segment = load_segment_early(segments, slot)
+            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M behind the tiles of Z
+            v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
+            which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
+            segment = load_segment_early(segments, piece.slot)
             idle = T.alloc_var(
                 "int32", init=T.Select((segment.flags >= SegmentFlag.LAST) | (segment.length == 0), 1, 0)
             )
@@ -189,15 +193,14 @@ def segment_maps(dtype, K, V):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hv = T.alloc_var("int32", init=T.truncdiv(cta, 2) - slot * T.Cast("int32", H_v))
-            hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-            start = first_chunk(segment.and_also(slot=slot, is_idle=idle), hv, which, gates, skips)
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
+            start = first_chunk(segment.and_also(slot=piece.slot, is_idle=idle), piece.hv, which, gates, skips)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                roles.compute(tiles, ready, start, segment.chunks, which, segment, hv, states, maps)
+                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, states, maps)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                roles.load(tiles, ready, start, segment.chunks, segment, hv, hk, k, v, gates, matrices)
+                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, k, v, gates, matrices)
 
     return main

@@ -2,7 +2,8 @@
 
     S behind segment s = M_s S before it + Z_s
 
-    states  [segment_slots, H_v, V, K] fp32, V-first: in slot s + 1 Z_s^T, which becomes the state before segment s + 1
+    states  [segment_slots, H_v, value_rows, K] fp32, V-first: in slot s + 1 Z_s^T, which becomes the state before
+            segment s + 1
     maps    [segment_slots, H_v, 2, K, K]: M_s^T in two 16-bit parts
     skips   [segment_slots, H_v]: 1 where M is negligible, so that Z is all there is, and states is right already
 
@@ -23,14 +24,14 @@ keeps the next Z and M coming, and one that stores. M is the left factor, and S 
 products: so the columns may be few. Z arrives in shared memory, where the new S takes its place and leaves from; each
 thread's own loads and stores of them, 32 bytes at a time, had been half of the time.
 
-Launched on [N * H_v * V / 32].
+Launched on [N * H_v * value_dim / 32].
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
-from kernels_tl.layout import NamedBarrier, SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -40,7 +41,7 @@ PRELUDE = """
 """
 
 ROWS = 64  # of S a warpgroup: the M of its WGMMA
-COLUMNS = 32  # of S a CTA
+COLUMNS = SCAN_COLUMNS  # of S a CTA
 MAP_STAGES, STAGES = 2, 3  # of M; of Z
 BOX = 32  # floats: 128 bytes, what the swizzle takes
 PRODUCERS = 64  # a warp that loads and one that stores
@@ -48,10 +49,10 @@ SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next on
 Full = T.GemmWarpPolicy.FullRow
 
 
-def segment_scan(dtype, K, V, reverse):
+def segment_scan(dtype, K, reverse):
     H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
     CONSUMERS = 128 * (K // ROWS)
-    TILES = V // COLUMNS
+    (value_rows,) = dims("value_rows")
     WAY = -1 if reverse else 1  # from a segment to the next one
 
     def on_the_way(slot, segments):
@@ -92,8 +93,13 @@ def segment_scan(dtype, K, V, reverse):
     @T.macro
     def read_initial(S, initial, n, hv, v0):
         state = T.alloc_var("int64", init=initial.state_at(n, hv))
-        for i, j in T.Parallel(K, COLUMNS):
-            S[i, j] = initial.numbers[state + (v0 + j) * initial.stride_v + i * initial.stride_k]
+        if (initial.key_dim == K) & (v0 + COLUMNS <= initial.value_dim):
+            for i, j in T.Parallel(K, COLUMNS):
+                S[i, j] = initial.numbers[state + (v0 + j) * initial.stride_v + i * initial.stride_k]
+        else:
+            for i, j in T.Parallel(K, COLUMNS):
+                if (i < initial.key_dim) & (v0 + j < initial.value_dim):
+                    S[i, j] = initial.numbers[state + (v0 + j) * initial.stride_v + i * initial.stride_k]
 
     @T.macro
     def round_in_parts(S, S_16, rest, tiles, turn):
@@ -201,17 +207,21 @@ def segment_scan(dtype, K, V, reverse):
         maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
         skips: T.Tensor([segment_slots, H_v], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
-        states: T.Tensor([segment_slots, H_v, V, K], "float32"),
+        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
+        key_dim: T.int32,
+        value_dim: T.int32,
         state_stride_v: T.int32,
         state_stride_k: T.int32,
         has_initial_state: T.int32,
     ):
-        with T.Kernel(N * H_v * TILES, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            v0 = T.alloc_var("int32", init=cta % TILES * COLUMNS)
-            n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(cta, TILES), T.Cast("int32", H_v)))
-            hv = T.alloc_var("int32", init=T.truncdiv(cta, TILES) - n * T.Cast("int32", H_v))
+            parts = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))
+            part = T.alloc_var("int32", init=T.truncdiv(cta, parts))
+            v0 = T.alloc_var("int32", init=(cta - part * parts) * COLUMNS)
+            n = T.alloc_var("int32", init=T.truncdiv(part, T.Cast("int32", H_v)))
+            hv = T.alloc_var("int32", init=part - n * T.Cast("int32", H_v))
             first_slot = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.SEGMENT]))
             first = T.alloc_var("int32", init=load_early(segments[first_slot, SegmentColumn.FLAGS]))
             if reverse:  # noqa: SIM102  decided here, the other on the device
@@ -226,7 +236,7 @@ def segment_scan(dtype, K, V, reverse):
             T.pdl_trigger()
             begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
             if T.get_thread_binding() < CONSUMERS:
-                initial = States(initial_state, H_v, K, V, (state_stride_v, state_stride_k))
+                initial = States(initial_state, H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
                 compute(tiles, ready, n, hv, v0, initial, has_initial_state, begin)
             else:
                 if T.get_thread_binding() < CONSUMERS + 32:

@@ -1,0 +1,120 @@
+"""Head dimensions other than 128: keys with fewer channels, values of several tiles of rows, the last one perhaps not
+full. On a GPU all of it runs in the kernels for 128, padded; the CPU takes any. Wrong ones are in test_errors.py."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import (
+    ALL_INSIDE,
+    Case,
+    backward_mode,
+    check_backward,
+    check_forward,
+    equal,
+    forward_mode,
+    make_arguments,
+    run_all,
+    run_autograd,
+    run_backward,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+RAW = {"g_dtype": BF16, "beta_dtype": BF16}
+L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
+LENGTHS = {"lengths": (70, 0, 130, 64, 1), "padding": 9}
+# Released models': 64/64, 64/128, OLMo-Hybrid's, FLA's default with the keys that there are kernels for. The others are
+# at the borders of tiles, of boxes of 64 columns and of what is supported.
+DIMS = (
+    *((64, 64), (64, 128), (96, 192), (128, 256), (128, 512)),
+    *((8, 8), (56, 72), (72, 64), (120, 136), (128, 64), (32, 256), (16, 320), (96, 128), (128, 120), (48, 512)),
+)
+
+
+def of_dims(*dims: tuple[int, int], **options) -> list[Case]:
+    return [Case(K=K, V=V, **options) for K, V in dims]
+
+
+def parametrize(*cases: Case):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+CASES = (
+    *of_dims(*DIMS, **LENGTHS),
+    *of_dims(*DIMS, **LENGTHS, state_v_first=True, gate="logsigmoid", dtype=FP16, **L2NORM),
+    *of_dims((96, 192), (64, 64), B=2, T=70, H_k=1, H_v=3, initial_state=None, dht=None),
+    *of_dims((96, 192), (40, 40), (128, 384), **LENGTHS, H_v=6, gate="logsigmoid", **ALL_INSIDE, **RAW, **L2NORM),
+    *of_dims((96, 192), (128, 256), **LENGTHS, gate="logsigmoid", beta="two", dtype=FP16, strides="heads_first"),
+    *of_dims((96, 192), (64, 64), (128, 256), lengths=(64, 64), beta="0", initial_state=BF16, dht=FP16),
+    *of_dims((96, 192), (64, 64), (24, 200), T=1, strides="packed", do_strides="expanded"),
+    *of_dims((96, 192), lengths=(), padding=3),
+    *of_dims((96, 192), lengths=(0, 0), padding=65),
+)
+
+
+@parametrize(*CASES)
+def test_forward(device, case):
+    check_forward(case, device)
+
+
+@parametrize(*CASES)
+def test_backward(device, case):
+    check_backward(case, device)
+
+
+@pytest.mark.gpu
+@parametrize(
+    *of_dims((96, 192), T=8192, H_k=30, H_v=30, gate="logsigmoid", **ALL_INSIDE, **RAW, **L2NORM),
+    *of_dims((64, 64), T=8192, H_k=2, H_v=8, gate="logsigmoid"),
+    *of_dims((96, 192), T=8192, H_k=1, H_v=2, gate="zero", state_v_first=True),
+    *of_dims((128, 256), lengths=(4095, 3000, 64, 0, 1000), padding=100, H_k=8, H_v=8),
+    *of_dims((64, 128), lengths=(1024,) * 8, H_k=8, H_v=32, dtype=FP16),
+)
+def test_long_on_gpu(case):
+    check_forward(case, "cuda")
+    check_backward(case, "cuda")
+
+
+MODES = ((64, 0), (128, 0), (64, 2), (128, 3), (128, 0, 1))
+SEGMENTED = {"lengths": (650, 0, 65, 1, 300), "padding": 9, "H_k": 1, "H_v": 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ("softplus", "zero"))
+@pytest.mark.parametrize("dims", ((96, 192), (64, 64), (128, 256), (40, 328), (56, 120)), ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_modes_of_the_forward(mode, dims, gate):
+    """Both value tiles, segments, and the one kernel, which does not take more than a tile of values."""
+    (case,) = of_dims(dims, **SEGMENTED, gate=gate)
+    with forward_mode(*mode):
+        check_forward(case, "cuda")
+        check_forward(dataclasses.replace(case, dtype=FP16, state_v_first=True, initial_state=FP16), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ("softplus", "logsigmoid", "zero"))
+@pytest.mark.parametrize("dims", ((96, 192), (64, 64), (128, 256), (40, 328), (56, 120)), ids=str)
+@pytest.mark.parametrize("segment_chunks", (0, 1, 3))
+def test_modes_of_the_backward(segment_chunks, dims, gate):
+    (case,) = of_dims(dims, **SEGMENTED, gate=gate)
+    with backward_mode(segment_chunks):
+        check_backward(case, "cuda")
+        check_backward(dataclasses.replace(case, dtype=FP16, H_v=3, state_v_first=True), "cuda")
+
+
+@pytest.mark.parametrize("dims", ((96, 192), (128, 384), (24, 40)), ids=str)
+def test_same_bits_twice(device, dims):
+    (case,) = of_dims(dims, lengths=(300, 65, 0, 7, 1, 500), padding=9, H_k=2, H_v=6, gate="logsigmoid")
+    arguments = make_arguments(case, device)
+    first = run_all(arguments)
+    for _ in range(3):
+        assert equal(run_all(arguments), first)
+
+
+def test_autograd(device):
+    """The same bits as the low-level functions."""
+    (case,) = of_dims((96, 192), **LENGTHS, **ALL_INSIDE, **RAW, **L2NORM)
+    arguments = make_arguments(case, device)
+    gradients = {name: arguments.pop(name) for name in ("do", "dht")}
+    expected, actual = run_backward(arguments, **gradients), run_autograd(arguments, **gradients)
+    assert equal({name: expected[name].to(x.dtype) for name, x in actual.items()}, actual)
