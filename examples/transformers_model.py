@@ -1,9 +1,9 @@
-"""Hugging Face Qwen3-Next and Qwen3.5 models with flash_qla as their Gated DeltaNet kernel.
+"""Hugging Face Qwen3-Next, Qwen3.5 and OLMo-Hybrid models with flash_qla as their Gated DeltaNet kernel.
 
-    python examples/transformers_model.py [--model qwen3_next|qwen3_5|qwen3_5_moe|all]
+    python examples/transformers_model.py [--model qwen3_next|qwen3_5|qwen3_5_moe|olmo_hybrid|all]
         [--device cpu|cuda] [--dtype fp32|bf16|fp16] [--tokens N] [--file PATH]
 
-Builds small models (random weights, linear-attention heads of size 128, grouped value heads), runs them
+Builds small models (random weights, linear-attention heads of the released models' sizes), runs them
 over the bytes of a text file, a byte being a token, and compares flash_qla with the model's own torch
 implementation: the error of what the model computes, and tokens per second. Then both decode token by
 token from their prefill, flash_qla's final state being what the model's recurrent function continues from.
@@ -49,10 +49,20 @@ EXPERTS = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+# As OLMo-Hybrid-7B has them: as many key heads as value heads, and betas up to 2, for negative eigenvalues.
+OLMO = {
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 96,
+    "linear_value_head_dim": 192,
+    "linear_allow_neg_eigval": True,
+    "pad_token_id": None,  # by default this and the next are beyond the vocabulary
+    "eos_token_id": None,
+}
 MODELS = {
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", SIZES | EXPERTS),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", SIZES),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", SIZES | EXPERTS),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", SIZES | OLMO),
 }
 
 

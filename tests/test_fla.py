@@ -21,6 +21,7 @@ import torch
 from accuracy import relative_error
 from cases import GRADIENT_OF, Case, make_gradients, make_inputs, reference_gradients, reference_of
 from dispatched import Ran
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NO_FLA = "no FLA with a backend for flash_qla (fla-core 0.6.0, and Triton) is installed"
 fla_backend = pytest.importorskip("fla.ops.gated_delta_rule.backends.flash_qla", reason=NO_FLA)
@@ -30,7 +31,7 @@ import fla.ops.gated_delta_rule.chunk as fla_chunk  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import flash_qla  # noqa: E402
-from flash_qla.integrations.fla import _ActivatingBackend, restore, use_flash_qla  # noqa: E402
+from flash_qla.integrations.fla import _Backend, restore, use_flash_qla  # noqa: E402
 
 FORWARD, BACKWARD, INFERENCE = (f"chunk_gated_delta_rule{suffix}" for suffix in ("_fwd", "_bwd", ""))
 NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
@@ -40,6 +41,7 @@ FLA_BAR = 5e-2  # how accurate FLA's kernels are is not the question here
 # What a bf16 layer's errors may be over those of the same layer with FLA's naive recurrence, which rounds its results
 # to bf16 and nothing else, as the CPU implementation does. The kernels round within; the norm behind o enlarges that.
 LAYER_RATIO = {"cpu": 1.25, "cuda": 3.0}
+BESIDE_FLA = 1.5  # the same over those with FLA's own kernels, which round in the same places
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +174,16 @@ def test_function_at_length(case):
     check(case, "cuda", with_naive=False)
 
 
+# Head dimensions that flash_qla has, and FLA without the integration does not let it have: those of released models,
+# OLMo-Hybrid's among them, of FLA's layer with keys of 128, and at the borders
+HEAD_DIMS = ((64, 64), (64, 128), (96, 192), (128, 256), (128, 64), (8, 8), (120, 512))
+
+
+@pytest.mark.parametrize(("K", "V"), HEAD_DIMS)
+def test_function_of_other_head_dims(K, V, device, integration):
+    check(Case(lengths=(5, 70), **FEW, K=K, V=V, padding=30, **INSIDE, state_v_first=True), device)
+
+
 def test_function_without_gradients(device):
     """The same bits as without FLA, by the op that keeps nothing for a backward."""
     inputs, _ = arguments_of(Case(lengths=(100, 0, 30)), device)
@@ -200,21 +212,24 @@ def naive_activated(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     return naive({**inputs, "g": g, "beta": 2 * inputs["beta"].float().sigmoid()})
 
 
-OUTSIDE = {
-    "K=64": Case(T=70, K=64),
-    "V=64": Case(T=70, V=64),
-    "K=V=64": Case(T=70, K=64, V=64),
-    "fp32": Case(T=70, dtype=torch.float32),
+INTEGRATED = {
     "activations": Case(T=70),
+    **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in HEAD_DIMS},
+}
+OUTSIDE = {
+    **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in ((256, 512), (136, 64), (60, 64), (64, 100), (128, 520))},
+    "fp32": Case(T=70, dtype=torch.float32),
     "cp_context": Case(lengths=(70,), initial_state=None, cu_dtype=torch.int64),
+    "cp_context, K=96, V=192": Case(lengths=(70,), K=96, V=192, initial_state=None, cu_dtype=torch.int64),
     "switched off": Case(T=70),
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", (*INTEGRATED, *OUTSIDE))
 @pytest.mark.parametrize("integrated", [False, True], ids=["", "integration"])
 def test_outside_goes_to_fla(name, integrated, monkeypatch):
-    """On the CPU: FLA's own function is reached, with no error on the way. The integration takes activations only."""
+    """On the CPU: FLA's own function is reached, with no error on the way, unless flash_qla has it and the integration
+    is used."""
     from fla.ops.cp import FLACPContext
 
     reached = []
@@ -228,24 +243,25 @@ def test_outside_goes_to_fla(name, integrated, monkeypatch):
     monkeypatch.setattr(fla_chunk, "ChunkGatedDeltaRuleFunction", StandIn)
     if integrated:
         use_flash_qla()
-    inputs, _ = arguments_of(OUTSIDE[name], "cpu")
+    case = (INTEGRATED | OUTSIDE)[name]
+    inputs, _ = arguments_of(case, "cpu")
     if name == "activations":
-        inputs |= activations(OUTSIDE[name].H_v, "cpu")
-    if name == "cp_context":
+        inputs |= activations(case.H_v, "cpu")
+    if "cp_context" in name:
         inputs |= {"cp_context": FLACPContext(cu_seqlens=inputs["cu_seqlens"])}
     if name == "switched off":
         monkeypatch.setenv("FLA_FLASH_QLA", "0")
     with Ran() as ran:
         fla_gdr.chunk_gated_delta_rule(**inputs)
-    inside = integrated and name == "activations"
+    inside = integrated and name in INTEGRATED
     assert (ran.ops, reached) == (([INFERENCE], []) if inside else ([], [True]))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["V=64", "K=V=64", "switched off"])
+@pytest.mark.parametrize("name", ["K=128, V=64", "K=64, V=64", "switched off"])
 def test_outside_runs_in_fla(name, monkeypatch):
     """FLA's kernels themselves, forward and backward."""
-    case = OUTSIDE[name]
+    case = (INTEGRATED | OUTSIDE)[name]
     if name == "switched off":
         monkeypatch.setenv("FLA_FLASH_QLA", "0")
     inputs, gradients = arguments_of(case, "cuda")
@@ -272,12 +288,13 @@ with_and_without_integration = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("head_dims", [{}, {"K": 96, "V": 192}], ids=str)
 @with_and_without_integration
-def test_activations(device, integrated):
+def test_activations(device, integrated, head_dims):
     """Gates and betas that are left to the function, and the gradients of all that they are made of."""
     if integrated:
         use_flash_qla()
-    inputs, gradients = arguments_of(Case(B=2, T=70), device)
+    inputs, gradients = arguments_of(Case(B=2, T=70, **head_dims), device)
     inputs |= activations(inputs["v"].shape[2], device)
     with Ran() as ran:
         actual = run(through_fla, inputs, gradients)
@@ -305,7 +322,7 @@ def test_activations_by_position(integration):
 def test_integration_declines_other_gpus(monkeypatch):
     """FLA asks flash_qla on Blackwell too."""
     inputs, _ = arguments_of(Case(T=1), "cpu")
-    verify = _ActivatingBackend().chunk_gated_delta_rule_verifier
+    verify = _Backend().chunk_gated_delta_rule_verifier
     assert verify(**inputs) == (True, None)
 
     class OnGPU(torch.Tensor):
@@ -316,11 +333,46 @@ def test_integration_declines_other_gpus(monkeypatch):
     assert not accepted and "Hopper" in reason
 
 
-def build_layer(device: str):
+@pytest.mark.parametrize("head_dims", [{}, {"K": 96, "V": 192}], ids=str)
+def test_integration_keeps_the_other_conditions(head_dims, monkeypatch):
+    """Whatever the head dimensions, the answer is that of FLA's backend to the same call with K = V = 128."""
+    ours, theirs = (backend().chunk_gated_delta_rule_verifier for backend in (_Backend, fla_backend.FlashQLABackend))
+    inputs, square = (arguments_of(Case(T=1, **dims), "cpu")[0] for dims in (head_dims, {}))
+
+    def check_declined(names=(), change=None, **options):
+        verdicts = []
+        for verify, call in ((ours, inputs), (theirs, square)):
+            verdicts.append(verify(**call | {name: change(call[name]) for name in names} | options))
+        assert verdicts[0] == verdicts[1] and not verdicts[0][0]
+
+    assert ours(**inputs) == theirs(**square) == (True, None)
+    check_declined(("q", "k", "v"), torch.Tensor.float)
+    check_declined(("k",), torch.Tensor.half)
+    check_declined(cp_context=object())
+    check_declined(transpose_state_layout=False)
+    check_declined(allow_neg_eigval=True)
+    assert not ours(**inputs, use_gate_in_kernel=True)[0]  # without A_log
+    monkeypatch.setattr(fla_backend, "IS_NVIDIA_HOPPER", False)
+    check_declined()
+    monkeypatch.setattr(fla_backend, "IS_NVIDIA_SM120", True)
+    check_declined(("q",), torch.Tensor.requires_grad_)
+
+
+# FLA's layer by its K/V; its default for V is twice K.
+LAYERS = {
+    "128/128": {"num_v_heads": 4, "head_dim": 128, "expand_v": 1},
+    "128/256": {"head_dim": 128},
+    "96/192": {"head_dim": 96},
+    "96/192, allow_neg_eigval": {"head_dim": 96, "allow_neg_eigval": True},  # as OLMo-Hybrid
+    "64/128": {"num_v_heads": 4, "head_dim": 64},
+}
+
+
+def build_layer(name: str, device: str, **sizes):
     """A small bf16 layer; on the CPU without the parts that are Triton kernels."""
     layers = pytest.importorskip("fla.layers", reason="FLA's layers (flash-linear-attention) are not installed")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_heads": 2, "num_v_heads": 4, "head_dim": 128, "expand_v": 1, "layer_idx": 0}
+    sizes = {"hidden_size": 64, "num_heads": 2, "layer_idx": 0, **LAYERS[name], **sizes}
     if device == "cuda":
         return layers.GatedDeltaNet(**sizes).to(device, torch.bfloat16)
     with warnings.catch_warnings():
@@ -328,6 +380,20 @@ def build_layer(device: str):
         layer = layers.GatedDeltaNet(**sizes, use_short_conv=False, use_gate=False)
     layer.o_norm = torch.nn.RMSNorm(layer.head_v_dim)
     return layer.bfloat16()
+
+
+class TorchActivations(TorchDispatchMode):
+    """A list of what PyTorch ran meanwhile of which the activations of gate and beta are made, in either pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        if name in ("exp", "softplus", "softplus_backward", "sigmoid", "sigmoid_backward"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
 
 
 def run_layer(layer, x: torch.Tensor, **arguments) -> dict:
@@ -349,9 +415,10 @@ def run_layer_naively(layer, x: torch.Tensor, **arguments) -> dict:
 
 def naive_in_layer(output_final_state=False, **inputs):
     """As the layer calls it: in fp32 inside, o in the layer's dtype."""
-    assert inputs["use_gate_in_kernel"] and inputs["use_beta_sigmoid_in_kernel"] and not inputs["allow_neg_eigval"]
+    assert inputs["use_gate_in_kernel"] and inputs["use_beta_sigmoid_in_kernel"]
     g = -inputs["A_log"].float().exp() * F.softplus(inputs["g"].float() + inputs["dt_bias"].float())
-    o, final_state = naive({**inputs, "g": g, "beta": inputs["beta"].float().sigmoid()})
+    beta = inputs["beta"].float().sigmoid() * (2 if inputs["allow_neg_eigval"] else 1)
+    o, final_state = naive({**inputs, "g": g, "beta": beta})
     return o.to(inputs["v"].dtype), final_state if output_final_state else None
 
 
@@ -366,36 +433,74 @@ def layer_inputs(kind: str, device: str) -> tuple[torch.Tensor, dict]:
     return x, {}
 
 
+def layer_errors(found: dict, exact: dict) -> dict:
+    """The relative error of y, and the root mean square of those of the gradients."""
+    errors = {name: relative_error(found[name], x.double()) for name, x in exact.items()}
+    y = errors.pop("y")
+    return {"y": y, "gradients": torch.tensor(list(errors.values())).square().mean().sqrt().item()}
+
+
+def check_layer(name: str, kind: str, device: str, integrated: bool) -> None:
+    """Results and gradients are as near to the layer in fp32 as those of the naive recurrence."""
+    layer = build_layer(name, device)
+    x, arguments = layer_inputs(kind, device)
+    with Ran() as ran, TorchActivations() as in_torch:
+        actual = run_layer(layer, x, **arguments)
+    assert ran.ops == ([FORWARD, BACKWARD] if integrated else [])
+    assert not (integrated and in_torch.names)
+    naively = run_layer_naively(layer, x, **arguments)
+    exact = run_layer_naively(copy.deepcopy(layer).float(), x.float(), **arguments)
+    bars = layer_errors(naively, exact)
+    for part, error in layer_errors(actual, exact).items():
+        assert error < LAYER_RATIO[device] * bars[part], part
+    for part, wanted in exact.items():
+        assert relative_error(actual[part], wanted.double()) < 5e-2, part
+
+
 @pytest.mark.parametrize("kind", ["batch", "packed", "padded"])
 @with_and_without_integration
 def test_layer(kind, device, integrated):
     """FLA's layer leaves the activations to the function, so that FLA runs its own kernels, unless the integration is
-    used. Either way results and gradients are as near to the layer in fp32 as those of the naive recurrence."""
+    used."""
     if integrated:
         use_flash_qla()
-    layer = build_layer(device)
-    x, arguments = layer_inputs(kind, device)
+    check_layer("128/128", kind, device, integrated)
+
+
+@pytest.mark.parametrize("name", list(LAYERS)[1:])
+def test_layer_of_other_head_dims(name, device, integration):
+    check_layer(name, "packed", device, integrated=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["128/256", "96/192", "64/128"])
+def test_layer_beside_fla(name):
+    """FLA's layer with its defaults but for the sizes, through flash_qla and through FLA's kernels."""
+    layer = build_layer(name, "cuda", hidden_size=256, num_heads=4)
+    x = torch.randn(2, 500, 256, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     with Ran() as ran:
-        actual = run_layer(layer, x, **arguments)
-    assert ran.ops == ([FORWARD, BACKWARD] if integrated else [])
-    naively = run_layer_naively(layer, x, **arguments)
-    exact = run_layer_naively(copy.deepcopy(layer).float(), x.float(), **arguments)
+        theirs = run_layer(layer, x)
+    assert ran.ops == []
+    use_flash_qla()
+    with Ran() as ran, TorchActivations() as in_torch:
+        ours = run_layer(layer, x)
+    assert ran.ops == [FORWARD, BACKWARD]
+    assert not in_torch.names
+    naively = run_layer_naively(layer, x)
+    exact = run_layer_naively(copy.deepcopy(layer).float(), x.float())
+    our_errors, their_errors, naive_errors = (layer_errors(found, exact) for found in (ours, theirs, naively))
+    for part, error in our_errors.items():
+        assert error < LAYER_RATIO["cuda"] * naive_errors[part], part
+        assert error < BESIDE_FLA * their_errors[part], part
+    for part, wanted in theirs.items():
+        assert relative_error(ours[part], wanted.double()) < 5e-2, part
 
-    def mean_error(found: dict) -> float:
-        errors = [relative_error(found[name], x.double()) for name, x in exact.items() if name != "y"]
-        return torch.tensor(errors).square().mean().sqrt().item()
 
-    y = exact["y"].double()
-    assert relative_error(actual["y"], y) < LAYER_RATIO[device] * relative_error(naively["y"], y)
-    assert mean_error(actual) < LAYER_RATIO[device] * mean_error(naively)
-    for name, gradient in exact.items():
-        assert relative_error(actual[name], gradient.double()) < 5e-2, name
-
-
-def test_layer_continues(integration, device):
+@pytest.mark.parametrize("name", ["128/128", "96/192, allow_neg_eigval"])
+def test_layer_continues(name, integration, device):
     """A prefill in two pieces; on the GPU the second is FLA's decoding kernel, from the state that flash_qla left."""
     utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
-    layer = build_layer(device).eval()
+    layer = build_layer(name, device).eval()
     x, _ = layer_inputs("batch", device)
     cache = utils.Cache()
     # Without gradients FLA decodes pieces of up to 64 tokens with a Triton kernel.

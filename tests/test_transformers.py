@@ -1,4 +1,4 @@
-"""The hook for Hugging Face transformers, on small random Qwen3-Next and Qwen3.5 models, and the examples.
+"""The hook for Hugging Face transformers, on small random Qwen3-Next, Qwen3.5 and OLMo-Hybrid models, and the examples.
 
 The reference is the model's own torch implementation. Only rounding may differ, so in float32 results and gradients
 agree to FP32_TOLERANCE, and in bfloat16 flash_qla may be at most BF16_RATIO times as far from the same weights computed
@@ -68,26 +68,26 @@ def gated_delta_nets(model):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The keywords of each call of flash_qla.chunk_gated_delta_rule."""
+    """The arguments of each call of flash_qla.chunk_gated_delta_rule, by name."""
     made = []
     original = flash_qla.chunk_gated_delta_rule
 
-    def recorded(*args, **kwargs):
-        made.append(kwargs)
-        return original(*args, **kwargs)
+    def recorded(q, k, v, g, beta, **kwargs):
+        made.append({"q": q, "k": k, "v": v, "g": g, "beta": beta, **kwargs})
+        return original(q, k, v, g, beta, **kwargs)
 
     monkeypatch.setattr(flash_qla, "chunk_gated_delta_rule", recorded)
     return made
 
 
 @torch.no_grad()
-def assert_same_as_torch(name, device, dtype, length):
-    model = small_model(name, device=device, dtype=dtype)
-    prompt, rest = text(length + 8, device=device).split([length, 8], dim=1)
+def assert_same_as_torch(model, length):
+    """What a prefill and decoding from it compute. The model is in fp32 afterwards."""
+    prompt, rest = text(length + 8, device=model.device).split([length, 8], dim=1)
     torch_values, torch_written, _ = example.run(model, prompt, rest)
     with use_flash_qla(model):
         our_values, our_written, _ = example.run(model, prompt, rest)
-    if dtype == torch.float32:
+    if model.dtype == torch.float32:
         for key, value in our_values.items():
             assert example.relative_error(value, torch_values[key]) < FP32_TOLERANCE, key
         assert torch.equal(our_written.argmax(-1), torch_written.argmax(-1))
@@ -101,14 +101,25 @@ def assert_same_as_torch(name, device, dtype, length):
 @all_models
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_as_torch(name, dtype):
-    assert_same_as_torch(name, "cpu", dtype, length=130)
+    assert_same_as_torch(small_model(name, dtype=dtype), length=130)
 
 
 @pytest.mark.gpu
 @all_models
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_same_as_torch_on_gpu(name, dtype):
-    assert_same_as_torch(name, "cuda", dtype, length=2000)
+    assert_same_as_torch(small_model(name, device="cuda", dtype=dtype), length=2000)
+
+
+@torch.no_grad()
+def test_olmo_hybrid_is_as_released(calls):
+    """The models above have the head dimensions of OLMo-Hybrid-7B, and betas beyond 1, for negative eigenvalues."""
+    model = small_model("olmo_hybrid")
+    use_flash_qla(model)
+    model(text(130))
+    (call,) = calls
+    assert [call[name].shape[-1] for name in ("q", "k", "v")] == [96, 96, 192]
+    assert 1.2 < call["beta"].max() <= 2
 
 
 def gradients(model, tokens, **arguments):
@@ -158,6 +169,47 @@ def test_gradients_in_bf16(name, autocast, device, calls):
     assert our_error < BF16_RATIO * own_error, f"{our_error:.2e} from fp32, torch {own_error:.2e}"
 
 
+def train(model, tokens, autocast, steps=5):
+    """The loss before each of a few steps of gradient descent, and how all of them have changed the weights."""
+    model.train()
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+
+
+@pytest.mark.parametrize(
+    ("device", "autocast"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
+)
+@all_models
+def test_training_and_decoding(name, device, autocast, calls):
+    """A few steps change the weights as they do in torch, and with those the model computes and decodes the same."""
+    length = 130 if device == "cpu" else 2000
+    tokens = text(length, rows=2, device=device)
+    own_losses, own_change = train(small_model(name, device=device), tokens, autocast)
+    assert not calls
+    model = small_model(name, device=device)
+    with use_flash_qla(model):
+        our_losses, our_change = train(model, tokens, autocast)
+    assert len(calls) == len(our_losses)
+    assert our_losses[-1] < our_losses[0] - 0.2
+    if autocast:
+        _, exact = train(small_model(name, device=device), tokens, False)
+        ours, theirs = (example.relative_error(change, exact) for change in (our_change, own_change))
+        assert ours < BF16_RATIO * theirs, f"{ours:.2e} from fp32, torch {theirs:.2e}"
+    else:
+        assert our_losses == pytest.approx(own_losses, rel=FP32_TOLERANCE)
+        assert example.relative_error(our_change, own_change) < FP32_TOLERANCE
+    assert_same_as_torch(model.eval().to(torch.bfloat16 if autocast else torch.float32), length)
+
+
 def test_gradient_checkpointing(calls):
     """The forward runs a second time in the backward, with the same result."""
     model = small_model()
@@ -181,8 +233,9 @@ def test_gradients_with_a_cache(calls):
     assert_same_gradients(cached, plain)
 
 
-def test_gradients_of_a_left_padded_batch():
-    model = small_model()
+@all_models
+def test_gradients_of_a_left_padded_batch(name):
+    model = small_model(name)
     tokens = text(100, rows=2)
     mask = torch.ones_like(tokens)
     mask[0, :30] = 0
@@ -191,8 +244,10 @@ def test_gradients_of_a_left_padded_batch():
     assert_same_gradients(gradients(model, tokens, attention_mask=mask), own)
 
 
-def test_gradients_under_torch_compile():
-    model = small_model()
+@all_models
+def test_gradients_under_torch_compile(name):
+    torch._dynamo.reset()  # all models share a decorator, and it compiles a function a few times only
+    model = small_model(name)
     use_flash_qla(model)
     (layer,) = gated_delta_nets(model)
     hidden = torch.randn(1, 70, layer.hidden_size)
@@ -217,24 +272,26 @@ def test_decoding_continues_like_one_prefill(name, calls):
     assert example.relative_error(decoded, longer.logits[:, 100:]) < FP32_TOLERANCE
 
 
+@all_models
 @torch.no_grad()
-def test_prefill_in_two_pieces_starts_from_the_first_ones_state(calls):
-    model = small_model()
+def test_prefill_in_two_pieces_starts_from_the_first_ones_state(name, calls):
+    model = small_model(name)
     use_flash_qla(model)
     tokens = text(150)
     cache = model(tokens[:, :70], use_cache=True).past_key_values
     second = model(tokens[:, 70:], past_key_values=cache, use_cache=True)
     assert calls[0]["initial_state"] is None
-    assert calls[1]["initial_state"].shape == (1, 4, 128, 128)
+    assert calls[1]["initial_state"].shape == (1, 4, calls[1]["k"].shape[-1], calls[1]["v"].shape[-1])
     whole = model(tokens, use_cache=True)
     assert example.relative_error(second.logits, whole.logits[:, 70:]) < FP32_TOLERANCE
     states = [example.recurrent_states(out.past_key_values) for out in (second, whole)]
     assert example.relative_error(*states) < FP32_TOLERANCE
 
 
+@all_models
 @torch.no_grad()
-def test_left_padded_batch():
-    model = small_model()
+def test_left_padded_batch(name):
+    model = small_model(name)
     short, long = text(70), text(100)
     tokens = torch.cat([torch.nn.functional.pad(short, (30, 0)), long])
     mask = torch.ones_like(tokens)
@@ -372,9 +429,11 @@ def test_torch_compile(calls):
     assert len(calls) == made + 1
 
 
+@all_models
 @torch.no_grad()
-def test_torch_compile_has_no_graph_break():
-    model = small_model()
+def test_torch_compile_has_no_graph_break(name):
+    torch._dynamo.reset()
+    model = small_model(name)
     use_flash_qla(model)
     (layer,) = gated_delta_nets(model)
     hidden = torch.randn(1, 70, layer.hidden_size)

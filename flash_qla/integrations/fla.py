@@ -6,10 +6,13 @@
     restore()                       # as it was
 
 FLA's fla.ops.gated_delta_rule.chunk_gated_delta_rule selects an installed flash_qla by itself: on a Hopper GPU, for
-bf16 and fp16 with K = V = 128, where gates and betas come ready for use. FLA's layers, as of 0.6.0, leave both
-activations to the function ("in the kernel"), and such calls FLA runs in its own kernels. What is registered here hands
-them on to flash_qla's kernels, which have the activations inside too, and otherwise is FLA's own backend for flash_qla,
-with all its conditions. Gradients reach A_log, dt_bias and what the activations are given.
+bf16 and fp16 with K = V = 128, where gates and betas come ready for use. Everything else FLA runs in its own kernels,
+calls of its layers among them: as of 0.6.0, these leave both activations to the function ("in the kernel"). What is
+registered here is FLA's backend for flash_qla, with all conditions but two:
+
+- K may be any multiple of 8 up to 128, V any multiple of 8 up to 512;
+- the activations are handed on to flash_qla's kernels. Gradients reach A_log, dt_bias and what the activations are
+  given.
 
 It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_qla for one that runs on Blackwell.
 
@@ -25,6 +28,11 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 
 import flash_qla
+from flash_qla import _C
+from flash_qla._layout import HEAD_DIM_STEP, MOST_VALUE_DIM
+
+_MOST_KEY_DIM = max(kernel.params.get("K", 0) for kernel in _C.kernels())
+_FLA_HEAD_DIM = 128  # the only K and V that FLA's backend lets flash_qla have
 
 # What FLA's own backend refuses, and flash_qla takes by the same names
 _ACTIVATIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
@@ -43,15 +51,31 @@ def _by_name(args: tuple, kwargs: dict) -> dict:
     return kwargs | dict(zip(_names(), args, strict=False)) if args else kwargs
 
 
-class _ActivatingBackend(FlashQLABackend):
-    """FLA's backend for flash_qla, with the activations inside. Both methods take the arguments of FLA's
-    chunk_gated_delta_rule."""
+def _is_head_dim(dim: int, most: int) -> bool:
+    return 0 < dim <= most and dim % HEAD_DIM_STEP == 0
+
+
+def _with_head_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor like x, but for its last dimension, for questions that do not look at its elements."""
+    return x if x.shape[-1] == dim else x[..., :1].expand(*x.shape[:-1], dim)
+
+
+class _Backend(FlashQLABackend):
+    """FLA's backend for flash_qla, with all its head dimensions and the activations inside. Both methods take the
+    arguments of FLA's chunk_gated_delta_rule."""
 
     def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
         call = _by_name(args, kwargs)
         q = call["q"]
         if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
             return False, "this flash_qla requires a Hopper GPU (sm_90)"
+        K, V = q.shape[-1], call["v"].shape[-1]
+        if not (_is_head_dim(K, _MOST_KEY_DIM) and _is_head_dim(V, MOST_VALUE_DIM)):
+            return False, (
+                f"flash_qla requires multiples of {HEAD_DIM_STEP}, K up to {_MOST_KEY_DIM} and V up to "
+                f"{MOST_VALUE_DIM}, got K={K} and V={V}"
+            )
+        call |= {name: _with_head_dim(call[name], _FLA_HEAD_DIM) for name in ("q", "k", "v")}
         if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
             return False, "use_gate_in_kernel requires A_log"
         if call.pop("use_beta_sigmoid_in_kernel", False):
@@ -67,16 +91,18 @@ class _ActivatingBackend(FlashQLABackend):
 
 
 def use_flash_qla() -> None:
-    """Have FLA's chunk_gated_delta_rule, and so its layers, take flash_qla for calls whose activations are left to it.
+    """Have FLA's chunk_gated_delta_rule, and so its layers, take flash_qla for calls whose activations are left to it,
+    and for other head dimensions than 128.
 
     It registers a backend in the place of FLA's own for flash_qla, by FLA's public registry, for the whole process.
-    What it does not take runs in FLA's own kernels, as before: another head dimension than 128, other dtypes than bf16
-    and fp16, cp_context, and GPUs other than Hopper's.
+    What it does not take runs in FLA's own kernels, as before: K above 128, which FLA's GatedDeltaNet layer has by
+    default, V above 512, head dimensions that are no multiples of 8, other dtypes than bf16 and fp16, cp_context, and
+    GPUs other than Hopper's.
 
     Raises:
         ImportError: on import of this module, where FLA is not installed or has no backend for flash_qla.
     """
-    register("gated_delta_rule")(_ActivatingBackend)
+    register("gated_delta_rule")(_Backend)
 
 
 def restore() -> None:

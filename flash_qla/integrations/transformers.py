@@ -9,10 +9,13 @@
         model(input_ids)
 
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
-variants, ...). Only the layers of the given model change, so other models in the process keep what
-they use. Decoding one token at a time stays with the model's own recurrent function, which continues
-from flash_qla's final state. On a GPU the model must be in bf16 or fp16, or run under torch.autocast.
-Gradients and gradient checkpointing work as with the model's own function.
+variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
+keep what they use. Decoding one token at a time stays with the model's own recurrent function, which
+continues from flash_qla's final state. Gradients and gradient checkpointing work as with the model's own
+function.
+
+On a GPU the model must be in bf16 or fp16, or run under torch.autocast. The dimension of its linear key
+heads must be a multiple of 8 up to 128, that of its linear value heads a multiple of 8 up to 512.
 
 A layer reaches its chunk function in one of two ways, depending on the transformers release:
 
