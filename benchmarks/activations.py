@@ -19,31 +19,27 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from common import SCALE, add_timing_arguments, make_inputs, parse_heads, parse_lengths, time_graph, write_results
+from common import (
+    INSIDE,
+    add_timing_arguments,
+    head_dims_field,
+    heads_of,
+    make_inputs,
+    parse_heads,
+    parse_lengths,
+    raw_tensors,
+    time_graph,
+    write_results,
+)
 
 from flash_qla import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
 ROUNDS = 3
-INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
 def activated(raw: dict) -> dict:
     g = -raw["A_log"].exp() * F.softplus(raw["g"].float() + raw["dt_bias"])
     return {"g": g, "beta": raw["beta"].float().sigmoid()}
-
-
-def raw_tensors(T: int, H_v: int) -> dict:
-    generator = torch.Generator("cuda").manual_seed(1)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    return {
-        "g": randn(1, T, H_v).bfloat16(),
-        "beta": randn(1, T, H_v).bfloat16(),
-        "A_log": (torch.rand(H_v, generator=generator, device="cuda") / 8 + 1e-3).log(),  # slow decay
-        "dt_bias": randn(H_v),
-    }
 
 
 def backward_call(arguments: dict, output_gradients: dict, g_raw: dict):
@@ -71,10 +67,10 @@ def without_parameters(arguments: dict) -> dict:
     return {name: x for name, x in arguments.items() if name not in ("A_log", "dt_bias")}
 
 
-def calls_of(H_k: int, H_v: int, lengths: list[int]) -> dict[str, dict]:
+def calls_of(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]) -> dict[str, dict]:
     """What is timed -> by way of the gates, the call."""
-    common, output_gradients = make_inputs(H_k, H_v, lengths, gradients=True)
-    common = {name: x for name, x in common.items() if name not in ("g", "beta")} | {"scale": SCALE}
+    common, output_gradients = make_inputs(H_k, H_v, lengths, head_dims, gradients=True)
+    common = {name: x for name, x in common.items() if name not in ("g", "beta")}
     raw = raw_tensors(sum(lengths), H_v)
     ready, inside = common | activated(raw), common | raw | INSIDE
     in_torch = common | raw
@@ -123,12 +119,15 @@ def main() -> None:
     cells, ratios = [], {}
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
-            for what, calls in calls_of(H_k, H_v, parse_lengths(text)).items():
+            for what, calls in calls_of(H_k, H_v, parse_lengths(text), options.head_dims).items():
                 ms = measure(calls, what == "step", options)
-                cells.append({"heads": f"{H_k}x{H_v}", "sequences": text, "timed": what, "ms": ms})
+                cell = {"heads": f"{H_k}x{H_v}", "sequences": text, **head_dims_field(options.head_dims)}
+                cells.append(cell | {"timed": what, "ms": ms})
                 ratios.setdefault(what, []).append(ms["inside"] / ms["ready"])
                 figures = ", ".join(f"{way} {x:.4f} ms" for way, x in ms.items())
-                print(f"{H_k:>3}x{H_v:<3} {text:>10} {what:>5}: {figures}, {ratios[what][-1]:.3f} of ready", flush=True)
+                print(
+                    f"{heads_of(cell):>7} {text:>10} {what:>5}: {figures}, {ratios[what][-1]:.3f} of ready", flush=True
+                )
     for what, found in ratios.items():
         mean = math.exp(statistics.fmean(map(math.log, found)))
         print(f"{what:>5}: inside over ready {mean:.3f} in the geometric mean, {max(found):.3f} at most")

@@ -2,18 +2,20 @@
 
     python benchmarks/backward.py --out benchmarks/results/backward_h200.json
     python benchmarks/backward.py --heads 16x32 --sequences 1x8192,4096x8 --packages flash_qla
+    python benchmarks/backward.py --heads 30x30 --head-dims 96x192 --activations
 
 Inputs as in forward.py, with random gradients of o and of the final state. Two things are timed, as there:
 
   backward   all six gradients by the package's low-level function, from what its own low-level forward has left, q and
              k being normalised already
-  step       chunk_gated_delta_rule and torch.autograd.grad, q and k being normalised inside
+  step       chunk_gated_delta_rule and torch.autograd.grad, q and k being normalised inside; with --activations gates
+             and betas are activated inside, from raw bf16 tensors, and A_log and dt_bias have gradients too
 
 and of an eager step, after the first one, the bytes are counted that torch's allocator hands out:
 
   saved      held between forward and backward for the backward: allocated after the forward, less allocated before the
              step (the inputs, the gradients of o and of the final state), less o and the final state
-  extra      the highest that was allocated during the step, less allocated before it, less the six gradients that it
+  extra      the highest that was allocated during the step, less allocated before it, less the gradients that it
              returns. So o, the final state, what is saved and what the kernels work in count; the gradients' bytes are
              taken off whether or not all of them existed at the peak.
 
@@ -26,45 +28,56 @@ from __future__ import annotations
 
 import torch
 from common import (
+    ALL_GRADIENTS_OF,
+    CHUNK,
     FLA_BACKWARD,
-    GRADIENTS,
-    HEAD_DIM,
-    SCALE,
+    GRADIENT_OF,
+    INSIDE,
     add_timing_arguments,
     argument_parser,
     by_cell,
     floor_ms,
     gradient_errors,
+    head_dims_field,
+    heads_of,
     make_inputs,
     parse_heads,
     parse_lengths,
+    raw_tensors,
     run,
     spread,
+    three_digits,
     time_graph,
 )
 
-# Matrix work per token and value head: in a chunk of 64, eight products with a 128 x 128 state (two of them to make the
-# states again), ten of 64 x 64 x 128 and two of 64 x 64 x 64.
-FLOP = 442e3
-DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")  # in the order of GRADIENTS
+
+def flop(K: int, V: int) -> float:
+    """Matrix work per token and value head: in a chunk of 64, eight products with a K x V state (two of them to make
+    the states again), five of 64 x 64 x K, five of 64 x 64 x V and two of 64 x 64 x 64."""
+    return three_digits(2 * (8 * K * V + 5 * CHUNK * (K + V) + 2 * CHUNK * CHUNK))
+
+
+def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
+    """Bytes per token: q, k, dq, dk; v, do, dv; A; g, beta, dg, db."""
+    return 8 * K * H_k + 6 * V * H_v + 2 * CHUNK * H_v + 16 * H_v
 
 
 def flash_qla_backward(inputs: dict, output_gradients: dict):
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-    g_cumsum, A, *_ = chunk_gated_delta_rule_fwd(**inputs, scale=SCALE)
+    g_cumsum, A, *_ = chunk_gated_delta_rule_fwd(**inputs)
     saved = inputs | {"g": g_cumsum, "A": A}
-    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients, scale=SCALE)
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)
 
 
 def fla_backward(inputs: dict, output_gradients: dict):
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
     from fla.ops.utils.index import prepare_chunk_indices
 
-    inputs = inputs | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], 64), "scale": SCALE}
+    inputs = inputs | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)}
     g_cumsum, _, A, *_ = chunk_gated_delta_rule_fwd(**inputs, output_final_state=True)
     saved = inputs | {"g": g_cumsum, "A": A}
-    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)[: len(GRADIENTS)]
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)[: len(GRADIENT_OF)]
 
 
 class Step:
@@ -72,9 +85,9 @@ class Step:
 
     def __init__(self, operator, inputs: dict, output_gradients: dict):
         self.operator = operator
-        self.arguments = inputs | {"scale": SCALE, "use_qk_l2norm_in_kernel": True}
+        self.arguments = inputs | {"use_qk_l2norm_in_kernel": True}
         self.output_gradients = tuple(output_gradients.values())
-        self.differentiable = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
+        self.differentiable = [inputs[name].requires_grad_() for name in ALL_GRADIENTS_OF if name in inputs]
 
     def forward(self):
         return self.operator(**self.arguments, output_final_state=True)
@@ -84,6 +97,15 @@ class Step:
 
     def __call__(self):
         return self.backward(self.forward())
+
+
+def step_inputs(H_k: int, H_v: int, lengths: list[int], options, seed: int = 0) -> tuple[dict, dict]:
+    inputs, output_gradients = make_inputs(
+        H_k, H_v, lengths, options.head_dims, seed=seed, normalize=False, gradients=True
+    )
+    if options.activations:
+        inputs |= raw_tensors(sum(lengths), H_v) | INSIDE
+    return inputs, output_gradients
 
 
 def step_memory(step: Step) -> dict[str, int]:
@@ -114,37 +136,37 @@ def measure(package: str, options) -> list[dict]:
 
         low_level_backward = fla_backward
 
-    cells = []
+    dims, cells = options.head_dims, []
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
             lengths = parse_lengths(text)
             with torch.no_grad():
-                backward = low_level_backward(*make_inputs(H_k, H_v, lengths, gradients=True))
+                backward = low_level_backward(*make_inputs(H_k, H_v, lengths, dims, gradients=True))
                 backward_times = time_graph(backward, options.samples, options.sample_ms)
             del backward
-            step = Step(chunk_gated_delta_rule, *make_inputs(H_k, H_v, lengths, normalize=False, gradients=True))
+            step = Step(chunk_gated_delta_rule, *step_inputs(H_k, H_v, lengths, options))
             memory = step_memory(step)
             step_times = time_graph(step, options.samples, options.sample_ms)
-            # q, k, dq, dk; v, do, dv; A; g, beta, dg, db
-            traffic = 8 * HEAD_DIM * H_k + 6 * HEAD_DIM * H_v + 128 * H_v + 16 * H_v
             cell = {
                 "package": package,
                 "version": __version__,
                 "heads": f"{H_k}x{H_v}",
                 "sequences": text,
+                **head_dims_field(dims),
+                **({"activations": True} if options.activations else {}),
                 **spread(backward_times, "backward_"),
-                "backward_floor_ms": floor_ms(sum(lengths), FLOP * H_v, traffic),
+                "backward_floor_ms": floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims)),
                 **spread(step_times, "step_"),
                 **memory,
             }
             cells.append(cell)
-            print(f"{package:>10} {cell['heads']:>6} {text:>12} {figures(cell)}", flush=True)
+            print(f"{package:>10} {heads_of(cell):>6} {text:>12} {figures(cell)}", flush=True)
             del step
             torch.cuda.empty_cache()
 
     # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
     for H_k, H_v in parse_heads(options.heads):
-        errors = check(chunk_gated_delta_rule, low_level_backward, H_k, H_v)
+        errors = check(chunk_gated_delta_rule, low_level_backward, H_k, H_v, options)
         for name, error in errors.items():
             figure = ", ".join(f"{tensor} {e:.2e}" for tensor, e in error.items())
             print(f"{package:>10} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
@@ -154,14 +176,14 @@ def measure(package: str, options) -> list[dict]:
     return cells
 
 
-def check(operator, low_level_backward, H_k: int, H_v: int) -> dict[str, dict[str, float]]:
+def check(operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
     """Errors of the gradients that are timed, on short sequences."""
     lengths = [256, 100, 257]
-    inputs, output_gradients = make_inputs(H_k, H_v, lengths, seed=1, gradients=True)
+    inputs, output_gradients = make_inputs(H_k, H_v, lengths, options.head_dims, seed=1, gradients=True)
     with torch.no_grad():
         gradients = low_level_backward(inputs, output_gradients)()
-    errors = {"backward": gradient_errors(inputs | {"scale": SCALE}, output_gradients, gradients)}
-    inputs, output_gradients = make_inputs(H_k, H_v, lengths, seed=1, normalize=False, gradients=True)
+    errors = {"backward": gradient_errors(inputs, output_gradients, gradients)}
+    inputs, output_gradients = step_inputs(H_k, H_v, lengths, options, seed=1)
     step = Step(operator, inputs, output_gradients)
     errors["step"] = gradient_errors(step.arguments, output_gradients, step())
     return errors
@@ -196,4 +218,5 @@ RATIOS = {"backward": "backward_ms", "step": "step_ms", "saved": "saved_bytes", 
 if __name__ == "__main__":
     parser = argument_parser(__doc__.splitlines()[0])
     add_timing_arguments(parser, heads="16x32,2x8,16x64", sequences="1x8192,4096x8,1x32768,1024x8")
+    parser.add_argument("--activations", action="store_true", help="of gates and betas inside the step")
     run(parser, measure, report, FLA_BACKWARD)

@@ -27,9 +27,14 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import reference
 from accuracy import relative_error
 
-HEAD_DIM = 128
-SCALE = HEAD_DIM**-0.5
-GRADIENTS = ("dq", "dk", "dv", "db", "dg", "dh0")
+DEVICE = "cuda"  # of the inputs; the benchmarks' tests have another
+HEAD_DIMS = (128, 128)  # channels of a key, which a query has too, and of a value, where nothing else is said
+
+# The differentiable arguments, and what the low-level backwards call their gradients, in the order in which these come
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
+# With those of the activations inside
+ALL_GRADIENTS_OF = GRADIENT_OF | {"A_log": "dA_log", "dt_bias": "ddt_bias"}
+INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 # Environment of FLA's process; None takes a variable away. Its dispatch to other packages is switched off, except that
 # one kernel of its backward is its TileLang version, as by default on Hopper: the Triton version refuses to run there.
@@ -38,11 +43,28 @@ FLA_BACKWARD = {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "1", "FLA_DISABLE_BACKEND_
 
 # Measured on an H200: dense bf16 matrix rate (FLOP/s) and copy bandwidth (bytes/s).
 MATRIX_RATE, BANDWIDTH = 796e12, 4.28e12
+CHUNK = 64
 
 
 def parse_heads(text: str) -> list[tuple[int, int]]:
     """'16x32,2x8' is 16 query/key and 32 value heads, then 2 and 8."""
     return [tuple(int(n) for n in heads.split("x")) for heads in text.split(",")]
+
+
+def parse_head_dims(text: str) -> tuple[int, int]:
+    """'96x192' is keys of 96 channels and values of 192."""
+    K, V = (int(n) for n in text.split("x"))
+    return K, V
+
+
+def head_dims_field(head_dims: tuple[int, int]) -> dict[str, str]:
+    """What a cell of the results says of them: nothing where they are HEAD_DIMS."""
+    return {} if head_dims == HEAD_DIMS else {"head_dims": "{}x{}".format(*head_dims)}
+
+
+def heads_of(cell: dict) -> str:
+    """A cell's heads, and their dimensions where it says any: '16x32' or '16x32 of 96x192'."""
+    return " of ".join(cell[name] for name in ("heads", "head_dims") if name in cell)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -71,25 +93,28 @@ def make_inputs(
     H_k: int,
     H_v: int,
     lengths: list[int],
+    head_dims: tuple[int, int],
     seed: int = 0,
     normalize: bool = True,
     gradients: bool = False,
     gate: str = "bench",
 ):
-    """Arguments of chunk_gated_delta_rule on the GPU; with `gradients` also do and dht, those of its two results.
+    """Arguments of chunk_gated_delta_rule; with `gradients` also do and dht, those of its two results.
 
     Args:
+        head_dims: K and V.
         gate: "bench" is logsigmoid(randn) / 16, and exactly 0 for a quarter of the heads; "trained" is
             -a softplus(randn / 2 + 1) with a of each head from [0, 16], the first 0 and the last 16.
     """
-    generator = torch.Generator("cuda").manual_seed(seed)
+    K, V = head_dims
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     of_heads = torch.Generator().manual_seed(seed)
 
     def randn(*shape, dtype=torch.float32):
-        return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+        return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
 
     def query_or_key():
-        x = randn(1, T, H_k, HEAD_DIM)
+        x = randn(1, T, H_k, K)
         return (F.normalize(x, dim=-1) if normalize else x).bfloat16()
 
     T = sum(lengths)
@@ -99,25 +124,46 @@ def make_inputs(
     elif gate == "trained":
         a = 16 * torch.rand(H_v, generator=of_heads)
         a[0], a[-1] = 0, 16
-        g = -a.to("cuda") * F.softplus(randn(1, T, H_v) / 2 + 1)
+        g = -a.to(DEVICE) * F.softplus(randn(1, T, H_v) / 2 + 1)
     else:
         raise ValueError(f"gate is {gate!r}, expected 'bench' or 'trained'")
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     inputs = {
         "q": query_or_key(),
         "k": query_or_key(),
-        "v": randn(1, T, H_v, HEAD_DIM, dtype=torch.bfloat16),  # gigabytes: no copy of another dtype
+        "v": randn(1, T, H_v, V, dtype=torch.bfloat16),  # gigabytes: no copy of another dtype
         "g": g,
         "beta": randn(1, T, H_v).sigmoid(),
-        "initial_state": randn(len(lengths), H_v, HEAD_DIM, HEAD_DIM),
-        "cu_seqlens": offsets.to(device="cuda", dtype=torch.int64),
+        "scale": K**-0.5,
+        "initial_state": randn(len(lengths), H_v, K, V),
+        "cu_seqlens": offsets.to(device=DEVICE, dtype=torch.int64),
     }
     if not gradients:
         return inputs
     return inputs, {
-        "do": randn(1, T, H_v, HEAD_DIM, dtype=torch.bfloat16),
-        "dht": randn(len(lengths), H_v, HEAD_DIM, HEAD_DIM) / 8,
+        "do": randn(1, T, H_v, V, dtype=torch.bfloat16),
+        "dht": randn(len(lengths), H_v, K, V) / 8,
     }
+
+
+def raw_tensors(T: int, H_v: int) -> dict[str, torch.Tensor]:
+    """What goes with INSIDE: g and beta as a layer in bf16 has them, and the parameters of the gate; decay is slow."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    return {
+        "g": randn(1, T, H_v).bfloat16(),
+        "beta": randn(1, T, H_v).bfloat16(),
+        "A_log": (torch.rand(H_v, generator=generator, device=DEVICE) / 8 + 1e-3).log(),
+        "dt_bias": randn(H_v),
+    }
+
+
+def three_digits(x: float) -> float:
+    """The matrix work in stored results has as many."""
+    return float(f"{x:.3g}")
 
 
 def floor_ms(tokens: int, flop: float, traffic: float) -> float:
@@ -169,9 +215,10 @@ def forward_errors(arguments: dict, o: torch.Tensor, final_state: torch.Tensor) 
 
 @torch.no_grad()
 def gradient_errors(arguments: dict, output_gradients: dict, gradients) -> dict[str, float]:
-    """Relative L2 errors of `gradients`, of chunk_gated_delta_rule(**arguments) and in the order of GRADIENTS."""
+    """Relative L2 errors of `gradients`, of chunk_gated_delta_rule(**arguments), in the order of ALL_GRADIENTS_OF."""
     expected = reference.gated_delta_rule_bwd(**arguments, **output_gradients)
-    return {name: relative_error(x, getattr(expected, name)) for name, x in zip(GRADIENTS, gradients, strict=True)}
+    names = [gradient for name, gradient in ALL_GRADIENTS_OF.items() if name in arguments]
+    return {name: relative_error(x, getattr(expected, name)) for name, x in zip(names, gradients, strict=True)}
 
 
 def spread(times: list[float], prefix: str = "") -> dict[str, float]:
@@ -203,8 +250,15 @@ def argument_parser(description: str, packages: str = "flash_qla,fla") -> argpar
     return parser
 
 
+def add_head_dims_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--head-dims", type=parse_head_dims, default=HEAD_DIMS, metavar="KxV", help="key x value channels of each head"
+    )
+
+
 def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences: str, samples: int = 11) -> None:
     parser.add_argument("--heads", default=heads, help="query/key x value heads")
+    add_head_dims_argument(parser)
     parser.add_argument("--sequences", default=sequences, help=parse_lengths.__doc__)
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
@@ -264,8 +318,8 @@ def write_results(path: str, cells: list[dict]) -> None:
 
 
 def by_cell(cells: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:
-    """(heads, sequences) -> package -> cell."""
+    """(heads_of, sequences) -> package -> cell."""
     found: dict[tuple[str, str], dict[str, dict]] = {}
     for cell in cells:
-        found.setdefault((cell["heads"], cell["sequences"]), {})[cell["package"]] = cell
+        found.setdefault((heads_of(cell), cell["sequences"]), {})[cell["package"]] = cell
     return found

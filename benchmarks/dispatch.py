@@ -25,9 +25,10 @@ from collections.abc import Iterator
 import torch
 from backward import flash_qla_backward
 from common import (
-    HEAD_DIM,
-    SCALE,
+    CHUNK,
     add_timing_arguments,
+    head_dims_field,
+    heads_of,
     make_inputs,
     parse_heads,
     parse_lengths,
@@ -41,22 +42,21 @@ SEQUENCES = (
     "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,16384+2048x8,8192x4,4096x8,1024x8,256x4,128x64,"
     "ragged8,ragged32"
 )
+NARROW_TILE, WIDE_TILE = 64, 128  # of values
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
 FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "predicted_us")
 BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
 MOST_PIECES = 3  # an SM: each is one more turn
 
 
-def segmentations(H_v: int, lengths: list[int], sm_count: int, value_tile: int) -> Iterator[int]:
-    from flash_qla._layout import CHUNK
-
+def segmentations(H_v: int, V: int, lengths: list[int], sm_count: int, value_tile: int) -> Iterator[int]:
     chunks = math.ceil(sum(lengths) / CHUNK / len(lengths))
     segments = {0: len(lengths)} | {
         math.ceil(chunks / parts): len(lengths) * parts for parts in PARTS if parts <= (chunks + 1) // 2
     }
     for segment_chunks, count in segments.items():
-        pieces = count * H_v * HEAD_DIM // value_tile
-        if segment_chunks == 0 or pieces <= (1 if value_tile == 64 else MOST_PIECES) * sm_count:
+        pieces = count * H_v * math.ceil(V / value_tile)
+        if segment_chunks == 0 or pieces <= (1 if value_tile == NARROW_TILE else MOST_PIECES) * sm_count:
             yield segment_chunks
 
 
@@ -64,16 +64,17 @@ class Forward:
     fields = FIELDS
 
     @staticmethod
-    def modes(*batch) -> Iterator[dict]:
+    def modes(H_v: int, V: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
         """Arguments of override."""
-        yield {"fused": 1}
-        for value_tile in (64, 128):
-            for segment_chunks in segmentations(*batch, value_tile):
+        if V <= WIDE_TILE:  # more than a tile the one kernel does not take
+            yield {"fused": 1}
+        for value_tile in (NARROW_TILE, WIDE_TILE):
+            for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
                 yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": 0}
 
     @staticmethod
-    def call(H_k: int, H_v: int, lengths: list[int]):
-        arguments = make_inputs(H_k, H_v, lengths) | {"scale": SCALE, "output_final_state": True}
+    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]):
+        arguments = make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True}
         return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
 
     def __init__(self):
@@ -87,12 +88,12 @@ class Backward:
 
     @staticmethod
     def modes(*batch) -> Iterator[dict]:
-        for segment_chunks in segmentations(*batch, 128):
+        for segment_chunks in segmentations(*batch, WIDE_TILE):
             yield {"segment_chunks": segment_chunks}
 
     @staticmethod
-    def call(H_k: int, H_v: int, lengths: list[int]):
-        return flash_qla_backward(*make_inputs(H_k, H_v, lengths, gradients=True))
+    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]):
+        return flash_qla_backward(*make_inputs(H_k, H_v, lengths, head_dims, gradients=True))
 
     def __init__(self):
         from flash_qla import _C
@@ -104,6 +105,7 @@ def measure(options) -> Iterator[dict]:
     direction = Backward() if options.backward else Forward()
     torch.set_grad_enabled(False)
     sm_count = torch.cuda.get_device_properties().multi_processor_count
+    K, V = options.head_dims
     start = time.monotonic()
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
@@ -111,19 +113,20 @@ def measure(options) -> Iterator[dict]:
                 print(f"{options.budget_s:g} s are spent, stopped before {H_k}x{H_v} {text}")
                 return
             lengths = parse_lengths(text)
-            call = direction.call(H_k, H_v, lengths)
+            call = direction.call(H_k, H_v, lengths, options.head_dims)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
-            for override in ({}, *direction.modes(H_v, lengths, sm_count)):
+            for override in ({}, *direction.modes(H_v, V, lengths, sm_count)):
                 direction.override(**override)
                 times = time_graph(call, options.samples, options.sample_ms)
                 if override and equal:
-                    found = direction.dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False)
+                    found = direction.dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False, K=K, V=V)
                 else:
-                    found = direction.dispatch(1, T, N, H_k, H_v, sm_count)
+                    found = direction.dispatch(1, T, N, H_k, H_v, sm_count, K=K, V=V)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
+                    **head_dims_field(options.head_dims),
                     "chosen": not override,
                     **{name: getattr(found, name) for name in direction.fields},
                     **spread(times),
@@ -146,7 +149,7 @@ def report(cells: list[dict]) -> None:
     """A line a batch, then how far predictions and choices are off."""
     batches: dict[tuple[str, str], list[dict]] = {}
     for cell in cells:
-        batches.setdefault((cell["heads"], cell["sequences"]), []).append(cell)
+        batches.setdefault((heads_of(cell), cell["sequences"]), []).append(cell)
     print(f"{'heads':>6} {'sequences':>12}  {'chosen':>11} {'us':>7} {'predicted':>9}  {'fastest':>8} {'us':>7}")
     lost, off = [], []
     for (heads, sequences), found in batches.items():

@@ -2,6 +2,7 @@
 
     python benchmarks/forward.py --out FILE.json
     python benchmarks/forward.py --packages flash_qla,fla --heads 16x32,2x8 --sequences 1x8192,4096x8 --gates bench
+    python benchmarks/forward.py --packages flash_qla,fla --heads 30x30 --head-dims 96x192
     python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,op
     python benchmarks/forward.py --report FILE.json --markdown
 
@@ -16,12 +17,12 @@ Packages, each by the function that it has below its autograd:
 Peers are looked for in --peers-path first, flash_qla in --package-path. Peers compile as they run; where they keep that
 is up to their own variables, such as TRITON_CACHE_DIR and TILELANG_CACHE_DIR.
 
-Inputs: packed bf16 sequences of head dimension 128, L2-normalised q and k, gates as in common.make_inputs, beta =
-sigmoid(randn), an fp32 initial state; the final state is returned. What a package wants in another form (FlashInfer
-e^g, and states with V first) is made beforehand. Time: median over samples, each the replay of a CUDA graph that holds
-several calls. Workspace: what a call takes from torch's allocator beyond what it returns. Outputs are compared twice:
-with the fp64 recurrence on a short batch of each head count (relative L2), and, by sketches, with those of flash_qla on
-the inputs of every cell.
+Inputs: packed bf16 sequences, L2-normalised q and k, gates as in common.make_inputs, beta = sigmoid(randn), an fp32
+initial state; the final state is returned. What a package wants in another form (FlashInfer e^g, and states with V
+first) is made beforehand; one that does not take the --head-dims has errors in place of times. Time: median over
+samples, each the replay of a CUDA graph that holds several calls. Workspace: what a call takes from torch's allocator
+beyond what it returns. Outputs are compared twice: with the fp64 recurrence on a short batch of each head count
+(relative L2), and, by sketches, with those of flash_qla on the inputs of every cell.
 """
 
 from __future__ import annotations
@@ -37,23 +38,26 @@ from pathlib import Path
 
 import torch
 from common import (
+    CHUNK,
     FLA_TRITON,
-    HEAD_DIM,
-    SCALE,
+    HEAD_DIMS,
     add_timing_arguments,
     argument_parser,
     by_cell,
     floor_ms,
     forward_errors,
+    head_dims_field,
+    heads_of,
     make_inputs,
+    parse_head_dims,
     parse_heads,
     parse_lengths,
     run,
     spread,
+    three_digits,
     time_graph,
 )
 
-FLOP = 164e3  # matrix work per token and value head
 PEERS = {"fla": "FLA", "flash_qla_jit": "FlashQLA", "flashinfer": "FlashInfer"}
 VARIANTS = {
     "nocp": "auto_cp=False",
@@ -68,6 +72,17 @@ SEQUENCES = "1x512,1x2048,1x8192,1x32768,1x131072,28672+4096,16384+16384,8192x4,
 
 # Right bf16 outputs are less than 1e-2 apart; what sketches say of that may be off by half of it.
 LARGEST_DIFFERENCE = 2e-2
+
+
+def flop(K: int, V: int) -> float:
+    """Matrix work per token and value head: in a chunk of 64, three products with a K x V state (K S, Q S, K^T V_new),
+    two of 64 x 64 x K (K K^T, Q K^T) and two of 64 x 64 x V (L times the residual, P V_new)."""
+    return three_digits(2 * (3 * K * V + 2 * CHUNK * (K + V)))
+
+
+def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
+    """Bytes per token: q, k; v, o; g, beta."""
+    return 4 * K * H_k + 4 * V * H_v + 8 * H_v
 
 
 @dataclass
@@ -91,7 +106,7 @@ def load_flash_qla() -> Package:
     }
 
     def prepare(inputs, variant):
-        arguments = inputs | {"scale": SCALE} | changes.get(variant, {})
+        arguments = inputs | changes.get(variant, {})
         if variant == "v_first":
             arguments["initial_state"] = inputs["initial_state"].mT.contiguous()
         if variant == "fp16":
@@ -113,8 +128,8 @@ def load_fla() -> Package:
     from fla.ops.utils.index import prepare_chunk_indices
 
     def prepare(inputs, _):
-        chunk_indices = prepare_chunk_indices(inputs["cu_seqlens"], 64)
-        arguments = inputs | {"chunk_indices": chunk_indices, "scale": SCALE, "output_final_state": True}
+        chunk_indices = prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)
+        arguments = inputs | {"chunk_indices": chunk_indices, "output_final_state": True}
         return lambda: chunk_gated_delta_rule_fwd(**arguments)
 
     return Package(__version__, prepare, lambda outputs, _: (outputs[1], outputs[3]))
@@ -128,7 +143,7 @@ def load_flash_qla_jit() -> Package:
     import tilelang
 
     def prepare(inputs, _):
-        arguments = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "scale": SCALE, "output_final_state": True}
+        arguments = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "output_final_state": True}
         return lambda: flash_qla.chunk_gated_delta_rule_fwd(**arguments, output_h=False, auto_cp=True)
 
     version = f"{flash_qla.__version__} (TileLang {tilelang.__version__})"
@@ -146,10 +161,9 @@ def load_flashinfer() -> Package:
 
     def prepare(inputs, _):
         cu_seqlens = inputs["cu_seqlens"].int()
-        arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")}
+        arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")} | {"scale": inputs["scale"]}
         arguments |= {
             "g": inputs["g"][0].exp(),  # there g is the decay itself
-            "scale": SCALE,
             "initial_state": inputs["initial_state"].mT.contiguous(),
             "output_final_state": True,
             "cu_seqlens": cu_seqlens,
@@ -192,27 +206,27 @@ def measure(package: str, options):
     start = time.monotonic()
     torch.set_grad_enabled(False)
     loaded = LOADERS[package]()
+    dims = options.head_dims
     variants = ["default"] + [variant for variant in options.variants.split(",") if variant and package == "flash_qla"]
     for gate in options.gates.split(","):
         for H_k, H_v in parse_heads(options.heads):
             errors = None
             for text in options.sequences.split(","):
-                described = {"gate": gate, "heads": f"{H_k}x{H_v}", "sequences": text}
+                described = {"gate": gate, "heads": f"{H_k}x{H_v}", "sequences": text, **head_dims_field(dims)}
                 if time.monotonic() - start > options.budget_s:
-                    left = " ".join(described.values())
-                    print(f"{package}: {options.budget_s:g} s are spent, stopped before {left}", flush=True)
+                    print(f"{package}: {options.budget_s:g} s are spent, stopped before {place(described)}", flush=True)
                     return
                 if errors is None:
-                    errors = check(package, loaded, H_k, H_v, gate)
+                    errors = check(package, loaded, H_k, H_v, dims, gate)
                 lengths = parse_lengths(text)
-                inputs = make_inputs(H_k, H_v, lengths, gate=gate)
+                inputs = make_inputs(H_k, H_v, lengths, dims, gate=gate)
                 for variant in variants:
                     cell = {"package": package, "variant": variant, "version": loaded.version, **described}
                     try:
                         cell |= measure_call(loaded, inputs, variant, options)
                     except Exception as error:
                         cell["error"] = f"{type(error).__name__}: {error}"[:500]
-                    cell["floor_ms"] = floor_ms(sum(lengths), FLOP * H_v, 4 * HEAD_DIM * (H_k + H_v) + 8 * H_v)
+                    cell["floor_ms"] = floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims))
                     cell["relative_error"] = errors
                     print(progress(cell), flush=True)
                     yield cell
@@ -221,15 +235,17 @@ def measure(package: str, options):
                 torch.cuda.empty_cache()
 
 
-def check(package: str, loaded: Package, H_k: int, H_v: int, gate: str) -> dict[str, float] | str:
+def check(
+    package: str, loaded: Package, H_k: int, H_v: int, head_dims: tuple[int, int], gate: str
+) -> dict[str, float] | str:
     """Errors on a short batch, or what the package raises."""
     try:
         if package == "fla":
             # FLA tunes itself on the first problem of each head count, which shall not be a small one.
-            loaded.prepare(make_inputs(H_k, H_v, [32768], gate=gate), "default")()
-        inputs = make_inputs(H_k, H_v, [256] * 4, seed=1, gate=gate)
+            loaded.prepare(make_inputs(H_k, H_v, [32768], head_dims, gate=gate), "default")()
+        inputs = make_inputs(H_k, H_v, [256] * 4, head_dims, seed=1, gate=gate)
         outputs = loaded.prepare(inputs, "default")()
-        return forward_errors(inputs | {"scale": SCALE}, *loaded.results(outputs, "default"))
+        return forward_errors(inputs, *loaded.results(outputs, "default"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:500]
 
@@ -249,7 +265,8 @@ def measure_call(loaded: Package, inputs: dict, variant: str, options) -> dict:
 
 
 def progress(cell: dict) -> str:
-    line = " ".join(f"{cell[key]:>{width}}" for key, width in COLUMNS.items())
+    shown = cell | {"heads": heads_of(cell)}
+    line = " ".join(f"{shown[key]:>{width}}" for key, width in COLUMNS.items())
     if "error" in cell:
         return f"{line} {cell['error']}"
     line += f" {cell['ms']:8.4f} ms [{cell['ms_min']:.4f}, {cell['ms_max']:.4f}]"
@@ -263,7 +280,7 @@ COLUMNS = {"package": 13, "variant": 8, "gate": 7, "heads": 5, "sequences": 11}
 class Row:
     """flash_qla in one cell, and its peers' times over its own."""
 
-    heads: str
+    heads: str  # heads_of
     sequences: str
     ms: float
     floor: float  # fraction of it that is reached
@@ -368,8 +385,9 @@ def report_outputs(cells: list[dict]) -> list[str]:
     workspaces = {}
     for name, cell in ours.items():
         if "workspace_bytes" in cell:
-            values = 2 * HEAD_DIM * parse_heads(cell["heads"])[0][1] * sum(parse_lengths(cell["sequences"]))
-            workspaces[name] = cell["workspace_bytes"] / values
+            [(_, H_v)] = parse_heads(cell["heads"])
+            _, V = parse_head_dims(cell["head_dims"]) if "head_dims" in cell else HEAD_DIMS
+            workspaces[name] = cell["workspace_bytes"] / (2 * V * H_v * sum(parse_lengths(cell["sequences"])))
     if workspaces:
         most = max(workspaces, key=workspaces.get)
         lines.append(f"Workspace of flash_qla: at most {workspaces[most]:.2f} of the bytes of v ({most})")
@@ -401,7 +419,7 @@ def report_outputs(cells: list[dict]) -> list[str]:
 
 
 def place(cell: dict) -> str:
-    return f"{cell['gate']} {cell['heads']} {cell['sequences']}"
+    return f"{cell['gate']} {heads_of(cell)} {cell['sequences']}"
 
 
 def largest(figures) -> float:

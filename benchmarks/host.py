@@ -24,29 +24,30 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import HEAD_DIM, environment, parse_heads
+from common import add_head_dims_argument, environment, head_dims_field, parse_heads
 
 # In a batch. The GPU's queue takes about a thousand launches; a launch that finds it full waits.
 CALLS = 50
 
 
-def make_arguments(device: str, heads: str, tokens: int) -> dict:
+def make_arguments(options) -> dict:
     """Arguments of chunk_gated_delta_rule and, as far as these are concerned, chunk_gated_delta_rule_fwd."""
-    [(H_k, H_v)] = parse_heads(heads)
-    lengths = [tokens] if device == "cuda" else []
+    [(H_k, H_v)] = parse_heads(options.heads)
+    K, V = options.head_dims
+    lengths = [options.tokens] if options.device == "cuda" else []
     T, N = sum(lengths), len(lengths)
 
     def rand(*shape, dtype=torch.bfloat16):
-        return torch.rand(shape, device=device).to(dtype)
+        return torch.rand(shape, device=options.device).to(dtype)
 
     return {
-        "q": rand(1, T, H_k, HEAD_DIM) * HEAD_DIM**-0.5,
-        "k": rand(1, T, H_k, HEAD_DIM) * HEAD_DIM**-0.5,
-        "v": rand(1, T, H_v, HEAD_DIM),
+        "q": rand(1, T, H_k, K) * K**-0.5,
+        "k": rand(1, T, H_k, K) * K**-0.5,
+        "v": rand(1, T, H_v, V),
         "g": -rand(1, T, H_v, dtype=torch.float32),
         "beta": rand(1, T, H_v, dtype=torch.float32),
-        "initial_state": rand(N, H_v, HEAD_DIM, HEAD_DIM, dtype=torch.float32),
-        "cu_seqlens": torch.tensor([0, *lengths], device=device).cumsum(0),
+        "initial_state": rand(N, H_v, K, V, dtype=torch.float32),
+        "cu_seqlens": torch.tensor([0, *lengths], device=options.device).cumsum(0),
         "output_final_state": True,
     }
 
@@ -115,11 +116,11 @@ def measure_calls(options) -> dict[str, dict]:
     # Outside of inference_mode autograd is asked, even where it has nothing to do.
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
-            calls = make_calls(make_arguments(options.device, options.heads, options.tokens))
+            calls = make_calls(make_arguments(options))
             found[mode.__name__] = {
                 name: time_calls(call, options.device, options.batches) for name, call in calls.items()
             }
-    steps = make_steps(make_arguments(options.device, options.heads, options.tokens))
+    steps = make_steps(make_arguments(options))
     found["step"] = {name: time_calls(step, options.device, options.batches) for name, step in steps.items()}
     return found
 
@@ -127,7 +128,7 @@ def measure_calls(options) -> dict[str, dict]:
 def measure_first_calls(options) -> dict[str, float]:
     import flash_qla
 
-    arguments = make_arguments(options.device, options.heads, options.tokens)
+    arguments = make_arguments(options)
     times = []
     with torch.no_grad():
         for _ in range(2):
@@ -171,6 +172,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--heads", default="16x32", help="query/key x value heads")
+    add_head_dims_argument(parser)
     parser.add_argument("--tokens", type=int, default=64, help="length of the sequence, on the GPU")
     parser.add_argument("--batches", type=int, default=101)
     parser.add_argument("--processes", type=int, default=5)
@@ -194,5 +196,6 @@ if __name__ == "__main__":
         with open(options.out, "w") as file:
             # environment() asks nvidia-smi
             found = environment() if options.device == "cuda" else None
-            asked = {name: value for name, value in vars(options).items() if name != "out"}
+            asked = {name: value for name, value in vars(options).items() if name not in ("out", "head_dims")}
+            asked |= head_dims_field(options.head_dims)
             json.dump({"environment": found, "options": asked, **results}, file, indent=1)

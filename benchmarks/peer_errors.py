@@ -2,6 +2,7 @@
 
     python benchmarks/peer_errors.py --out benchmarks/results/accuracy_h200.json
     python benchmarks/peer_errors.py --cases underflow,4095 --packages flash_qla
+    python benchmarks/peer_errors.py --head-dims 96x192
 
 Each case is one call of chunk_gated_delta_rule in bf16 with an initial state, and torch.autograd.grad of both results;
 the error is relative L2, of o, the final state and the six gradients. Inputs are from tests/cases.py, the reference is
@@ -16,7 +17,16 @@ import itertools
 import math
 
 import torch
-from common import FLA_BACKWARD, GRADIENTS, argument_parser, forward_errors, gradient_errors, run
+from common import (
+    FLA_BACKWARD,
+    GRADIENT_OF,
+    add_head_dims_argument,
+    argument_parser,
+    forward_errors,
+    gradient_errors,
+    head_dims_field,
+    run,
+)
 
 HEADS = [(16, 32), (2, 8), (4, 4)]
 GATES = ["softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero"]
@@ -26,18 +36,18 @@ LENGTHS = {
     "ragged": (700, 1, 64, 1300, 65, 128, 333),
     "empty sequences": (0, 100, 0, 0, 64, 0),
 }
-TENSORS = ("o", "final_state", *GRADIENTS)
+TENSORS = ("o", "final_state", *GRADIENT_OF.values())
 
 # What FLA is not asked, and why.
 FLA_SKIPS = {"empty sequences": "FLA does not promise to take sequences of no tokens"}
 
 
-def all_cases() -> dict:
+def all_cases(K: int, V: int) -> dict:
     """name -> Case: gates and heads at middle lengths, lengths at few heads, un-normalised keys."""
     from cases import Case
 
     def case(H_k, H_v, lengths, gate="logsigmoid", **changes):
-        return Case(H_k=H_k, H_v=H_v, lengths=lengths, gate=gate, cu_dtype=torch.int64, **changes)
+        return Case(H_k=H_k, H_v=H_v, K=K, V=V, lengths=lengths, gate=gate, cu_dtype=torch.int64, **changes)
 
     cases = {}
     for (H_k, H_v), gate in itertools.product(HEADS, GATES):
@@ -61,7 +71,7 @@ def run_case(operator, case) -> dict[str, float]:
         "do": torch.randn(inputs["v"].shape, generator=generator).to("cuda", case.dtype),
         "dht": torch.randn(inputs["initial_state"].shape, generator=generator).to("cuda"),
     }
-    differentiable = [arguments[name].requires_grad_() for name in ("q", "k", "v", "beta", "g", "initial_state")]
+    differentiable = [arguments[name].requires_grad_() for name in GRADIENT_OF]
     outputs = operator(**arguments, output_final_state=True)
     gradients = torch.autograd.grad(outputs, differentiable, tuple(output_gradients.values()))
     return forward_errors(arguments, *outputs) | gradient_errors(arguments, output_gradients, gradients)
@@ -75,10 +85,11 @@ def measure(package: str, options) -> list[dict]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     cells = []
-    for name, case in all_cases().items():
+    for name, case in all_cases(*options.head_dims).items():
         if not any(part in name for part in options.cases.split(",")):
             continue
         cell = {"package": package, "version": __version__, "case": name, "inputs": str(case)}
+        cell |= head_dims_field(options.head_dims)
         cells.append(cell)
         skip = [reason for part, reason in FLA_SKIPS.items() if part in name] if package == "fla" else []
         if skip:
@@ -128,4 +139,5 @@ def report(cells: list[dict]) -> None:
 if __name__ == "__main__":
     parser = argument_parser(__doc__.splitlines()[0])
     parser.add_argument("--cases", default="", help="only those whose name contains one of these, comma-separated")
+    add_head_dims_argument(parser)
     run(parser, measure, report, FLA_BACKWARD)

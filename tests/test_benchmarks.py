@@ -1,4 +1,4 @@
-"""What the benchmarks make of their measurements; measuring needs a GPU."""
+"""What the benchmarks compute, and what they make of their measurements; timing needs a GPU."""
 
 import argparse
 import importlib
@@ -15,8 +15,11 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 common = importlib.import_module("common")
+backward = importlib.import_module("backward")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
+host = importlib.import_module("host")
+peer_errors = importlib.import_module("peer_errors")
 
 MS = {
     "flash_qla": {"1x512": 0.01, "ragged32": 0.1},
@@ -24,6 +27,8 @@ MS = {
     "flash_qla_jit": {"1x512": 0.008, "ragged32": 0.2},
     "flashinfer": {"1x512": 0.02},  # the other cell failed
 }
+OTHER_DIMS = {"head_dims": "96x192"}
+HEADS = {"H_k": 1, "H_v": 2}
 
 
 def made_up_cells() -> list[dict]:
@@ -58,11 +63,145 @@ def test_parse_lengths():
     assert ragged == common.parse_lengths("ragged32")
 
 
+def test_head_dims():
+    parser = argparse.ArgumentParser()
+    common.add_timing_arguments(parser, "16x32", "1x8192")
+    assert parser.parse_args([]).head_dims == common.HEAD_DIMS == (128, 128)
+    assert parser.parse_args(["--head-dims", "96x192"]).head_dims == (96, 192)
+    for wrong in ("96", "96x192x2", "96x"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--head-dims", wrong])
+    assert common.head_dims_field((96, 192)) == OTHER_DIMS and common.head_dims_field((128, 128)) == {}
+    cell = {"heads": "16x32"}
+    assert common.heads_of(cell) == "16x32" and common.heads_of(cell | OTHER_DIMS) == "16x32 of 96x192"
+
+
 def test_floor():
     """16x64 heads are bound by the matrix work, 16x16 by memory."""
     for H_k, H_v, expected in ((16, 64, 164e3 * 64 / 796e12), (16, 16, (4 * 128 * 32 + 8 * 16) / 4.28e12)):
-        floor = common.floor_ms(1000, forward.FLOP * H_v, 4 * 128 * (H_k + H_v) + 8 * H_v)
+        floor = common.floor_ms(1000, forward.flop(128, 128) * H_v, forward.traffic(H_k, H_v, 128, 128))
         assert floor == pytest.approx(1e6 * expected)
+
+
+def test_matrix_work_and_traffic():
+    """Those of 128x128 are what stored results have; matrix work per token is of a chunk of 64."""
+    assert (forward.flop(128, 128), backward.flop(128, 128)) == (164e3, 442e3)
+    keys, values, states, tokens = 64 * 64 * 96, 64 * 64 * 192, 64 * 96 * 192, 64**3
+    assert forward.flop(96, 192) == pytest.approx(2 * (2 * keys + 2 * values + 3 * states) / 64, rel=5e-3)
+    step = 2 * (5 * keys + 5 * values + 8 * states + 2 * tokens) / 64
+    assert backward.flop(96, 192) == pytest.approx(step, rel=5e-3)
+    assert backward.traffic(16, 32, 128, 128) == 8 * 128 * 16 + 6 * 128 * 32 + 128 * 32 + 16 * 32
+
+    size = {"keys": 2 * 96 * 16, "values": 2 * 192 * 32, "A": 2 * 64 * 32, "gates": 4 * 32}  # bytes of a token
+    assert forward.traffic(16, 32, 96, 192) == 2 * size["keys"] + 2 * size["values"] + 2 * size["gates"]
+    expected = 4 * size["keys"] + 3 * size["values"] + size["A"] + 4 * size["gates"]
+    assert backward.traffic(16, 32, 96, 192) == expected
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """What the benchmarks measure runs there; timed it is not, nor are bytes counted."""
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(backward, "time_graph", lambda call, *_: call() and [1.0, 2.0, 3.0])
+    monkeypatch.setattr(backward, "step_memory", lambda step: {"saved_bytes": 0, "extra_bytes": 0})
+    monkeypatch.setattr(forward, "measure_call", lambda *_: {"ms": 1, "ms_min": 1, "ms_max": 1, "workspace_bytes": 0})
+
+
+def options(**changes) -> argparse.Namespace:
+    given = {"heads": "1x2", "sequences": "64x2", "head_dims": (24, 40), "samples": 3, "sample_ms": 1.0}
+    return argparse.Namespace(**given | changes)
+
+
+def test_inputs(on_cpu):
+    inputs, gradients = common.make_inputs(**HEADS, lengths=[70, 3], head_dims=(24, 40), gradients=True)
+    assert inputs["q"].shape == inputs["k"].shape == (1, 73, 1, 24)
+    assert inputs["v"].shape == gradients["do"].shape == (1, 73, 2, 40)
+    assert inputs["initial_state"].shape == gradients["dht"].shape == (2, 2, 24, 40)
+    assert inputs["scale"] == 24**-0.5
+
+
+@pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
+def test_errors_of_the_forward(on_cpu, head_dims):
+    for gate in ("bench", "trained"):
+        errors = forward.check("flash_qla", forward.load_flash_qla(), **HEADS, head_dims=head_dims, gate=gate)
+        assert errors.keys() == {"o", "final_state"} and max(errors.values()) < 5e-3
+
+
+@pytest.mark.parametrize("activations", (False, True))
+@pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
+def test_errors_of_the_backward(on_cpu, head_dims, activations):
+    """Of the step also of what the gate is made of, where it is activated inside."""
+    import flash_qla
+
+    asked = options(head_dims=head_dims, activations=activations)
+    operator = flash_qla.chunk_gated_delta_rule
+    errors = backward.check(operator, backward.flash_qla_backward, **HEADS, options=asked)
+    assert list(errors["backward"]) == ["dq", "dk", "dv", "db", "dg", "dh0"]
+    assert list(errors["step"]) == [*errors["backward"], *(("dA_log", "ddt_bias") if activations else ())]
+    assert max(max(found.values()) for found in errors.values()) < 1e-2
+
+
+def test_step_with_activations(on_cpu):
+    """It is given raw bf16 tensors, and both packages the same ones."""
+    calls = []
+    for _ in range(2):
+        arguments, _ = backward.step_inputs(**HEADS, lengths=[70], options=options(activations=True))
+        calls.append(backward.Step(None, arguments, {}).arguments)
+    assert calls[0]["g"].dtype == calls[0]["beta"].dtype == torch.bfloat16
+    assert {name for name, x in calls[0].items() if x is True} == {*common.INSIDE, "use_qk_l2norm_in_kernel"}
+    tensors = [{name: x for name, x in call.items() if isinstance(x, torch.Tensor)} for call in calls]
+    assert all(torch.equal(x, tensors[1][name]) for name, x in tensors[0].items())
+    assert {name for name, x in tensors[0].items() if x.requires_grad} == set(common.ALL_GRADIENTS_OF)
+
+
+def test_cells_of_the_forward(on_cpu):
+    """They say head dimensions only where these are not 128x128."""
+    cells = []
+    for head_dims in (common.HEAD_DIMS, (24, 40)):
+        asked = options(head_dims=head_dims, gates="bench", variants="l2norm", budget_s=math.inf)
+        with torch.enable_grad():  # as it was, behind the measurement
+            found = list(forward.measure("flash_qla", asked))
+        assert [cell["variant"] for cell in found] == ["default", "l2norm"]
+        cells.append(found[0])
+    assert "head_dims" not in cells[0] and cells[1].keys() == cells[0].keys() | {"head_dims"}
+    assert cells[1]["head_dims"] == "24x40" and cells[1]["floor_ms"] < cells[0]["floor_ms"] / 3
+    assert [row.name for row in forward.rows_of(cells, "bench")] == ["1x2 64x2", "1x2 of 24x40 64x2"]
+
+
+def test_cells_of_the_backward(on_cpu, capsys):
+    """They say head dimensions and activations only where there are any."""
+    asked = ((common.HEAD_DIMS, False), ((24, 40), False), ((24, 40), True))
+    cells = [backward.measure("flash_qla", options(head_dims=x, activations=inside))[0] for x, inside in asked]
+    assert "head_dims" not in cells[0] and "activations" not in cells[0]
+    assert cells[1].keys() == cells[0].keys() | {"head_dims"} and cells[1]["head_dims"] == "24x40"
+    assert cells[2].keys() == cells[1].keys() | {"activations"} and cells[2]["activations"] is True
+    assert cells[1]["backward_floor_ms"] == cells[2]["backward_floor_ms"] < cells[0]["backward_floor_ms"] / 3
+    backward.report(cells[:2])
+    assert "1x2 of 24x40         64x2  backward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
+def test_ways_of_the_activations(on_cpu, head_dims):
+    """All compute the same, but for rounding."""
+    activations = importlib.import_module("activations")
+    for what, calls in activations.calls_of(**HEADS, lengths=[70, 3], head_dims=head_dims).items():
+        with torch.set_grad_enabled(what == "step"):
+            outputs = {way: call() for way, call in calls.items()}
+        assert set(outputs) == {"ready", "inside"} | ({"torch"} if what in ("op", "step") else set())
+        for found in outputs.values():
+            for x, y in zip(found[:3], outputs["ready"][:3], strict=True):  # o or dq, dk and dv
+                if x is not None:
+                    torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
+
+
+def test_head_dims_of_the_others():
+    cases = peer_errors.all_cases(96, 192)
+    assert {(case.K, case.V) for case in cases.values()} == {(96, 192)}
+    assert cases.keys() == peer_errors.all_cases(128, 128).keys()
+    arguments = host.make_arguments(options(device="cpu"))
+    assert arguments["k"].shape == (1, 0, 1, 24) and arguments["initial_state"].shape == (0, 2, 24, 40)
+    assert host.measure_first_calls(options(device="cpu")).keys() == {"first_call_ms", "second_call_ms"}
 
 
 def test_rows_and_means():
@@ -103,6 +242,39 @@ def test_report_says_who_disagrees(wrong):
     assert found == [f"DISAGREEMENT, fla and flash_qla: bench 2x8 1x512 {0 * wrong + 4e-2:.1e}"]
 
 
+def test_other_head_dims_are_other_cells(results, tmp_path):
+    other = tmp_path / "other.json"
+    wide = [cell | OTHER_DIMS | ({"ms": 3 * cell["ms"]} if "ms" in cell else {}) for cell in made_up_cells()]
+    other.write_text(json.dumps({"cells": wide}))
+    cells = forward.load([results, other])
+    assert len(cells) == 2 * len(made_up_cells())
+    rows = forward.rows_of(cells, "bench")
+    assert [row.name for row in rows] == [
+        *("2x8 1x512", "2x8 ragged32"),
+        *("2x8 of 96x192 1x512", "2x8 of 96x192 ragged32"),
+    ]
+    assert rows[2].ms == 3 * rows[0].ms and rows[2].ratios == pytest.approx(rows[0].ratios)
+    workspace = 512 * 8 * 128 / (2 * 512 * 8 * 192)
+    found = forward.report_outputs(wide)
+    assert f"Workspace of flash_qla: at most {workspace:.2f} of the bytes of v (bench 2x8 of 96x192 1x512)" in found
+    assert "NOT MEASURED, flashinfer default, bench 2x8 of 96x192 ragged32: RuntimeError: no" in found
+    assert forward.progress(wide[0] | {"ms_min": 0.1, "ms_max": 0.2}).split()[3:7] == ["2x8", "of", "96x192", "1x512"]
+
+
+def test_report_of_the_backward(capsys):
+    def cell(package, ms, **more):
+        measured = {"package": package, "heads": "2x8", "sequences": "1x512", "backward_floor_ms": 0.01}
+        times = {f"{what}_ms{suffix}": ms for what in ("backward", "step") for suffix in ("", "_min", "_max")}
+        return measured | times | {"saved_bytes": 2**20, "extra_bytes": 2**21} | more
+
+    backward.report([cell("flash_qla", 0.1), cell("fla", 0.3)])
+    inside = {"activations": True, **OTHER_DIMS}
+    backward.report([cell("flash_qla", 0.1, **inside), cell("fla", 0.4, **inside)])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == ["2x8", "1x512"] and "backward 3.00x, step 3.00x" in first
+    assert second.split()[:4] == ["2x8", "of", "96x192", "1x512"] and "backward 4.00x, step 4.00x" in second
+
+
 def test_later_file_counts(results, tmp_path):
     later = tmp_path / "later.json"
     later.write_text(json.dumps({"cells": [made_up_cells()[0] | {"ms": 0.02}]}))
@@ -112,12 +284,20 @@ def test_later_file_counts(results, tmp_path):
 
 
 def test_modes_of_a_batch():
-    found = list(dispatch.Forward.modes(8, [2048], 132))
+    found = list(dispatch.Forward.modes(8, 128, [2048], 132))
     assert found[0] == {"fused": 1}
     assert [x["segment_chunks"] for x in found if x.get("value_tile") == 128] == [0, 16, 11, 8, 6, 4, 3, 2]
     assert max(x["segment_chunks"] for x in found[1:]) == 16 and {"value_tile": 64, "segment_chunks": 2} not in found
-    assert [x.get("segment_chunks") for x in dispatch.Forward.modes(64, [64] * 3, 132)] == [None, 0, 0]
-    assert [x["segment_chunks"] for x in dispatch.Backward.modes(8, [2048], 132)] == [0, 16, 11, 8, 6, 4, 3, 2]
+    assert [x.get("segment_chunks") for x in dispatch.Forward.modes(64, 128, [64] * 3, 132)] == [None, 0, 0]
+    assert [x["segment_chunks"] for x in dispatch.Backward.modes(8, 128, [2048], 132)] == [0, 16, 11, 8, 6, 4, 3, 2]
+
+
+def test_modes_of_other_head_dims():
+    """The one kernel takes a tile of values at most. Two tiles are twice as many pieces, also where one is not full."""
+    assert {"fused": 1} in list(dispatch.Forward.modes(8, 64, [2048], 132))
+    assert {"fused": 1} not in list(dispatch.Forward.modes(8, 136, [2048], 132))
+    for H_v, V in ((64, 128), (32, 192), (32, 256)):
+        assert [x["segment_chunks"] for x in dispatch.Backward.modes(H_v, V, [2048], 132)] == [0, 16, 11, 8, 6]
 
 
 def test_report_of_modes(capsys):

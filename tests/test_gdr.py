@@ -6,6 +6,8 @@
     python tests/test_gdr.py --set product            heads x lengths x states x l2norm x layouts; not timed
 
     --num-heads N                       N value heads, in groups of what the set has as far as that divides N
+    --head-dims KxV                     channels of a key and of a value, such as 96x192; 128x128 by default
+    --activations                       g and beta come raw, in bf16, and are activated inside
     --ref-dtype float32|float64         dtype of the recurrence that results are compared with; float64 by default
     --device cuda|cpu                   the GPU if there is one; problems on the CPU are small ones of the same kinds
     --timing, --no-timing               the sets but product are timed, on the GPU beside FLA where that is installed
@@ -14,7 +16,7 @@ One line a problem: relative L2 errors, then milliseconds of a forward, and of a
 FLA's, and how many times ours they are. On the GPU those are medians over replays of CUDA graphs. Bars are the tests',
 see accuracy.py; each output over its own is printed as a miss, and any miss makes the exit status 1.
 
-pytest runs all of it on the CPU, and the first two sets on the GPU.
+pytest runs all of it on the CPU, and the first two sets on the GPU, with other head dimensions and activations too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ import accuracy
 import pytest
 import reference
 import torch
-from cases import GRADIENT_OF, TINY, Case, make_gradients, make_inputs
+from cases import (
+    ACTIVATION_GRADIENT_OF,
+    ALL_GRADIENTS_OF,
+    GRADIENT_OF,
+    TINY,
+    Case,
+    activated,
+    make_gradients,
+    make_inputs,
+)
 from subprocesses import start_python
 
 import flash_qla
@@ -46,7 +57,9 @@ import common  # noqa: E402
 
 SETS = ("develop", "varlen", "profile", "product")
 TENSORS = ("o", "final_state", "h", "A", "g_cumsum", *GRADIENT_OF.values())
-NAME_WIDTH = 50
+ALL_TENSORS = (*TENSORS, *ACTIVATION_GRADIENT_OF.values())  # with activations
+NAME_WIDTH = 60
+ACTIVATIONS = {**common.INSIDE, "g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat16}
 L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 
 
@@ -67,9 +80,23 @@ class Problem:
             for_fla=not case.padding and (case.T > 0 if case.lengths is None else 0 not in case.lengths),
         )
 
+    @staticmethod
+    def large(case: Case) -> Problem:
+        """Of the case's shapes, made on the GPU, as the benchmarks make theirs."""
+
+        def make():
+            head_dims = case.K, case.V
+            inputs, gradients = common.make_inputs(case.H_k, case.H_v, case.lengths, head_dims, gradients=True)
+            if case.use_gate_in_kernel:
+                inputs |= common.raw_tensors(sum(case.lengths), case.H_v) | common.INSIDE
+            return inputs, gradients
+
+        return Problem(name_of(case), make)
+
 
 def name_of(case: Case) -> str:
-    """Heads, lengths and the options of a problem of these sets."""
+    """Heads and their dimensions, lengths and the options of a problem of these sets."""
+    cell = {"heads": f"{case.H_k}x{case.H_v}", **common.head_dims_field((case.K, case.V))}
     lengths = f"{case.B}x{case.T}" if case.lengths is None else "+".join(map(str, case.lengths))
     if len(lengths) > 20:
         lengths = f"{sum(case.lengths)} tokens in {len(case.lengths)}"
@@ -81,8 +108,9 @@ def name_of(case: Case) -> str:
         "l2norm": case.use_qk_l2norm_in_kernel,
         "padded": case.padding,
         "strided": case.strides != "contiguous",
+        "activations": case.use_gate_in_kernel,
     }
-    return ", ".join([f"{case.H_k}x{case.H_v} {lengths}", *(name for name, holds in options.items() if holds)])
+    return ", ".join([f"{common.heads_of(cell)} {lengths}", *(name for name, holds in options.items() if holds)])
 
 
 def heads(num_heads: int, groups: tuple[int, ...]) -> list[dict]:
@@ -135,7 +163,7 @@ def product(device: str, num_heads: int | None) -> Iterator[Case]:
         yield dataclasses.replace(batch, B=1, T=0, lengths=(T, 0, T // 2 + 1))
 
 
-def profile(device: str, num_heads: int | None) -> Iterator[Problem]:
+def profile(device: str, num_heads: int | None) -> Iterator[Case]:
     if num_heads:
         pairs = heads(num_heads, (2, 3, 4))
     elif device == "cuda":
@@ -146,17 +174,23 @@ def profile(device: str, num_heads: int | None) -> Iterator[Problem]:
         lengths = common.parse_lengths(text)
         if device == "cpu":
             lengths = [-(-n // 64) for n in lengths]
-            yield Problem.of(Case(lengths=tuple(lengths), **h, gate="logsigmoid"), device)
-        else:
-            yield Problem(
-                f"{h['H_k']}x{h['H_v']} {text}",
-                lambda h=h, lengths=lengths: common.make_inputs(**h, lengths=lengths, gradients=True),
-            )
+        yield Case(lengths=tuple(lengths), **h, gate="logsigmoid")
 
 
-def problems(name: str, device: str, num_heads: int | None) -> list[Problem]:
+def problems(
+    name: str,
+    device: str,
+    num_heads: int | None,
+    head_dims: tuple[int, int] = common.HEAD_DIMS,
+    activations: bool = False,
+) -> list[Problem]:
     found = {"develop": develop, "varlen": varlen, "profile": profile, "product": product}[name](device, num_heads)
-    return [x if isinstance(x, Problem) else Problem.of(x, device) for x in found]
+    K, V = head_dims
+    changes = {"K": K, "V": V, **(ACTIVATIONS if activations else {})}
+    cases = [dataclasses.replace(case, **changes) for case in found]
+    if name == "profile" and device == "cuda":
+        return [Problem.large(case) for case in cases]
+    return [Problem.of(case, device) for case in cases]
 
 
 class Step:
@@ -164,12 +198,13 @@ class Step:
 
     def __init__(self, operator, inputs: dict, gradients: dict):
         self.operator, self.inputs, self.gradients = operator, inputs, gradients
-        self.leaves = {n: inputs[n].detach().requires_grad_() for n in GRADIENT_OF if inputs[n] is not None}
+        given = [name for name in ALL_GRADIENTS_OF if inputs.get(name) is not None]
+        self.leaves = {name: inputs[name].detach().requires_grad_() for name in given}
 
     def __call__(self) -> dict:
         outputs = self.operator(**{**self.inputs, **self.leaves}, output_final_state=True)
         found = torch.autograd.grad(outputs, list(self.leaves.values()), list(self.gradients.values()))
-        names = ("o", "final_state", *(GRADIENT_OF[name] for name in self.leaves))
+        names = ("o", "final_state", *(ALL_GRADIENTS_OF[name] for name in self.leaves))
         return dict(zip(names, (*(x.detach() for x in outputs), *found), strict=True))
 
 
@@ -187,11 +222,12 @@ def expected_outputs(inputs: dict, gradients: dict, dtype: torch.dtype) -> tuple
     outputs = reference.gated_delta_rule(**arguments)
     derivatives = reference.gated_delta_rule_bwd(**arguments, **gradients)
     cu_seqlens, l2norm = inputs["cu_seqlens"], inputs.get("use_qk_l2norm_in_kernel", False)
+    ready = activated(inputs)
     expected = {
         **{name: getattr(outputs, name) for name in ("o", "final_state", "h")},
-        "A": reference.chunk_inverse(inputs["k"], inputs["beta"], cu_seqlens, l2norm, dtype),
-        "g_cumsum": reference.chunk_cumsum(inputs["g"], cu_seqlens, dtype),
-        **{name: getattr(derivatives, name) for name in GRADIENT_OF.values()},
+        "A": reference.chunk_inverse(inputs["k"], ready["beta"], cu_seqlens, l2norm, dtype),
+        "g_cumsum": reference.chunk_cumsum(ready["g"], cu_seqlens, dtype),
+        **{name: getattr(derivatives, name) for name in ALL_GRADIENTS_OF.values()},
     }
     return expected, derivatives.sizes
 
@@ -202,8 +238,8 @@ def compare(name: str, actual: dict, expected: dict, sizes: dict, dtype: torch.d
     for tensor, x in actual.items():
         wanted, size = expected[tensor], sizes.get(tensor)
         bar = None
-        if tensor in GRADIENT_OF.values():
-            bar = accuracy.gradient_bar(tensor, dtype, expected["g_cumsum"])
+        if tensor in ALL_GRADIENTS_OF.values():
+            bar = accuracy.stored_bar(accuracy.gradient_bar(tensor, dtype, expected["g_cumsum"]), x.dtype)
         try:
             accuracy.check(tensor, x, wanted, dtype, name, bar, size)
         except AssertionError as miss:
@@ -258,6 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=SETS, required=True)
     parser.add_argument("--num-heads", type=int, metavar="N")
+    common.add_head_dims_argument(parser)
+    parser.add_argument("--activations", action="store_true")
     parser.add_argument("--ref-dtype", choices=("float32", "float64"), default="float64")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--timing", action=argparse.BooleanOptionalAction)
@@ -267,19 +305,20 @@ def main(arguments: list[str] | None = None) -> int:
     device, timing = options.device, options.timing if options.timing is not None else options.set != "product"
     fla = fla_operator(device) if timing else None
 
-    columns = [*("state" if tensor == "final_state" else tensor.removesuffix("_cumsum") for tensor in TENSORS)]
+    tensors = ALL_TENSORS if options.activations else TENSORS
+    columns = [*("state" if tensor == "final_state" else tensor.removesuffix("_cumsum") for tensor in tensors)]
     columns += ["fwd", "step"] * timing + ["FLA:fwd", "FLA:step", "x:fwd", "x:step"] * (fla is not None)
     print(f"flash_qla {flash_qla.__version__}, torch {torch.__version__}, ", end="")
     print(torch.cuda.get_device_name() if device == "cuda" else "CPU", f", against {options.ref_dtype}", sep="")
     print(line(f"{options.set}: relative L2 error" + ", ms" * timing, columns))
 
     count, bad, known = 0, 0, (None, None)
-    for problem in problems(options.set, device, options.num_heads):
+    for problem in problems(options.set, device, options.num_heads, options.head_dims, options.activations):
         inputs, gradients = problem.make()
         if problem.same_as is None or known[0] != problem.same_as:
             known = (problem.same_as, expected_outputs(inputs, gradients, getattr(torch, options.ref_dtype)))
         errors, misses = compare(problem.name, actual_outputs(inputs, gradients), *known[1], inputs["q"].dtype)
-        cells = [f"{errors[tensor]:.1e}" if tensor in errors else "-" for tensor in TENSORS]
+        cells = [f"{errors[tensor]:.1e}" if tensor in errors else "-" for tensor in tensors]
         if timing:
             ours = times(flash_qla.chunk_gated_delta_rule, inputs, gradients, device)
             cells += [f"{ms:.3f}" for ms in ours]
@@ -308,14 +347,25 @@ def fla_cells(fla, problem: Problem, inputs: dict, gradients: dict, ours: list[f
 ON_CPU = ["--device", "cpu", "--num-heads"]
 
 
+def on_gpu(*arguments: str):
+    return pytest.param(arguments, marks=pytest.mark.gpu)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--set", "varlen", *ON_CPU, "1"],
         ["--set", "profile", *ON_CPU, "2"],
         ["--set", "product", *ON_CPU, "1"],
-        pytest.param(["--set", "develop"], marks=pytest.mark.gpu),
-        pytest.param(["--set", "varlen", "--no-timing"], marks=pytest.mark.gpu),
+        ["--set", "develop", *ON_CPU, "2", "--head-dims", "96x192", "--activations"],
+        ["--set", "varlen", *ON_CPU, "1", "--head-dims", "24x40", "--no-timing"],
+        ["--set", "profile", *ON_CPU, "1", "--activations", "--no-timing"],
+        on_gpu("--set", "develop"),
+        on_gpu("--set", "varlen", "--no-timing"),
+        on_gpu("--set", "develop", "--head-dims", "64x64", "--no-timing"),
+        on_gpu("--set", "develop", "--head-dims", "96x192", "--activations", "--no-timing"),
+        on_gpu("--set", "varlen", "--head-dims", "128x256", "--no-timing"),
+        on_gpu("--set", "varlen", "--activations", "--no-timing"),
     ],
     ids=" ".join,
 )
@@ -365,15 +415,34 @@ def test_exit_status():
     assert misses and all(line.startswith("  MISS dv: relative L2 error 2.0") for line in misses), printed
 
 
-@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("tensor", ALL_TENSORS)
 def test_each_tensor_may_miss(tensor):
-    inputs, gradients = Problem.of(Case(T=66, H_k=1, H_v=2), "cpu").make()
+    case = Case(T=66, H_k=1, H_v=2, V=192, gate="logsigmoid", **ACTIVATIONS)
+    inputs, gradients = Problem.of(case, "cpu").make()
     actual = actual_outputs(inputs, gradients)
     expected, sizes = expected_outputs(inputs, gradients, torch.float64)
-    assert set(actual) == set(TENSORS) and compare("", actual, expected, sizes, torch.bfloat16)[1] == []
+    assert set(actual) == set(ALL_TENSORS) and compare("", actual, expected, sizes, torch.bfloat16)[1] == []
     errors, misses = compare("", {**actual, tensor: 1.02 * actual[tensor]}, expected, sizes, torch.bfloat16)
     assert len(misses) == 1 and misses[0].startswith(f"{tensor}: ")
     assert max(errors, key=errors.get) == tensor
+
+
+@pytest.mark.parametrize("activations", ({}, ACTIVATIONS), ids=("ready", "activations"))
+def test_large_problem(activations, monkeypatch):
+    """What the GPU's profile is made of, small and on the CPU."""
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    problem = Problem.large(Case(lengths=(70, 0, 3), H_k=1, H_v=2, K=24, V=40, **activations))
+    inputs, gradients = problem.make()
+    assert inputs["initial_state"].shape == (3, 2, 24, 40) and problem.name.startswith("1x2 of 24x40 70+0+3")
+    actual = actual_outputs(inputs, gradients)
+    assert set(actual) == set(ALL_TENSORS if activations else TENSORS)
+    assert compare("", actual, *expected_outputs(inputs, gradients, torch.float64), torch.bfloat16)[1] == []
+
+
+def test_options_of_all_problems():
+    for name, device in itertools.product(SETS, ("cpu", "cuda")):
+        found = problems(name, device, 2, (96, 192), activations=True)
+        assert all(" of 96x192 " in problem.name and problem.name.endswith(", activations") for problem in found)
 
 
 def test_heads():
