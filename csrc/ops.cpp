@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "checks.h"
+#include "decode.h"
 #include "passes.h"
 
 namespace flash_qla {
@@ -103,11 +105,33 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
-template <auto Forward, auto Backward>
+constexpr const char* kDecodeGatedDeltaRule =
+    "decode_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, "
+    "Tensor(a!) state_pool, Tensor state_indices, float? scale=None, int null_index=-1, "
+    "bool use_qk_l2norm_in_kernel=True, Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
+    "Tensor? write_indices=None, Tensor(b!)? intermediate_states=None, Tensor? intermediate_indices=None, "
+    "Tensor? parents=None, bool update_state=True) "
+    "-> Tensor o";
+
+template <auto Decode>
+void decode_gated_delta_rule(const Stack& stack) {
+  DecodeArguments a;
+  stack.take(a.q, a.k, a.v, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
+             a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
+             a.intermediate_indices, a.parents, a.update_state);
+  stack.give(Decode(make_decode_call("flash_qla::decode_gated_delta_rule", std::move(a))));
+}
+
+Tensor decode_not_on_the_gpu(const DecodeCall& call) {
+  fail(call.op, "q is on a GPU, expected the CPU: decoding is not supported on the GPU yet");
+}
+
+template <auto Forward, auto Backward, auto Decode>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
   m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
   m.impl("chunk_gated_delta_rule_bwd", boxed<chunk_gated_delta_rule_bwd<Backward>>);
+  m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
 }
 
 }  // namespace
@@ -118,12 +142,14 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kChunkGatedDeltaRule);
   m.def(flash_qla::kChunkGatedDeltaRuleFwd);
   m.def(flash_qla::kChunkGatedDeltaRuleBwd);
+  m.def(flash_qla::kDecodeGatedDeltaRule);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu>(m);
+  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::decode_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda>(m);
+  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::decode_not_on_the_gpu>(
+      m);
 }

@@ -2,10 +2,17 @@
 
 from flash_qla import ops as ops  # loads the library that defines torch.ops.flash_qla
 from flash_qla._version import __version__
+from flash_qla.serving import decode_gated_delta_rule
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
 
-__all__ = ["__version__", "chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "chunk_gated_delta_rule_fwd"]
+__all__ = [
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "decode_gated_delta_rule",
+]

@@ -30,6 +30,7 @@ from flash_qla._layout import CHUNK  # noqa: E402  the build writes it beside th
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+_decode = torch.ops.flash_qla.decode_gated_delta_rule.default
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # its registrations end with it
 
 
@@ -41,7 +42,9 @@ def _call_of(op):
     return collections.namedtuple(op._opname, [x.name for x in arguments], defaults=defaults)
 
 
-_ForwardCall, _LowLevelCall, _BackwardCall = (_call_of(op) for op in (_forward, _forward_low_level, _backward))
+_ForwardCall, _LowLevelCall, _BackwardCall, _DecodeCall = map(
+    _call_of, (_forward, _forward_low_level, _backward, _decode)
+)
 
 
 # Fake implementations. The library checks everything again on real tensors; the checks here make a wrong shape fail
@@ -76,9 +79,8 @@ def _check_device(call, name):
     _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of q")
 
 
-def _check_inputs(call, *states):
-    """Checks what all ops have in common, and that the named arguments, where given, have the shape of a state. Returns
-    that shape and the dtype of ready g and beta, of states and of all arithmetic."""
+def _check_tokens(call, *gates):
+    """Checks devices and the shapes of tokens, `gates` being the arguments [B, T, H_v]. Returns the sequences."""
     for name, x in call._asdict().items():
         if isinstance(x, torch.Tensor):
             # Beside a meta tensor the dispatcher takes the fake implementation, whatever the other tensors are.
@@ -89,13 +91,21 @@ def _check_inputs(call, *states):
     _, _, H_v, V = v.shape
     _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K], like q")
     _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]")
-    _check_shape(call, "g", (B, T, H_v), "[B, T, H_v]")
-    _check_shape(call, "beta", (B, T, H_v), "[B, T, H_v]")
+    for name in gates:
+        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
     _check(call, H_v % H_k == 0, lambda: f"v has {H_v} heads, expected a multiple of the {H_k} of q and k")
-    N = B
-    if call.cu_seqlens is not None:
-        _check(call, B == 1, lambda: f"q has batch size {B}, expected 1 with cu_seqlens")
-        N = call.cu_seqlens.shape[0] - 1
+    if call.cu_seqlens is None:
+        return B
+    _check(call, B == 1, lambda: f"q has batch size {B}, expected 1 with cu_seqlens")
+    return call.cu_seqlens.shape[0] - 1
+
+
+def _check_inputs(call, *states):
+    """Checks what the ops of chunks have in common, and that the named arguments, where given, have the shape of a
+    state. Returns that shape and the dtype of ready g and beta, of states and of all arithmetic."""
+    N = _check_tokens(call, "g", "beta")
+    q, (_, _, H_v, V) = call.q, call.v.shape
+    K = q.shape[-1]
     if call.state_v_first:
         state_shape, symbols = (N, H_v, V, K), "[N, H_v, V, K], state_v_first"
     else:
@@ -184,7 +194,26 @@ def _fake_backward(call):
     )
 
 
+def _fake_decode(call):
+    N = _check_tokens(call, "a", "b")
+    q, (B, T, H_v, V) = call.q, call.v.shape
+    _check_shape(call, "A_log", (H_v,), "[H_v]")
+    if call.dt_bias is not None:
+        _check_shape(call, "dt_bias", (H_v,), "[H_v]")
+    for name, symbols in (("state_pool", "[slots, H_v, V, K]"), ("intermediate_states", "[rows, steps, H_v, V, K]")):
+        states = getattr(call, name)
+        if states is not None:
+            outer = len(symbols.split()) - 3
+            _check_shape(call, name, (*states.shape[:outer], H_v, V, q.shape[-1]), symbols)
+    for name in ("state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents"):
+        table = getattr(call, name)
+        if table is not None:
+            _check(call, table.shape[0] == N, lambda name=name: f"{name} is expected to have a row a sequence")
+    return q.new_empty((B, T, H_v, V))
+
+
 _register_fake(_forward, _ForwardCall, _fake_forward)
+_register_fake(_decode, _DecodeCall, _fake_decode)
 _register_fake(_forward_low_level, _LowLevelCall, _fake_low_level)
 _register_fake(_backward, _BackwardCall, _fake_backward)
 

@@ -95,7 +95,7 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
 BackwardOutputs backward_cpu(const BackwardCall& call) {
   say_once_that_this_is_slow(call.op);
   BackwardOutputs out = allocate_backward(call);
-  with_types(call, [&]<typename T, typename CT>() { run<T, CT>(call, out); });
+  with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, out); });
   return out;
 }
 

@@ -66,7 +66,7 @@ void run(const Call& call, const ForwardOutputs& out) {
 ForwardOutputs forward_cpu(const Call& call) {
   say_once_that_this_is_slow(call.op);
   ForwardOutputs out = allocate_forward(call);
-  with_types(call, [&]<typename T, typename CT>() { run<T, CT>(call, out); });
+  with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, out); });
   return out;
 }
 

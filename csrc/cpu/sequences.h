@@ -48,10 +48,10 @@ void zero_from(T* data, int64_t first, int64_t rows, int64_t row_size) {
   std::fill(data + first * row_size, data + rows * row_size, T(0));
 }
 
-// Calls f.operator()<T, CT>() with the storage and compute type of a call.
+// Calls f.operator()<T, CT>() with the storage type of q and the compute type.
 template <typename F>
-void with_types(const Call& call, const F& f) {
-  switch (call.dtype) {
+void with_types(ScalarType dtype, const F& f) {
+  switch (dtype) {
     case ScalarType::BFloat16:
       return f.template operator()<c10::BFloat16, float>();
     case ScalarType::Half:

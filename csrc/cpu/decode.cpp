@@ -1,0 +1,236 @@
+// Decoding on the CPU: the plain recurrence on states of the pool, in parallel over sequences and value heads.
+#include "decode.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "checks.h"
+#include "cpu/sequences.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+constexpr int64_t kNobody = -1;
+
+// A table of int32 or int64, [rows] or [rows, columns], with strides.
+class Indices {
+ public:
+  explicit Indices(const std::optional<Tensor>& tensor) {
+    if (tensor) {
+      data_ = tensor->const_data_ptr();
+      wide_ = has_dtype(*tensor, ScalarType::Long);
+      columns = tensor->dim() > 1 ? tensor->size(1) : 1;
+      row_stride_ = tensor->stride(0);
+      column_stride_ = tensor->dim() > 1 ? tensor->stride(1) : 0;
+    }
+  }
+
+  int64_t operator()(int64_t row, int64_t column = 0) const {
+    const int64_t at = row * row_stride_ + column * column_stride_;
+    return wide_ ? static_cast<const int64_t*>(data_)[at] : static_cast<const int32_t*>(data_)[at];
+  }
+
+  int64_t columns = 0;
+
+ private:
+  const void* data_ = nullptr;
+  bool wide_ = false;
+  int64_t row_stride_ = 0, column_stride_ = 0;
+};
+
+// What a sequence does, its indices checked: kNobody where nothing is read or written.
+struct Plan {
+  int64_t begin, end;            // rows of q, k, v
+  int64_t slot;                  // of the state at its start
+  std::vector<int64_t> parents;  // of each token, -1 for the start
+  std::vector<int64_t> slots;    // of the states behind each token
+  int64_t row;                   // of intermediate_states
+};
+
+class Planner {
+ public:
+  explicit Planner(const DecodeCall& call)
+      : call_(call),
+        offsets_(call.cu_seqlens),
+        state_indices_(call.state_indices),
+        accepted_(call.num_accepted_tokens),
+        write_indices_(call.write_indices),
+        rows_(call.intermediate_indices),
+        parents_(call.parents) {}
+
+  std::vector<Plan> plans() {
+    std::vector<Plan> found;
+    for (int64_t n = 0; n < call_.N; ++n) {
+      found.push_back(plan(n));
+    }
+    return found;
+  }
+
+ private:
+  template <typename... Parts>
+  static std::string entry(const char* name, int64_t n, Parts... column) {
+    std::string text = name + ("[" + std::to_string(n));
+    ((text += ", " + std::to_string(column)), ...);
+    return text + "]";
+  }
+
+  int64_t checked(const std::string& name, int64_t value, int64_t least, int64_t most) const {
+    check(value >= least && value <= most, call_.op, name, " is ", value, ", expected ", least, " to ", most);
+    return value;
+  }
+
+  // A slot of the pool, which this sequence alone may write.
+  int64_t slot(const std::string& name, int64_t index, bool written) {
+    if (index <= call_.null_index) {
+      return kNobody;
+    }
+    checked(name, index, 0, call_.slots() - 1);
+    check(!written || written_.insert(index).second, call_.op, name, " is ", index,
+          ", which is written already: expected a slot of its own");
+    return index;
+  }
+
+  Plan plan(int64_t n) {
+    Plan p{.begin = n * call_.T, .end = (n + 1) * call_.T, .slot = kNobody, .parents = {}, .slots = {}, .row = kNobody};
+    if (call_.varlen()) {
+      p.begin = checked(entry("cu_seqlens", n), offsets_(n), n == 0 ? 0 : before_, n == 0 ? 0 : call_.T);
+      p.end = before_ = checked(entry("cu_seqlens", n + 1), offsets_(n + 1), p.begin, call_.T);
+    }
+    int64_t column = 0;
+    if (call_.num_accepted_tokens) {
+      column = checked(entry("num_accepted_tokens", n), accepted_(n), 1, state_indices_.columns) - 1;
+    }
+    const std::string name =
+        call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
+    p.slot = slot(name, state_indices_(n, column), call_.writes_back() && p.end > p.begin);
+    if (p.slot == kNobody) {
+      return p;
+    }
+    if (call_.intermediate_states) {
+      const int64_t row = call_.intermediate_indices ? rows_(n) : n;
+      if (row >= 0) {
+        p.row = checked(call_.intermediate_indices ? entry("intermediate_indices", n) : "the sequence's number", row, 0,
+                        call_.intermediate_states->size(0) - 1);
+      }
+    }
+    for (int64_t t = 0; t < p.end - p.begin; ++t) {
+      p.parents.push_back(t - 1);
+      if (call_.parents && t < parents_.columns) {
+        p.parents[t] = checked(entry("parents", n, t), parents_(n, t), -1, t - 1);
+      }
+      p.slots.push_back(call_.write_indices && t < write_indices_.columns
+                            ? slot(entry("write_indices", n, t), write_indices_(n, t), true)
+                            : kNobody);
+    }
+    return p;
+  }
+
+  const DecodeCall& call_;
+  const Indices offsets_, state_indices_, accepted_, write_indices_, rows_, parents_;
+  std::set<int64_t> written_;
+  int64_t before_ = 0;
+};
+
+// One sequence of one value head. S of every token is kept, [tokens + 1, V, K]; the first is the one at the start.
+template <typename T, typename CT>
+class Decoder {
+ public:
+  Decoder(const DecodeCall& call, const Tensor& o)
+      : call_(call),
+        activations_{.use_gate = true,
+                     .use_beta_sigmoid = true,
+                     .beta_factor = 1,
+                     .g = floats_of(call.a),
+                     .beta = floats_of(call.b),
+                     .A_log = floats_of(call.A_log),
+                     .dt_bias = floats_of(call.dt_bias)},
+        pool_(floats_of(call.state_pool)),
+        intermediate_(floats_of(call.intermediate_states)),
+        o_(o.mutable_data_ptr<T>()) {}
+
+  void run(const Plan& p, int64_t hv) const {
+    const int64_t size = call_.K * call_.V, tokens = p.end - p.begin;
+    std::vector<CT> states((tokens + 1) * size), q(call_.K), k(call_.K);
+    const cpu::HeadActivations<CT> gates(activations_, hv);
+    const int64_t first = p.slot * call_.state_pool.stride(0) + hv * size;
+    for (int64_t i = 0; i < size; ++i) {
+      states[i] = pool_.template get<CT>(first + i);
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t row = p.begin + t, key = (row * call_.H_k + hv / (call_.H_v / call_.H_k)) * call_.K;
+      cpu::load_row(call_.q.const_data_ptr<T>() + key, call_.K, call_.use_qk_l2norm, q.data());
+      cpu::load_row(call_.k.const_data_ptr<T>() + key, call_.K, call_.use_qk_l2norm, k.data());
+      const int64_t at = row * call_.H_v + hv;
+      CT* const S = states.data() + (t + 1) * size;
+      step(states.data() + (p.parents[t] + 1) * size, q, k, std::exp(gates.g(at)), gates.beta(at), at * call_.V, S);
+      if (p.slots[t] != kNobody) {
+        store(pool_, p.slots[t] * call_.state_pool.stride(0) + hv * size, S);
+      }
+      if (p.row != kNobody && t < call_.intermediate_states->size(1)) {
+        const Tensor& kept = *call_.intermediate_states;
+        store(intermediate_, p.row * kept.stride(0) + t * kept.stride(1) + hv * size, S);
+      }
+    }
+    if (call_.writes_back() && tokens > 0) {
+      store(pool_, first, states.data() + tokens * size);
+    }
+  }
+
+ private:
+  // S' from S, both [V, K], and the row of o.
+  void step(const CT* S, const std::vector<CT>& q, const std::vector<CT>& k, CT decay, CT beta, int64_t values,
+            CT* next) const {
+    const T* const v = call_.v.const_data_ptr<T>() + values;
+    for (int64_t i = 0; i < call_.V; ++i, S += call_.K, next += call_.K) {
+      CT known = 0;
+      for (int64_t j = 0; j < call_.K; ++j) {
+        known += S[j] * k[j];
+      }
+      const CT change = beta * (static_cast<CT>(v[i]) - decay * known);
+      CT out = 0;
+      for (int64_t j = 0; j < call_.K; ++j) {
+        next[j] = decay * S[j] + change * k[j];
+        out += next[j] * q[j];
+      }
+      o_[values + i] = static_cast<T>(static_cast<CT>(*call_.scale) * out);
+    }
+  }
+
+  void store(const cpu::Floats& to, int64_t at, const CT* S) const {
+    for (int64_t i = 0; i < call_.K * call_.V; ++i) {
+      to.set(at + i, S[i]);
+    }
+  }
+
+  const DecodeCall& call_;
+  const cpu::Activations<CT> activations_;
+  const cpu::Floats pool_, intermediate_;
+  T* const o_;
+};
+
+}  // namespace
+
+Tensor decode_cpu(const DecodeCall& call) {
+  say_once_that_this_is_slow(call.op);
+  Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
+  torch::stable::zero_(o);
+  const std::vector<Plan> plans = Planner(call).plans();
+  with_types(call.dtype, [&]<typename T, typename CT>() {
+    const Decoder<T, CT> decoder(call, o);
+    torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (const Plan& plan = plans[i / call.H_v]; plan.slot != kNobody) {
+          decoder.run(plan, i % call.H_v);
+        }
+      }
+    });
+  });
+  return o;
+}
+
+}  // namespace flash_qla

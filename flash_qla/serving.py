@@ -1,0 +1,92 @@
+"""For inference engines, on states that lie in a pool. Thin functions on torch.ops.flash_qla."""
+
+import torch
+
+from flash_qla import ops as ops
+
+
+def decode_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    scale: float | None = None,
+    null_index: int = -1,
+    use_qk_l2norm_in_kernel: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    write_indices: torch.Tensor | None = None,
+    intermediate_states: torch.Tensor | None = None,
+    intermediate_indices: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+    update_state: bool = True,
+) -> torch.Tensor:
+    """The Gated Delta Rule over one or a few tokens of each sequence, the state of which is read from a pool and goes
+    back to it, in place. On the CPU only so far; the GPU raises.
+
+    With the log decay g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b) and S a state,
+
+        S_t = exp(g_t) S_p + beta_t k_t (v_t - exp(g_t) S_p^T k_t)^T        o_t = scale * S_t^T q_t
+
+    where p is the token before t or, with `parents`, the one that it says. The arithmetic is in float32, in float64 for
+    float64 q; between the tokens of a call states are not rounded to the pool's dtype.
+
+    Args:
+        q, k: queries and keys, [B, T, H_k, K]; B sequences of T tokens or, with cu_seqlens, [1, T, H_k, K].
+        v: values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
+        a, b: what gate and beta are made of, [B, T, H_v], any floating dtype.
+        A_log, dt_bias: [H_v], any floating dtype; dt_bias may be None.
+        state_pool: [slots, H_v, V, K], any floating dtype. Each state is contiguous, the slots may be further apart. It
+            is written.
+        state_indices: the slot that each sequence starts from, [N], or with num_accepted_tokens [N, S]; int32 or int64,
+            as all indices.
+        scale: of the output; K^-0.5 by default.
+        null_index: a sequence whose slot is at most this is nobody's: its output is zero and nothing is written. So is
+            an entry of write_indices that is at most this.
+        use_qk_l2norm_in_kernel: q and k are divided by their norm, x / sqrt(|x|^2 + 1e-6), before anything else.
+        cu_seqlens: offsets of the sequences, [N + 1], int32 or int64.
+        num_accepted_tokens: [N]: of state_indices [N, S] a sequence starts from column num_accepted_tokens[n] - 1, from
+            the first one by default.
+        write_indices: [N, S]: the state behind token t of sequence n goes to slot write_indices[n, t]. The slot that
+            was read is not written then, unless it is among these. Tokens beyond S columns are not kept.
+        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, each state contiguous. The state behind token
+            t of sequence n goes to intermediate_states[row, t]; it is written.
+        intermediate_indices: the row of each sequence, [N]; n by default. Negative: none.
+        parents: [N, S], of a tree of drafted tokens the one before each, a smaller number, or -1 for the state at the
+            start. Needs update_state=False or write_indices, as a tree has no last state.
+        update_state: the state behind the last token goes back to the slot that was read, unless there are
+            write_indices.
+
+    Returns:
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU, an index is outside, or
+            two sequences write to the same slot. The message names the argument, what was expected and what came.
+    """
+    return torch.ops.flash_qla.decode_gated_delta_rule(
+        q,
+        k,
+        v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        state_pool,
+        state_indices,
+        scale,
+        null_index,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        num_accepted_tokens,
+        write_indices,
+        intermediate_states,
+        intermediate_indices,
+        parents,
+        update_state,
+    )

@@ -1,0 +1,388 @@
+"""Decoding from a pool of states, against the recurrence written out in fp64. On the CPU; the GPU refuses it so far."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import relative_error
+
+import flash_qla
+from flash_qla import decode_gated_delta_rule
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# Of o and of states, in relative L2: rounding of results and of what the pool holds
+BARS = {BF16: 4e-3, FP16: 5e-4, FP32: 2e-6, FP64: 1e-13}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    B: int = 3
+    T: int = 1
+    lengths: tuple[int, ...] | None = None  # with cu_seqlens; B and T are then not used
+    padding: int = 0
+    H_k: int = 2
+    H_v: int = 4
+    K: int = 16
+    V: int = 24
+    dtype: torch.dtype = FP32
+    state_dtype: torch.dtype = FP32
+    gate_dtype: torch.dtype = FP32
+    index_dtype: torch.dtype = torch.int32
+    slots: int = 40
+    gap: int = 0  # elements between the pool's slots
+    bias: bool = True
+    l2norm: bool = True
+    scale: float | None = None
+
+    def __str__(self):
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in fields.items()) or "default"
+
+
+def make_pool(case: Case, *outer: int) -> torch.Tensor:
+    """States [*outer, H_v, V, K], the slots of the first dimension `gap` elements apart; NaN in the gaps."""
+    size = torch.Size([*outer[1:], case.H_v, case.V, case.K]).numel()
+    rows = torch.full((outer[0], size + case.gap), float("nan"), dtype=case.state_dtype)
+    rows[:, :size] = torch.randn(outer[0], size, generator=torch.Generator().manual_seed(1)).to(case.state_dtype)
+    return rows[:, :size].unflatten(1, (*outer[1:], case.H_v, case.V, case.K))
+
+
+def make_inputs(case: Case) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    B, T = (case.B, case.T) if case.lengths is None else (1, sum(case.lengths) + case.padding)
+    N = case.B if case.lengths is None else len(case.lengths)
+
+    def randn(*shape, dtype):
+        return torch.randn(*shape, generator=generator, dtype=FP64).to(dtype)
+
+    offsets = None
+    if case.lengths is not None:
+        offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)
+    inputs = {
+        "q": randn(B, T, case.H_k, case.K, dtype=case.dtype),
+        "k": randn(B, T, case.H_k, case.K, dtype=case.dtype),
+        "v": randn(B, T, case.H_v, case.V, dtype=case.dtype),
+        "a": randn(B, T, case.H_v, dtype=case.gate_dtype),
+        "b": randn(B, T, case.H_v, dtype=case.gate_dtype),
+        "A_log": randn(case.H_v, dtype=case.gate_dtype),
+        "dt_bias": randn(case.H_v, dtype=case.gate_dtype) if case.bias else None,
+        "state_pool": make_pool(case, case.slots),
+        "state_indices": torch.randperm(case.slots, generator=generator)[:N].to(case.index_dtype),
+        "scale": case.scale,
+        "use_qk_l2norm_in_kernel": case.l2norm,
+        "cu_seqlens": offsets,
+    }
+    if case.padding:
+        for name in ("q", "k", "v", "a", "b"):
+            inputs[name][:, T - case.padding :] = float("nan")
+    if not case.l2norm:
+        inputs["k"] = F.normalize(inputs["k"].double(), dim=-1).to(case.dtype)
+    return inputs
+
+
+def extents(inputs: dict) -> list[tuple[int, int, int]]:
+    """Of each sequence its row of the batch, first token and end."""
+    if inputs["cu_seqlens"] is None:
+        B, T = inputs["q"].shape[:2]
+        return [(n, 0, T) for n in range(B)]
+    offsets = inputs["cu_seqlens"].tolist()
+    return [(0, begin, end) for begin, end in itertools.pairwise(offsets)]
+
+
+def states_behind_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """o and the states of each sequence [H_v, V, K], in fp64, if none is null; the first state is the one at the
+    start."""
+    q, k, v, a, b, A_log = (inputs[name].double() for name in ("q", "k", "v", "a", "b", "A_log"))
+    dt_bias = 0 if inputs["dt_bias"] is None else inputs["dt_bias"].double()
+    gates, betas = (-A_log.exp() * F.softplus(a + dt_bias)).exp(), b.sigmoid()
+    if inputs["use_qk_l2norm_in_kernel"]:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+    scale = q.shape[-1] ** -0.5 if inputs["scale"] is None else inputs["scale"]
+    o, all_states = torch.zeros_like(v), []
+    parents = inputs.get("parents")
+    for n, (row, begin, end) in enumerate(extents(inputs)):
+        index = inputs["state_indices"][n]
+        if index.dim():
+            accepted = inputs.get("num_accepted_tokens")
+            index = index[0 if accepted is None else accepted[n] - 1]
+        states = [inputs["state_pool"][index].double()]
+        for t in range(begin, end):
+            parent = t - begin - 1 if parents is None else parents[n, t - begin].item()
+            S = gates[row, t][:, None, None] * states[parent + 1]
+            known = torch.einsum("hvk,hk->hv", S, k[row, t])
+            S = S + torch.einsum("hv,hk->hvk", betas[row, t][:, None] * (v[row, t] - known), k[row, t])
+            o[row, t] = scale * torch.einsum("hvk,hk->hv", S, q[row, t])
+            states.append(S)
+        all_states.append(states)
+    return o, all_states
+
+
+def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expected_o: torch.Tensor, before) -> None:
+    """o, and of the pool the written slots, all others being what they were."""
+    pool = inputs["state_pool"]
+    covered = expected_o.norm() > 0
+    if covered:
+        assert relative_error(o, expected_o) <= BARS[o.dtype]
+    else:
+        assert not o.any()
+    for slot, state in enumerate(pool):
+        if slot in written:
+            assert relative_error(state, written[slot]) <= max(BARS[pool.dtype], BARS[FP32])
+        else:
+            assert torch.equal(state, before[slot])
+
+
+def parametrize(*cases: Case):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+@parametrize(
+    Case(),
+    Case(B=1, H_k=1, H_v=1, K=1, V=1),
+    Case(T=4, dtype=BF16, gate_dtype=BF16, K=128, V=128),
+    Case(T=8, state_dtype=BF16, index_dtype=torch.int64),
+    Case(dtype=BF16, state_dtype=FP16, gap=7, bias=False),
+    Case(T=2, dtype=FP64, state_dtype=FP64, gate_dtype=FP64, l2norm=False, scale=0.3),
+    Case(dtype=FP16, gate_dtype=FP16, H_k=1, H_v=3),
+    Case(lengths=(1, 0, 4, 2), padding=2),
+    Case(lengths=(1, 1, 1), dtype=BF16, state_dtype=BF16, gap=128, index_dtype=torch.int64),
+    Case(lengths=(), padding=2),
+    Case(B=0),
+    Case(T=0),
+)
+def test_last_state_goes_back(case):
+    inputs = make_inputs(case)
+    before = inputs["state_pool"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs)
+    assert o.dtype == case.dtype and o.is_contiguous() and o.shape == inputs["v"].shape
+    found = zip(inputs["state_indices"].tolist(), states, strict=True)
+    check(inputs, {slot: s[-1] for slot, s in found if len(s) > 1}, o, expected, before)
+
+
+def test_as_the_prefill():
+    """One token after the other, and all at once, give what chunk_gated_delta_rule gives."""
+    inputs = make_inputs(Case(B=2, T=8, dtype=FP64, state_dtype=FP64, gate_dtype=FP64))
+    slots = inputs["state_indices"].long()
+    o, final_state = flash_qla.chunk_gated_delta_rule(
+        *(inputs[name] for name in ("q", "k", "v", "a", "b")),
+        initial_state=inputs["state_pool"][slots],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        state_v_first=True,
+        use_gate_in_kernel=True,
+        A_log=inputs["A_log"],
+        dt_bias=inputs["dt_bias"],
+        use_beta_sigmoid_in_kernel=True,
+    )
+    pools = [inputs["state_pool"].clone() for _ in range(2)]
+    at_once = decode_gated_delta_rule(**{**inputs, "state_pool": pools[0]})
+    tokens = []
+    for t in range(8):
+        token = {name: inputs[name][:, t : t + 1] for name in ("q", "k", "v", "a", "b")}
+        tokens.append(decode_gated_delta_rule(**{**inputs, **token, "state_pool": pools[1]}))
+    assert torch.equal(at_once, torch.cat(tokens, 1)) and torch.equal(*pools)
+    assert relative_error(at_once, o) < 1e-13 and relative_error(pools[0][slots], final_state) < 1e-13
+
+
+@pytest.mark.parametrize("null_index", (-1, 0))
+def test_nobody(null_index):
+    """Null slots: zeros, and nothing is written; also among the indices to write to."""
+    inputs = make_inputs(Case(B=5, T=3)) | {"null_index": null_index}
+    slots = torch.tensor([null_index, 3, null_index - 4, 7, 5])
+    writes = torch.tensor([[11, 12, 13], [14, null_index, 15], [16, 17, 18], [null_index] * 3, [19, 20, 5]])
+    before = inputs["state_pool"].clone()
+    real = slots > null_index
+    expected, states = states_behind_tokens({**inputs, "state_indices": slots.clamp_min(0)})
+    expected *= real[:, None, None, None]
+    for write_indices in (None, writes):
+        inputs["state_pool"] = before.clone()
+        o = decode_gated_delta_rule(**inputs | {"state_indices": slots, "write_indices": write_indices})
+        assert not o[~real].any()
+        if write_indices is None:
+            written = {slots[n].item(): states[n][-1] for n in range(5) if real[n]}
+        else:
+            written = {
+                writes[n, t].item(): states[n][t + 1]
+                for n in range(5)
+                for t in range(3)
+                if real[n] and writes[n, t] > null_index
+            }
+        check(inputs, written, o, expected, before)
+
+
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
+def test_drafts_in_slots(index_dtype):
+    """As vLLM verifies them: from the slot of the last accepted token, the state behind each token to its own slot."""
+    case = Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16)
+    inputs = make_inputs(case)
+    table = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2))[:16].reshape(4, 4).to(index_dtype)
+    inputs |= {"state_indices": table, "num_accepted_tokens": torch.tensor([2, 1, 4, 3], dtype=index_dtype)}
+    before = inputs["state_pool"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs, write_indices=table)
+    written = {table[n, t].item(): s for n in range(4) for t, s in enumerate(states[n][1:])}
+    check(inputs, written, o, expected, before)
+
+
+@pytest.mark.parametrize("with_tree", (False, True))
+@pytest.mark.parametrize("with_rows", (False, True))
+def test_drafts_beside_the_pool(with_tree, with_rows):
+    """As SGLang verifies them: the pool stays, the states go to a buffer; perhaps of a tree."""
+    case = Case(T=5, gap=8)
+    inputs = make_inputs(case) | {"update_state": False, "intermediate_states": make_pool(case, 6, 5)}
+    rows = torch.tensor([4, -1, 2]) if with_rows else torch.arange(3)
+    if with_rows:
+        inputs["intermediate_indices"] = rows
+    if with_tree:
+        inputs["parents"] = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 1, 0], [-1, 0, 1, 2, 3]])
+    before, kept_before = inputs["state_pool"].clone(), inputs["intermediate_states"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs)
+    check(inputs, {}, o, expected, before)
+    kept = inputs["intermediate_states"]
+    written = {row: states[n] for n, row in enumerate(rows.tolist()) if row >= 0}
+    for row in range(6):
+        for t in range(5):
+            if row in written:
+                assert relative_error(kept[row, t], written[row][t + 1]) <= BARS[FP32]
+            else:
+                assert torch.equal(kept[row, t], kept_before[row, t])
+
+
+def test_a_sequence_does_not_depend_on_the_others():
+    """The same bits alone, in another place, and beside nobody."""
+    case = Case(B=4, T=3, dtype=BF16, state_dtype=BF16)
+    inputs = make_inputs(case)
+    before = inputs["state_pool"].clone()
+    o = decode_gated_delta_rule(**inputs)
+    of_tokens, slots = ("q", "k", "v", "a", "b"), inputs["state_indices"]
+    for n in range(4):
+        pool = before.clone()
+        alone = {name: inputs[name][n : n + 1] for name in of_tokens} | {"state_indices": slots[n : n + 1]}
+        assert torch.equal(decode_gated_delta_rule(**inputs | alone | {"state_pool": pool}), o[n : n + 1])
+        assert torch.equal(pool[slots[n]], inputs["state_pool"][slots[n]])
+    order = torch.tensor([2, 0, 3, 1])
+    moved = {name: inputs[name][order] for name in of_tokens} | {"state_indices": slots[order].clone()}
+    moved["state_indices"][1] = -1
+    moved_o = decode_gated_delta_rule(**inputs | moved | {"state_pool": before.clone()})
+    assert torch.equal(moved_o[[0, 2, 3]], o[order][[0, 2, 3]]) and not moved_o[1].any()
+
+
+# Registration
+
+OPTIONS = {
+    "plain": {},
+    "packed": {"case": Case(lengths=(2, 0, 1), padding=1)},
+    "slots": {"write_indices": torch.tensor([[1, 2], [3, 4], [5, 6]]), "case": Case(T=2)},
+    "beside": {"update_state": False, "case": Case(T=2, state_dtype=BF16)},
+}
+
+
+def registered_arguments(name: str) -> dict:
+    options = dict(OPTIONS[name])
+    case = options.pop("case", Case())
+    inputs = make_inputs(case) | options
+    if name == "beside":
+        inputs |= {"intermediate_states": make_pool(case, 3, 2), "parents": torch.tensor([[-1, 0]] * 3)}
+    return inputs
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_opcheck(name):
+    torch.library.opcheck(torch.ops.flash_qla.decode_gated_delta_rule.default, (), registered_arguments(name))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compile(name, backend):
+    """In one graph, and the pool is written in place."""
+
+    def twice(**arguments):
+        return decode_gated_delta_rule(**arguments) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, fullgraph=True, backend=backend)
+    arguments, others = registered_arguments(name), registered_arguments(name)
+    pool = arguments["state_pool"]
+    pointer = pool.data_ptr()
+    assert torch.equal(compiled(**arguments), twice(**others))
+    assert pool.data_ptr() == pointer and torch.equal(pool, others["state_pool"])
+    if name == "beside":
+        assert torch.equal(arguments["intermediate_states"], others["intermediate_states"])
+
+
+# Errors
+
+
+def check_raises(change: dict, *texts: str) -> None:
+    inputs = make_inputs(Case(T=2))
+    before = inputs["state_pool"].clone()
+    with pytest.raises(RuntimeError, match=".*".join(map(re.escape, texts))):
+        decode_gated_delta_rule(**{**inputs, **change})
+    assert torch.equal(inputs["state_pool"], before)
+
+
+def states(*shape: int, **options) -> torch.Tensor:
+    return torch.zeros(*shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "texts"),
+    [
+        ({"k": states(3, 2, 2, 8)}, ("k has shape [3, 2, 2, 8]", "[3, 2, 2, 16]")),
+        ({"v": states(3, 2, 3, 24)}, ("v has 3 heads", "multiple of the 2")),
+        ({"a": states(3, 2, 5)}, ("a has shape", "[3, 2, 4]")),
+        ({"b": states(3, 2, 4, dtype=torch.int32)}, ("b has dtype int32",)),
+        ({"A_log": states(3)}, ("A_log has shape [3]", "[4]")),
+        ({"dt_bias": states(2)}, ("dt_bias has shape [2]", "[4]")),
+        ({"state_pool": states(9, 4, 16, 24)}, ("state_pool has shape", "V = 24", "K = 16")),
+        ({"state_pool": states(9, 4, 16, 24).transpose(2, 3)}, ("state_pool has strides", "contiguous")),
+        ({"state_pool": states(4, 24, 16)}, ("state_pool has 3 dimensions", "4")),
+        ({"state_pool": states(9, 4, 24, 16, dtype=torch.int8)}, ("state_pool has dtype",)),
+        ({"state_indices": states(3)}, ("state_indices has dtype float32", "int32 or int64")),
+        ({"state_indices": states(2, dtype=torch.int32)}, ("state_indices has 2 rows", "3")),
+        ({"state_indices": states(3, 0, dtype=torch.int32)}, ("state_indices has no columns",)),
+        ({"num_accepted_tokens": states(3, dtype=torch.int32)}, ("num_accepted_tokens is a tensor", "None")),
+        ({"write_indices": states(3, dtype=torch.int32)}, ("write_indices has 1 dimensions", "2")),
+        ({"intermediate_indices": states(3, dtype=torch.int32)}, ("intermediate_indices is a tensor", "None")),
+        ({"intermediate_states": states(3, 4, 24, 16)}, ("intermediate_states has 4 dimensions", "5")),
+        ({"parents": states(3, 2, dtype=torch.int32)}, ("update_state is True", "parents")),
+        ({"cu_seqlens": states(4, dtype=torch.int32)}, ("q has batch size 3", "1 with cu_seqlens")),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_wrong_arguments(change, texts):
+    check_raises(change, *texts)
+
+
+def test_wrong_contents():
+    """Which the CPU sees."""
+
+    def indices(*numbers):
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    check_raises({"state_indices": indices(0, 40, 1)}, "state_indices[1] is 40", "0 to 39")
+    check_raises({"state_indices": indices(0, -2, 1), "null_index": -5}, "state_indices[1] is -2", "0 to 39")
+    check_raises({"state_indices": indices(3, 5, 3)}, "state_indices[2] is 3", "written already")
+    table = {"state_indices": indices(3, 5, 7).reshape(3, 1)}
+    check_raises(table | {"num_accepted_tokens": indices(1, 2, 1)}, "num_accepted_tokens[1] is 2", "1 to 1")
+    check_raises({"write_indices": indices(1, 2, 3, 4, 5, 77).reshape(3, 2)}, "write_indices[2, 1] is 77", "0 to 39")
+    check_raises({"write_indices": indices(1, 2, 3, 2, 5, 6).reshape(3, 2)}, "write_indices[1, 1] is 2", "already")
+    tree = {"parents": indices(-1, 1, -1, 0, -1, 0).reshape(3, 2), "update_state": False}
+    check_raises(tree, "parents[0, 1] is 1", "-1 to 0")
+    case = make_inputs(Case(lengths=(2, 3)))
+    with pytest.raises(RuntimeError, match=re.escape("cu_seqlens[1] is 9")):
+        decode_gated_delta_rule(**case | {"cu_seqlens": indices(0, 9, 5)})
+
+
+@pytest.mark.gpu
+def test_on_the_gpu():
+    inputs = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in make_inputs(Case()).items()}
+    with pytest.raises(RuntimeError, match="not supported on the GPU yet"):
+        decode_gated_delta_rule(**inputs)
