@@ -1,9 +1,11 @@
 #include "decode.h"
 
+#include <array>
 #include <cmath>
 #include <utility>
 
 #include "checks.h"
+#include "pool.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -71,17 +73,11 @@ void read_tokens(DecodeCall& call) {
   }
 }
 
-void check_indices(const DecodeCall& call, const char* name, const Tensor& tensor) {
-  if (!has_dtype(tensor, ScalarType::Int) && !has_dtype(tensor, ScalarType::Long)) [[unlikely]] {
-    fail(call.op, name, " has dtype ", dtype_string(tensor.scalar_type()), ", expected int32 or int64");
-  }
-}
-
 void read_sequences(DecodeCall& call) {
   if (!call.varlen()) {
     return;
   }
-  check_indices(call, "cu_seqlens", *call.cu_seqlens);
+  check_indices(call.op, "cu_seqlens", *call.cu_seqlens);
   check_rank(call.op, "cu_seqlens", *call.cu_seqlens, 1, "[N + 1]");
   check(call.cu_seqlens->size(0) >= 1, call.op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
   check(call.B == 1, call.op, "q has batch size ", call.B,
@@ -89,49 +85,26 @@ void read_sequences(DecodeCall& call) {
   call.N = call.cu_seqlens->size(0) - 1;
 }
 
-// States are written where they lie, so what is not laid out like this cannot be copied first.
-void check_states(const DecodeCall& call, const char* name, const Tensor& tensor, int64_t rank, const char* symbols) {
-  check_floating(call.op, name, tensor);
-  check_rank(call.op, name, tensor, rank, symbols);
-  const auto shape = tensor.sizes(), strides = tensor.strides();
-  const int64_t heads = rank - 3;
-  if (shape[heads] != call.H_v || shape[heads + 1] != call.V || shape[heads + 2] != call.K) [[unlikely]] {
-    fail(call.op, name, " has shape ", shape_string(shape), ", expected H_v = ", call.H_v, ", V = ", call.V,
-         ", K = ", call.K, " at its end (", symbols, ")");
-  }
-  const bool is_dense = strides[heads] == call.V * call.K && strides[heads + 1] == call.K && strides[heads + 2] == 1;
-  if (tensor.numel() > 0 && !is_dense) [[unlikely]] {
-    fail(call.op, name, " has strides ", shape_string(strides), ", expected [.., ", call.V * call.K, ", ", call.K,
-         ", 1]: each state has to be contiguous");
-  }
-}
-
 void check_tables(const DecodeCall& call) {
   const int64_t rank = call.state_indices.dim();
-  check_indices(call, "state_indices", call.state_indices);
+  check_indices(call.op, "state_indices", call.state_indices);
   check(rank == 1 || rank == 2, call.op, "state_indices has ", rank, " dimensions, expected 1 or 2 ([N] or [N, S])");
-  const auto of_sequences = [&](const char* name, const Tensor& tensor, int64_t wanted, const char* symbols) {
-    check_indices(call, name, tensor);
-    check_rank(call.op, name, tensor, wanted, symbols);
-    check(tensor.size(0) == call.N, call.op, name, " has ", tensor.size(0), " rows, expected ", call.N,
-          ", the number of sequences (", symbols, ")");
-  };
-  of_sequences("state_indices", call.state_indices, rank, rank == 1 ? "[N]" : "[N, S]");
+  check_table(call.op, "state_indices", call.state_indices, call.N, rank, rank == 1 ? "[N]" : "[N, S]");
   check(rank == 1 || call.state_indices.size(1) >= 1, call.op, "state_indices has no columns, expected at least one");
   if (call.num_accepted_tokens) {
     check(rank == 2, call.op, "num_accepted_tokens is a tensor, expected None unless state_indices is [N, S]");
-    of_sequences("num_accepted_tokens", *call.num_accepted_tokens, 1, "[N]");
+    check_table(call.op, "num_accepted_tokens", *call.num_accepted_tokens, call.N, 1, "[N]");
   }
   if (call.write_indices) {
-    of_sequences("write_indices", *call.write_indices, 2, "[N, S]");
+    check_table(call.op, "write_indices", *call.write_indices, call.N, 2, "[N, S]");
   }
   if (call.intermediate_indices) {
     check(call.intermediate_states.has_value(), call.op,
           "intermediate_indices is a tensor, expected None without intermediate_states");
-    of_sequences("intermediate_indices", *call.intermediate_indices, 1, "[N]");
+    check_table(call.op, "intermediate_indices", *call.intermediate_indices, call.N, 1, "[N]");
   }
   if (call.parents) {
-    of_sequences("parents", *call.parents, 2, "[N, S]");
+    check_table(call.op, "parents", *call.parents, call.N, 2, "[N, S]");
     check(!call.writes_back(), call.op,
           "update_state is True, expected False with parents: a tree of tokens has no last state");
   }
@@ -145,9 +118,10 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
   check_devices(call);
   read_tokens(call);
   read_sequences(call);
-  check_states(call, "state_pool", call.state_pool, 4, "[slots, H_v, V, K]");
+  check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
   if (call.intermediate_states) {
-    check_states(call, "intermediate_states", *call.intermediate_states, 5, "[rows, steps, H_v, V, K]");
+    check_states(op, "intermediate_states", *call.intermediate_states, call.H_v, call.V, call.K, 5,
+                 "[rows, steps, H_v, V, K]");
   }
   check_tables(call);
   if (!call.scale) {
@@ -160,6 +134,40 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
     make_contiguous(op, *call.dt_bias, call.dt_bias->scalar_type());
   }
   return call;
+}
+
+DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments) {
+  check_defined(op, "mixed_qkv", mixed_qkv);
+  check_rank(op, "state_pool", arguments.state_pool, 4, "[slots, H_v, V, K]");
+  const bool one_token = mixed_qkv.dim() == 2;
+  if (!one_token) {
+    check_rank(op, "mixed_qkv", mixed_qkv, 3, "[B, T, 2 H_k K + H_v V]");
+  }
+  const int64_t last = mixed_qkv.dim() - 1, H_v = arguments.state_pool.size(1), V = arguments.state_pool.size(2),
+                K = arguments.state_pool.size(3), width = mixed_qkv.size(last), keys = width - H_v * V;
+  check(K > 0 && keys > 0 && keys % (2 * K) == 0, op, "mixed_qkv has ", width,
+        " channels, expected 2 H_k K + H_v V, of "
+        "state_pool K = ",
+        K, " and H_v V = ", H_v * V);
+  const int64_t B = mixed_qkv.size(0), T = one_token ? 1 : mixed_qkv.size(1), step = mixed_qkv.stride(last);
+  const auto part = [&](int64_t heads, int64_t channels, int64_t first) {
+    const std::array shape = {B, T, heads, channels};
+    const std::array strides = {mixed_qkv.stride(0), one_token ? 0 : mixed_qkv.stride(1), channels * step, step};
+    return view(mixed_qkv, shape, strides, first * step);
+  };
+  const int64_t H_k = keys / (2 * K);
+  arguments.q = part(H_k, K, 0);
+  arguments.k = part(H_k, K, H_k * K);
+  arguments.v = part(H_v, V, keys);
+  for (auto& [name, tensor] : {std::pair{"a", &arguments.a}, std::pair{"b", &arguments.b}}) {
+    if (one_token) {
+      check_rank(op, name, *tensor, 2, "[B, H_v], as mixed_qkv has two dimensions");
+      const std::array shape = {tensor->size(0), int64_t{1}, tensor->size(1)};
+      const std::array strides = {tensor->stride(0), int64_t{0}, tensor->stride(1)};
+      *tensor = view(*tensor, shape, strides);
+    }
+  }
+  return make_decode_call(op, std::move(arguments));
 }
 
 }  // namespace flash_qla

@@ -53,6 +53,10 @@ struct DecodeCall : DecodeArguments {
 // reading data.
 DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
 
+// The same where q, k and v come as one tensor, [B, T, 2 H_k K + H_v V], as the convolution before the op leaves them,
+// or without T for one token of each sequence, a and b likewise. Sets the arguments' q, k, v, a and b.
+DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments);
+
 // Returns o [B, T, H_v, V], dtype of q.
 Tensor decode_cpu(const DecodeCall& call);
 

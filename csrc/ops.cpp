@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "decode.h"
 #include "passes.h"
+#include "prefill.h"
 
 namespace flash_qla {
 
@@ -105,6 +106,24 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
+constexpr const char* kPrefillGatedDeltaRule =
+    "prefill_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state_pool, "
+    "Tensor state_indices, float? scale=None, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, "
+    "int null_index=-1, bool use_qk_l2norm_in_kernel=False, int checkpoint_every=0, "
+    "Tensor? checkpoint_indices=None, Tensor(b!)? checkpoints=None, bool use_gate_in_kernel=False, "
+    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "-> Tensor o";
+
+template <auto Prefill>
+void prefill_gated_delta_rule(const Stack& stack) {
+  Arguments a;
+  PoolArguments p;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, p.state_pool, p.state_indices, a.scale, a.cu_seqlens, p.has_initial_state,
+             p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
+             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval);
+  stack.give(Prefill(make_prefill_call("flash_qla::prefill_gated_delta_rule", std::move(a), std::move(p))));
+}
+
 constexpr const char* kDecodeGatedDeltaRule =
     "decode_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, "
     "Tensor(a!) state_pool, Tensor state_indices, float? scale=None, int null_index=-1, "
@@ -122,16 +141,37 @@ void decode_gated_delta_rule(const Stack& stack) {
   stack.give(Decode(make_decode_call("flash_qla::decode_gated_delta_rule", std::move(a))));
 }
 
-Tensor decode_not_on_the_gpu(const DecodeCall& call) {
-  fail(call.op, "q is on a GPU, expected the CPU: decoding is not supported on the GPU yet");
+constexpr const char* kDecodeGatedDeltaRulePacked =
+    "decode_gated_delta_rule_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, "
+    "Tensor(a!) state_pool, Tensor state_indices, float? scale=None, int null_index=-1, "
+    "bool use_qk_l2norm_in_kernel=True, Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
+    "Tensor? write_indices=None, Tensor(b!)? intermediate_states=None, Tensor? intermediate_indices=None, "
+    "Tensor? parents=None, bool update_state=True) "
+    "-> Tensor o";
+
+template <auto Decode>
+void decode_gated_delta_rule_packed(const Stack& stack) {
+  Tensor mixed_qkv = undefined_tensor();
+  DecodeArguments a;
+  stack.take(mixed_qkv, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
+             a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
+             a.intermediate_indices, a.parents, a.update_state);
+  stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
 }
 
-template <auto Forward, auto Backward, auto Decode>
+template <typename C>
+Tensor not_on_the_gpu(const C& call) {
+  fail(call.op, "q is on a GPU, expected the CPU: pools of states are not supported on the GPU yet");
+}
+
+template <auto Forward, auto Backward, auto Prefill, auto Decode>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
   m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
   m.impl("chunk_gated_delta_rule_bwd", boxed<chunk_gated_delta_rule_bwd<Backward>>);
+  m.impl("prefill_gated_delta_rule", boxed<prefill_gated_delta_rule<Prefill>>);
   m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
+  m.impl("decode_gated_delta_rule_packed", boxed<decode_gated_delta_rule_packed<Decode>>);
 }
 
 }  // namespace
@@ -142,14 +182,18 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kChunkGatedDeltaRule);
   m.def(flash_qla::kChunkGatedDeltaRuleFwd);
   m.def(flash_qla::kChunkGatedDeltaRuleBwd);
+  m.def(flash_qla::kPrefillGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRule);
+  m.def(flash_qla::kDecodeGatedDeltaRulePacked);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::decode_cpu>(m);
+  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::prefill_cpu,
+                                 flash_qla::decode_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::decode_not_on_the_gpu>(
-      m);
+  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda,
+                                 flash_qla::not_on_the_gpu<flash_qla::PrefillCall>,
+                                 flash_qla::not_on_the_gpu<flash_qla::DecodeCall>>(m);
 }

@@ -58,8 +58,6 @@ BackwardOutputs allocate_backward(const BackwardCall& c) {
   };
 }
 
-// Not torch::stable::transpose, which goes through the dispatcher: autograd would keep h as a view of a tensor that
-// nobody has.
 Tensor h_as_returned(const Call& call, Tensor h) {
   if (!call.output_h || call.state_v_first) {
     return h;
@@ -67,10 +65,7 @@ Tensor h_as_returned(const Call& call, Tensor h) {
   const auto shape = h.sizes(), strides = h.strides();
   const std::array sizes = {shape[0], shape[1], shape[2], shape[4], shape[3]};
   const std::array steps = {strides[0], strides[1], strides[2], strides[4], strides[3]};
-  AtenTensorHandle transposed;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(h.get(), sizes.size(), sizes.data(), steps.data(),
-                                                               /*offset_increment=*/0, &transposed));
-  return Tensor(transposed);
+  return view(h, sizes, steps);
 }
 
 Tensor final_state_as_returned(const Call& call, Tensor final_state) {

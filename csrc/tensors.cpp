@@ -126,4 +126,11 @@ void make_aligned(const char* op, Tensor& tensor, ScalarType dtype) {
   }
 }
 
+Tensor view(const Tensor& tensor, IntHeaderOnlyArrayRef shape, IntHeaderOnlyArrayRef strides, int64_t offset) {
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(shape.size()),
+                                                               shape.data(), strides.data(), offset, &made));
+  return Tensor(made);
+}
+
 }  // namespace flash_qla

@@ -2,11 +2,15 @@
 
 from flash_qla import ops as ops  # loads the library that defines torch.ops.flash_qla
 from flash_qla._version import __version__
-from flash_qla.serving import decode_gated_delta_rule
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
+)
+from flash_qla.serving import (
+    decode_gated_delta_rule,
+    decode_gated_delta_rule_packed,
+    prefill_gated_delta_rule,
 )
 
 __all__ = [
@@ -15,4 +19,6 @@ __all__ = [
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "decode_gated_delta_rule",
+    "decode_gated_delta_rule_packed",
+    "prefill_gated_delta_rule",
 ]

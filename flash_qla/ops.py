@@ -30,7 +30,9 @@ from flash_qla._layout import CHUNK  # noqa: E402  the build writes it beside th
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+_prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
 _decode = torch.ops.flash_qla.decode_gated_delta_rule.default
+_decode_packed = torch.ops.flash_qla.decode_gated_delta_rule_packed.default
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # its registrations end with it
 
 
@@ -42,9 +44,8 @@ def _call_of(op):
     return collections.namedtuple(op._opname, [x.name for x in arguments], defaults=defaults)
 
 
-_ForwardCall, _LowLevelCall, _BackwardCall, _DecodeCall = map(
-    _call_of, (_forward, _forward_low_level, _backward, _decode)
-)
+_ForwardCall, _LowLevelCall, _BackwardCall = map(_call_of, (_forward, _forward_low_level, _backward))
+_PrefillCall, _DecodeCall, _DecodePackedCall = map(_call_of, (_prefill, _decode, _decode_packed))
 
 
 # Fake implementations. The library checks everything again on real tensors; the checks here make a wrong shape fail
@@ -194,26 +195,60 @@ def _fake_backward(call):
     )
 
 
-def _fake_decode(call):
-    N = _check_tokens(call, "a", "b")
-    q, (B, T, H_v, V) = call.q, call.v.shape
-    _check_shape(call, "A_log", (H_v,), "[H_v]")
-    if call.dt_bias is not None:
-        _check_shape(call, "dt_bias", (H_v,), "[H_v]")
-    for name, symbols in (("state_pool", "[slots, H_v, V, K]"), ("intermediate_states", "[rows, steps, H_v, V, K]")):
-        states = getattr(call, name)
-        if states is not None:
+def _check_pool(call, N, states, tables):
+    """Checks states [.., H_v, V, K] by the symbols of their dimensions, and tables that have a row a sequence."""
+    _, _, H_v, V = call.v.shape
+    for name, symbols in states.items():
+        x = getattr(call, name)
+        if x is not None:
             outer = len(symbols.split()) - 3
-            _check_shape(call, name, (*states.shape[:outer], H_v, V, q.shape[-1]), symbols)
-    for name in ("state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents"):
+            _check_shape(call, name, (*x.shape[:outer], H_v, V, call.q.shape[-1]), symbols)
+    for name in tables:
         table = getattr(call, name)
         if table is not None:
             _check(call, table.shape[0] == N, lambda name=name: f"{name} is expected to have a row a sequence")
-    return q.new_empty((B, T, H_v, V))
+
+
+def _fake_prefill(call):
+    N = _check_tokens(call, "g", "beta")
+    _check_activations(call, call.v.shape[2])
+    states = {"state_pool": "[slots, H_v, V, K]", "checkpoints": "[total, H_v, V, K]"}
+    _check_pool(call, N, states, ("state_indices", "has_initial_state", "checkpoint_indices"))
+    return call.q.new_empty(call.v.shape)
+
+
+def _fake_decode(call):
+    N = _check_tokens(call, "a", "b")
+    for name in ("A_log", "dt_bias"):
+        if getattr(call, name) is not None:
+            _check_shape(call, name, call.v.shape[2:3], "[H_v]")
+    states = {"state_pool": "[slots, H_v, V, K]", "intermediate_states": "[rows, steps, H_v, V, K]"}
+    tables = ("state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents")
+    _check_pool(call, N, states, tables)
+    return call.q.new_empty(call.v.shape)
+
+
+def _fake_decode_packed(call):
+    """By what the library makes of mixed_qkv, see make_packed_decode_call in csrc/decode.cpp."""
+    x, a, b = call.mixed_qkv, call.a, call.b
+    _check(call, x.dim() in (2, 3), lambda: f"mixed_qkv has {x.dim()} dimensions, expected 2 or 3")
+    _check(call, call.state_pool.dim() == 4, lambda: f"state_pool has {call.state_pool.dim()} dimensions, expected 4")
+    if x.dim() == 2:
+        x, a, b = (y.unsqueeze(1) for y in (x, a, b))
+    _, H_v, V, K = call.state_pool.shape
+    keys = x.shape[-1] - H_v * V
+    _check(call, keys > 0 and keys % (2 * K) == 0, lambda: "mixed_qkv is expected to have 2 H_k K + H_v V channels")
+    q, k, v = x.split([keys // 2, keys // 2, H_v * V], -1)
+    fields = {name: y for name, y in call._asdict().items() if name != "mixed_qkv"} | {"a": a, "b": b}
+    return _fake_decode(
+        _DecodeCall(q=q.unflatten(-1, (-1, K)), k=k.unflatten(-1, (-1, K)), v=v.unflatten(-1, (H_v, V)), **fields)
+    )
 
 
 _register_fake(_forward, _ForwardCall, _fake_forward)
+_register_fake(_prefill, _PrefillCall, _fake_prefill)
 _register_fake(_decode, _DecodeCall, _fake_decode)
+_register_fake(_decode_packed, _DecodePackedCall, _fake_decode_packed)
 _register_fake(_forward_low_level, _LowLevelCall, _fake_low_level)
 _register_fake(_backward, _BackwardCall, _fake_backward)
 

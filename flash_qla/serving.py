@@ -5,6 +5,79 @@ import torch
 from flash_qla import ops as ops
 
 
+def prefill_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    null_index: int = -1,
+    use_qk_l2norm_in_kernel: bool = False,
+    checkpoint_every: int = 0,
+    checkpoint_indices: torch.Tensor | None = None,
+    checkpoints: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> torch.Tensor:
+    """chunk_gated_delta_rule on states that lie in a pool: read from it and written back, in place, and some of those
+    on the way kept for prefix caching. On the CPU only so far; the GPU raises. Gradients there are none.
+
+    Args:
+        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
+        state_pool: [slots, H_v, V, K], any floating dtype. Each state is contiguous, the slots may be further apart. It
+            is written; states are rounded to its dtype once, behind the last token.
+        state_indices: the slot of each sequence, [N]; int32 or int64, as all indices.
+        has_initial_state: [N], bool: False where a sequence starts from zero, whatever its slot holds. All are read by
+            default.
+        null_index: a sequence whose slot is at most this is nobody's: its output is zero and nothing is written. So is
+            an entry of checkpoint_indices that is at most this.
+        checkpoint_every: keep the states behind so many tokens of each sequence, twice as many and so on; a multiple of
+            64. None by default.
+        checkpoint_indices: the slots where these states go, [N, blocks]; those beyond the columns are not kept.
+        checkpoints: where they go instead, [total, H_v, V, K], any floating dtype, each state contiguous, in the order
+            of the sequences, floor(length / checkpoint_every) of each; of a sequence that is nobody's they are left as
+            they are. It is written.
+
+    Returns:
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU, an index is outside, or
+            two states are written to the same slot. The message names the argument, what was expected and what came.
+    """
+    return torch.ops.flash_qla.prefill_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state_pool,
+        state_indices,
+        scale,
+        cu_seqlens,
+        has_initial_state,
+        null_index,
+        use_qk_l2norm_in_kernel,
+        checkpoint_every,
+        checkpoint_indices,
+        checkpoints,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
+
+
 def decode_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -73,6 +146,62 @@ def decode_gated_delta_rule(
         q,
         k,
         v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        state_pool,
+        state_indices,
+        scale,
+        null_index,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        num_accepted_tokens,
+        write_indices,
+        intermediate_states,
+        intermediate_indices,
+        parents,
+        update_state,
+    )
+
+
+def decode_gated_delta_rule_packed(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    scale: float | None = None,
+    null_index: int = -1,
+    use_qk_l2norm_in_kernel: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    write_indices: torch.Tensor | None = None,
+    intermediate_states: torch.Tensor | None = None,
+    intermediate_indices: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+    update_state: bool = True,
+) -> torch.Tensor:
+    """decode_gated_delta_rule with q, k and v in one tensor, as the convolution before it leaves them.
+
+    Args:
+        mixed_qkv: [B, T, 2 H_k K + H_v V], of each token q, k and v one behind the other, heads in their order; or
+            without T for one token of each sequence. H_v, V and K are those of state_pool.
+        a, b: as those of decode_gated_delta_rule, or without T where mixed_qkv has none.
+        A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens,
+            num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state: as
+            those of decode_gated_delta_rule.
+
+    Returns:
+        o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 where mixed_qkv has none.
+
+    Raises:
+        RuntimeError: as decode_gated_delta_rule.
+    """
+    return torch.ops.flash_qla.decode_gated_delta_rule_packed(
+        mixed_qkv,
         a,
         b,
         A_log,

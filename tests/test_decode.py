@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from accuracy import relative_error
 
 import flash_qla
-from flash_qla import decode_gated_delta_rule
+from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Of o and of states, in relative L2: rounding of results and of what the pool holds
@@ -253,6 +253,63 @@ def test_drafts_beside_the_pool(with_tree, with_rows):
                 assert relative_error(kept[row, t], written[row][t + 1]) <= BARS[FP32]
             else:
                 assert torch.equal(kept[row, t], kept_before[row, t])
+
+
+def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
+    """The arguments of decode_gated_delta_rule_packed; mixed_qkv is a part of a tensor with NaN around it."""
+    mixed_qkv = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
+    wider = torch.full((*mixed_qkv.shape[:2], 3, mixed_qkv.shape[2] * stride), float("nan"), dtype=mixed_qkv.dtype)
+    wider[:, :, 1, ::stride] = mixed_qkv
+    found = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")} | {
+        "mixed_qkv": wider[:, :, 1, ::stride]
+    }
+    if one_token:
+        found |= {name: found[name].squeeze(1) for name in ("mixed_qkv", "a", "b")}
+    return found
+
+
+PACKED = [
+    (case, one_token)
+    for case in (
+        Case(),
+        Case(B=1, H_k=1, H_v=1, K=1, V=1),
+        Case(dtype=BF16, gate_dtype=BF16, state_dtype=BF16, K=128, V=128),
+        Case(T=3, H_k=1, H_v=3, gap=5),
+        Case(lengths=(2, 0, 3), padding=1),
+    )
+    for one_token in (False, True)
+    if not one_token or (case.T == 1 and case.lengths is None)
+]
+
+
+@pytest.mark.parametrize(("case", "one_token"), PACKED, ids=str)
+def test_packed(case, one_token):
+    """The same bits."""
+    for stride in (1, 2):
+        inputs = make_inputs(case)
+        arguments = packed(inputs, one_token, stride) | {"state_pool": inputs["state_pool"].clone()}
+        assert torch.equal(decode_gated_delta_rule_packed(**arguments), decode_gated_delta_rule(**inputs))
+        assert torch.equal(arguments["state_pool"], inputs["state_pool"])
+
+
+def test_packed_errors():
+    arguments = packed(make_inputs(Case()), True)
+    for change, text in (
+        ({"mixed_qkv": torch.zeros(3, 170)}, "mixed_qkv has 170 channels, expected 2 H_k K + H_v V"),
+        ({"mixed_qkv": torch.zeros(3, 96)}, "mixed_qkv has 96 channels"),
+        ({"mixed_qkv": torch.zeros(160)}, "mixed_qkv has 1 dimensions"),
+        ({"a": torch.zeros(3, 1, 4)}, "a has 3 dimensions (shape [3, 1, 4]), expected 2"),
+        ({"b": torch.zeros(3, 5)}, "b has shape [3, 1, 5], expected [3, 1, 4]"),
+        ({"state_pool": torch.zeros(9, 4, 24)}, "state_pool has 3 dimensions"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            decode_gated_delta_rule_packed(**arguments | change)
+
+
+@pytest.mark.parametrize("one_token", (False, True))
+def test_packed_opcheck(one_token):
+    arguments = packed(make_inputs(Case()), one_token)
+    torch.library.opcheck(torch.ops.flash_qla.decode_gated_delta_rule_packed.default, (), arguments)
 
 
 def test_a_sequence_does_not_depend_on_the_others():

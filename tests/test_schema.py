@@ -16,7 +16,9 @@ OPS = (
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_fwd",
     "chunk_gated_delta_rule_bwd",
+    "prefill_gated_delta_rule",
     "decode_gated_delta_rule",
+    "decode_gated_delta_rule_packed",
 )
 # Parameters of the functions that the ops do not have
 EXTRA = ("head_first", "ignored")

@@ -3,11 +3,10 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <set>
 #include <string>
 #include <vector>
 
-#include "checks.h"
+#include "cpu/pool.h"
 #include "cpu/sequences.h"
 #include "tensors.h"
 
@@ -15,33 +14,8 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kNobody = -1;
-
-// A table of int32 or int64, [rows] or [rows, columns], with strides.
-class Indices {
- public:
-  explicit Indices(const std::optional<Tensor>& tensor) {
-    if (tensor) {
-      data_ = tensor->const_data_ptr();
-      wide_ = has_dtype(*tensor, ScalarType::Long);
-      columns = tensor->dim() > 1 ? tensor->size(1) : 1;
-      row_stride_ = tensor->stride(0);
-      column_stride_ = tensor->dim() > 1 ? tensor->stride(1) : 0;
-    }
-  }
-
-  int64_t operator()(int64_t row, int64_t column = 0) const {
-    const int64_t at = row * row_stride_ + column * column_stride_;
-    return wide_ ? static_cast<const int64_t*>(data_)[at] : static_cast<const int32_t*>(data_)[at];
-  }
-
-  int64_t columns = 0;
-
- private:
-  const void* data_ = nullptr;
-  bool wide_ = false;
-  int64_t row_stride_ = 0, column_stride_ = 0;
-};
+using cpu::entry;
+using cpu::kNobody;
 
 // What a sequence does, its indices checked: kNobody where nothing is read or written.
 struct Plan {
@@ -61,7 +35,8 @@ class Planner {
         accepted_(call.num_accepted_tokens),
         write_indices_(call.write_indices),
         rows_(call.intermediate_indices),
-        parents_(call.parents) {}
+        parents_(call.parents),
+        slots_(call.op, call.state_pool, call.null_index) {}
 
   std::vector<Plan> plans() {
     std::vector<Plan> found;
@@ -72,27 +47,8 @@ class Planner {
   }
 
  private:
-  template <typename... Parts>
-  static std::string entry(const char* name, int64_t n, Parts... column) {
-    std::string text = name + ("[" + std::to_string(n));
-    ((text += ", " + std::to_string(column)), ...);
-    return text + "]";
-  }
-
   int64_t checked(const std::string& name, int64_t value, int64_t least, int64_t most) const {
-    check(value >= least && value <= most, call_.op, name, " is ", value, ", expected ", least, " to ", most);
-    return value;
-  }
-
-  // A slot of the pool, which this sequence alone may write.
-  int64_t slot(const std::string& name, int64_t index, bool written) {
-    if (index <= call_.null_index) {
-      return kNobody;
-    }
-    checked(name, index, 0, call_.slots() - 1);
-    check(!written || written_.insert(index).second, call_.op, name, " is ", index,
-          ", which is written already: expected a slot of its own");
-    return index;
+    return cpu::checked_index(call_.op, name, value, least, most);
   }
 
   Plan plan(int64_t n) {
@@ -107,7 +63,7 @@ class Planner {
     }
     const std::string name =
         call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
-    p.slot = slot(name, state_indices_(n, column), call_.writes_back() && p.end > p.begin);
+    p.slot = slots_.checked(name, state_indices_(n, column), call_.writes_back() && p.end > p.begin);
     if (p.slot == kNobody) {
       return p;
     }
@@ -124,15 +80,15 @@ class Planner {
         p.parents[t] = checked(entry("parents", n, t), parents_(n, t), -1, t - 1);
       }
       p.slots.push_back(call_.write_indices && t < write_indices_.columns
-                            ? slot(entry("write_indices", n, t), write_indices_(n, t), true)
+                            ? slots_.checked(entry("write_indices", n, t), write_indices_(n, t), true)
                             : kNobody);
     }
     return p;
   }
 
   const DecodeCall& call_;
-  const Indices offsets_, state_indices_, accepted_, write_indices_, rows_, parents_;
-  std::set<int64_t> written_;
+  const cpu::Indices offsets_, state_indices_, accepted_, write_indices_, rows_, parents_;
+  cpu::Slots slots_;
   int64_t before_ = 0;
 };
 

@@ -29,7 +29,7 @@ void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences
 }
 
 template <typename T, typename CT>
-void run(const Call& call, const ForwardOutputs& out) {
+void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out) {
   const cpu::Forward<T, CT> forward{
       .H_k = call.H_k,
       .H_v = call.H_v,
@@ -48,6 +48,7 @@ void run(const Call& call, const ForwardOutputs& out) {
       .A = call.output_low_level ? out.A.mutable_data_ptr<T>() : nullptr,
       .h = call.output_h ? out.h.mutable_data_ptr<T>() : nullptr,
       .final_state = call.output_final_state ? out.final_state.mutable_data_ptr<CT>() : nullptr,
+      .checkpoints = checkpoints,
   };
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   if (call.varlen) {
@@ -63,11 +64,13 @@ void run(const Call& call, const ForwardOutputs& out) {
 
 }  // namespace
 
-ForwardOutputs forward_cpu(const Call& call) {
+ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints) {
   say_once_that_this_is_slow(call.op);
   ForwardOutputs out = allocate_forward(call);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, out); });
+  with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, checkpoints, out); });
   return out;
 }
+
+ForwardOutputs forward_cpu(const Call& call) { return forward_with_checkpoints(call, {}); }
 
 }  // namespace flash_qla

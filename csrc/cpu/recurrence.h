@@ -2,10 +2,19 @@
 // the compute type.
 #pragma once
 
+#include <vector>
+
 #include "cpu/activations.h"
 #include "cpu/common.h"
 
 namespace flash_qla::cpu {
+
+// States that a sequence leaves behind every so many tokens, a multiple of kChunk; 0: none.
+struct Checkpoints {
+  int64_t every = 0;
+  Floats to;                                 // states [H_v, V, K]
+  std::vector<std::vector<int64_t>> places;  // of a sequence, one after the other, in elements; negative: not wanted
+};
 
 // Pointers to contiguous tensors, shapes as in Call and ForwardOutputs. What may be null says so.
 template <typename T, typename CT>
@@ -21,6 +30,7 @@ struct Forward {
   T* A;             // null: not wanted
   T* h;             // null: not wanted
   CT* final_state;  // null: not wanted
+  const Checkpoints& checkpoints;
 };
 
 // One thread's working set; reused from sequence to sequence.
@@ -58,6 +68,21 @@ class Scratch {
   Buffer<CT> q_, k_, v_, o_, decay_, beta_, state_, k_transposed_, A_;
 };
 
+// The state behind so many tokens of the sequence, if it is a checkpoint.
+template <typename T, typename CT>
+void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t head, int64_t tokens,
+                     const Scratch<CT>& scratch) {
+  const Checkpoints& to = p.checkpoints;
+  if (to.every == 0 || tokens == 0 || tokens % to.every != 0) {
+    return;
+  }
+  const int64_t place = to.places[sequence.index][tokens / to.every - 1];
+  if (place >= 0) {
+    for_state(scratch.dims, scratch.state(), p.K, p.V,
+              [&](int64_t k, int64_t v, CT s) { to.to.set(place + (head * p.V + v) * p.K + k, s); });
+  }
+}
+
 template <typename T, typename CT>
 void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t head, const Scratch<CT>& scratch) {
   const int64_t K = p.K, V = p.V, padded_k = scratch.dims.padded_k;
@@ -71,6 +96,7 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
 
   for (int64_t begin = sequence.begin, chunk = sequence.first_chunk; begin < sequence.end; begin += kChunk, ++chunk) {
     const int64_t tokens = std::min<int64_t>(kChunk, sequence.end - begin);
+    keep_checkpoint(p, sequence, head, begin - sequence.begin, scratch);
     if (p.h) {
       store_state(scratch.dims, scratch.state(), K, V, true, p.h + (chunk * p.H_v + head) * V * K);
     }
@@ -123,6 +149,7 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
     }
   }
 
+  keep_checkpoint(p, sequence, head, sequence.end - sequence.begin, scratch);
   if (p.final_state) {
     store_state(scratch.dims, scratch.state(), K, V, p.state_v_first, p.final_state + state_offset);
   }

@@ -10,11 +10,15 @@
 
 #include "call.h"
 #include "cpu/activations.h"
-#include "cpu/common.h"
+#include "cpu/recurrence.h"
+#include "passes.h"
 
 namespace flash_qla {
 
 void say_once_that_this_is_slow(const char* op);
+
+// forward_cpu, leaving checkpoints on the way.
+ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints);
 
 // In the order of their tokens; reads cu_seqlens, and throws unless its contents are right.
 std::vector<cpu::Sequence> list_sequences(const Call& call);

@@ -1,0 +1,75 @@
+// Tables of indices on the CPU, where their contents can be checked.
+#pragma once
+
+#include <set>
+#include <string>
+
+#include "call.h"
+#include "checks.h"
+
+namespace flash_qla::cpu {
+
+constexpr int64_t kNobody = -1;
+
+// [rows] or [rows, columns], of int32 or int64, with strides.
+class Indices {
+ public:
+  explicit Indices(const std::optional<Tensor>& tensor) {
+    if (tensor) {
+      data_ = tensor->const_data_ptr();
+      wide_ = has_dtype(*tensor, ScalarType::Long);
+      columns = tensor->dim() > 1 ? tensor->size(1) : 1;
+      row_stride_ = tensor->stride(0);
+      column_stride_ = tensor->dim() > 1 ? tensor->stride(1) : 0;
+    }
+  }
+
+  int64_t operator()(int64_t row, int64_t column = 0) const {
+    const int64_t at = row * row_stride_ + column * column_stride_;
+    return wide_ ? static_cast<const int64_t*>(data_)[at] : static_cast<const int32_t*>(data_)[at];
+  }
+
+  int64_t columns = 0;
+
+ private:
+  const void* data_ = nullptr;
+  bool wide_ = false;
+  int64_t row_stride_ = 0, column_stride_ = 0;
+};
+
+// name[n] or name[n, column]
+template <typename... Column>
+std::string entry(const char* name, int64_t n, Column... column) {
+  std::string text = name + ("[" + std::to_string(n));
+  ((text += ", " + std::to_string(column)), ...);
+  return text + "]";
+}
+
+inline int64_t checked_index(const char* op, const std::string& name, int64_t value, int64_t least, int64_t most) {
+  check(value >= least && value <= most, op, name, " is ", value, ", expected ", least, " to ", most);
+  return value;
+}
+
+// The slots of a pool: each may be written once.
+class Slots {
+ public:
+  Slots(const char* op, const Tensor& pool, int64_t null_index)
+      : op_(op), slots_(pool.size(0)), null_index_(null_index) {}
+
+  int64_t checked(const std::string& name, int64_t index, bool is_written) {
+    if (index <= null_index_) {
+      return kNobody;
+    }
+    checked_index(op_, name, index, 0, slots_ - 1);
+    check(!is_written || written_.insert(index).second, op_, name, " is ", index,
+          ", which is written already: expected a slot of its own");
+    return index;
+  }
+
+ private:
+  const char* op_;
+  int64_t slots_, null_index_;
+  std::set<int64_t> written_;
+};
+
+}  // namespace flash_qla::cpu

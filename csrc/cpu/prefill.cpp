@@ -1,0 +1,114 @@
+// The prefill on the CPU: the forward between a gather from the pool and a scatter back.
+#include "prefill.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/pool.h"
+#include "cpu/recurrence.h"
+#include "cpu/sequences.h"
+#include "passes.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+// Of each sequence the slot of its state.
+std::vector<int64_t> list_slots(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
+                                cpu::Slots& slots) {
+  const cpu::Indices indices(call.state_indices);
+  std::vector<int64_t> found;
+  for (const cpu::Sequence& sequence : sequences) {
+    const int64_t n = sequence.index;
+    found.push_back(slots.checked(cpu::entry("state_indices", n), indices(n), true));
+  }
+  return found;
+}
+
+// Where the states behind checkpoint_every tokens, twice as many and so on go.
+cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
+                                  const std::vector<int64_t>& slots, cpu::Slots& pool) {
+  const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
+  cpu::Checkpoints found{.every = call.checkpoint_every, .to = floats_of(to), .places = {}};
+  const cpu::Indices indices(call.checkpoint_indices);
+  int64_t row = 0;  // of checkpoints
+  for (const cpu::Sequence& sequence : sequences) {
+    const int64_t n = sequence.index, count = (sequence.end - sequence.begin) / call.checkpoint_every;
+    std::vector<int64_t> places(count, cpu::kNobody);
+    for (int64_t j = 0; j < count; ++j, ++row) {
+      if (slots[n] == cpu::kNobody) {
+        continue;
+      }
+      int64_t index = row;
+      if (call.checkpoints) {
+        cpu::checked_index(call.op, "the number of a state of checkpoints", row, 0, to.size(0) - 1);
+      } else {
+        index = j < indices.columns ? pool.checked(cpu::entry("checkpoint_indices", n, j), indices(n, j), true)
+                                    : cpu::kNobody;
+      }
+      places[j] = index == cpu::kNobody ? cpu::kNobody : index * to.stride(0);
+    }
+    found.places.push_back(std::move(places));
+  }
+  return found;
+}
+
+// Copies the states of the sequences that have a slot; others stay as they are.
+template <typename CT>
+void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, const Tensor& states, auto copy) {
+  const int64_t size = call.H_v * call.V * call.K;
+  CT* const all = states.mutable_data_ptr<CT>();
+  const cpu::Floats pool = floats_of(call.state_pool);
+  torch::stable::parallel_for(0, call.N, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      for (int64_t i = 0; slots[n] != cpu::kNobody && i < size; ++i) {
+        copy(n, pool, slots[n] * call.state_pool.stride(0) + i, all[n * size + i]);
+      }
+    }
+  });
+}
+
+template <typename T, typename CT>
+Tensor run(const PrefillCall& given) {
+  PrefillCall call = given;
+  const std::vector<cpu::Sequence> sequences = list_sequences(call);
+  cpu::Slots pool(call.op, call.state_pool, call.null_index);
+  const std::vector<int64_t> slots = list_slots(call, sequences, pool);
+  cpu::Checkpoints checkpoints;
+  if (call.checkpoint_every > 0) {
+    checkpoints = list_checkpoints(call, sequences, slots, pool);
+  }
+
+  call.initial_state = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
+  torch::stable::zero_(*call.initial_state);
+  const bool* const has_state = call.has_initial_state ? call.has_initial_state->const_data_ptr<bool>() : nullptr;
+  const int64_t step = call.has_initial_state ? call.has_initial_state->stride(0) : 0;
+  for_states<CT>(call, slots, *call.initial_state, [&](int64_t n, const cpu::Floats& from, int64_t at, CT& s) {
+    s = has_state == nullptr || has_state[n * step] ? from.get<CT>(at) : CT(0);
+  });
+  call.output_final_state = true;
+  ForwardOutputs out = forward_with_checkpoints(call, checkpoints);
+  for_states<CT>(call, slots, out.final_state, [](int64_t, const cpu::Floats& to, int64_t at, CT s) { to.set(at, s); });
+
+  T* const o = out.o.mutable_data_ptr<T>();
+  const int64_t row = call.H_v * call.V;
+  for (const cpu::Sequence& sequence : sequences) {
+    if (slots[sequence.index] == cpu::kNobody) {
+      std::fill(o + sequence.begin * row, o + sequence.end * row, T(0));
+    }
+  }
+  return std::move(out.o);
+}
+
+}  // namespace
+
+Tensor prefill_cpu(const PrefillCall& call) {
+  Tensor o = undefined_tensor();
+  with_types(call.dtype, [&]<typename T, typename CT>() { o = run<T, CT>(call); });
+  return o;
+}
+
+}  // namespace flash_qla

@@ -1,0 +1,53 @@
+#include "prefill.h"
+
+#include <utility>
+
+#include "checks.h"
+#include "chunks.h"
+#include "pool.h"
+
+namespace flash_qla {
+
+namespace {
+
+void check_checkpoints(const PrefillCall& call) {
+  check(call.checkpoint_every >= 0 && call.checkpoint_every % kChunk == 0, call.op, "checkpoint_every is ",
+        call.checkpoint_every, ", expected a multiple of ", kChunk);
+  const bool some = call.checkpoint_every > 0;
+  const int given = call.checkpoint_indices.has_value() + call.checkpoints.has_value();
+  check(some || given == 0, call.op,
+        "checkpoint_indices or checkpoints is a tensor, expected None without checkpoint_every");
+  check(!some || given == 1, call.op, "checkpoint_every is ", call.checkpoint_every, " with ", given,
+        " of checkpoint_indices and checkpoints, expected one of them");
+  if (call.checkpoint_indices) {
+    check_device(call.op, "checkpoint_indices", *call.checkpoint_indices, call.q);
+    check_table(call.op, "checkpoint_indices", *call.checkpoint_indices, call.N, 2, "[N, blocks]");
+  }
+  if (call.checkpoints) {
+    check_device(call.op, "checkpoints", *call.checkpoints, call.q);
+    check_states(call.op, "checkpoints", *call.checkpoints, call.H_v, call.V, call.K, 4, "[total, H_v, V, K]");
+  }
+}
+
+}  // namespace
+
+PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments pool) {
+  arguments.state_v_first = true;
+  PrefillCall call{make_call(op, std::move(arguments)), std::move(pool)};
+  check_device(op, "state_pool", call.state_pool, call.q);
+  check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
+  check_device(op, "state_indices", call.state_indices, call.q);
+  check_table(op, "state_indices", call.state_indices, call.N, 1, "[N]");
+  if (call.has_initial_state) {
+    const Tensor& mask = *call.has_initial_state;
+    check_device(op, "has_initial_state", mask, call.q);
+    check_shape(op, "has_initial_state", mask, {call.N}, "[N]");
+    if (!has_dtype(mask, ScalarType::Bool)) [[unlikely]] {
+      fail(op, "has_initial_state has dtype ", dtype_string(mask.scalar_type()), ", expected bool");
+    }
+  }
+  check_checkpoints(call);
+  return call;
+}
+
+}  // namespace flash_qla

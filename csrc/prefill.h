@@ -1,0 +1,31 @@
+// A call of prefill_gated_delta_rule: the forward on states that lie in a pool.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "call.h"
+
+namespace flash_qla {
+
+// Indices are int32 or int64. "Null" is an index of at most null_index: nobody's.
+struct PoolArguments {
+  Tensor state_pool = undefined_tensor();     // [slots, H_v, V, K], any floating dtype; written
+  Tensor state_indices = undefined_tensor();  // [N]: the slot of each sequence
+  std::optional<Tensor> has_initial_state;    // [N], bool: whether a state is read; zero otherwise
+  int64_t null_index = -1;
+  int64_t checkpoint_every = 0;              // tokens, a multiple of kChunk; 0: no checkpoints
+  std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots of the states behind so many tokens, or
+  std::optional<Tensor> checkpoints;         // [total, H_v, V, K], any floating dtype, written: in the sequences' order
+};
+
+// The call's own initial state and final state are not used. States are V-first.
+struct PrefillCall : Call, PoolArguments {};
+
+// Throws like make_call.
+PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments pool);
+
+// Returns o [B, T, H_v, V], dtype of q.
+Tensor prefill_cpu(const PrefillCall& call);
+
+}  // namespace flash_qla
