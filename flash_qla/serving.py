@@ -31,8 +31,8 @@ def prefill_gated_delta_rule(
     on the way kept for prefix caching. On the CPU only so far; the GPU raises. Gradients there are none.
 
     Args:
-        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
+        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
         state_pool: [slots, H_v, V, K], any floating dtype. Each state is contiguous, the slots may be further apart. It
             is written; states are rounded to its dtype once, behind the last token.
         state_indices: the slot of each sequence, [N]; int32 or int64, as all indices.
@@ -190,9 +190,10 @@ def decode_gated_delta_rule_packed(
         mixed_qkv: [B, T, 2 H_k K + H_v V], of each token q, k and v one behind the other, heads in their order; or
             without T for one token of each sequence. H_v, V and K are those of state_pool.
         a, b: as those of decode_gated_delta_rule, or without T where mixed_qkv has none.
-        A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens,
-            num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state: as
-            those of decode_gated_delta_rule.
+        A_log, dt_bias, state_pool, state_indices: as those of decode_gated_delta_rule.
+        scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens: likewise.
+        num_accepted_tokens, write_indices, parents, update_state: likewise.
+        intermediate_states, intermediate_indices: likewise.
 
     Returns:
         o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 where mixed_qkv has none.
