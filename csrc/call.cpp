@@ -38,13 +38,7 @@ void check_devices(const Call& call) {
 }
 
 void read_dtypes(Call& call) {
-  check_floating(call.op, "q", call.q);
-  call.dtype = call.q.scalar_type();
   call.compute_dtype = call.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  check_same_dtype(call.op, "k", call.k, call.q);
-  check_same_dtype(call.op, "v", call.v, call.q);
-  check_floating(call.op, "g", call.g);
-  check_floating(call.op, "beta", call.beta);
   call.beta_dtype = call.use_beta_sigmoid ? call.beta.scalar_type() : call.compute_dtype;
   if (call.initial_state) {
     check_floating(call.op, "initial_state", *call.initial_state);
@@ -57,32 +51,6 @@ void read_dtypes(Call& call) {
   }
 }
 
-// Of q and v, which the other tensors have to agree with.
-void read_sizes(Call& call) {
-  check_rank(call.op, "q", call.q, 4, "[B, T, H_k, K]");
-  check_rank(call.op, "v", call.v, 4, "[B, T, H_v, V]");
-  call.B = call.q.size(0);
-  call.T = call.q.size(1);
-  call.H_k = call.q.size(2);
-  call.K = call.q.size(3);
-  call.H_v = call.v.size(2);
-  call.V = call.v.size(3);
-  call.N = call.B;
-  if (call.H_k < 1 || call.K < 1) [[unlikely]] {
-    fail(call.op, "q has shape ", shape_string(call.q.sizes()),
-         ", expected at least one head and one head dimension ([B, T, H_k, K])");
-  }
-  check(call.H_v >= 1 && call.H_v % call.H_k == 0, call.op, "v has ", call.H_v,
-        " heads, expected a positive multiple of the ", call.H_k, " heads of q and k");
-}
-
-void check_shapes(const Call& call) {
-  check_shape(call.op, "k", call.k, {call.B, call.T, call.H_k, call.K}, "[B, T, H_k, K], like q");
-  check_shape(call.op, "v", call.v, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V]");
-  check_shape(call.op, "g", call.g, {call.B, call.T, call.H_v}, "[B, T, H_v]");
-  check_shape(call.op, "beta", call.beta, {call.B, call.T, call.H_v}, "[B, T, H_v]");
-}
-
 void check_activations(const Call& call) {
   check(call.use_gate || !call.A_log, call.op, "A_log is a tensor, expected None without use_gate_in_kernel");
   check(call.use_gate || !call.dt_bias, call.op, "dt_bias is a tensor, expected None without use_gate_in_kernel");
@@ -91,35 +59,16 @@ void check_activations(const Call& call) {
         "allow_neg_eigval is True, expected False without use_beta_sigmoid_in_kernel (a beta that is ready may be "
         "up to 2 by itself)");
   if (call.A_log) {
-    check_floating(call.op, "A_log", *call.A_log);
-    check_shape(call.op, "A_log", *call.A_log, {call.H_v}, "[H_v]");
+    check_of_heads(call, "A_log", *call.A_log);
   }
   if (call.dt_bias) {
-    check_floating(call.op, "dt_bias", *call.dt_bias);
-    check_shape(call.op, "dt_bias", *call.dt_bias, {call.H_v}, "[H_v]");
+    check_of_heads(call, "dt_bias", *call.dt_bias);
   }
 }
 
 void check_state_shape(const Call& call, const char* name, const Tensor& tensor) {
   check_shape(call.op, name, tensor, call.state_shape(),
               call.state_v_first ? "[N, H_v, V, K], state_v_first" : "[N, H_v, K, V]");
-}
-
-void read_sequences(Call& call) {
-  call.varlen = call.cu_seqlens.has_value();
-  if (!call.varlen) {
-    return;
-  }
-  const Tensor& cu_seqlens = *call.cu_seqlens;
-  call.wide_offsets = has_dtype(cu_seqlens, ScalarType::Long);
-  if (!call.wide_offsets && !has_dtype(cu_seqlens, ScalarType::Int)) [[unlikely]] {
-    fail(call.op, "cu_seqlens has dtype ", dtype_string(cu_seqlens.scalar_type()), ", expected int32 or int64");
-  }
-  check_rank(call.op, "cu_seqlens", cu_seqlens, 1, "[N + 1]");
-  check(cu_seqlens.size(0) >= 1, call.op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
-  check(call.B == 1, call.op, "q has batch size ", call.B,
-        ", expected 1 with cu_seqlens (sequences are packed along T)");
-  call.N = cu_seqlens.size(0) - 1;
 }
 
 // Kernels index tokens and chunks with 32 bits; offsets in elements are 64-bit. The first two bounds keep the
@@ -136,11 +85,14 @@ void count_chunks(Call& call) {
 
 void check_arguments(Call& call) {
   check_devices(call);
+  read_tokens(call, call.q, call.k, call.v);
+  check_gates(call, "g", call.g);
+  check_gates(call, "beta", call.beta);
   read_dtypes(call);
-  read_sizes(call);
-  check_shapes(call);
   check_activations(call);
-  read_sequences(call);
+  read_sequences(call, call.cu_seqlens);
+  call.varlen = call.cu_seqlens.has_value();
+  call.wide_offsets = call.varlen && has_dtype(*call.cu_seqlens, ScalarType::Long);
   if (call.initial_state) {
     check_state_shape(call, "initial_state", *call.initial_state);
   }
@@ -170,8 +122,7 @@ void check_gradients(const BackwardCall& call) {
         "g_raw is None, expected the g of the forward, a tensor [B, T, H_v], with use_gate_in_kernel");
   if (call.g_raw) {
     check_device(call.op, "g_raw", *call.g_raw, call.q);
-    check_floating(call.op, "g_raw", *call.g_raw);
-    check_shape(call.op, "g_raw", *call.g_raw, {call.B, call.T, call.H_v}, "[B, T, H_v]");
+    check_gates(call, "g_raw", *call.g_raw);
   }
 }
 
@@ -224,16 +175,14 @@ std::array<int64_t, 4> Call::state_shape() const {
 }
 
 Call make_call(const char* op, Arguments arguments) {
-  Call call{std::move(arguments)};
-  call.op = op;
+  Call call{std::move(arguments), {.op = op}};
   check_arguments(call);
   prepare(call, call.use_gate ? call.g.scalar_type() : call.compute_dtype);
   return call;
 }
 
 BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients gradients) {
-  BackwardCall call{{std::move(arguments)}, std::move(gradients)};
-  call.op = op;
+  BackwardCall call{{std::move(arguments), {.op = op}}, std::move(gradients)};
   check_arguments(call);
   check_gradients(call);
   prepare(call, call.compute_dtype);

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "tensors.h"
+#include "tokens.h"
 
 namespace flash_qla {
 
@@ -54,20 +55,14 @@ struct Gradients {
 // Tensors are contiguous, those that TMA reads at multiples of 16 bytes. grad_o has the dtype of q, g, beta and the
 // states the compute dtype; what comes raw, A_log and dt_bias keep the dtypes that they have. States stay in the
 // caller's layout.
-struct Call : Arguments {
-  const char* op = nullptr;  // qualified name, for messages
-  int64_t B = 0, T = 0, H_k = 0, H_v = 0, K = 0, V = 0;
-  int64_t N = 0;  // sequences
+struct Call : Arguments, Tokens {
   // Chunks of h as the caller sees it: over the whole batch or, if varlen, the upper bound that needs only T and N.
   int64_t h_chunks = 0;
   bool varlen = false;         // there are cu_seqlens,
   bool wide_offsets = false;   // and they are int64
-  ScalarType dtype{};          // of q, k, v, o, A, h
   ScalarType compute_dtype{};  // of ready g and beta, states and all arithmetic: double for double inputs, else float
   ScalarType beta_dtype{};     // of beta as it is read, and of its gradient
 
-  int64_t tokens() const { return B * T; }
-  int64_t group() const { return H_v / H_k; }                // value heads a query/key head
   bool is_empty() const { return tokens() == 0 || N == 0; }  // no sequence has a token
   std::array<int64_t, 4> state_shape() const;
   int64_t state_size() const { return N * H_v * K * V; }

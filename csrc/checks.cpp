@@ -115,4 +115,10 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, IntHead
   }
 }
 
+void check_indices(const char* op, const char* name, const Tensor& tensor) {
+  if (!has_dtype(tensor, ScalarType::Int) && !has_dtype(tensor, ScalarType::Long)) [[unlikely]] {
+    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()), ", expected int32 or int64");
+  }
+}
+
 }  // namespace flash_qla

@@ -49,5 +49,6 @@ void check_rank(const char* op, const char* name, const torch::stable::Tensor& t
                 const char* symbols);
 void check_shape(const char* op, const char* name, const torch::stable::Tensor& tensor,
                  torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols);
+void check_indices(const char* op, const char* name, const torch::stable::Tensor& tensor);  // int32 or int64
 
 }  // namespace flash_qla

@@ -14,75 +14,26 @@ namespace {
 
 void check_devices(const DecodeCall& call) {
   check_defined(call.op, "q", call.q);
+  const auto wanted = [](const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; };
   const std::pair<const char*, const Tensor*> tensors[] = {{"k", &call.k},
                                                            {"v", &call.v},
                                                            {"a", &call.a},
                                                            {"b", &call.b},
                                                            {"A_log", &call.A_log},
+                                                           {"dt_bias", wanted(call.dt_bias)},
                                                            {"state_pool", &call.state_pool},
-                                                           {"state_indices", &call.state_indices}};
+                                                           {"state_indices", &call.state_indices},
+                                                           {"cu_seqlens", wanted(call.cu_seqlens)},
+                                                           {"num_accepted_tokens", wanted(call.num_accepted_tokens)},
+                                                           {"write_indices", wanted(call.write_indices)},
+                                                           {"intermediate_states", wanted(call.intermediate_states)},
+                                                           {"intermediate_indices", wanted(call.intermediate_indices)},
+                                                           {"parents", wanted(call.parents)}};
   for (const auto& [name, tensor] : tensors) {
-    check_device(call.op, name, *tensor, call.q);
-  }
-  const std::pair<const char*, const std::optional<Tensor>*> options[] = {
-      {"dt_bias", &call.dt_bias},
-      {"cu_seqlens", &call.cu_seqlens},
-      {"num_accepted_tokens", &call.num_accepted_tokens},
-      {"write_indices", &call.write_indices},
-      {"intermediate_states", &call.intermediate_states},
-      {"intermediate_indices", &call.intermediate_indices},
-      {"parents", &call.parents}};
-  for (const auto& [name, tensor] : options) {
-    if (*tensor) {
-      check_device(call.op, name, **tensor, call.q);
+    if (tensor) {
+      check_device(call.op, name, *tensor, call.q);
     }
   }
-}
-
-void read_tokens(DecodeCall& call) {
-  check_floating(call.op, "q", call.q);
-  call.dtype = call.q.scalar_type();
-  check_same_dtype(call.op, "k", call.k, call.q);
-  check_same_dtype(call.op, "v", call.v, call.q);
-  check_rank(call.op, "q", call.q, 4, "[B, T, H_k, K]");
-  check_rank(call.op, "v", call.v, 4, "[B, T, H_v, V]");
-  call.B = call.q.size(0);
-  call.T = call.q.size(1);
-  call.H_k = call.q.size(2);
-  call.K = call.q.size(3);
-  call.H_v = call.v.size(2);
-  call.V = call.v.size(3);
-  call.N = call.B;
-  if (call.H_k < 1 || call.K < 1) [[unlikely]] {
-    fail(call.op, "q has shape ", shape_string(call.q.sizes()),
-         ", expected at least one head and one head dimension ([B, T, H_k, K])");
-  }
-  check(call.H_v >= 1 && call.H_v % call.H_k == 0, call.op, "v has ", call.H_v,
-        " heads, expected a positive multiple of the ", call.H_k, " heads of q and k");
-  check_shape(call.op, "k", call.k, {call.B, call.T, call.H_k, call.K}, "[B, T, H_k, K], like q");
-  check_shape(call.op, "v", call.v, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V]");
-  for (const auto& [name, tensor] : {std::pair{"a", &call.a}, std::pair{"b", &call.b}}) {
-    check_floating(call.op, name, *tensor);
-    check_shape(call.op, name, *tensor, {call.B, call.T, call.H_v}, "[B, T, H_v]");
-  }
-  check_floating(call.op, "A_log", call.A_log);
-  check_shape(call.op, "A_log", call.A_log, {call.H_v}, "[H_v]");
-  if (call.dt_bias) {
-    check_floating(call.op, "dt_bias", *call.dt_bias);
-    check_shape(call.op, "dt_bias", *call.dt_bias, {call.H_v}, "[H_v]");
-  }
-}
-
-void read_sequences(DecodeCall& call) {
-  if (!call.varlen()) {
-    return;
-  }
-  check_indices(call.op, "cu_seqlens", *call.cu_seqlens);
-  check_rank(call.op, "cu_seqlens", *call.cu_seqlens, 1, "[N + 1]");
-  check(call.cu_seqlens->size(0) >= 1, call.op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
-  check(call.B == 1, call.op, "q has batch size ", call.B,
-        ", expected 1 with cu_seqlens (sequences are packed along T)");
-  call.N = call.cu_seqlens->size(0) - 1;
 }
 
 void check_tables(const DecodeCall& call) {
@@ -113,11 +64,16 @@ void check_tables(const DecodeCall& call) {
 }  // namespace
 
 DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
-  DecodeCall call{std::move(arguments)};
-  call.op = op;
+  DecodeCall call{std::move(arguments), {.op = op}};
   check_devices(call);
-  read_tokens(call);
-  read_sequences(call);
+  read_tokens(call, call.q, call.k, call.v);
+  check_gates(call, "a", call.a);
+  check_gates(call, "b", call.b);
+  check_of_heads(call, "A_log", call.A_log);
+  if (call.dt_bias) {
+    check_of_heads(call, "dt_bias", *call.dt_bias);
+  }
+  read_sequences(call, call.cu_seqlens);
   check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
   if (call.intermediate_states) {
     check_states(op, "intermediate_states", *call.intermediate_states, call.H_v, call.V, call.K, 5,

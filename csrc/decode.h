@@ -36,13 +36,7 @@ struct DecodeArguments {
 
 // q, k, v, a and b are contiguous. Pool and intermediate states are as they came: their last three dimensions are
 // contiguous, those before them have strides.
-struct DecodeCall : DecodeArguments {
-  const char* op = nullptr;  // qualified name, for messages
-  int64_t B = 0, T = 0, H_k = 0, H_v = 0, K = 0, V = 0;
-  int64_t N = 0;  // sequences
-  ScalarType dtype{};
-
-  int64_t tokens() const { return B * T; }
+struct DecodeCall : DecodeArguments, Tokens {
   bool varlen() const { return cu_seqlens.has_value(); }
   int64_t slots() const { return state_pool.size(0); }
   // Whether the state behind the last token is written to where the first was read.

@@ -132,12 +132,17 @@ constexpr const char* kDecodeGatedDeltaRule =
     "Tensor? parents=None, bool update_state=True) "
     "-> Tensor o";
 
+// `first` are those of the schema before a; the others both ops of decoding have.
+void take_decode(const Stack& stack, DecodeArguments& a, auto&... first) {
+  stack.take(first..., a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
+             a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
+             a.intermediate_indices, a.parents, a.update_state);
+}
+
 template <auto Decode>
 void decode_gated_delta_rule(const Stack& stack) {
   DecodeArguments a;
-  stack.take(a.q, a.k, a.v, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
-             a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
-             a.intermediate_indices, a.parents, a.update_state);
+  take_decode(stack, a, a.q, a.k, a.v);
   stack.give(Decode(make_decode_call("flash_qla::decode_gated_delta_rule", std::move(a))));
 }
 
@@ -153,9 +158,7 @@ template <auto Decode>
 void decode_gated_delta_rule_packed(const Stack& stack) {
   Tensor mixed_qkv = undefined_tensor();
   DecodeArguments a;
-  stack.take(mixed_qkv, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
-             a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
-             a.intermediate_indices, a.parents, a.update_state);
+  take_decode(stack, a, mixed_qkv);
   stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
 }
 

@@ -4,12 +4,6 @@
 
 namespace flash_qla {
 
-void check_indices(const char* op, const char* name, const Tensor& tensor) {
-  if (!has_dtype(tensor, ScalarType::Int) && !has_dtype(tensor, ScalarType::Long)) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()), ", expected int32 or int64");
-  }
-}
-
 void check_table(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t rank,
                  const char* symbols) {
   check_indices(op, name, tensor);

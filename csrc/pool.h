@@ -7,9 +7,6 @@
 
 namespace flash_qla {
 
-// int32 or int64.
-void check_indices(const char* op, const char* name, const Tensor& tensor);
-
 // Indices of so many rows, one a sequence.
 void check_table(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t rank,
                  const char* symbols);

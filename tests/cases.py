@@ -9,6 +9,7 @@ import itertools
 import random
 
 import accuracy
+import pytest
 import reference
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,11 @@ class Case:
         if self.lengths is not None and len(self.lengths) > 8:
             fields["lengths"] = f"{sum(self.lengths)} tokens in {len(self.lengths)} sequences"
         return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in fields.items()) or "default"
+
+
+def parametrize(*cases):
+    """Runs a test with each case, which says of itself what it is."""
+    return pytest.mark.parametrize("case", cases, ids=str)
 
 
 TINY = tuple(random.Random(0).choices((0, 1, 2, 3, 5), k=150))

@@ -20,6 +20,7 @@ from cases import (
     make_arguments,
     make_gradients,
     make_inputs,
+    parametrize,
     run_all,
     run_autograd,
     run_backward,
@@ -42,10 +43,6 @@ ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "A_log": FP64, "
 ALL_FP64 |= {"initial_state": FP64, "dht": FP64}
 L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-
-def parametrize(*cases: Case):
-    return pytest.mark.parametrize("case", cases, ids=str)
 
 
 CASES = (

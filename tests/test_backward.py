@@ -15,6 +15,7 @@ from cases import (
     equal,
     make_gradients,
     make_inputs,
+    parametrize,
     reference_gradients,
     run_autograd,
     run_backward,
@@ -27,10 +28,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "initial_state": FP64, "dht": FP64}
 INPUTS = ("q", "k", "v", "g", "beta")
 BY_TOKEN = ("dq", "dk", "dv", "db", "dg")
-
-
-def parametrize(*cases: Case):
-    return pytest.mark.parametrize("case", cases, ids=str)
 
 
 # Lengths

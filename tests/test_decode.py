@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
+from cases import parametrize
 
 import flash_qla
 from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
@@ -135,10 +136,6 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
             assert relative_error(state, written[slot]) <= max(BARS[pool.dtype], BARS[FP32])
         else:
             assert torch.equal(state, before[slot])
-
-
-def parametrize(*cases: Case):
-    return pytest.mark.parametrize("case", cases, ids=str)
 
 
 @parametrize(

@@ -12,6 +12,7 @@ from cases import (
     Case,
     check_forward,
     make_inputs,
+    parametrize,
     reference_of,
     run_forward,
 )
@@ -19,10 +20,6 @@ from cases import (
 import flash_qla
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-def parametrize(*cases: Case):
-    return pytest.mark.parametrize("case", cases, ids=str)
 
 
 # Lengths

@@ -14,6 +14,7 @@ from cases import (
     equal,
     forward_mode,
     make_arguments,
+    parametrize,
     run_all,
     run_autograd,
     run_backward,
@@ -33,10 +34,6 @@ DIMS = (
 
 def of_dims(*dims: tuple[int, int], **options) -> list[Case]:
     return [Case(K=K, V=V, **options) for K, V in dims]
-
-
-def parametrize(*cases: Case):
-    return pytest.mark.parametrize("case", cases, ids=str)
 
 
 CASES = (

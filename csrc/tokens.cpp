@@ -1,0 +1,55 @@
+#include "tokens.h"
+
+#include "checks.h"
+
+namespace flash_qla {
+
+using torch::stable::Tensor;
+
+void read_tokens(Tokens& tokens, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const char* const op = tokens.op;
+  check_floating(op, "q", q);
+  tokens.dtype = q.scalar_type();
+  check_same_dtype(op, "k", k, q);
+  check_same_dtype(op, "v", v, q);
+  check_rank(op, "q", q, 4, "[B, T, H_k, K]");
+  check_rank(op, "v", v, 4, "[B, T, H_v, V]");
+  tokens.B = tokens.N = q.size(0);
+  tokens.T = q.size(1);
+  tokens.H_k = q.size(2);
+  tokens.K = q.size(3);
+  tokens.H_v = v.size(2);
+  tokens.V = v.size(3);
+  if (tokens.H_k < 1 || tokens.K < 1) [[unlikely]] {
+    fail(op, "q has shape ", shape_string(q.sizes()),
+         ", expected at least one head and one head dimension ([B, T, H_k, K])");
+  }
+  check(tokens.H_v >= 1 && tokens.H_v % tokens.H_k == 0, op, "v has ", tokens.H_v,
+        " heads, expected a positive multiple of the ", tokens.H_k, " heads of q and k");
+  check_shape(op, "k", k, {tokens.B, tokens.T, tokens.H_k, tokens.K}, "[B, T, H_k, K], like q");
+  check_shape(op, "v", v, {tokens.B, tokens.T, tokens.H_v, tokens.V}, "[B, T, H_v, V]");
+}
+
+void read_sequences(Tokens& tokens, const std::optional<Tensor>& cu_seqlens) {
+  if (!cu_seqlens) {
+    return;
+  }
+  check_indices(tokens.op, "cu_seqlens", *cu_seqlens);
+  check_rank(tokens.op, "cu_seqlens", *cu_seqlens, 1, "[N + 1]");
+  check(cu_seqlens->size(0) >= 1, tokens.op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
+  check(tokens.B == 1, tokens.op, "q has batch size ", tokens.B,
+        ", expected 1 with cu_seqlens (sequences are packed along T)");
+  tokens.N = cu_seqlens->size(0) - 1;
+}
+
+void check_gates(const Tokens& tokens, const char* name, const Tensor& tensor) {
+  check_floating(tokens.op, name, tensor);
+  check_shape(tokens.op, name, tensor, {tokens.B, tokens.T, tokens.H_v}, "[B, T, H_v]");
+}
+
+void check_of_heads(const Tokens& tokens, const char* name, const Tensor& tensor) {
+  check_floating(tokens.op, name, tensor);
+  check_shape(tokens.op, name, tensor, {tokens.H_v}, "[H_v]");
+}
+
+}  // namespace flash_qla
