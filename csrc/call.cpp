@@ -150,7 +150,7 @@ void make_canonical(Call& call, ScalarType g_dtype) {
 void prepare(Call& call, ScalarType g_dtype) {
   const bool on_gpu = call.q.is_cuda();
   if (on_gpu) {
-    check_supported_on_gpu(call);
+    check_supported_on_gpu(call, call.q);
   }
   make_canonical(call, g_dtype);
   if (on_gpu && call.varlen && offsets_are_checked()) {

@@ -83,12 +83,6 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
   if (!call.scale) {
     call.scale = 1.0 / std::sqrt(static_cast<double>(call.K));
   }
-  for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b, &call.A_log}) {
-    make_contiguous(op, *tensor, tensor->scalar_type());
-  }
-  if (call.dt_bias) {
-    make_contiguous(op, *call.dt_bias, call.dt_bias->scalar_type());
-  }
   return call;
 }
 

@@ -34,8 +34,7 @@ struct DecodeArguments {
   bool update_state = true;                    // the last state goes back to where the first came from
 };
 
-// q, k, v, a and b are contiguous. Pool and intermediate states are as they came: their last three dimensions are
-// contiguous, those before them have strides.
+// Tensors are as they came. Of the pool and the intermediate states the last three dimensions are contiguous.
 struct DecodeCall : DecodeArguments, Tokens {
   bool varlen() const { return cu_seqlens.has_value(); }
   int64_t slots() const { return state_pool.size(0); }
@@ -51,7 +50,12 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
 // or without T for one token of each sequence, a and b likewise. Sets the arguments' q, k, v, a and b.
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments);
 
+// Throws where the tables hold what they may not: an index outside, a slot that is written twice. On a GPU this
+// synchronizes.
+void check_decode_tables(const DecodeCall& call);
+
 // Returns o [B, T, H_v, V], dtype of q.
-Tensor decode_cpu(const DecodeCall& call);
+Tensor decode_cpu(DecodeCall call);
+Tensor decode_cuda(const DecodeCall& call);
 
 }  // namespace flash_qla

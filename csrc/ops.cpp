@@ -162,9 +162,8 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
 }
 
-template <typename C>
-Tensor not_on_the_gpu(const C& call) {
-  fail(call.op, "q is on a GPU, expected the CPU: pools of states are not supported on the GPU yet");
+Tensor prefill_cuda(const PrefillCall& call) {
+  fail(call.op, "q is on a GPU, expected the CPU: the prefill on a pool is not supported on the GPU yet");
 }
 
 template <auto Forward, auto Backward, auto Prefill, auto Decode>
@@ -196,7 +195,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda,
-                                 flash_qla::not_on_the_gpu<flash_qla::PrefillCall>,
-                                 flash_qla::not_on_the_gpu<flash_qla::DecodeCall>>(m);
+  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::prefill_cuda,
+                                 flash_qla::decode_cuda>(m);
 }

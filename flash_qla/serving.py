@@ -100,7 +100,7 @@ def decode_gated_delta_rule(
     update_state: bool = True,
 ) -> torch.Tensor:
     """The Gated Delta Rule over one or a few tokens of each sequence, the state of which is read from a pool and goes
-    back to it, in place. On the CPU only so far; the GPU raises.
+    back to it, in place.
 
     With the log decay g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b) and S a state,
 
@@ -114,8 +114,8 @@ def decode_gated_delta_rule(
         v: values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
         a, b: what gate and beta are made of, [B, T, H_v], any floating dtype.
         A_log, dt_bias: [H_v], any floating dtype; dt_bias may be None.
-        state_pool: [slots, H_v, V, K], any floating dtype. Each state is contiguous, the slots may be further apart. It
-            is written.
+        state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
+            contiguous, the slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
         state_indices: the slot that each sequence starts from, [N], or with num_accepted_tokens [N, S]; int32 or int64,
             as all indices.
         scale: of the output; K^-0.5 by default.
@@ -127,8 +127,8 @@ def decode_gated_delta_rule(
             the first one by default.
         write_indices: [N, S]: the state behind token t of sequence n goes to slot write_indices[n, t]. The slot that
             was read is not written then, unless it is among these. Tokens beyond S columns are not kept.
-        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, each state contiguous. The state behind token
-            t of sequence n goes to intermediate_states[row, t]; it is written.
+        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, on the GPU that of the pool, each state
+            contiguous. The state behind token t of sequence n goes to intermediate_states[row, t]; it is written.
         intermediate_indices: the row of each sequence, [N]; n by default. Negative: none.
         parents: [N, S], of a tree of drafted tokens the one before each, a smaller number, or -1 for the state at the
             start. Needs update_state=False or write_indices, as a tree has no last state.
@@ -139,8 +139,9 @@ def decode_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU, an index is outside, or
-            two sequences write to the same slot. The message names the argument, what was expected and what came.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU or with
+            FLASH_QLA_CHECK=1, an index is outside, or two sequences write to the same slot. The message names the
+            argument, what was expected and what came. Otherwise the GPU takes an index outside for nobody's.
     """
     return torch.ops.flash_qla.decode_gated_delta_rule(
         q,

@@ -48,8 +48,8 @@ def swizzled(buffer):
 
 
 def element_type(dtype):
-    """The name of a 16-bit dtype in CUDA C++."""
-    return {"bfloat16": "__nv_bfloat16", "float16": "__half"}[dtype]
+    """The name of a dtype in CUDA C++."""
+    return {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}[dtype]
 
 
 def block_row(chunk_slots, H_v, j, dtype):

@@ -5,6 +5,7 @@ from build_tools.instance import Instance
 from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
+STATE_DTYPES = ("float32", *DTYPES)  # of pools
 KEY_DIMS = (128,)
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # of most kernels
@@ -33,4 +34,10 @@ INSTANCES = [
     *(Instance("backward.replay_states", types) for types in TYPES),
     *(Instance("backward.chunk_backward", types, spill_budget=304) for types in TYPES),
     Instance("backward.gate_gradients", {}),
+    # serving
+    *(
+        Instance("serving.decode", types | {"state_dtype": dtype}, spill_budget=0 if dtype == "float32" else 72)
+        for types in TYPES
+        for dtype in STATE_DTYPES
+    ),
 ]

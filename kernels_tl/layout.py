@@ -38,6 +38,9 @@ SCAN_COLUMNS = 32
 # gate_gradients: value heads a CTA, whose fp32 numbers of a token are a sector of 32 bytes, and tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 
+# decode: lanes that share a value row of a state, warps a CTA, and CTAs an SM.
+DECODE_LANES, DECODE_WARPS, DECODE_CTAS = 8, 2, 7
+
 # In shared memory, floats: behind a row of a state; from one inverted diagonal block to the next, and from one diagonal
 # block of K K^T to the next (two blocks' rows are read together, from different banks).
 STATE_PAD = 4
@@ -119,6 +122,12 @@ class Activation:
 
     GATE, BIAS, SIGMOID, TWICE = 1, 2, 4, 8
     G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
+
+
+class DecodeTable:
+    """decode's tables of indices: the bit of each in the number that says which are int64, and not int32."""
+
+    OFFSETS, STATES, ACCEPTED, WRITES, ROWS, PARENTS = range(6)
 
 
 class TokenSum:

@@ -5,7 +5,9 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, 
 """
 
 import dataclasses
+import itertools
 
+import test_decode
 import torch
 from cases import Case, forward_mode, make_gradients, make_inputs, run_backward, run_forward, run_forwards
 
@@ -80,4 +82,15 @@ for offsets in BAD_OFFSETS:
         with forward_mode(*mode):
             assert finite(run_forwards(inputs).values()), (offsets, mode)
     print("done:", offsets, flush=True)
+
+# Decoding: drafts, a tree, and indices that are outside
+for dtype, state_dtype in itertools.product((torch.bfloat16, torch.float16), test_decode.BARS):
+    if state_dtype == torch.float64:
+        continue
+    case = test_decode.Case(T=3, K=96, V=136, dtype=dtype, state_dtype=state_dtype, gap=8)
+    inputs = test_decode.make_inputs(case, "cuda")
+    wrong = {"state_indices": torch.tensor([3, 40, -7]).cuda(), "parents": torch.full((3, 3), 9).cuda()}
+    for change in ({}, wrong | {"write_indices": torch.full((3, 2), 99).cuda()}):
+        assert finite([flash_qla.decode_gated_delta_rule(**inputs | change)]), (case, change)
+    print("done:", case, flush=True)
 print("driver finished", flush=True)

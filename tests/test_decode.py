@@ -1,14 +1,16 @@
-"""Decoding from a pool of states, against the recurrence written out in fp64. On the CPU; the GPU refuses it so far."""
+"""Decoding from a pool of states, against the recurrence written out in fp64."""
 
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
 from cases import parametrize
+from subprocesses import run_python
 
 import flash_qla
 from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
@@ -43,15 +45,27 @@ class Case:
         return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in fields.items()) or "default"
 
 
-def make_pool(case: Case, *outer: int) -> torch.Tensor:
+def for_device(case: Case, device: str) -> Case:
+    """What is nearest to it on a GPU, which takes 16-bit tokens and multiples of 8."""
+    if device == "cpu":
+        return case
+    return dataclasses.replace(
+        case,
+        dtype=case.dtype if case.dtype == FP16 else BF16,
+        state_dtype=FP32 if case.state_dtype == FP64 else case.state_dtype,
+        **{name: -(-getattr(case, name) // 8) * 8 for name in ("K", "V", "gap")},
+    )
+
+
+def make_pool(case: Case, *outer: int, device: str = "cpu") -> torch.Tensor:
     """States [*outer, H_v, V, K], the slots of the first dimension `gap` elements apart; NaN in the gaps."""
     size = torch.Size([*outer[1:], case.H_v, case.V, case.K]).numel()
     rows = torch.full((outer[0], size + case.gap), float("nan"), dtype=case.state_dtype)
     rows[:, :size] = torch.randn(outer[0], size, generator=torch.Generator().manual_seed(1)).to(case.state_dtype)
-    return rows[:, :size].unflatten(1, (*outer[1:], case.H_v, case.V, case.K))
+    return rows.to(device)[:, :size].unflatten(1, (*outer[1:], case.H_v, case.V, case.K))
 
 
-def make_inputs(case: Case) -> dict:
+def make_inputs(case: Case, device: str = "cpu") -> dict:
     generator = torch.Generator().manual_seed(0)
     B, T = (case.B, case.T) if case.lengths is None else (1, sum(case.lengths) + case.padding)
     N = case.B if case.lengths is None else len(case.lengths)
@@ -70,7 +84,6 @@ def make_inputs(case: Case) -> dict:
         "b": randn(B, T, case.H_v, dtype=case.gate_dtype),
         "A_log": randn(case.H_v, dtype=case.gate_dtype),
         "dt_bias": randn(case.H_v, dtype=case.gate_dtype) if case.bias else None,
-        "state_pool": make_pool(case, case.slots),
         "state_indices": torch.randperm(case.slots, generator=generator)[:N].to(case.index_dtype),
         "scale": case.scale,
         "use_qk_l2norm_in_kernel": case.l2norm,
@@ -81,7 +94,11 @@ def make_inputs(case: Case) -> dict:
             inputs[name][:, T - case.padding :] = float("nan")
     if not case.l2norm:
         inputs["k"] = F.normalize(inputs["k"].double(), dim=-1).to(case.dtype)
-    return inputs
+    return moved(inputs, device) | {"state_pool": make_pool(case, case.slots, device=device)}
+
+
+def moved(inputs: dict, device: str) -> dict:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
 def extents(inputs: dict) -> list[tuple[int, int, int]]:
@@ -95,7 +112,8 @@ def extents(inputs: dict) -> list[tuple[int, int, int]]:
 
 def states_behind_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     """o and the states of each sequence [H_v, V, K], in fp64, if none is null; the first state is the one at the
-    start."""
+    start. On the CPU."""
+    inputs = moved(inputs, "cpu")
     q, k, v, a, b, A_log = (inputs[name].double() for name in ("q", "k", "v", "a", "b", "A_log"))
     dt_bias = 0 if inputs["dt_bias"] is None else inputs["dt_bias"].double()
     gates, betas = (-A_log.exp() * F.softplus(a + dt_bias)).exp(), b.sigmoid()
@@ -125,7 +143,7 @@ def states_behind_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Te
 
 def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expected_o: torch.Tensor, before) -> None:
     """o, and of the pool the written slots, all others being what they were."""
-    pool = inputs["state_pool"]
+    pool, before, o = inputs["state_pool"].cpu(), before.cpu(), o.cpu()
     covered = expected_o.norm() > 0
     if covered:
         assert relative_error(o, expected_o) <= BARS[o.dtype]
@@ -143,6 +161,8 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
     Case(B=1, H_k=1, H_v=1, K=1, V=1),
     Case(T=4, dtype=BF16, gate_dtype=BF16, K=128, V=128),
     Case(T=8, state_dtype=BF16, index_dtype=torch.int64),
+    Case(dtype=FP16, state_dtype=FP16, K=96, V=192, H_k=1),
+    Case(T=2, dtype=FP16, state_dtype=BF16, K=128, V=40),
     Case(dtype=BF16, state_dtype=FP16, gap=7, bias=False),
     Case(T=2, dtype=FP64, state_dtype=FP64, gate_dtype=FP64, l2norm=False, scale=0.3),
     Case(dtype=FP16, gate_dtype=FP16, H_k=1, H_v=3),
@@ -152,8 +172,9 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
     Case(B=0),
     Case(T=0),
 )
-def test_last_state_goes_back(case):
-    inputs = make_inputs(case)
+def test_last_state_goes_back(case, device):
+    case = for_device(case, device)
+    inputs = make_inputs(case, device)
     before = inputs["state_pool"].clone()
     expected, states = states_behind_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
@@ -188,9 +209,9 @@ def test_as_the_prefill():
 
 
 @pytest.mark.parametrize("null_index", (-1, 0))
-def test_nobody(null_index):
+def test_nobody(null_index, device):
     """Null slots: zeros, and nothing is written; also among the indices to write to."""
-    inputs = make_inputs(Case(B=5, T=3)) | {"null_index": null_index}
+    inputs = make_inputs(for_device(Case(B=5, T=3), device), device) | {"null_index": null_index}
     slots = torch.tensor([null_index, 3, null_index - 4, 7, 5])
     writes = torch.tensor([[11, 12, 13], [14, null_index, 15], [16, 17, 18], [null_index] * 3, [19, 20, 5]])
     before = inputs["state_pool"].clone()
@@ -199,8 +220,9 @@ def test_nobody(null_index):
     expected *= real[:, None, None, None]
     for write_indices in (None, writes):
         inputs["state_pool"] = before.clone()
-        o = decode_gated_delta_rule(**inputs | {"state_indices": slots, "write_indices": write_indices})
-        assert not o[~real].any()
+        tables = {"state_indices": slots, "write_indices": write_indices}
+        o = decode_gated_delta_rule(**inputs | moved(tables, device))
+        assert not o[~real.to(device)].any()
         if write_indices is None:
             written = {slots[n].item(): states[n][-1] for n in range(5) if real[n]}
         else:
@@ -214,48 +236,62 @@ def test_nobody(null_index):
 
 
 @pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
-def test_drafts_in_slots(index_dtype):
+def test_drafts_in_slots(index_dtype, device):
     """As vLLM verifies them: from the slot of the last accepted token, the state behind each token to its own slot."""
-    case = Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16)
-    inputs = make_inputs(case)
+    case = for_device(Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16), device)
+    inputs = make_inputs(case, device)
     table = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2))[:16].reshape(4, 4).to(index_dtype)
-    inputs |= {"state_indices": table, "num_accepted_tokens": torch.tensor([2, 1, 4, 3], dtype=index_dtype)}
+    accepted = torch.tensor([2, 1, 4, 3], dtype=index_dtype)
+    inputs |= moved({"state_indices": table, "num_accepted_tokens": accepted}, device)
     before = inputs["state_pool"].clone()
     expected, states = states_behind_tokens(inputs)
-    o = decode_gated_delta_rule(**inputs, write_indices=table)
+    o = decode_gated_delta_rule(**inputs, write_indices=table.to(device))
     written = {table[n, t].item(): s for n in range(4) for t, s in enumerate(states[n][1:])}
     check(inputs, written, o, expected, before)
 
 
 @pytest.mark.parametrize("with_tree", (False, True))
 @pytest.mark.parametrize("with_rows", (False, True))
-def test_drafts_beside_the_pool(with_tree, with_rows):
+@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, device):
     """As SGLang verifies them: the pool stays, the states go to a buffer; perhaps of a tree."""
-    case = Case(T=5, gap=8)
-    inputs = make_inputs(case) | {"update_state": False, "intermediate_states": make_pool(case, 6, 5)}
+    case = for_device(Case(T=5, V=40, gap=8, state_dtype=state_dtype), device)
+    kept = make_pool(case, 6, 5, device=device)
+    inputs = make_inputs(case, device) | {"update_state": False, "intermediate_states": kept}
     rows = torch.tensor([4, -1, 2]) if with_rows else torch.arange(3)
     if with_rows:
-        inputs["intermediate_indices"] = rows
+        inputs["intermediate_indices"] = rows.to(device)
     if with_tree:
-        inputs["parents"] = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 1, 0], [-1, 0, 1, 2, 3]])
+        inputs["parents"] = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 1, 0], [-1, 0, 1, 2, 3]]).to(device)
     before, kept_before = inputs["state_pool"].clone(), inputs["intermediate_states"].clone()
     expected, states = states_behind_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     check(inputs, {}, o, expected, before)
-    kept = inputs["intermediate_states"]
     written = {row: states[n] for n, row in enumerate(rows.tolist()) if row >= 0}
     for row in range(6):
         for t in range(5):
             if row in written:
-                assert relative_error(kept[row, t], written[row][t + 1]) <= BARS[FP32]
+                assert relative_error(kept[row, t].cpu(), written[row][t + 1]) <= BARS[state_dtype]
             else:
                 assert torch.equal(kept[row, t], kept_before[row, t])
+
+
+def test_tree_in_slots(device):
+    """The slot at the start is overwritten by the first token, and still is where the third one starts from."""
+    inputs = make_inputs(for_device(Case(B=2, T=4), device), device)
+    slots, others = inputs["state_indices"].cpu(), [(n + 20) % 40 for n in range(6)]
+    writes = torch.tensor([[slots[0], *others[:3]], [slots[1], *others[3:]]])
+    inputs |= moved({"write_indices": writes, "parents": torch.tensor([[-1, 0, -1, 2], [-1, -1, 1, 0]])}, device)
+    before = inputs["state_pool"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs)
+    check(inputs, {writes[n, t].item(): states[n][t + 1] for n in range(2) for t in range(4)}, o, expected, before)
 
 
 def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     """The arguments of decode_gated_delta_rule_packed; mixed_qkv is a part of a tensor with NaN around it."""
     mixed_qkv = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
-    wider = torch.full((*mixed_qkv.shape[:2], 3, mixed_qkv.shape[2] * stride), float("nan"), dtype=mixed_qkv.dtype)
+    wider = mixed_qkv.new_full((*mixed_qkv.shape[:2], 3, mixed_qkv.shape[2] * stride), float("nan"))
     wider[:, :, 1, ::stride] = mixed_qkv
     found = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")} | {
         "mixed_qkv": wider[:, :, 1, ::stride]
@@ -280,10 +316,10 @@ PACKED = [
 
 
 @pytest.mark.parametrize(("case", "one_token"), PACKED, ids=str)
-def test_packed(case, one_token):
+def test_packed(case, one_token, device):
     """The same bits."""
     for stride in (1, 2):
-        inputs = make_inputs(case)
+        inputs = make_inputs(for_device(case, device), device)
         arguments = packed(inputs, one_token, stride) | {"state_pool": inputs["state_pool"].clone()}
         assert torch.equal(decode_gated_delta_rule_packed(**arguments), decode_gated_delta_rule(**inputs))
         assert torch.equal(arguments["state_pool"], inputs["state_pool"])
@@ -309,10 +345,9 @@ def test_packed_opcheck(one_token):
     torch.library.opcheck(torch.ops.flash_qla.decode_gated_delta_rule_packed.default, (), arguments)
 
 
-def test_a_sequence_does_not_depend_on_the_others():
+def test_a_sequence_does_not_depend_on_the_others(device):
     """The same bits alone, in another place, and beside nobody."""
-    case = Case(B=4, T=3, dtype=BF16, state_dtype=BF16)
-    inputs = make_inputs(case)
+    inputs = make_inputs(for_device(Case(B=4, T=3, dtype=BF16, state_dtype=BF16), device), device)
     before = inputs["state_pool"].clone()
     o = decode_gated_delta_rule(**inputs)
     of_tokens, slots = ("q", "k", "v", "a", "b"), inputs["state_indices"]
@@ -321,11 +356,11 @@ def test_a_sequence_does_not_depend_on_the_others():
         alone = {name: inputs[name][n : n + 1] for name in of_tokens} | {"state_indices": slots[n : n + 1]}
         assert torch.equal(decode_gated_delta_rule(**inputs | alone | {"state_pool": pool}), o[n : n + 1])
         assert torch.equal(pool[slots[n]], inputs["state_pool"][slots[n]])
-    order = torch.tensor([2, 0, 3, 1])
-    moved = {name: inputs[name][order] for name in of_tokens} | {"state_indices": slots[order].clone()}
-    moved["state_indices"][1] = -1
-    moved_o = decode_gated_delta_rule(**inputs | moved | {"state_pool": before.clone()})
-    assert torch.equal(moved_o[[0, 2, 3]], o[order][[0, 2, 3]]) and not moved_o[1].any()
+    order = torch.tensor([2, 0, 3, 1], device=device)
+    shuffled = {name: inputs[name][order] for name in of_tokens} | {"state_indices": slots[order].clone()}
+    shuffled["state_indices"][1] = -1
+    shuffled_o = decode_gated_delta_rule(**inputs | shuffled | {"state_pool": before.clone()})
+    assert torch.equal(shuffled_o[[0, 2, 3]], o[order][[0, 2, 3]]) and not shuffled_o[1].any()
 
 
 # Registration
@@ -338,23 +373,25 @@ OPTIONS = {
 }
 
 
-def registered_arguments(name: str) -> dict:
+def registered_arguments(name: str, device: str) -> dict:
     options = dict(OPTIONS[name])
-    case = options.pop("case", Case())
-    inputs = make_inputs(case) | options
+    case = for_device(options.pop("case", Case()), device)
+    inputs = make_inputs(case, device) | moved(options, device)
     if name == "beside":
-        inputs |= {"intermediate_states": make_pool(case, 3, 2), "parents": torch.tensor([[-1, 0]] * 3)}
+        inputs["intermediate_states"] = make_pool(case, 3, 2, device=device)
+        inputs["parents"] = torch.tensor([[-1, 0]] * 3, device=device)
     return inputs
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_opcheck(name):
-    torch.library.opcheck(torch.ops.flash_qla.decode_gated_delta_rule.default, (), registered_arguments(name))
+def test_opcheck(name, device):
+    arguments = registered_arguments(name, device)
+    torch.library.opcheck(torch.ops.flash_qla.decode_gated_delta_rule.default, (), arguments)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_compile(name, backend):
+def test_compile(name, backend, device):
     """In one graph, and the pool is written in place."""
 
     def twice(**arguments):
@@ -362,7 +399,7 @@ def test_compile(name, backend):
 
     torch._dynamo.reset()
     compiled = torch.compile(twice, fullgraph=True, backend=backend)
-    arguments, others = registered_arguments(name), registered_arguments(name)
+    arguments, others = registered_arguments(name, device), registered_arguments(name, device)
     pool = arguments["state_pool"]
     pointer = pool.data_ptr()
     assert torch.equal(compiled(**arguments), twice(**others))
@@ -415,28 +452,149 @@ def test_wrong_arguments(change, texts):
     check_raises(change, *texts)
 
 
-def test_wrong_contents():
+def indices(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+TABLE = {"state_indices": indices(3, 5, 7).reshape(3, 1)}
+WRONG_CONTENTS = [
+    ({"state_indices": indices(0, 40, 1)}, ("state_indices[1] is 40", "0 to 39")),
+    ({"state_indices": indices(0, -2, 1), "null_index": -5}, ("state_indices[1] is -2", "0 to 39")),
+    ({"state_indices": indices(3, 5, 3)}, ("state_indices[2] is 3", "written already")),
+    (TABLE | {"num_accepted_tokens": indices(1, 2, 1)}, ("num_accepted_tokens[1] is 2", "1 to 1")),
+    ({"write_indices": indices(1, 2, 3, 4, 5, 77).reshape(3, 2)}, ("write_indices[2, 1] is 77", "0 to 39")),
+    ({"write_indices": indices(1, 2, 3, 2, 5, 6).reshape(3, 2)}, ("write_indices[1, 1] is 2", "already")),
+    (
+        {"parents": indices(-1, 1, -1, 0, -1, 0).reshape(3, 2), "update_state": False},
+        ("parents[0, 1] is 1", "-1 to 0"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "texts"), WRONG_CONTENTS, ids=lambda x: x[0] if isinstance(x, tuple) else "")
+def test_wrong_contents(change, texts):
     """Which the CPU sees."""
+    check_raises(change, *texts)
 
-    def indices(*numbers):
-        return torch.tensor(numbers, dtype=torch.int32)
 
-    check_raises({"state_indices": indices(0, 40, 1)}, "state_indices[1] is 40", "0 to 39")
-    check_raises({"state_indices": indices(0, -2, 1), "null_index": -5}, "state_indices[1] is -2", "0 to 39")
-    check_raises({"state_indices": indices(3, 5, 3)}, "state_indices[2] is 3", "written already")
-    table = {"state_indices": indices(3, 5, 7).reshape(3, 1)}
-    check_raises(table | {"num_accepted_tokens": indices(1, 2, 1)}, "num_accepted_tokens[1] is 2", "1 to 1")
-    check_raises({"write_indices": indices(1, 2, 3, 4, 5, 77).reshape(3, 2)}, "write_indices[2, 1] is 77", "0 to 39")
-    check_raises({"write_indices": indices(1, 2, 3, 2, 5, 6).reshape(3, 2)}, "write_indices[1, 1] is 2", "already")
-    tree = {"parents": indices(-1, 1, -1, 0, -1, 0).reshape(3, 2), "update_state": False}
-    check_raises(tree, "parents[0, 1] is 1", "-1 to 0")
+def test_wrong_offsets():
     case = make_inputs(Case(lengths=(2, 3)))
     with pytest.raises(RuntimeError, match=re.escape("cu_seqlens[1] is 9")):
         decode_gated_delta_rule(**case | {"cu_seqlens": indices(0, 9, 5)})
 
 
+# What only a GPU does
+
+
+def filled(inputs: dict) -> tuple[dict, torch.Tensor]:
+    """The inputs, the pool being the middle of a tensor whose other slots have to stay as they are."""
+    pool = inputs["state_pool"]
+    wider = torch.cat([pool] * 3)
+    return inputs | {"state_pool": wider[len(pool) : 2 * len(pool)]}, wider
+
+
 @pytest.mark.gpu
-def test_on_the_gpu():
-    inputs = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in make_inputs(Case()).items()}
-    with pytest.raises(RuntimeError, match="not supported on the GPU yet"):
+@pytest.mark.parametrize("change", [x for x, _ in WRONG_CONTENTS], ids=lambda x: " ".join(x))
+def test_nothing_is_touched_outside(change):
+    """A sequence with an index outside is nobody's, and the others are right."""
+    inputs, wider = filled(make_inputs(for_device(Case(T=2), "cuda"), "cuda"))
+    before = wider.clone()
+    o = decode_gated_delta_rule(**inputs | moved(change, "cuda"))
+    assert o.isfinite().all()
+    assert torch.equal(wider[:40], before[:40]) and torch.equal(wider[80:], before[80:])
+    if not set(change) - {"state_indices", "null_index"}:
+        outside = [n for n, slot in enumerate(change["state_indices"].tolist()) if not 0 <= slot < 40]
+        assert not o[outside].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offsets", [(0, 9, 5), (3, 2, 1), (-4, 2, 5), (0, 2, 99)], ids=str)
+def test_hostile_offsets(offsets):
+    inputs, wider = filled(make_inputs(for_device(Case(lengths=(2, 3)), "cuda"), "cuda"))
+    before = wider.clone()
+    decode_gated_delta_rule(**inputs | {"cu_seqlens": indices(*offsets).cuda()})
+    assert torch.equal(wider[:40], before[:40]) and torch.equal(wider[80:], before[80:])
+
+
+CHECKED = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_decode import *
+
+for change, texts in WRONG_CONTENTS:
+    inputs = make_inputs(for_device(Case(T=2), "cuda"), "cuda")
+    try:
+        decode_gated_delta_rule(**inputs | moved(change, "cuda"))
+    except RuntimeError as error:
+        assert all(text in str(error) for text in texts), error
+    else:
+        raise AssertionError(f"{{texts}} was not reported")
+"""
+
+
+@pytest.mark.gpu
+def test_wrong_contents_are_reported():
+    """FLASH_QLA_CHECK=1: as on the CPU. In a process of its own, which reads the switch at its start."""
+    run_python(CHECKED.format(tests=str(Path(__file__).parent)), FLASH_QLA_CHECK="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "change", "text"),
+    [
+        (Case(dtype=FP32), {}, "q has dtype float32, expected bfloat16 or float16 on a GPU"),
+        (Case(dtype=BF16, K=136), {}, "q has head dimension K = 136"),
+        (Case(dtype=BF16, V=20), {}, "v has head dimension V = 20"),
+        (Case(dtype=BF16, state_dtype=FP64), {}, "state_pool has dtype float64, expected float32, bfloat16 or float16"),
+        (Case(dtype=BF16, gap=2), {}, "state_pool has states that do not start at multiples of 16 bytes"),
+        (
+            Case(dtype=BF16),
+            {"intermediate_states": torch.zeros(3, 1, 4, 24, 16, dtype=BF16)},
+            "intermediate_states has dtype bfloat16, expected float32",
+        ),
+    ],
+    ids=str,
+)
+def test_not_on_the_gpu(case, change, text):
+    inputs = make_inputs(case, "cuda") | moved(change, "cuda")
+    before = inputs["state_pool"].clone()
+    with pytest.raises(RuntimeError, match=re.escape(text)):
         decode_gated_delta_rule(**inputs)
+    assert torch.equal(inputs["state_pool"], before)
+
+
+@pytest.mark.gpu
+def test_graph():
+    """Captured, and replayed with other numbers and indices, and padding."""
+    case = for_device(Case(B=4, K=128, V=128, gate_dtype=BF16), "cuda")
+    inputs, later = make_inputs(case, "cuda"), make_inputs(case, "cuda")
+    for name in ("q", "k", "v", "a", "b"):
+        later[name].normal_()
+    later["state_indices"] = indices(7, -1, 30, 2).cuda()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # a first call prepares the kernel
+        decode_gated_delta_rule(**inputs | {"state_pool": inputs["state_pool"].clone()})
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode_gated_delta_rule(**inputs)
+    for x in (make_inputs(case, "cuda"), later):
+        for name, value in x.items():
+            if isinstance(value, torch.Tensor):
+                inputs[name].copy_(value)
+        graph.replay()
+        assert torch.equal(o, decode_gated_delta_rule(**x))
+        assert torch.equal(inputs["state_pool"], x["state_pool"])
+
+
+@pytest.mark.gpu
+def test_many():
+    """A full card, and the same bits a second time."""
+    inputs = make_inputs(Case(B=64, T=4, H_k=4, H_v=16, K=128, V=128, dtype=BF16, state_dtype=BF16, slots=80), "cuda")
+    before = inputs["state_pool"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs)
+    slots = inputs["state_indices"].tolist()
+    check(inputs, {slot: s[-1] for slot, s in zip(slots, states, strict=True)}, o, expected, before)
+    assert torch.equal(decode_gated_delta_rule(**inputs | {"state_pool": before}), o)
+    assert torch.equal(before, inputs["state_pool"])

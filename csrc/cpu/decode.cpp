@@ -1,6 +1,7 @@
 // Decoding on the CPU: the plain recurrence on states of the pool, in parallel over sequences and value heads.
 #include "decode.h"
 
+#include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <string>
@@ -171,8 +172,27 @@ class Decoder {
 
 }  // namespace
 
-Tensor decode_cpu(const DecodeCall& call) {
+void check_decode_tables(const DecodeCall& call) {
+  DecodeCall on_cpu = call;
+  const auto fetch = [](Tensor& tensor) { tensor = torch::stable::to(tensor, torch::stable::Device("cpu")); };
+  fetch(on_cpu.state_indices);
+  for (std::optional<Tensor>* table : {&on_cpu.cu_seqlens, &on_cpu.num_accepted_tokens, &on_cpu.write_indices,
+                                       &on_cpu.intermediate_indices, &on_cpu.parents}) {
+    if (*table) {
+      fetch(**table);
+    }
+  }
+  Planner(on_cpu).plans();
+}
+
+Tensor decode_cpu(DecodeCall call) {
   say_once_that_this_is_slow(call.op);
+  for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b, &call.A_log}) {
+    make_contiguous(call.op, *tensor, tensor->scalar_type());
+  }
+  if (call.dt_bias) {
+    make_contiguous(call.op, *call.dt_bias, call.dt_bias->scalar_type());
+  }
   Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
   torch::stable::zero_(o);
   const std::vector<Plan> plans = Planner(call).plans();

@@ -25,7 +25,7 @@ BackwardShape shape_of(const BackwardCall& call) {
           .H_k = call.H_k,
           .H_v = call.H_v,
           .varlen = call.varlen,
-          .sm_count = gpu_of(call).sm_count,
+          .sm_count = gpu_of(call.q).sm_count,
           .auto_cp = call.auto_cp,
           .use_qk_l2norm = call.use_qk_l2norm,
           .activations = call.use_gate || call.use_beta_sigmoid,
@@ -41,8 +41,8 @@ class Backward {
         out_(out),
         d_(dispatch_backward(shape)),
         workspace_(shape, d_),
-        stream_(current_stream(call)),
-        dtype_(dtype_name(call)),
+        stream_(current_stream(call.q)),
+        dtype_(dtype_name(call.dtype)),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
   void run() {

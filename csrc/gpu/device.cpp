@@ -23,7 +23,7 @@ std::string cuda_version(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-void check_head_dims(const Call& call) {
+void check_head_dims(const Tokens& call) {
   check(is_key_dim(call.K), call.op, "q has head dimension K = ", call.K, ", expected a multiple of ", kHeadDimStep,
         " up to ", kMostKeyDim, " on a GPU");
   check(is_value_dim(call.V), call.op, "v has head dimension V = ", call.V, ", expected a multiple of ", kHeadDimStep,
@@ -56,9 +56,9 @@ std::vector<Gpu> gpus() {
   return found;
 }
 
-const Gpu& gpu_of(const Call& call) {
+const Gpu& gpu_of(const Tensor& tensor) {
   static const std::vector<Gpu> all = gpus();
-  return all.at(call.q.get_device_index());
+  return all.at(tensor.get_device_index());
 }
 
 std::string obstacle(int driver_cuda_version, int major, int minor) {
@@ -82,7 +82,7 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
   return text.str();
 }
 
-void check_supported_on_gpu(const Call& call) {
+void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
   check(call.dtype == ScalarType::BFloat16 || call.dtype == ScalarType::Half, call.op, "q has dtype ",
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
   check_head_dims(call);
@@ -95,7 +95,7 @@ void check_supported_on_gpu(const Call& call) {
   if (driver < kNeededDriver) {
     fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
   }
-  const Gpu& gpu = gpu_of(call);
+  const Gpu& gpu = gpu_of(q);
   const std::string reason = obstacle(driver, gpu.major, gpu.minor);
   check(reason.empty(), call.op, reason, "; CPU tensors work without it");
 }

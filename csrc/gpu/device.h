@@ -20,14 +20,14 @@ int driver_cuda_version();
 // None where there is no GPU or no driver.
 std::vector<Gpu> gpus();
 
-// The GPU of a call's tensors, asked for once a process.
-const Gpu& gpu_of(const Call& call);
+// The GPU of a tensor, asked for once a process.
+const Gpu& gpu_of(const Tensor& tensor);
 
 // Why the kernels do not run under this driver on a GPU of this compute capability: what they need and what was found.
 // Empty if they do.
 std::string obstacle(int driver_cuda_version, int major, int minor);
 
 // What only a GPU cannot do: dtypes, head dims, sizes, architecture. Throws, naming the argument.
-void check_supported_on_gpu(const Call& call);
+void check_supported_on_gpu(const Tokens& call, const Tensor& q);
 
 }  // namespace flash_qla

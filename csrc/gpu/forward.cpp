@@ -23,7 +23,7 @@ ForwardShape shape_of(const Call& call) {
           .H_k = call.H_k,
           .H_v = call.H_v,
           .varlen = call.varlen,
-          .sm_count = gpu_of(call).sm_count,
+          .sm_count = gpu_of(call.q).sm_count,
           .auto_cp = call.auto_cp,
           .low_level = call.output_low_level,
           .use_qk_l2norm = call.use_qk_l2norm,
@@ -41,8 +41,8 @@ class Forward {
         d_(dispatch_forward(shape)),
         out_(out),
         workspace_(shape, d_),
-        stream_(current_stream(call)),
-        dtype_(dtype_name(call)),
+        stream_(current_stream(call.q)),
+        dtype_(dtype_name(call.dtype)),
         offset_words_((call.N + 1) * (call.wide_offsets ? 2 : 1)) {
     workspace_.allocate(call);
   }

@@ -8,13 +8,13 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace flash_qla {
 
-cudaStream_t current_stream(const Call& call) {
+cudaStream_t current_stream(const Tensor& tensor) {
   if (aoti_torch_get_current_cuda_stream == nullptr) {
     throw std::runtime_error(
         "flash_qla: a CUDA tensor came, but libtorch_cuda was not loaded when libflash_qla.so was");
   }
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(call.q.get_device_index(), &stream));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 

@@ -10,11 +10,13 @@
 
 namespace flash_qla {
 
-// The current stream of the device of the call's tensors.
-cudaStream_t current_stream(const Call& call);
+// The current stream of the tensor's device.
+cudaStream_t current_stream(const Tensor& tensor);
 
-// The call's dtype, as kernel instances have it.
-inline const char* dtype_name(const Call& call) { return call.dtype == ScalarType::BFloat16 ? "bfloat16" : "float16"; }
+// As kernel instances have it: float32 and the 16-bit dtypes.
+inline const char* dtype_name(ScalarType dtype) {
+  return dtype == ScalarType::Float ? "float32" : dtype == ScalarType::BFloat16 ? "bfloat16" : "float16";
+}
 
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 inline void* data_if(bool wanted, const Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }

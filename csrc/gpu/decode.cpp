@@ -1,0 +1,191 @@
+// Decoding on a Hopper GPU: one kernel.
+#include "decode.h"
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdint>
+
+#include "checks.h"
+#include "gpu/device.h"
+#include "gpu/head_dims.h"
+#include "gpu/launch.h"
+#include "kernels.h"
+#include "offsets.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+constexpr int64_t kPieceBytes = 16;  // of a state's row, or a query's or key's, that a lane takes at a time
+constexpr int64_t kMostSequences = 65535;
+
+int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
+
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0;
+}
+
+// Elements from one token to the next; the dimensions of batch and token are as good as one.
+int64_t token_stride(const Tensor& tensor) { return tensor.size(1) == 1 ? tensor.stride(0) : tensor.stride(1); }
+
+bool tokens_are_even(const Tensor& tensor) {
+  return tensor.size(0) == 1 || tensor.size(1) == 1 || tensor.stride(0) == tensor.size(1) * tensor.stride(1);
+}
+
+// [B, T, heads, channels], copied unless the kernel reads it where it is.
+void make_readable_rows(const char* op, Tensor& tensor) {
+  const auto is_piece = [&](int64_t stride) { return stride * bytes_of(tensor) % kPieceBytes == 0; };
+  const bool readable = tensor.stride(3) == 1 && tokens_are_even(tensor) && is_piece(token_stride(tensor)) &&
+                        is_piece(tensor.stride(2)) && is_aligned(tensor);
+  if (!readable) {
+    make_aligned(op, tensor, tensor.scalar_type());
+  }
+}
+
+// [B, T, H_v]
+void make_readable_gates(const char* op, Tensor& tensor) {
+  if (!(tensor.stride(2) == 1 && tokens_are_even(tensor))) {
+    make_contiguous(op, tensor, tensor.scalar_type());
+  }
+}
+
+void check_states(const char* op, const char* name, const Tensor& tensor) {
+  const ScalarType dtype = tensor.scalar_type();
+  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) [[unlikely]] {
+    fail(op, name, " has dtype ", dtype_string(dtype), ", expected float32, bfloat16 or float16 on a GPU");
+  }
+  bool pieces = is_aligned(tensor);
+  for (int64_t i = 0; i < tensor.dim() - 3; ++i) {
+    pieces = pieces && (tensor.size(i) == 1 || tensor.stride(i) * bytes_of(tensor) % kPieceBytes == 0);
+  }
+  check(tensor.numel() == 0 || pieces, op, name,
+        " has states that do not start at multiples of 16 bytes, which they have to on a GPU");
+}
+
+void check_supported(const DecodeCall& call) {
+  check_supported_on_gpu(call, call.q);
+  check(call.N <= kMostSequences, call.op, "q has ", call.N, " sequences, expected at most ", kMostSequences,
+        " on a GPU");
+  check_states(call.op, "state_pool", call.state_pool);
+  if (call.intermediate_states) {
+    check_same_dtype(call.op, "intermediate_states", *call.intermediate_states, call.state_pool);
+    check_states(call.op, "intermediate_states", *call.intermediate_states);
+  }
+  if (offsets_are_checked()) {
+    check_decode_tables(call);
+  }
+}
+
+// A table of indices as the kernel reads it. wide gets its bit where it is int64.
+const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_t& wide) {
+  if (!tensor) {
+    return nullptr;
+  }
+  make_contiguous(op, *tensor, tensor->scalar_type());
+  wide |= static_cast<int64_t>(has_dtype(*tensor, ScalarType::Long)) << bit;
+  return tensor->const_data_ptr();
+}
+
+int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
+
+int64_t activations_of(const DecodeCall& call) {
+  int64_t code = Activation::kGate | dtype_code(call.a) << Activation::kG |
+                 dtype_code(call.A_log) << Activation::kALog | Activation::kSigmoid |
+                 dtype_code(call.b) << Activation::kBeta;
+  if (call.dt_bias) {
+    code |= Activation::kBias | dtype_code(*call.dt_bias) << Activation::kDtBias;
+  }
+  return code;
+}
+
+void launch(DecodeCall& call, const Tensor& o) {
+  for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
+    make_readable_rows(call.op, *tensor);
+  }
+  for (Tensor* tensor : {&call.a, &call.b}) {
+    make_readable_gates(call.op, *tensor);
+  }
+  make_contiguous(call.op, call.A_log, call.A_log.scalar_type());
+  if (call.dt_bias) {
+    make_contiguous(call.op, *call.dt_bias, call.dt_bias->scalar_type());
+  }
+  std::optional<Tensor> state_indices = call.state_indices;
+  int64_t wide = 0;
+  const void* const offsets = table(call.op, call.cu_seqlens, DecodeTable::kOffsets, wide);
+  const void* const states = table(call.op, state_indices, DecodeTable::kStates, wide);
+  const void* const accepted = table(call.op, call.num_accepted_tokens, DecodeTable::kAccepted, wide);
+  const void* const writes = table(call.op, call.write_indices, DecodeTable::kWrites, wide);
+  const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, wide);
+  const void* const parents = table(call.op, call.parents, DecodeTable::kParents, wide);
+  const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
+  kernels::decode({.q = call.q.const_data_ptr(),
+                   .k = call.k.const_data_ptr(),
+                   .v = call.v.const_data_ptr(),
+                   .a = call.a.const_data_ptr(),
+                   .b = call.b.const_data_ptr(),
+                   .A_log = call.A_log.const_data_ptr(),
+                   .dt_bias = data(call.dt_bias),
+                   .state_pool = call.state_pool.mutable_data_ptr(),
+                   .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
+                   .o = o.mutable_data_ptr(),
+                   .offsets = offsets,
+                   .state_indices = states,
+                   .accepted = accepted,
+                   .write_indices = writes,
+                   .state_rows = state_rows,
+                   .parents = parents,
+                   .wide_tables = wide,
+                   .length = call.T,
+                   .null_index = call.null_index,
+                   .update_state = call.writes_back(),
+                   .group = call.group(),
+                   .activations = activations_of(call),
+                   .scale = static_cast<float>(*call.scale),
+                   .normalize = call.use_qk_l2norm,
+                   .tokens = call.tokens(),
+                   .H_k = call.H_k,
+                   .key_dim = call.K,
+                   .q_token = token_stride(call.q),
+                   .q_head = call.q.stride(2),
+                   .k_token = token_stride(call.k),
+                   .k_head = call.k.stride(2),
+                   .H_v = call.H_v,
+                   .value_dim = call.V,
+                   .v_token = token_stride(call.v),
+                   .v_head = call.v.stride(2),
+                   .a_token = token_stride(call.a),
+                   .b_token = token_stride(call.b),
+                   .slots = call.slots(),
+                   .slot_stride = call.state_pool.stride(0),
+                   .rows = kept ? kept->size(0) : 0,
+                   .steps = kept ? kept->size(1) : 0,
+                   .row_stride = kept ? kept->stride(0) : 0,
+                   .step_stride = kept ? kept->stride(1) : 0,
+                   .N = call.N,
+                   .state_columns = columns(state_indices),
+                   .write_columns = columns(call.write_indices),
+                   .parent_columns = columns(call.parents)},
+                  {.dtype = dtype_name(call.dtype),
+                   .K = instance_K(call.K),
+                   .state_dtype = dtype_name(call.state_pool.scalar_type())},
+                  current_stream(call.q));
+}
+
+}  // namespace
+
+Tensor decode_cuda(const DecodeCall& given) {
+  DecodeCall call = given;
+  check_supported(call);
+  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
+  if (call.N == 0 || call.tokens() == 0) {
+    torch::stable::zero_(o);
+  } else {
+    launch(call, o);
+  }
+  return o;
+}
+
+}  // namespace flash_qla

@@ -1,0 +1,156 @@
+"""The recurrence over one or a few tokens of each sequence, on states that lie in a pool: with gamma = exp(g),
+
+    g, beta  = the activations of a and b
+    change   = beta (v - gamma S k)
+    o        = scale (gamma S q + change (k^T q))
+    S'       = gamma S + change k^T
+
+in fp32, token by token, S [V, K] being read once and written where it is wanted; q and k normalised, if the l2norm is
+inside.
+
+    q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
+    v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
+    state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
+    offsets        [N + 1]                          the tables of indices are int32 or int64, as Table says; what a call
+    state_indices  [N, columns]                     does not have is null
+    accepted       [N]
+    write_indices  [N, columns]
+    state_rows     [N]
+    parents        [N, columns]
+
+A lane has 128 bytes of a state: some of the channels of a few value rows, which 8 lanes share. So loads and stores are
+of 16 bytes, 128 of a row next to each other, and a product with S is a sum over 8 lanes. A state's memory is read and
+written once, whatever the number of tokens. In a tree of tokens the states of ancestors are made again from the one at
+the start, which lies in shared memory.
+
+Sums are over the same numbers in the same order wherever a sequence lies in a batch.
+
+Launched on [tiles of value rows, H_v, N].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
+from kernels_tl.layout import DECODE_CTAS, DECODE_LANES, DECODE_WARPS, DecodeTable
+
+PRELUDE = """
+#include "device/decode.cuh"
+"""
+
+WARP = 32  # threads
+LANE_BYTES = 128  # of a state
+
+
+def decode(dtype, K, state_dtype):
+    tokens, H_k, key_dim, H_v, value_dim, slots, N = dims("tokens", "H_k", "key_dim", "H_v", "value_dim", "slots", "N")
+    rows, steps, state_columns, write_columns, parent_columns = dims(
+        "rows", "steps", "state_columns", "write_columns", "parent_columns"
+    )
+    strides = {
+        name: T.dynamic(name, "int64")
+        for name in (
+            *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token"),
+            *("slot_stride", "row_stride", "step_stride"),
+        )
+    }
+    threads = DECODE_WARPS * WARP
+    lane_bytes_of_row = K // DECODE_LANES * (4 if state_dtype == "float32" else 2)
+    ROWS = LANE_BYTES // lane_bytes_of_row  # of a lane
+    TILE = DECODE_WARPS * (WARP // DECODE_LANES) * ROWS  # of a CTA
+
+    def of_heads(heads, channels, name):
+        return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
+
+    def table(which, wide_tables, numbers, columns=1):
+        return extern("Table", T.access_ptr(numbers, "r"), wide_tables >> which & 1, T.Cast("int32", columns))
+
+    state_strides = (value_dim * key_dim, key_dim, 1)
+
+    @T.prim_func
+    def main(
+        q: of_heads(H_k, key_dim, "q"),
+        k: of_heads(H_k, key_dim, "k"),
+        v: of_heads(H_v, value_dim, "v"),
+        a: T.StridedTensor([tokens, H_v], (strides["a_token"], 1), "float32"),  # these four of the dtypes that
+        b: T.StridedTensor([tokens, H_v], (strides["b_token"], 1), "float32"),  # activations say
+        A_log: T.Tensor([H_v], "float32"),
+        dt_bias: T.Tensor([H_v], "float32"),
+        state_pool: T.StridedTensor(
+            [slots, H_v, value_dim, key_dim], (strides["slot_stride"], *state_strides), state_dtype
+        ),
+        kept_states: T.StridedTensor(
+            [rows, steps, H_v, value_dim, key_dim],
+            (strides["row_stride"], strides["step_stride"], *state_strides),
+            state_dtype,
+        ),
+        o: T.Tensor([tokens, H_v, value_dim], dtype),
+        offsets: T.Tensor([N + 1], "int32"),
+        state_indices: T.Tensor([N, state_columns], "int32"),
+        accepted: T.Tensor([N], "int32"),
+        write_indices: T.Tensor([N, write_columns], "int32"),
+        state_rows: T.Tensor([N], "int32"),
+        parents: T.Tensor([N, parent_columns], "int32"),
+        wide_tables: T.int32,  # DecodeTable
+        length: T.int32,  # of a sequence, without offsets
+        null_index: T.int64,
+        update_state: T.int32,
+        group: T.int32,  # H_v / H_k
+        activations: T.int32,  # Activation
+        scale: T.float32,
+        normalize: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(value_dim, TILE), H_v, N, threads=threads, prelude=PRELUDE) as (tile, hv, n):
+            T.annotate_min_blocks_per_sm(DECODE_CTAS)
+            T.pdl_sync()
+
+            extern(
+                f"decode<{element_type(dtype)}, {element_type(state_dtype)}, {K}, {threads}, {ROWS}>",
+                extern(
+                    "DecodePlan",
+                    table(DecodeTable.OFFSETS, wide_tables, offsets[0]),
+                    table(DecodeTable.STATES, wide_tables, state_indices[0, 0], state_columns),
+                    table(DecodeTable.ACCEPTED, wide_tables, accepted[0]),
+                    table(DecodeTable.WRITES, wide_tables, write_indices[0, 0], write_columns),
+                    table(DecodeTable.ROWS, wide_tables, state_rows[0]),
+                    table(DecodeTable.PARENTS, wide_tables, parents[0, 0], parent_columns),
+                    T.Cast("int32", tokens),
+                    length,
+                    null_index,
+                    T.Cast("int64", slots),
+                    update_state != 0,
+                ),
+                extern(
+                    "DecodeTokens",
+                    T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
+                    T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
+                    T.access_ptr(v[0, hv, 0], "r"),
+                    T.access_ptr(a[0, 0], "r"),
+                    T.access_ptr(b[0, 0], "r"),
+                    *(strides[f"{name}_token"] for name in "qkvab"),
+                    hv,
+                    T.access_ptr(A_log[0], "r"),
+                    T.access_ptr(dt_bias[0], "r"),
+                    activations,
+                    scale,
+                    normalize != 0,
+                ),
+                extern(
+                    "DecodeStates",
+                    T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
+                    T.access_ptr(kept_states[0, 0, hv, 0, 0], "w"),
+                    strides["slot_stride"],
+                    strides["row_stride"],
+                    strides["step_stride"],
+                    T.Cast("int32", rows),
+                    T.Cast("int32", steps),
+                ),
+                T.access_ptr(o[0, hv, 0], "w"),
+                T.Cast("int64", H_v) * value_dim,
+                tile * TILE,
+                T.Cast("int32", key_dim),
+                T.Cast("int32", value_dim),
+                n,
+                T.Cast("int32", N),
+            )
+
+    return main
