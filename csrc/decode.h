@@ -56,6 +56,6 @@ void check_decode_tables(const DecodeCall& call);
 
 // Returns o [B, T, H_v, V], dtype of q.
 Tensor decode_cpu(DecodeCall call);
-Tensor decode_cuda(const DecodeCall& call);
+Tensor decode_cuda(DecodeCall call);
 
 }  // namespace flash_qla

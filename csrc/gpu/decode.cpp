@@ -175,8 +175,7 @@ void launch(DecodeCall& call, const Tensor& o) {
 
 }  // namespace
 
-Tensor decode_cuda(const DecodeCall& given) {
-  DecodeCall call = given;
+Tensor decode_cuda(DecodeCall call) {
   check_supported(call);
   const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
   Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);

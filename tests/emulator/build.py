@@ -1,0 +1,205 @@
+"""Builds the package with kernels that run on a CPU, as include/emulator.h says: the CUDA that TileLang generates and
+the headers in kernels_tl/device, compiled by g++ with PTX replaced by calls of the emulator, and all host code, which
+finds an emulated CUDA runtime. Its ops of CPU tensors are those of GPU tensors, except what only the CPU has.
+
+    python tests/emulator/build.py build/emulator      # behind a build of the package, for the generated sources
+
+Objects are kept, by what they are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+KERNELS, DEVICE = ROOT / "build/kernels", ROOT / "kernels_tl/device"
+TORCH = Path(torch.__file__).parent
+
+# By the beginning of an instruction: what its statement becomes, in the names of the place. An instruction that only
+# orders what the emulator does in order anyway becomes nothing.
+PTX = {
+    "": "",
+    "exit": "emulator::exit_thread();",
+    "trap": 'emulator::fail("trap");',
+    "mov.b32": "y = x;",
+    "ex2.approx.ftz.f32": "y = std::exp2(x);",
+    "ld.shared.f32": "x = *factor;",
+    "ld.acquire.gpu.global.s32": "now = *turn;",
+    "st.release.gpu.global.s32": "*turn = own + 1;",
+    "bar.sync %0, 128": "emulator::meet(emulator::named_barrier(barrier), 128);",
+    "bar.sync %0, %1": "emulator::meet(emulator::named_barrier(NamedBarrier::kTeam + team), 32 * warps);",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16": "emulator::load_matrices(x, address, false);",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": "emulator::load_matrices(x, address, true);",
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16": "emulator::store_matrices(address, {a, b, c, d}, false);",
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16": "emulator::store_matrices(address, {a, b, c, d}, true);",
+    "mma.sync.aligned.m16n8k8": "emulator::mma_tf32(c, {a0, a1, a2, a3}, {b0, b1});",
+    "mma.sync.aligned.m16n8k16": 'emulator::mma_16(c, a, {b0, b1}, sizeof(type) == sizeof("bf16"));',
+    "{\\n\\t.reg .pred p;\\n\\tsetp.ne.b32 p, %34, 0;\\n\\twgmma.mma_async.sync.aligned.m64n64k16": (
+        'emulator::wgmma({nullptr, a, b, x, 64, false, false, accumulate != 0, sizeof(type) == sizeof("bf16")})'
+    ),
+    "wgmma.fence": "",
+    "wgmma.commit_group": "",
+    "wgmma.wait_group": "",
+    "fence.proxy.async": "",
+    "cp.async.bulk.wait_group": "",
+    "cp.async.bulk.tensor.3d": "emulator::move_box(emulator::Box::kStore, map, box, {x0, x1, x2});",
+    "cp.async.bulk.tensor.5d": "emulator::move_box(emulator::Box::kStore, map, box, {x0, x1, x2, x3, x4});",
+    "cp.reduce.async.bulk.tensor.3d": "emulator::move_box(emulator::Box::kAdd, map, box, {x0, x1, x2});",
+    "mbarrier.expect_tx": "emulator::mbarrier(barrier).expect((rows + 31 - lane) / 32 * columns * 4);",
+    "cp.async.bulk.shared::cluster.global": (
+        "std::memcpy(to + row * pitch, from + row * stride, columns * 4);"
+        " emulator::mbarrier(barrier).complete(columns * 4);"
+    ),
+}
+
+
+def end_of_call(text: str, begin: int) -> int:
+    """Behind the parenthesis that closes the one at `begin`."""
+    depth, i = 0, begin
+    while True:
+        if text[i] == '"':
+            i = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL).match(text, i + 1).end()
+            continue
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        i += 1
+        if depth == 0:
+            return i
+
+
+def without_ptx(path: Path) -> str:
+    text, found, done = path.read_text(), [], 0
+    for match in re.finditer(r"\basm(?: volatile)?(?=\()", text):
+        end = end_of_call(text, match.end())
+        strings = re.match(r'\((?:\s|\\\n)*((?:"(?:[^"\\]|\\.)*"(?:\s|\\\n)*)+)', text[match.end() : end]).group(1)
+        instruction = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', strings))
+        known = [x for x in PTX if instruction.startswith(x) and (x or not instruction)]
+        if not known:
+            sys.exit(f"{path.name}: the emulator does not know {instruction!r}, see PTX in {__file__}")
+        statement = PTX[max(known, key=len)]
+        if text[end] == ";" and statement.endswith(";"):
+            end += 1
+        found += [text[done : match.start()], statement]
+        done = end
+    return "".join([*found, text[done:]])
+
+
+def without_cuda(path: Path) -> str:
+    """A generated kernel's source, which makes itself known to the emulator."""
+    name, text = path.stem, path.read_text()
+    shared = re.compile(r"extern __shared__ \S+ uchar (\w+)\[\];")
+    text = shared.sub(r"uchar* const \1 = reinterpret_cast<uchar*>(emulator::dynamic_shared);", text)
+    parameters = re.search(rf"^static __global__ void {name}\((.*)\);$", text, re.MULTILINE).group(1).split(", ")
+    types = [re.sub(r"__grid_constant__|__restrict__|\w+$", "", parameter) for parameter in parameters]
+    arguments = ", ".join(f"*static_cast<std::decay_t<{kind}>*>(arguments[{i}])" for i, kind in enumerate(types))
+    return (
+        f"{text}\nstatic const bool {name}_added = emulator::add_kernel(reinterpret_cast<const void*>(&{name}),"
+        f" [](void** arguments) {{ {name}({arguments}); }});\n"
+    )
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
+def write_headers(folder: Path) -> None:
+    """Device headers, and empty ones for what emulator.h has."""
+    for path in DEVICE.glob("*.cuh"):
+        text = write(folder / "device" / path.name, without_ptx(path)).read_text()
+        for name in re.findall(r"#include <((?:cub|tl_templates)/.+)>", text):
+            write(folder / name, "")
+    for path in KERNELS.glob("*.cu"):
+        for name in re.findall(r"#include <(tl_templates/.+)>", path.read_text()):
+            write(folder / name, "")
+
+
+class Compiler:
+    def __init__(self, out: Path, cuda_include: Path):
+        self.out = out
+        self.command = [
+            os.environ.get("CXX", "g++"),
+            "-std=c++20",
+            "-O2",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-w",
+            "-Wno-psabi",
+        ]
+        # As compilers of CUDA see it: pointers of all types to the same bytes
+        self.command += ["-fno-strict-aliasing", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+        self.command += ['-DFLASH_QLA_VERSION="emulated"', '-DFLASH_QLA_TORCH_TARGET="2.10"']
+        folders = [out / "include", HERE / "include", ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
+        for folder in folders:
+            self.command += ["-I", folder]
+        for folder in (TORCH / "include", cuda_include):
+            self.command += ["-isystem", folder]
+        headers = [path for folder in folders for path in sorted(folder.rglob("*.*h"))]
+        self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
+
+    def compile(self, source: Path, *options: str) -> Path:
+        name = source.relative_to(ROOT).as_posix().replace("/", "_") if source.is_relative_to(ROOT) else source.name
+        target = self.out / "objects" / f"{name}.o"
+        command = [*map(str, self.command), *options]
+        made_of = hashlib.sha256("\0".join([self.headers, source.read_text(), *command]).encode()).hexdigest()
+        record = target.with_suffix(".sha256")
+        if not (target.is_file() and record.is_file() and record.read_text() == made_of):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            subprocess.run([*command, "-c", source, "-o", target], check=True)
+            record.write_text(made_of)
+        return target
+
+
+def sources(out: Path) -> list[tuple]:
+    """Everything that the library is made of, each with its options."""
+    registry = KERNELS / "registry.cpp"
+    kernels = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
+    found = [
+        (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h")
+        for name in kernels
+    ]
+    found += [(registry,), (HERE / "emulator.cpp", "-O3", "-march=native")]
+    found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
+    as_gpu = ("-include", "host.h")
+    found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
+    found.remove((ROOT / "csrc/call.cpp",))
+    found.remove((ROOT / "csrc/ops.cpp",))
+    renamed = [f"-D{name}_cpu={name}_cuda" for name in ("forward", "backward", "decode")]
+    return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
+
+
+def build(out: Path) -> Path:
+    """Returns the folder to import flash_qla from."""
+    installed = next(iter(importlib.util.find_spec("flash_qla").submodule_search_locations))
+    sys.path.append(str(ROOT))
+    from build_tools.toolchain import find_toolkit, max_jobs
+
+    write_headers(out / "include")
+    compiler = Compiler(out, find_toolkit().include)
+    with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
+        objects = list(pool.map(lambda source: compiler.compile(*source), sources(out)))
+    package = out / "package/flash_qla"
+    shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
+    libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so")]
+    options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread"]
+    subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", package / "libflash_qla.so"], check=True)
+    return package.parent
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    print(build(parser.parse_args().out.resolve()))

@@ -1,0 +1,37 @@
+"""For pytest, with what build.py has built: tests of the GPU run on the CPU, whose tensors stand for those of the GPU.
+
+PYTHONPATH=build/emulator/package:tests/emulator pytest -p plugin -m gpu tests/test_forward.py
+"""
+
+import types
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class OnTheCpu(TorchFunctionMode):
+    """A device "cuda" is taken for the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.cuda:
+            return args[0]
+        args = tuple("cpu" if isinstance(x, str) and x.startswith("cuda") else x for x in args)
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def pytest_configure():
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_name = lambda device=None: "emulated"
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=132)
+    torch.cuda.synchronize = lambda device=None: None
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    with OnTheCpu():
+        yield
