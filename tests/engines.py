@@ -1,0 +1,200 @@
+"""What test_vllm.py and test_sglang.py share. Inputs of decoding and its recurrence in fp64 are test_decode.py's."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+import test_decode as decoding
+import torch
+from accuracy import BARS, relative_error
+from cases import make_inputs, reference_of
+from reference import Reference
+from test_decode import BF16, FP32, Case
+
+from flash_qla.integrations import _engines
+
+# Head dimensions and dtypes as the engines have them; slots lie in pages that hold other things too
+SIZES = {"K": 128, "V": 128, "gap": 64}
+DTYPES = pytest.mark.parametrize(
+    ("device", "dtype", "state_dtype"),
+    [
+        ("cpu", FP32, FP32),
+        ("cpu", BF16, BF16),
+        pytest.param("cuda", BF16, FP32, marks=pytest.mark.gpu),
+        pytest.param("cuda", BF16, BF16, marks=pytest.mark.gpu),
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+STATE_DTYPES = pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+# How far kernels may be apart on bf16 inputs: each has its bar from the truth.
+APART = 2 * BARS[BF16]
+
+
+def theirs(path: str, name: str) -> Callable:
+    """The engine's own function, of an installed engine or of its kernels alone on the path."""
+    reason = f"{path} cannot be imported: {path.partition('.')[0]}, or its kernels alone, and Triton are not installed"
+    return getattr(pytest.importorskip(path, reason=reason, exc_type=ImportError), name)
+
+
+def moved(arguments: dict, device: str) -> dict:
+    """Copies on the device, with the same strides."""
+
+    def move(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+    return {name: move(x) for name, x in arguments.items()}
+
+
+def indices(numbers: list) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def update_inputs(inputs: dict) -> dict:
+    """What both engines give fused_sigmoid_gating_delta_rule_update alike. q, k and v are parts of one tensor, as the
+    convolution leaves them."""
+    names = ("q", "k", "v")
+    mixed = torch.cat([inputs[name].flatten(2) for name in names], -1)
+    parts = mixed.split([inputs[name].shape[2:].numel() for name in names], -1)
+    found = {name: part.unflatten(-1, inputs[name].shape[2:]) for name, part in zip(names, parts, strict=True)}
+    found |= {name: inputs[name].flatten(0, 1) for name in ("a", "b")}
+    return found | {name: inputs[name] for name in ("A_log", "dt_bias", "cu_seqlens", "use_qk_l2norm_in_kernel")}
+
+
+def expected_of(inputs: dict, slots: torch.Tensor, null_index: int, **options) -> tuple:
+    """In fp64, of sequences that start from these slots: o, which is zero for nobody; the states of each sequence, the
+    first one that at the start; and whether it is somebody's."""
+    N = len(decoding.extents(inputs))
+    slots, accepted = slots[:N], options.get("num_accepted_tokens")
+    first = slots if slots.dim() == 1 else slots[torch.arange(N), 0 if accepted is None else accepted[:N].long() - 1]
+    is_real = first > null_index
+    o, states = decoding.states_behind_tokens({**inputs, "state_indices": first.clamp_min(0), **options})
+    return o * tokens_of(inputs, is_real)[..., None, None], states, is_real
+
+
+def tokens_of(inputs: dict, of: torch.Tensor) -> torch.Tensor:
+    """[B, T], bool: the tokens of these sequences."""
+    found = torch.zeros(inputs["q"].shape[:2], dtype=torch.bool)
+    for (row, begin, end), wanted in zip(decoding.extents(inputs), of, strict=True):
+        found[row, begin:end] = wanted
+    return found
+
+
+def check_beside(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) -> None:
+    """The same slots were written, with nearly the same states. The dimensions before the last three are slots."""
+    ours, theirs, before = (x.cpu().flatten(0, -4) for x in (ours, theirs, before))
+    changed = [(x != before).flatten(1).any(1) for x in (ours, theirs)]
+    assert torch.equal(*changed)
+    if changed[0].any():
+        assert relative_error(ours[changed[0]], theirs[changed[0]].double()) < APART
+
+
+def packed_call(slots: list[int], dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[dict, dict]:
+    """Inputs of test_decode.py, and what an engine makes of them for one token of each sequence."""
+    case = Case(B=len(slots), dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES)
+    inputs = decoding.make_inputs(case)
+    packed = decoding.packed(inputs, one_token=True)
+    arguments = {x: packed[x] for x in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "use_qk_l2norm_in_kernel")} | {
+        "scale": SIZES["K"] ** -0.5,
+        "initial_state": inputs["state_pool"],
+        "out": torch.full_like(inputs["v"], 7.0),
+        "ssm_state_indices": indices(slots),
+    }
+    return inputs, arguments
+
+
+def check_packed_decode(function: Callable, device: str, inputs: dict, arguments: dict, null_index: int) -> None:
+    slots = arguments["ssm_state_indices"]
+    expected, states, is_real = expected_of(inputs, slots, null_index)
+    call = moved(arguments, device)
+    out, pool = function(**call)
+    assert out is call["out"] and pool is call["initial_state"]
+    written = {slots[n].item(): behind[-1] for n, behind in enumerate(states) if is_real[n]}
+    decoding.check({"state_pool": pool.cpu()}, written, out.cpu(), expected, inputs["state_pool"])
+
+
+def check_packed_decode_beside(ours: Callable, theirs: Callable, device: str, arguments: dict) -> None:
+    calls = [moved(arguments, device) for _ in range(2)]
+    (o, pool), (their_o, their_pool) = (f(**call) for f, call in zip((ours, theirs), calls, strict=True))
+    assert o.dtype == their_o.dtype and relative_error(o, their_o.double()) < APART
+    check_beside(pool, their_pool, arguments["initial_state"])
+
+
+def prefill_inputs(case, device: str, **states: torch.Tensor) -> tuple[dict, Reference]:
+    """Of chunk_gated_delta_rule, less what engines do not give, and what comes out in fp64. The states are V-first."""
+    assert case.state_v_first
+    inputs = make_inputs(case, device) | states
+    expected = reference_of(inputs)
+    for name in ("state_v_first", "auto_cp"):
+        del inputs[name]
+    return inputs, expected
+
+
+def check_signature(function: Callable, path: str, name: str) -> None:
+    assert _engines._parameters(function) == _engines._parameters(theirs(path, name))
+
+
+def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, change: dict) -> None:
+    """It names the argument, and has written nothing. Of two changes the last one is what the message names."""
+    before = pool.clone()
+    with pytest.raises(NotImplementedError, match=re.escape(f"{list(change)[-1]} is ")):
+        function(**arguments | change)
+    assert torch.equal(pool, before)
+
+
+# Putting functions in place
+
+
+def stand_ins(replacement: _engines.Replacement, monkeypatch) -> dict[str, types.ModuleType]:
+    """Modules in the place of the engine's, that hold functions with the same arguments."""
+    modules = {}
+    for path, functions in replacement._functions.items():
+        module = modules[path] = types.ModuleType(path)
+        for name, ours in functions.items():
+            copy = types.FunctionType(ours.__code__, ours.__globals__, name, ours.__defaults__)
+            setattr(module, name, copy)
+        monkeypatch.setitem(sys.modules, path, module)
+    return modules
+
+
+def functions_of(modules: dict[str, types.ModuleType], replacement: _engines.Replacement) -> list[Callable | None]:
+    return [getattr(modules[path], name, None) for path, names in replacement._functions.items() for name in names]
+
+
+def check_use_and_restore(integration: types.ModuleType, monkeypatch) -> None:
+    replacement = integration._replacement
+    modules = stand_ins(replacement, monkeypatch)
+    before = functions_of(modules, replacement)
+    ours = [x for functions in replacement._functions.values() for x in functions.values()]
+    for _ in range(2):
+        integration.use_flash_qla()
+        assert functions_of(modules, replacement) == ours
+    for _ in range(2):
+        integration.restore()
+        assert functions_of(modules, replacement) == before
+
+
+def check_other_releases(integration: types.ModuleType, monkeypatch) -> None:
+    """Nothing is changed where the last function has other arguments, or is missing; nor without the engine."""
+    replacement = integration._replacement
+    modules = stand_ins(replacement, monkeypatch)
+    *before, _ = functions_of(modules, replacement)
+    path, functions = list(replacement._functions.items())[-1]
+    name = list(functions)[-1]
+
+    def check_raises(error: type, text: str) -> None:
+        with pytest.raises(error, match=re.escape(text)):
+            integration.use_flash_qla()
+        assert functions_of(modules, replacement)[:-1] == before
+
+    setattr(modules[path], name, lambda q, k: None)
+    check_raises(RuntimeError, f"{path}.{name} is (q, k)")
+    delattr(modules[path], name)
+    check_raises(RuntimeError, f"{path}.{name} is nothing")
+    monkeypatch.setitem(sys.modules, path, None)
+    check_raises(ImportError, path)

@@ -1,0 +1,279 @@
+"""vLLM's calls through flash_qla: against the recurrence in fp64, and beside vLLM's own kernels."""
+
+import engines
+import pytest
+import test_decode as decoding
+import torch
+from accuracy import BARS, relative_error
+from cases import Case as PrefillCase
+from engines import APART, DTYPES, SIZES, STATE_DTYPES, indices
+from test_decode import BF16, FP32, Case
+
+from flash_qla.integrations import vllm
+
+OPS = "vllm.third_party.flash_linear_attention.ops"
+FUNCTIONS = {
+    "chunk_gated_delta_rule": f"{OPS}.chunk",
+    "fi_chunk_gated_delta_rule": "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+    "fused_recurrent_gated_delta_rule_packed_decode": f"{OPS}.fused_recurrent",
+    "fused_sigmoid_gating_delta_rule_update": f"{OPS}.fused_sigmoid_gating",
+}
+PACKED, UPDATE = list(FUNCTIONS)[2:]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature(name):
+    engines.check_signature(getattr(vllm, name), FUNCTIONS[name], name)
+
+
+# One token of each sequence, packed
+
+ONE_TOKEN = {"plain": [5, 3, 7], "nobody": [5, 0, 7, -1], "padded": [5, 3, 0, 0], "nobody at all": [0, 0]}
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+@DTYPES
+def test_packed_decode(device, dtype, state_dtype, name):
+    inputs, arguments = engines.packed_call(ONE_TOKEN[name], dtype, state_dtype)
+    engines.check_packed_decode(
+        vllm.fused_recurrent_gated_delta_rule_packed_decode, device, inputs, arguments, null_index=0
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ONE_TOKEN)
+@STATE_DTYPES
+def test_packed_decode_beside(state_dtype, name):
+    _, arguments = engines.packed_call(ONE_TOKEN[name], BF16, state_dtype)
+    function = engines.theirs(FUNCTIONS[PACKED], PACKED)
+    engines.check_packed_decode_beside(vllm.fused_recurrent_gated_delta_rule_packed_decode, function, "cuda", arguments)
+
+
+# Tokens and drafts
+
+TABLE = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16], [0, 0, 0, 0]]
+DRAFTS = (3, 1, 4, 2, 0)
+UPDATES = {
+    "plain": ((1, 1, 1), {"ssm_state_indices": [5, 3, 7]}),
+    "nobody": ((1, 1, 1, 1), {"ssm_state_indices": [5, 0, 7, -1]}),
+    "padded": ((1, 1, 0, 0), {"ssm_state_indices": [5, 3, 0, 0, 9, 11]}),
+    "drafts": (DRAFTS, {"ssm_state_indices": TABLE, "num_accepted_tokens": [2, 1, 4, 3, 1]}),
+    "new drafts": (DRAFTS, {"ssm_state_indices": TABLE}),
+    "drafts, padded": (
+        (2, 2, 0, 0),
+        {"ssm_state_indices": [*TABLE[:2], [0] * 4, [0] * 4, [0] * 4], "num_accepted_tokens": [3, 1, 1, 1, 1]},
+    ),
+    "drafts, nobody": (
+        (2, 2, 2),
+        {"ssm_state_indices": [[1, 0, 3, 4], [5, 6, 0, 8], [9, 0, 0, 12]], "num_accepted_tokens": [2, 1, 4]},
+    ),
+}
+
+
+def update_arguments(inputs: dict, **options) -> dict:
+    """As vLLM's layers give them."""
+    return engines.update_inputs(inputs) | {
+        "initial_state": inputs["state_pool"],
+        "inplace_final_state": True,
+        **options,
+    }
+
+
+def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding: int) -> tuple[dict, dict]:
+    lengths, options = UPDATES[name]
+    options = {option: indices(numbers) for option, numbers in options.items()}
+    case = Case(lengths=lengths, padding=padding, dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES)
+    inputs = decoding.make_inputs(case)
+    return inputs, update_arguments(inputs, **options)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@DTYPES
+def test_update(device, dtype, state_dtype, name):
+    inputs, arguments = update_call(name, dtype, state_dtype, padding=2)
+    slots, accepted = arguments["ssm_state_indices"], arguments.get("num_accepted_tokens")
+    options = {} if accepted is None else {"num_accepted_tokens": accepted}
+    expected, states, is_real = engines.expected_of(inputs, slots, null_index=0, **options)
+    call = engines.moved(arguments, device)
+    o, pool = vllm.fused_sigmoid_gating_delta_rule_update(**call)
+    assert pool is call["initial_state"]
+    written = {}
+    for n, (_, *behind) in enumerate(states):
+        if is_real[n] and slots.dim() == 2:
+            written |= dict(zip(slots[n].tolist(), behind, strict=False))
+        elif is_real[n] and behind:
+            written[slots[n].item()] = behind[-1]
+    written = {slot: state for slot, state in written.items() if slot > 0}
+    decoding.check({"state_pool": pool.cpu()}, written, o.cpu(), expected, inputs["state_pool"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", UPDATES)
+@STATE_DTYPES
+def test_update_beside(state_dtype, name):
+    check_update_beside("cuda", state_dtype, name)
+
+
+def check_update_beside(device, state_dtype, name):
+    """But for the outputs of nobody, which vLLM does not write."""
+    function = engines.theirs(FUNCTIONS[UPDATE], UPDATE)
+    inputs, arguments = update_call(name, BF16, state_dtype, padding=0)
+    options = {x: arguments[x] for x in ("num_accepted_tokens",) if x in arguments}
+    _, _, is_real = engines.expected_of(inputs, arguments["ssm_state_indices"], null_index=0, **options)
+    tokens = engines.tokens_of(inputs, is_real).to(device)
+    calls = [engines.moved(arguments, device) for _ in range(2)]
+    (o, pool), (their_o, their_pool) = vllm.fused_sigmoid_gating_delta_rule_update(**calls[0]), function(**calls[1])
+    assert o.dtype == their_o.dtype and relative_error(o[tokens], their_o[tokens].double()) < APART
+    engines.check_beside(pool, their_pool, arguments["initial_state"])
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_rejected_drafts(device):
+    """Four drafts, of which some are accepted, and two tokens behind those."""
+    accepted, dtype = [1, 3, 4], FP32 if device == "cpu" else BF16
+    inputs = decoding.make_inputs(Case(B=3, T=6, dtype=dtype, **SIZES))
+    table = indices([[3, 4, 5, 6], [13, 12, 11, 10], [20, 25, 21, 22]])
+    chain = {"state_indices": table[:, 0], "parents": indices([[-1, 0, 1, 2, m - 1, 4] for m in accepted])}
+    expected, states = decoding.states_behind_tokens(inputs | chain)
+    pool = inputs["state_pool"]
+    for begin, end, found in ((0, 4, [1, 1, 1]), (4, 6, accepted)):
+        part = {x: inputs[x][:, begin:end].flatten(0, 1)[None] for x in ("q", "k", "v", "a", "b")}
+        offsets = torch.arange(4, dtype=torch.int32) * (end - begin)
+        call = engines.moved(
+            update_arguments(
+                inputs | part | {"state_pool": pool, "cu_seqlens": offsets},
+                ssm_state_indices=table,
+                num_accepted_tokens=indices(found),
+            ),
+            device,
+        )
+        o, pool = (x.cpu() for x in vllm.fused_sigmoid_gating_delta_rule_update(**call))
+        assert relative_error(o.view(3, end - begin, *o.shape[2:]), expected[:, begin:end]) <= decoding.BARS[dtype]
+    for n in range(3):
+        for t in range(2):
+            assert relative_error(pool[table[n, t]], states[n][5 + t]) <= decoding.BARS[FP32]
+
+
+def test_batched():
+    """Without cu_seqlens, several tokens of each sequence."""
+    inputs = decoding.make_inputs(Case(B=3, T=2))
+    table = indices([[1, 2], [5, 6], [9, 10]])
+    expected, states, _ = engines.expected_of(inputs, table, null_index=0)
+    before = inputs["state_pool"].clone()
+    o, _ = vllm.fused_sigmoid_gating_delta_rule_update(**update_arguments(inputs, ssm_state_indices=table))
+    written = {table[n, t].item(): states[n][t + 1] for n in range(3) for t in range(2)}
+    decoding.check(inputs, written, o, expected, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"beta": 2.0},
+        {"threshold": 10.0},
+        {"initial_state": None},
+        {"inplace_final_state": False},
+        {"ssm_state_indices": None},
+        {"is_kda": True},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_update_refuses(change):
+    _, arguments = update_call("plain", FP32, FP32, padding=0)
+    pool = arguments["initial_state"]
+    engines.check_refuses(vllm.fused_sigmoid_gating_delta_rule_update, arguments, pool, change)
+
+
+# Prefill
+
+PREFILLS = {
+    "plain": PrefillCase(lengths=(70, 0, 64, 130), keys="raw", use_qk_l2norm_in_kernel=True, state_v_first=True),
+    "padding": PrefillCase(lengths=(5, 300), padding=9, H_v=6, state_v_first=True),
+    "batched": PrefillCase(B=2, T=70, state_v_first=True),
+}
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("with_out", (False, True))
+def test_chunk(device, name, with_out):
+    case = PREFILLS[name]
+    inputs, expected = engines.prefill_inputs(case, device)
+    out = torch.full((inputs["v"].numel() + 10,), 7.0, dtype=case.dtype, device=device)
+    o, final_state = vllm.chunk_gated_delta_rule(
+        **inputs,
+        output_final_state=True,
+        chunk_indices=indices([0]),
+        chunk_offsets=indices([0]),
+        core_attn_out=out if with_out else None,
+    )
+    assert relative_error(o, expected.o) < BARS[case.dtype] and o.dtype == case.dtype
+    assert relative_error(final_state, expected.final_state) < BARS[case.dtype] and final_state.dtype == FP32
+    if with_out:
+        assert o.data_ptr() == out.data_ptr() and torch.equal(out[:-10], o.flatten()) and (out[-10:] == 7).all()
+    assert vllm.chunk_gated_delta_rule(**inputs)[1] is None
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("use_cp", ("auto", True, False))
+def test_fi_chunk(device, name, use_cp):
+    case = PREFILLS[name]
+    inputs, expected = engines.prefill_inputs(case, device)
+    del inputs["scale"]
+    o, final_state = vllm.fi_chunk_gated_delta_rule(**inputs, output_final_state=True, use_cp=use_cp)
+    assert relative_error(o, expected.o) < BARS[case.dtype]
+    assert relative_error(final_state, expected.final_state) < BARS[case.dtype] and final_state.dtype == FP32
+
+
+@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("every", (64, 128))
+def test_fi_chunk_checkpoints(device, every, state_dtype):
+    lengths = (70, 0, 64, 260, 128)
+    inputs, expected = engines.prefill_inputs(
+        PrefillCase(lengths=lengths, initial_state=state_dtype, state_v_first=True), device
+    )
+    del inputs["scale"]
+    before = inputs["initial_state"].clone()
+    states, chunk = [], 0  # the state behind m chunks is that at the start of the next one, or the final one
+    for n, length in enumerate(lengths):
+        behind = [*expected.h[0, chunk + 1 : chunk + -(-length // 64)], expected.final_state[n]]
+        states += [behind[m * every // 64 - 1] for m in range(1, length // every + 1)]
+        chunk += -(-length // 64)
+    starts = indices([0, *(length // every for length in lengths)]).cumsum(0)
+    checkpoints = torch.full((len(states) + 1, *before.shape[1:]), 7.0, device=device)
+    o, final_state = vllm.fi_chunk_gated_delta_rule(
+        **inputs,
+        output_final_state=True,
+        state_checkpoints=checkpoints,
+        checkpoint_cu_starts=starts.to(device),
+        checkpoint_every_n_tokens=every,
+    )
+    assert len(states) == starts[-1] and (checkpoints[-1] == 7).all()
+    assert relative_error(o, expected.o) < BARS[BF16]
+    assert relative_error(final_state, expected.final_state) < BARS[BF16] and final_state.dtype == FP32
+    for state, wanted in zip(checkpoints, states, strict=False):
+        assert relative_error(state, wanted) < BARS[BF16]
+    assert torch.equal(inputs["initial_state"], before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "fi_chunk_gated_delta_rule"))
+def test_prefill_beside(name):
+    function = engines.theirs(FUNCTIONS[name], name)
+    if name == "fi_chunk_gated_delta_rule":
+        pytest.importorskip("flashinfer", reason="FlashInfer, which vLLM calls here, is not installed")
+    case = PrefillCase(lengths=(70, 5, 64, 300), H_k=4, H_v=8, state_v_first=True)
+    inputs, _ = engines.prefill_inputs(case, "cuda")
+    del inputs["scale"]
+    found, expected = (f(**inputs, output_final_state=True) for f in (getattr(vllm, name), function))
+    for x, wanted in zip(found, expected, strict=True):
+        assert x.dtype == wanted.dtype and relative_error(x, wanted.double()) < APART
+
+
+# In the engine's place
+
+
+def test_use_and_restore(monkeypatch):
+    engines.check_use_and_restore(vllm, monkeypatch)
+
+
+def test_other_releases(monkeypatch):
+    engines.check_other_releases(vllm, monkeypatch)
