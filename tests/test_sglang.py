@@ -1,0 +1,282 @@
+"""SGLang's calls through flash_qla: against the recurrence in fp64, and beside SGLang's own kernels."""
+
+import engines
+import pytest
+import test_decode as decoding
+import torch
+from accuracy import BARS, relative_error
+from cases import Case as PrefillCase
+from engines import APART, DTYPES, SIZES, STATE_DTYPES, indices
+from test_decode import BF16, FP32, Case
+
+from flash_qla.integrations import sglang
+
+KERNELS = "sglang.kernels.ops.attention"
+FUNCTIONS = {
+    "chunk_gated_delta_rule": f"{KERNELS}.fla.chunk",
+    "fused_recurrent_gated_delta_rule_packed_decode": f"{KERNELS}.fla.fused_recurrent",
+    "fused_sigmoid_gating_delta_rule_update": f"{KERNELS}.linear.fused_sigmoid_gating_recurrent",
+}
+CHUNK, PACKED, UPDATE = FUNCTIONS
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature(name):
+    engines.check_signature(getattr(sglang, name), FUNCTIONS[name], name)
+
+
+# One token of each sequence, packed
+
+ONE_TOKEN = {"plain": [5, 0, 7], "nobody": [5, -1, 7, -1], "nobody at all": [-1, -1]}
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+@DTYPES
+def test_packed_decode(device, dtype, state_dtype, name):
+    inputs, arguments = engines.packed_call(ONE_TOKEN[name], dtype, state_dtype)
+    function = sglang.fused_recurrent_gated_delta_rule_packed_decode
+    engines.check_packed_decode(function, device, inputs, arguments, null_index=-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ONE_TOKEN)
+@STATE_DTYPES
+def test_packed_decode_beside(state_dtype, name):
+    _, arguments = engines.packed_call(ONE_TOKEN[name], BF16, state_dtype)
+    function = engines.theirs(FUNCTIONS[PACKED], PACKED)
+    ours = sglang.fused_recurrent_gated_delta_rule_packed_decode
+    engines.check_packed_decode_beside(ours, function, "cuda", arguments)
+
+
+# Tokens and drafts
+
+TREES = [[-1, 0, 0, 1], [5, 0, 1, 0], [0, 0, 0, 0], [-1, 0, 1, 2]]  # the first of each is not read
+DRAFTS = {"disable_state_update": True, "intermediate_state_indices": [4, 2, 0, 3, 1], "cache_steps": 4}
+UPDATES = {
+    "plain": ((1, 1, 1), [5, 0, 7], {}),
+    "nobody": ((1, 1, 1, 1), [5, -1, 7, 0], {}),
+    "padded": ((1, 1, 0, 0), [5, 3, -1, -1, 9, 11], {}),
+    "several tokens": ((3, 1, 4, 0), [5, -1, 7, 0], {}),
+    "drafts": ((4, 4, 4), [5, 3, 0], DRAFTS),
+    "drafts, ragged": ((3, 1, 4, 2), [5, 3, 0, 9], DRAFTS),
+    "drafts, padded": ((4, 4, 4, 4), [5, 3, -1, -1, 8], DRAFTS),
+    "drafts, not kept": ((4, 4), [5, 3], DRAFTS | {"intermediate_state_indices": [-1, 2]}),
+    "drafts and the last state": ((3, 1, 4), [5, 3, 7], DRAFTS | {"disable_state_update": False}),
+    "trees": ((4, 4, 4, 4), [5, 3, 0, 9], DRAFTS | {"retrieve_parent_token": TREES}),
+    "trees, ragged": ((4, 2, 3, 1), [5, 3, 0, 9], DRAFTS | {"retrieve_parent_token": TREES}),
+    "trees, padded": ((4, 4, 4, 4), [5, 3, -1, -1], DRAFTS | {"retrieve_parent_token": TREES}),
+}
+
+
+def update_arguments(inputs: dict, **options) -> dict:
+    """As SGLang's layers give them."""
+    found = {"initial_state_source": inputs["state_pool"], "softplus_beta": 1.0, "softplus_threshold": 20.0}
+    return engines.update_inputs(inputs) | found | {"is_kda": False, **options}
+
+
+def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding: int) -> tuple[dict, dict]:
+    lengths, slots, options = UPDATES[name]
+    case = Case(lengths=lengths, padding=padding, dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES)
+    inputs = decoding.make_inputs(case)
+    options = {option: indices(x) if isinstance(x, list) else x for option, x in options.items()}
+    if "cache_steps" in options:
+        options["intermediate_states_buffer"] = decoding.make_pool(case, 5, 4).contiguous()
+    return inputs, update_arguments(inputs, initial_state_indices=indices(slots), **options)
+
+
+def expected_of_update(inputs: dict, arguments: dict) -> tuple:
+    options = {}
+    if "retrieve_parent_token" in arguments:
+        options["parents"] = arguments["retrieve_parent_token"].clone()
+        options["parents"][:, 0] = -1
+    return engines.expected_of(inputs, arguments["initial_state_indices"], null_index=-1, **options)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@DTYPES
+def test_update(device, dtype, state_dtype, name):
+    inputs, arguments = update_call(name, dtype, state_dtype, padding=2)
+    expected, states, is_real = expected_of_update(inputs, arguments)
+    call = engines.moved(arguments, device)
+    o = sglang.fused_sigmoid_gating_delta_rule_update(**call)
+    slots = arguments["initial_state_indices"].tolist()
+    written = {slots[n]: s[-1] for n, s in enumerate(states) if is_real[n] and len(s) > 1}
+    if arguments.get("disable_state_update"):
+        written = {}
+    pool = call["initial_state_source"].cpu()
+    decoding.check({"state_pool": pool}, written, o.cpu(), expected, inputs["state_pool"])
+    if "cache_steps" in arguments:
+        before = arguments["intermediate_states_buffer"].flatten(0, 1)
+        rows = arguments["intermediate_state_indices"].tolist()
+        kept = {
+            4 * rows[n] + t: state
+            for n, (_, *behind) in enumerate(states)
+            if is_real[n] and rows[n] >= 0
+            for t, state in enumerate(behind)
+        }
+        buffer = call["intermediate_states_buffer"].cpu().flatten(0, 1)
+        decoding.check({"state_pool": buffer}, kept, o.cpu(), expected, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", UPDATES)
+@STATE_DTYPES
+def test_update_beside(state_dtype, name):
+    check_update_beside("cuda", state_dtype, name)
+
+
+def check_update_beside(device: str, state_dtype: torch.dtype, name: str) -> None:
+    """But for nobody, whom SGLang lets start from zero."""
+    function = engines.theirs(FUNCTIONS[UPDATE], UPDATE)
+    inputs, arguments = update_call(name, BF16, state_dtype, padding=0)
+    _, _, is_real = expected_of_update(inputs, arguments)
+    tokens = engines.tokens_of(inputs, is_real).to(device)
+    calls = [engines.moved(arguments, device) for _ in range(2)]
+    o, their_o = (
+        f(**call) for f, call in zip((sglang.fused_sigmoid_gating_delta_rule_update, function), calls, strict=True)
+    )
+    assert o.dtype == their_o.dtype and relative_error(o[tokens], their_o[tokens].double()) < APART
+    pools = [call["initial_state_source"] for call in calls]
+    engines.check_beside(*pools, arguments["initial_state_source"])
+    if "cache_steps" in arguments:
+        rows = arguments["intermediate_state_indices"][: len(is_real)][is_real].long()
+        rows = rows[rows >= 0]
+        buffers = [call["intermediate_states_buffer"].cpu()[rows] for call in calls]
+        engines.check_beside(*buffers, arguments["intermediate_states_buffer"][rows])
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("with_tree", (False, True))
+def test_rejected_drafts(device, with_tree):
+    """Four drafts, of which some are accepted, and two tokens behind those. The engine copies the state behind the last
+    accepted one to the pool."""
+    last, dtype = [0, 2, 3], FP32 if device == "cpu" else BF16
+    trees = [[-1, 0, 0, 1], [-1, 0, 0, 1], [-1, 0, 1, 1]] if with_tree else [[-1, 0, 1, 2]] * 3
+    inputs = decoding.make_inputs(Case(B=3, T=6, dtype=dtype, **SIZES))
+    parents = indices([[*tree, node, 4] for tree, node in zip(trees, last, strict=True)])
+    expected, states = decoding.states_behind_tokens(inputs | {"parents": parents})
+    slots, pool = inputs["state_indices"], inputs["state_pool"]
+    buffer = decoding.make_pool(Case(**SIZES), 3, 4)
+    drafts = {
+        "disable_state_update": True,
+        "intermediate_states_buffer": buffer,
+        "intermediate_state_indices": indices([2, 0, 1]),
+        "cache_steps": 4,
+        "retrieve_parent_token": indices(trees) if with_tree else None,
+    }
+    for begin, end, options in ((0, 4, drafts), (4, 6, {})):
+        part = {x: inputs[x][:, begin:end].flatten(0, 1)[None] for x in ("q", "k", "v", "a", "b")}
+        part |= {"state_pool": pool, "cu_seqlens": torch.arange(4, dtype=torch.int32) * (end - begin)}
+        call = engines.moved(update_arguments(inputs | part, initial_state_indices=slots, **options), device)
+        o = sglang.fused_sigmoid_gating_delta_rule_update(**call).cpu()
+        assert relative_error(o.view(3, end - begin, *o.shape[2:]), expected[:, begin:end]) <= decoding.BARS[dtype]
+        pool = call["initial_state_source"].cpu()
+        if options:
+            assert torch.equal(pool, inputs["state_pool"])
+            pool[slots] = call["intermediate_states_buffer"].cpu()[[2, 0, 1], last]
+    for n, slot in enumerate(slots.tolist()):
+        assert relative_error(pool[slot], states[n][-1]) <= decoding.BARS[FP32]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softplus_beta": 2.0},
+        {"softplus_threshold": 10.0},
+        {"initial_state_source": None},
+        {"initial_state_indices": None},
+        {"is_kda": True},
+        {"lower_bound": -5.0},
+        {"cache_ring": True},
+        {"replayssm_rawv": torch.zeros(1)},
+        {"replayssm_rawk": torch.zeros(1)},
+        {"replayssm_g": torch.zeros(1)},
+        {"replayssm_beta": torch.zeros(1)},
+        {"match_cutedsl_decode": True},
+        {"retrieve_parent_token": indices([[-1]] * 3), "disable_state_update": False},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_update_refuses(change):
+    _, arguments = update_call("plain", FP32, FP32, padding=0)
+    pool = arguments["initial_state_source"]
+    engines.check_refuses(sglang.fused_sigmoid_gating_delta_rule_update, arguments, pool, change)
+
+
+# Prefill
+
+PREFILLS = {
+    "plain": (
+        PrefillCase(lengths=(70, 0, 64, 130), keys="raw", use_qk_l2norm_in_kernel=True, state_v_first=True),
+        [5, 0, 7, 3],
+    ),
+    "nobody": (PrefillCase(lengths=(5, 70, 64, 3), state_v_first=True), [-1, 4, 0, -1]),
+    "nobody at all": (PrefillCase(lengths=(5, 70), padding=9, state_v_first=True), [-1, -1]),
+    "batched": (PrefillCase(B=2, T=70, H_v=6, state_v_first=True), [5, 2]),
+    "nothing": (PrefillCase(lengths=(), padding=70, state_v_first=True), []),
+}
+
+
+def prefill_call(name: str, state_dtype: torch.dtype, device: str) -> tuple[dict, object]:
+    case, slots = PREFILLS[name]
+    slots = indices(slots)
+    pool = decoding.make_pool(Case(H_v=case.H_v, state_dtype=state_dtype, **SIZES), 9)
+    states = torch.where((slots >= 0)[:, None, None, None], pool[slots.clamp_min(0)], 0)
+    inputs, expected = engines.prefill_inputs(case, device, initial_state=states.to(device))
+    return inputs | engines.moved({"initial_state": pool, "initial_state_indices": slots}, device), expected
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+@STATE_DTYPES
+@pytest.mark.parametrize("inplace_update", (True, False))
+def test_chunk(device, name, state_dtype, inplace_update):
+    arguments, expected = prefill_call(name, state_dtype, device)
+    pool, slots = arguments["initial_state"], arguments["initial_state_indices"].tolist()
+    before = pool.clone()
+    o, nothing, h = sglang.chunk_gated_delta_rule(**arguments, head_first=False, inplace_update=inplace_update)
+    assert nothing is None and o.dtype == h.dtype == BF16
+    assert relative_error(o, expected.o) < BARS[BF16]
+    assert relative_error(h, expected.h) < BARS[BF16]
+    written = {slot: n for n, slot in enumerate(slots) if slot >= 0} if inplace_update else {}
+    for slot, state in enumerate(pool):
+        if slot in written:
+            assert relative_error(state, expected.final_state[written[slot]]) < BARS[BF16]
+        else:
+            assert torch.equal(state, before[slot])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"head_first": True}, {"initial_state": None}, {"initial_state_indices": None}],
+    ids=lambda x: next(iter(x)),
+)
+def test_chunk_refuses(change):
+    arguments, _ = prefill_call("plain", FP32, "cpu")
+    engines.check_refuses(sglang.chunk_gated_delta_rule, arguments, arguments["initial_state"], change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("plain", "nobody"))
+def test_chunk_beside(name):
+    """A pool without gaps, which SGLang's function wants; h has rows that are nobody's behind the others."""
+    function = engines.theirs(FUNCTIONS[CHUNK], CHUNK)
+    arguments, _ = prefill_call(name, FP32, "cuda")
+    before = arguments["initial_state"].contiguous()
+    calls = [arguments | {"initial_state": before.clone()} for _ in range(2)]
+    (o, _, h), (their_o, _, their_h) = (
+        f(**call) for f, call in zip((sglang.chunk_gated_delta_rule, function), calls, strict=True)
+    )
+    assert o.dtype == their_o.dtype and relative_error(o, their_o.double()) < APART
+    assert h.dtype == their_h.dtype and relative_error(h[:, : their_h.shape[1]], their_h.double()) < APART
+    engines.check_beside(*(call["initial_state"] for call in calls), before)
+
+
+# In the engine's place
+
+
+def test_use_and_restore(monkeypatch):
+    engines.check_use_and_restore(sglang, monkeypatch)
+
+
+def test_other_releases(monkeypatch):
+    engines.check_other_releases(sglang, monkeypatch)
