@@ -103,10 +103,11 @@ void check_arguments(Call& call) {
 }
 
 void check_gradients(const BackwardCall& call) {
-  check_device(call.op, "A", call.A, call.q);
-  check_same_dtype(call.op, "A", call.A, call.q);
-  check_shape(call.op, "A", call.A, {call.B, call.T, call.H_v, kChunk}, "[B, T, H_v, C]");
-
+  if (call.has_A) {
+    check_device(call.op, "A", call.A, call.q);
+    check_same_dtype(call.op, "A", call.A, call.q);
+    check_shape(call.op, "A", call.A, {call.B, call.T, call.H_v, kChunk}, "[B, T, H_v, C]");
+  }
   check_device(call.op, "do", call.grad_o, call.q);
   check_floating(call.op, "do", call.grad_o);
   check_shape(call.op, "do", call.grad_o, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V], like v");

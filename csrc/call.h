@@ -45,8 +45,9 @@ struct Arguments {
 // What the backward takes besides.
 struct Gradients {
   // [B, T, H_v, kChunk], dtype of q, as the forward returned it. Checked, but not read: the GPU makes its matrices from
-  // q and k again, the CPU needs the states only.
+  // q and k again, the CPU needs the states only. The map of a gradient is made without.
   Tensor A = undefined_tensor();
+  bool has_A = true;
   Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]
   std::optional<Tensor> grad_final_state;  // shape of a state; none: zero
   std::optional<Tensor> g_raw;             // [B, T, H_v], the forward's g; there if use_gate

@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "decode.h"
+#include "maps.h"
 #include "passes.h"
 #include "prefill.h"
 
@@ -106,6 +107,41 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
+// The maps of maps.h, over whole rows of the batch: what ranks exchange under context parallelism (flash_qla/cp.py).
+// Tokens are as the forward and the backward have them, g of the second being g_cumsum, and states V-first. The map of
+// the state does not depend on q, nor that of the gradient on v.
+constexpr const char* kGatedDeltaRuleForwardMap =
+    "gated_delta_rule_forward_map(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, "
+    "bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None, "
+    "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "-> Tensor map";
+
+template <auto Map>
+void gated_delta_rule_forward_map(const Stack& stack) {
+  Arguments a;
+  a.state_v_first = true;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, a.initial_state, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias,
+             a.use_beta_sigmoid, a.allow_neg_eigval);
+  stack.give(Map(make_call("flash_qla::gated_delta_rule_forward_map", std::move(a))));
+}
+
+constexpr const char* kGatedDeltaRuleBackwardMap =
+    "gated_delta_rule_backward_map(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, Tensor? dht=None, "
+    "float? scale=None, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, "
+    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "-> Tensor map";
+
+template <auto Map>
+void gated_delta_rule_backward_map(const Stack& stack) {
+  Arguments a;
+  a.state_v_first = true;
+  Gradients d;
+  d.has_A = false;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, d.grad_final_state, a.scale, a.auto_cp, a.use_qk_l2norm,
+             a.use_beta_sigmoid, a.allow_neg_eigval);
+  stack.give(Map(make_backward_call("flash_qla::gated_delta_rule_backward_map", std::move(a), std::move(d))));
+}
+
 constexpr const char* kPrefillGatedDeltaRule =
     "prefill_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state_pool, "
     "Tensor state_indices, float? scale=None, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, "
@@ -166,11 +202,13 @@ Tensor prefill_cuda(const PrefillCall& call) {
   fail(call.op, "q is on a GPU, expected the CPU: the prefill on a pool is not supported on the GPU yet");
 }
 
-template <auto Forward, auto Backward, auto Prefill, auto Decode>
+template <auto Forward, auto Backward, auto ForwardMap, auto BackwardMap, auto Prefill, auto Decode>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
   m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
   m.impl("chunk_gated_delta_rule_bwd", boxed<chunk_gated_delta_rule_bwd<Backward>>);
+  m.impl("gated_delta_rule_forward_map", boxed<gated_delta_rule_forward_map<ForwardMap>>);
+  m.impl("gated_delta_rule_backward_map", boxed<gated_delta_rule_backward_map<BackwardMap>>);
   m.impl("prefill_gated_delta_rule", boxed<prefill_gated_delta_rule<Prefill>>);
   m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
   m.impl("decode_gated_delta_rule_packed", boxed<decode_gated_delta_rule_packed<Decode>>);
@@ -184,17 +222,19 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kChunkGatedDeltaRule);
   m.def(flash_qla::kChunkGatedDeltaRuleFwd);
   m.def(flash_qla::kChunkGatedDeltaRuleBwd);
+  m.def(flash_qla::kGatedDeltaRuleForwardMap);
+  m.def(flash_qla::kGatedDeltaRuleBackwardMap);
   m.def(flash_qla::kPrefillGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRulePacked);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::prefill_cpu,
-                                 flash_qla::decode_cpu>(m);
+  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::forward_map_cpu,
+                                 flash_qla::backward_map_cpu, flash_qla::prefill_cpu, flash_qla::decode_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::prefill_cuda,
-                                 flash_qla::decode_cuda>(m);
+  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::forward_map_cuda,
+                                 flash_qla::backward_map_cuda, flash_qla::prefill_cuda, flash_qla::decode_cuda>(m);
 }

@@ -30,6 +30,8 @@ from flash_qla._layout import CHUNK  # noqa: E402  the build writes it beside th
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+_forward_map = torch.ops.flash_qla.gated_delta_rule_forward_map.default
+_backward_map = torch.ops.flash_qla.gated_delta_rule_backward_map.default
 _prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
 _decode = torch.ops.flash_qla.decode_gated_delta_rule.default
 _decode_packed = torch.ops.flash_qla.decode_gated_delta_rule_packed.default
@@ -45,6 +47,7 @@ def _call_of(op):
 
 
 _ForwardCall, _LowLevelCall, _BackwardCall = map(_call_of, (_forward, _forward_low_level, _backward))
+_ForwardMapCall, _BackwardMapCall = map(_call_of, (_forward_map, _backward_map))
 _PrefillCall, _DecodeCall, _DecodePackedCall = map(_call_of, (_prefill, _decode, _decode_packed))
 
 
@@ -195,6 +198,23 @@ def _fake_backward(call):
     )
 
 
+def _fake_map(call):
+    B, _, H_v, V = call.v.shape
+    K, dtype = call.q.shape[-1], torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    return call.q.new_empty((B, H_v, V + K, K), dtype=dtype)
+
+
+def _fake_forward_map(call):
+    _check_inputs(_ForwardCall(**call._asdict(), state_v_first=True), "initial_state")
+    return _fake_map(call)
+
+
+def _fake_backward_map(call):
+    _check_inputs(_BackwardCall(**call._asdict(), A=None, state_v_first=True), "dht")
+    _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
+    return _fake_map(call)
+
+
 def _check_pool(call, N, states, tables):
     """Checks states [.., H_v, V, K] by the symbols of their dimensions, and tables that have a row a sequence."""
     _, _, H_v, V = call.v.shape
@@ -251,11 +271,13 @@ _register_fake(_decode, _DecodeCall, _fake_decode)
 _register_fake(_decode_packed, _DecodePackedCall, _fake_decode_packed)
 _register_fake(_forward_low_level, _LowLevelCall, _fake_low_level)
 _register_fake(_backward, _BackwardCall, _fake_backward)
+_register_fake(_forward_map, _ForwardMapCall, _fake_forward_map)
+_register_fake(_backward_map, _BackwardMapCall, _fake_backward_map)
 
 
 # Autograd. chunk_gated_delta_rule_fwd is what has a formula, because the backward needs its g_cumsum and A. Where
 # gradients are wanted chunk_gated_delta_rule calls it; elsewhere it stays what it is and makes neither. The results of
-# chunk_gated_delta_rule_bwd do not require gradients.
+# chunk_gated_delta_rule_bwd do not require gradients, nor do maps.
 
 
 def _register_autograd(op, differentiable):
@@ -337,7 +359,8 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 _register_autograd(_forward, _forward_for_backward)
 _register_autograd(_forward_low_level, _Differentiable.apply)
-torch.library.impl("flash_qla::chunk_gated_delta_rule_bwd", "Autograd", torch.library.fallthrough_kernel)
+for _op in (_backward, _forward_map, _backward_map):
+    torch.library.impl(_op._schema.name, "Autograd", torch.library.fallthrough_kernel)
 
 
 # Autocast: q, k and v come to the autocast dtype, like the factors of a matrix product. The ops convert the rest to

@@ -154,6 +154,35 @@ template <typename CT>
 }
 
 template <typename CT>
+[[gnu::always_inline]] inline void reverse_gradient_tokens(const GradientBlock<CT>& block) {
+  constexpr int64_t kV = kBlockV<CT>;
+  for (int64_t t = block.tokens - 1; t >= 0; --t) {
+    const CT* q = block.q + t * block.padded_k;
+    const CT* k = block.k + t * block.padded_k;
+    const CT* grad_o = block.grad_o + t * kV;
+    const CT decay = block.decay[t];
+
+    CT dv[kV] = {};
+    for (int64_t row = 0; row < block.padded_k; ++row) {
+      CT* dS = block.grad_state + row * kV;
+      for (int64_t j = 0; j < kV; ++j) {
+        dS[j] += q[row] * grad_o[j];
+        dv[j] += k[row] * dS[j];
+      }
+    }
+    for (int64_t j = 0; j < kV; ++j) {
+      dv[j] *= block.beta[t];
+    }
+    for (int64_t row = 0; row < block.padded_k; ++row) {
+      CT* dS = block.grad_state + row * kV;
+      for (int64_t j = 0; j < kV; ++j) {
+        dS[j] = decay * (dS[j] - k[row] * dv[j]);
+      }
+    }
+  }
+}
+
+template <typename CT>
 [[gnu::always_inline]] inline void invert_chunk(int64_t tokens, int64_t padded_k, const CT* k, const CT* k_transposed,
                                                 const CT* beta, CT* A) {
   for (int64_t i = 0; i < tokens; ++i) {
@@ -187,6 +216,9 @@ FLASH_QLA_CPU_CLONES void replay(const ReplayBlock<double>& block) { replay_toke
 
 FLASH_QLA_CPU_CLONES void reverse(const ReverseBlock<float>& block) { reverse_tokens(block); }
 FLASH_QLA_CPU_CLONES void reverse(const ReverseBlock<double>& block) { reverse_tokens(block); }
+
+FLASH_QLA_CPU_CLONES void reverse_gradient(const GradientBlock<float>& block) { reverse_gradient_tokens(block); }
+FLASH_QLA_CPU_CLONES void reverse_gradient(const GradientBlock<double>& block) { reverse_gradient_tokens(block); }
 
 FLASH_QLA_CPU_CLONES void chunk_inverse(int64_t tokens, int64_t padded_k, const float* k, const float* k_transposed,
                                         const float* beta, float* A) {

@@ -80,6 +80,22 @@ struct ReverseBlock {
 void reverse(const ReverseBlock<float>& block);
 void reverse(const ReverseBlock<double>& block);
 
+template <typename CT>
+struct GradientBlock {
+  int64_t tokens;
+  int64_t padded_k;
+  const CT* q;       // [tokens, padded_k]
+  const CT* k;       // [tokens, padded_k]
+  const CT* grad_o;  // [tokens, kBlockV], times scale
+  const CT* decay;   // [tokens] e^g
+  const CT* beta;    // [tokens]
+  CT* grad_state;    // [padded_k, kBlockV], in and out
+};
+
+// What reverse makes of dS, and nothing else: no states are needed.
+void reverse_gradient(const GradientBlock<float>& block);
+void reverse_gradient(const GradientBlock<double>& block);
+
 // A [tokens, kChunk] = (I + stril(diag(beta) K K^T))^-1, by forward substitution; columns from `tokens` on are zero.
 // k is [tokens, padded_k], k_transposed [padded_k, kChunk] with zeros from column `tokens` on.
 void chunk_inverse(int64_t tokens, int64_t padded_k, const float* k, const float* k_transposed, const float* beta,

@@ -66,10 +66,11 @@ CT load_row(const T* x, int64_t K, bool l2norm, CT* row) {
 }
 
 // Columns [block * kBlockV, ...) of `tokens` rows of a [.., H, V] tensor to packed [tokens, kBlockV], times `factor`,
-// and back. x points to the first token's row of the head; `stride` is H * V. Columns beyond V are packed as zeros.
+// and back. x points to the first token's row of the head; `stride` is H * V. Columns beyond V, perhaps all of the
+// block, are packed as zeros.
 template <typename T, typename CT>
 void pack_values(const T* x, int64_t stride, int64_t V, int64_t block, int64_t tokens, CT factor, CT* packed) {
-  const int64_t columns = std::min(kBlockV<CT>, V - block * kBlockV<CT>);
+  const int64_t columns = std::clamp<int64_t>(V - block * kBlockV<CT>, 0, kBlockV<CT>);
   for (int64_t t = 0; t < tokens; ++t) {
     const T* row = x + t * stride + block * kBlockV<CT>;
     for (int64_t j = 0; j < columns; ++j) {

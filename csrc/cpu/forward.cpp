@@ -35,6 +35,7 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
       .H_v = call.H_v,
       .K = call.K,
       .V = call.V,
+      .values = call.V,
       .scale = static_cast<CT>(*call.scale),
       .use_qk_l2norm = call.use_qk_l2norm,
       .state_v_first = call.state_v_first,

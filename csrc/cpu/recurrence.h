@@ -20,16 +20,17 @@ struct Checkpoints {
 template <typename T, typename CT>
 struct Forward {
   int64_t H_k, H_v, K, V;
+  int64_t values;  // columns that v has: V, or fewer, and then the others are zeros
   CT scale;
   bool use_qk_l2norm, state_v_first;
   const T *q, *k, *v;
   Activations<CT> gates;
   const CT* initial_state;  // null: zero
-  T* o;
-  CT* g_cumsum;     // null: not wanted
-  T* A;             // null: not wanted
-  T* h;             // null: not wanted
-  CT* final_state;  // null: not wanted
+  T* o;                     // null: not wanted
+  CT* g_cumsum;             // null: not wanted
+  T* A;                     // null: not wanted
+  T* h;                     // null: not wanted
+  CT* final_state;          // null: not wanted
   const Checkpoints& checkpoints;
 };
 
@@ -130,9 +131,9 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
       }
     }
 
-    const int64_t values = (begin * p.H_v + head) * V;
+    const int64_t values = (begin * p.H_v + head) * p.values, outputs = (begin * p.H_v + head) * V;
     for (int64_t block = 0; block < scratch.dims.blocks; ++block) {
-      pack_values(p.v + values, p.H_v * V, V, block, tokens, CT(1), scratch.v());
+      pack_values(p.v + values, p.H_v * p.values, p.values, block, tokens, CT(1), scratch.v());
       advance(ValueBlock<CT>{
           .tokens = tokens,
           .padded_k = padded_k,
@@ -145,7 +146,9 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
           .state = scratch.state() + block * scratch.dims.block_size(),
           .o = scratch.o(),
       });
-      unpack_values(scratch.o(), p.H_v * V, V, block, tokens, p.o + values);
+      if (p.o) {
+        unpack_values(scratch.o(), p.H_v * V, V, block, tokens, p.o + outputs);
+      }
     }
   }
 

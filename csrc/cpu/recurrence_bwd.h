@@ -95,6 +95,31 @@ class SequenceBackward {
     }
   }
 
+  // From grad_final_state to dh0 and nothing else. grad_o has `values` columns; the others of V are zeros.
+  void run_gradient(int64_t head, int64_t values) const {
+    const HeadActivations<CT> gates(p_.gates, head);
+    const int64_t state_offset = (sequence_.index * p_.H_v + head) * p_.K * p_.V;
+    load_state(s_.dims, p_.grad_final_state + state_offset, p_.K, p_.V, p_.state_v_first, s_.grad_state());
+    for (int64_t chunk = chunk_count(length_) - 1; chunk >= 0; --chunk) {
+      const int64_t tokens = load_chunk(gates, head, chunk), first = sequence_.begin + chunk * kChunk;
+      for (int64_t block = 0; block < s_.dims.blocks; ++block) {
+        pack_values(p_.grad_o + (first * p_.H_v + head) * values, p_.H_v * values, values, block, tokens, p_.scale,
+                    s_.grad_o());
+        reverse_gradient(GradientBlock<CT>{
+            .tokens = tokens,
+            .padded_k = s_.dims.padded_k,
+            .q = s_.q(),
+            .k = s_.k(),
+            .grad_o = s_.grad_o(),
+            .decay = s_.decay(),
+            .beta = s_.beta(),
+            .grad_state = s_.grad_state() + block * s_.dims.block_size(),
+        });
+      }
+    }
+    store_state(s_.dims, s_.grad_state(), p_.K, p_.V, p_.state_v_first, p_.dh0 + state_offset);
+  }
+
  private:
   void run_head(int64_t head) const {
     const HeadActivations<CT> gates(p_.gates, head);
