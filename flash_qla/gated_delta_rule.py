@@ -12,12 +12,13 @@ arXiv:2412.06464.
 
 import torch
 
+from flash_qla import cp
+
 # Keywords of other implementations of this function that callers pass on without meaning anything by them. Each asks
 # for something this package does not do, unless it is None or False.
 _TOLERATED = frozenset(
     {
         "chunk_indices",
-        "cp_context",
         "cu_seqlens_cpu",
         "head_first",
         "transpose_state_layout",
@@ -56,6 +57,7 @@ def chunk_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    cp_context: cp.CPContext | None = None,
     **ignored: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated Delta Rule over whole sequences (prefill, training); see the module for the formula and the paper.
@@ -108,6 +110,13 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed likewise.
         allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative
             eigenvalues; with use_beta_sigmoid_in_kernel only.
+        cp_context: the tokens are this rank's part of sequences that are spread over a process group, see
+            flash_qla.cp.build_cp_context, whose result it is, or that of FLA's function of this name. All ranks of the
+            group make the call, and its backward. B is 1 and T as the context says; cu_seqlens is the context's, and
+            the argument is not looked at; N is the number of the rank's own sequences. An initial state is that of a
+            sequence where the rank has its first token, and not looked at elsewhere; a final state is that behind the
+            rank's own tokens, so where it has the sequence's last token that of the sequence. Gradients of A_log and
+            dt_bias are those of the rank's tokens.
         **ignored: keywords that other implementations know, such as chunk_indices; None or False only.
 
     Returns:
@@ -118,12 +127,13 @@ def chunk_gated_delta_rule(
         RuntimeError: an argument has the wrong device, dtype or shape; A_log is missing with use_gate_in_kernel; A_log,
             dt_bias or allow_neg_eigval come without what they belong to; contents of cu_seqlens are wrong (where they
             are checked). The message names the argument, what was expected and what came.
+        ValueError: the tokens are not those of cp_context.
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
         NotImplementedError: when gradients made with create_graph=True are differentiated again.
     """
     if ignored or head_first is not False:
         _refuse({"head_first": head_first, **ignored})
-    o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(
+    args = (
         q,
         k,
         v,
@@ -143,6 +153,10 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
+    if cp_context is None:
+        o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(*args)
+    else:
+        o, final_state = cp.run(cp_context, *args)
     return o, final_state if output_final_state else None
 
 

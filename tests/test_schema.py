@@ -21,7 +21,7 @@ OPS = (
     "decode_gated_delta_rule_packed",
 )
 # Parameters of the functions that the ops do not have
-EXTRA = ("head_first", "ignored")
+EXTRA = ("head_first", "cp_context", "ignored")
 HINTS = {
     "Tensor": torch.Tensor,
     "Optional[Tensor]": torch.Tensor | None,

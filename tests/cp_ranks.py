@@ -1,0 +1,272 @@
+"""What the tests of context parallelism run on each rank of a group, and where tokens and sequences lie there, said
+once more: by going through all of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from cases import ALL_GRADIENTS_OF, Case, make_gradients, make_inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_qla
+from flash_qla.cp import build_cp_context, exchange_halo
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def parts_of(total: int, world_size: int, rank: int, layout: str) -> list[tuple[int, int]]:
+    """Begin and end of the tokens that a rank has."""
+    count = world_size if layout == "contiguous" else 2 * world_size
+    parts = [(total * i // count, total * (i + 1) // count) for i in range(count)]
+    return [parts[rank]] if layout == "contiguous" else [parts[rank], parts[-1 - rank]]
+
+
+def rows_of(lengths: tuple[int, ...], parts: list[tuple[int, int]]) -> list[tuple[int, bool, bool]]:
+    """Of each of a rank's sequences its number, and whether its first and its last token are in the part."""
+    offsets = list(itertools.accumulate(lengths, initial=0))
+    rows = []
+    for begin, end in parts:
+        for n, (first, behind) in enumerate(itertools.pairwise(offsets)):
+            if any(begin <= t < end for t in range(first, behind)):
+                rows.append((n, begin <= first < end, begin <= behind - 1 < end))
+    return rows
+
+
+def cut(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """This rank's tokens, of [1, T, ...]."""
+    parts = parts_of(x.shape[1], dist.get_world_size(), dist.get_rank(), layout)
+    return torch.cat([x[:, begin:end] for begin, end in parts], 1)
+
+
+def local_case(case: Case, layout: str, device: str, kernel_size: int | None = None) -> tuple[dict, dict]:
+    """The rank's share of the case's inputs, the context among them, and of its gradients. An initial state of a
+    sequence that begins elsewhere is NaN."""
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    cu_seqlens = inputs.pop("cu_seqlens")
+    rows = rows_of(case.lengths, parts_of(sum(case.lengths), dist.get_world_size(), dist.get_rank(), layout))
+    numbers = [n for n, _, _ in rows]
+    begins, ends = (torch.tensor(x, device=device)[:, None, None, None] for x in list(zip(*rows, strict=True))[1:])
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name] = cut(inputs[name], layout)
+    gradients["do"] = cut(gradients["do"], layout)
+    if inputs["initial_state"] is not None:
+        inputs["initial_state"] = inputs["initial_state"][numbers].where(begins, float("nan"))
+    if gradients["dht"] is not None:
+        gradients["dht"] = gradients["dht"][numbers].where(ends, 0)
+    inputs["cp_context"] = build_cp_context(cu_seqlens, None, kernel_size, layout=layout)
+    assert inputs["cp_context"].sequences == tuple(numbers)
+    return inputs, gradients
+
+
+def run(inputs: dict, gradients: dict, function=flash_qla.chunk_gated_delta_rule) -> dict:
+    """o, the rank's final states and all gradients through autograd, by name."""
+    names = [name for name in ALL_GRADIENTS_OF if inputs.get(name) is not None]
+    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names}
+    o, final_state = function(**inputs | leaves, output_final_state=True)
+    used = [(o, gradients["do"])] + [(final_state, gradients["dht"])] * (gradients["dht"] is not None)
+    found = torch.autograd.grad([x for x, _ in used], list(leaves.values()), [dx for _, dx in used])
+    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(names, found, strict=True)}
+    return {"o": o.detach(), "final_state": final_state.detach()} | named
+
+
+class CountGathers(TorchDispatchMode):
+    """How many collectives were begun meanwhile, the backward's included."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("_c10d_functional", "c10d") and "wait" not in function._schema.name:
+            assert function._schema.name.endswith("all_gather_into_tensor"), function
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def all_cases(cases: list[Case], device: str) -> dict:
+    """The outputs of each case in each layout."""
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
+    outputs = {}
+    for case, layout in itertools.product(cases, LAYOUTS):
+        inputs, gradients = local_case(case, layout, device)
+        with CountGathers() as gathers:
+            found = run(inputs, gradients)
+        assert gathers.count == (2 if dist.get_world_size() > 1 else 0)
+        again = run(inputs, gradients)
+        assert all(torch.equal(x, again[name]) for name, x in found.items()), "other bits the second time"
+        with torch.inference_mode():
+            o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        if device == "cpu":  # on the GPU these may be other kernels
+            assert torch.equal(o, found["o"]) and torch.equal(final_state, found["final_state"])
+        outputs[case, layout] = {name: x.cpu() for name, x in found.items()}
+    return outputs
+
+
+def compiled(case: Case, layout: str, device: str, backend: str) -> None:
+    """In one graph, the same as without."""
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
+    inputs, gradients = local_case(case, layout, device)
+    function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
+    found, expected = run(inputs, gradients, function), run(inputs, gradients)
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+def captured(case: Case, layout: str) -> None:
+    """A step in a CUDA graph: the same as without, and of other tokens when replayed with those."""
+    device = f"cuda:{dist.get_rank()}"
+    inputs, gradients = local_case(case, layout, device)
+    expected = [run(inputs, gradients)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
+        found = run(inputs, gradients)
+    inputs["v"].neg_()
+    expected.append(run(inputs, gradients))
+    for i in (1, 0):
+        graph.replay()
+        assert all(torch.equal(x, expected[i][name]) for name, x in found.items())
+        inputs["v"].neg_()
+
+
+def states_between_ranks(case: Case) -> None:
+    """The loss may depend on the state at a rank's end as well: against the same tokens in calls of their own, each
+    from the state that the one before left."""
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    assert len(case.lengths) == 1 and inputs.pop("cu_seqlens") is not None
+    options = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
+    tensors = {name: x.requires_grad_() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokens = [name for name in tensors if name != "initial_state"]
+    pieces = zip(*(tensors[name].chunk(world_size, 1) for name in tokens), strict=True)
+    calls = [dict(zip(tokens, x, strict=True)) for x in pieces]
+    loss, states = 0, [tensors["initial_state"]]
+    for call, do in zip(calls, gradients["do"].chunk(world_size, 1), strict=True):
+        o, state = flash_qla.chunk_gated_delta_rule(
+            **options, **call, initial_state=states[-1], output_final_state=True
+        )
+        loss = loss + (o * do).sum() + (state * gradients["dht"]).sum()
+        states.append(state)
+    expected = torch.autograd.grad(loss, list(tensors.values()))
+
+    local, _ = local_case(case, "contiguous", "cpu")
+    if rank == 0:
+        local["initial_state"] = inputs["initial_state"].detach()
+    found = run(local, {"do": cut(gradients["do"], "contiguous"), "dht": gradients["dht"]})
+    torch.testing.assert_close(found["final_state"], states[rank + 1], rtol=1e-10, atol=1e-10)
+    for name, dx in zip(tensors, expected, strict=True):
+        if name != "initial_state":
+            torch.testing.assert_close(found[ALL_GRADIENTS_OF[name]], cut(dx, "contiguous"), rtol=1e-10, atol=1e-10)
+        elif rank == 0:
+            torch.testing.assert_close(found["dh0"], dx, rtol=1e-10, atol=1e-10)
+        else:
+            assert not found["dh0"].any()
+
+
+def partly(case: Case) -> None:
+    """What may be left out: o in the loss, the final state in it, gradients of all tensors but one. The rest has the
+    same gradients."""
+    inputs, gradients = local_case(case, "contiguous", "cpu")
+    del inputs["initial_state"]
+
+    def gradient(name, do, dht):
+        x = inputs[name].clone().requires_grad_()
+        o, state = flash_qla.chunk_gated_delta_rule(**inputs | {name: x}, output_final_state=dht is not None)
+        loss = 0 if do is None else (o * do).sum()
+        return torch.autograd.grad(loss if dht is None else loss + (state * dht).sum(), x)[0]
+
+    for name in ("q", "v", "g"):
+        both, from_o, from_state = (
+            gradient(name, do, dht)
+            for do, dht in itertools.product((gradients["do"], None), (gradients["dht"], None))
+            if do is not None or dht is not None
+        )
+        torch.testing.assert_close(both, from_o + from_state, rtol=1e-10, atol=1e-10)
+
+
+def halos(batches: list[tuple[int, ...]], widths: tuple[int, ...], device: str) -> None:
+    """exchange_halo and its gradient, against all tokens in one place, for sequences of these lengths."""
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
+    for lengths in batches:
+        check_halos(lengths, widths, device)
+
+
+def check_halos(lengths: tuple[int, ...], widths: tuple[int, ...], device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total, world_size = sum(lengths), dist.get_world_size()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    x = torch.randn(1, total, 3, 2, generator=generator, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+    for layout, width in itertools.product(LAYOUTS, widths):
+
+        def halo(x, begin, width=width):
+            rows = []
+            for t in range(begin - width + 1, begin):
+                here = t >= 0 and bool(sequence[t] == sequence[begin])
+                rows.append(x[0, t] * here)
+            return torch.stack(rows) if rows else x[0, :0]
+
+        ranks = [parts_of(total, world_size, r, layout) for r in range(world_size)]
+        whole = x.clone().requires_grad_()
+        expected = [torch.stack([halo(whole, begin) for begin, _ in parts]) for parts in ranks]
+        weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in expected]
+        (dx,) = torch.autograd.grad(sum((y * w).sum() for y, w in zip(expected, weights, strict=True)), whole)
+
+        context = build_cp_context(cu_seqlens, conv1d_kernel_size=width, layout=layout)
+        local = cut(x, layout).to(device).requires_grad_()
+        found = exchange_halo(local, context)
+        (gradient,) = torch.autograd.grad(found, local, weights[dist.get_rank()].to(device))
+        assert torch.equal(found.cpu(), expected[dist.get_rank()])
+        torch.testing.assert_close(gradient.cpu(), cut(dx, layout), rtol=1e-12, atol=1e-12)
+
+
+def convolved(case: Case, width: int) -> None:
+    """A causal convolution from the halo and the Gated Delta Rule behind it: the same as of the whole sequence."""
+    inputs, _ = local_case(case, "contiguous", "cpu", width)
+    weight = torch.randn(width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = make_inputs(case, "cpu")
+    leaves = [inputs["v"].requires_grad_(), whole["v"].requires_grad_()]
+
+    def convolve(v, before):
+        v = torch.cat([before, v], 1)
+        return sum(weight[i] * v[:, i : v.shape[1] - width + 1 + i] for i in range(width))
+
+    inputs["v"] = convolve(leaves[0], exchange_halo(leaves[0], inputs["cp_context"]))
+    whole["v"] = convolve(leaves[1], leaves[1].new_zeros(1, width - 1, *leaves[1].shape[2:]))
+    found, expected = (flash_qla.chunk_gated_delta_rule(**x)[0] for x in (inputs, whole))
+    torch.testing.assert_close(found, cut(expected, "contiguous"), rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(o.square().sum(), x)[0] for o, x in zip((found, expected), leaves, strict=True))
+    torch.testing.assert_close(next(gradients), cut(next(gradients), "contiguous"), rtol=1e-10, atol=1e-10)
+
+
+def wrong_tokens(case: Case) -> None:
+    inputs, _ = local_case(case, "contiguous", "cpu")
+    flash_qla.chunk_gated_delta_rule(**inputs | {"q": inputs["q"][:, 1:]})
+
+
+def without_rank_1(case: Case, how: str) -> None:
+    """The others shall fail."""
+    inputs, _ = local_case(case, "contiguous", "cpu")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(5)
+        return
+    flash_qla.chunk_gated_delta_rule(**inputs)
+
+
+def other_heads_on_rank_1(case: Case, checked: str) -> None:
+    os.environ["FLASH_QLA_CHECK"] = checked
+    inputs, _ = local_case(case, "contiguous", "cpu")
+    if dist.get_rank() == 1:
+        for name in ("q", "k", "v", "g", "beta"):
+            inputs[name] = torch.cat([inputs[name]] * 2, 2)
+        inputs["initial_state"] = None
+    flash_qla.chunk_gated_delta_rule(**inputs)
+    dist.barrier()

@@ -1,0 +1,72 @@
+"""Functions in the processes of a group."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+LIMIT = 120  # seconds that a group may take; it is there so that a test ends
+
+
+def _run(rank, world_size, backend, timeout, folder, function, args):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        outcome = {"result": function(*args)}
+    except Exception as error:
+        outcome = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    torch.save(outcome, Path(folder, f"{rank}.new"))
+    Path(folder, f"{rank}.new").rename(Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", timeout: float = 60) -> list[dict]:
+    """What function(*args) comes to on each rank: {"result": ...}, {"error": ..., "traceback": ...}, or neither where
+    the process ended. `timeout` is the group's, in seconds.
+
+    The function is one of a module that can be imported; results are what torch.save takes.
+    """
+    # All processes are forked from one that has imported PyTorch and does nothing else: imports cost a second each.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "flash_qla"])
+    deadline = time.monotonic() + LIMIT
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_run, args=(rank, world_size, backend, timeout, folder, function, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in hanging:
+            processes[rank].kill()
+            processes[rank].join()
+        assert not hanging, f"ranks {hanging} of {world_size} have not ended after {LIMIT} s"
+        files = [Path(folder, f"{rank}.pt") for rank in range(world_size)]
+        return [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
+
+
+def run_on_ranks(world_size: int, function, *args, **options) -> list:
+    """What function(*args) returns on each rank."""
+    outcomes = outcomes_on_ranks(world_size, function, *args, **options)
+    for rank, outcome in enumerate(outcomes):
+        assert "result" in outcome, f"rank {rank}: {outcome.get('traceback', 'the process ended')}"
+    return [outcome["result"] for outcome in outcomes]

@@ -1,0 +1,328 @@
+"""Context parallelism over ranks: groups of processes on the CPU, and of GPUs, against the recurrence over all tokens
+in one place."""
+
+import dataclasses
+import functools
+import itertools
+import time
+from types import SimpleNamespace
+
+import accuracy
+import cp_ranks
+import pytest
+import reference
+import torch
+from cases import ALL_INSIDE, Case, activated, make_gradients, make_inputs, reference_gradients, reference_of
+from cp_ranks import LAYOUTS, parts_of, rows_of
+from ranks import outcomes_on_ranks, run_on_ranks
+
+import flash_qla
+from flash_qla.cp import CPContext, build_cp_context, exchange_halo
+
+FP32, FP64 = torch.float32, torch.float64
+WORLD_SIZES = (1, 2, 3, 4, 8)
+SMALL = {"K": 16, "V": 24, "H_k": 1, "H_v": 2} | dict.fromkeys(
+    ("dtype", "g_dtype", "beta_dtype", "initial_state", "dht"), FP64
+)
+
+# 240 tokens or 480 go on every number of ranks, in parts of 15 to 480.
+CASES = (
+    Case(lengths=(240,), **SMALL),
+    Case(lengths=(480,), **SMALL, gate="zero", beta="two", state_v_first=True),
+    Case(lengths=(7, 200, 33), **SMALL, gate="logsigmoid", cu_dtype=torch.int64),
+    Case(lengths=(60, 0, 60, 0, 0, 60, 60, 0), **SMALL, gate="logsigmoid"),
+    Case(lengths=(1,) * 20 + (219, 1), **SMALL, gate="tiny", scale=0.5),
+    Case(lengths=(31, 209), **SMALL | {"initial_state": None, "dht": None}, gate="resets"),
+    Case(
+        lengths=(100, 140),
+        **SMALL | {"dtype": FP32, "g_dtype": torch.float16, "initial_state": torch.bfloat16, "H_k": 2, "H_v": 4},
+        **ALL_INSIDE,
+        keys="raw",
+        use_qk_l2norm_in_kernel=True,
+    ),
+    Case(lengths=(100, 140), **SMALL, use_gate_in_kernel=True, A_log=FP64, dt_bias=None, state_v_first=True),
+    Case(lengths=(65, 370, 45), K=32, V=64, state_v_first=True, gate="logsigmoid"),
+    Case(lengths=(65, 370, 45), K=32, V=16, dtype=torch.float16, gate="tiny", initial_state=None),
+)
+ONE = CASES[0]
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPU_CASES = (
+    Case(lengths=(2048,), gate="logsigmoid"),
+    Case(lengths=(4096,), gate="zero", H_k=2, H_v=8, state_v_first=True),
+    Case(lengths=(100, 1500, 448), gate="tiny", dtype=torch.float16),
+    Case(lengths=(700, 1348), keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE, g_dtype=torch.bfloat16),
+    Case(lengths=(1, 63, 1984), K=96, V=192, H_k=3, H_v=3, beta="two", gate="logsigmoid"),
+)
+
+
+@functools.cache
+def expected_of(case: Case) -> tuple[dict, reference.Gradients, torch.Tensor]:
+    """The recurrence's outputs and gradients, of the sequences that have tokens, and its cumulative gates."""
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    outputs, found = reference_of(inputs), reference_gradients(inputs, **gradients)
+    some = [n for n, length in enumerate(case.lengths) if length]
+    b = reference.chunk_cumsum(activated(inputs)["g"], inputs["cu_seqlens"])
+    return (
+        {"o": outputs.o, "final_state": outputs.final_state[some]},
+        dataclasses.replace(found, dh0=found.dh0[some]),
+        b,
+    )
+
+
+@functools.cache
+def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> list[dict]:
+    backend = "gloo" if device == "cpu" else "nccl"
+    return run_on_ranks(world_size, cp_ranks.all_cases, list(cases), device, backend=backend)
+
+
+def put_together(case: Case, layout: str, of_ranks: list[dict]) -> dict:
+    """The tensors of all tokens and sequences from those of the ranks."""
+    whole, total, world_size = {}, sum(case.lengths), len(of_ranks)
+    some = [n for n, length in enumerate(case.lengths) if length]
+    parts = [parts_of(total, world_size, rank, layout) for rank in range(world_size)]
+    rows = [rows_of(case.lengths, x) for x in parts]
+    for name in of_ranks[0]:
+        tensors = [found[name] for found in of_ranks]
+        if name in ("final_state", "dh0"):
+            states = {}
+            for x, of_rank in zip(tensors, rows, strict=True):
+                for state, (n, begins, ends) in zip(x, of_rank, strict=True):
+                    if ends if name == "final_state" else begins:
+                        states[n] = state
+                    elif name == "dh0":
+                        assert not state.any()
+            whole[name] = torch.stack([states[n] for n in some])
+        elif name in ("dA_log", "ddt_bias"):
+            whole[name] = torch.stack(tensors).sum(0)
+        else:
+            pieces = {}
+            for x, of_rank in zip(tensors, parts, strict=True):
+                lengths = [end - begin for begin, end in of_rank]
+                pieces |= zip(of_rank, x.split(lengths, 1), strict=True)
+            whole[name] = torch.cat([pieces[part] for part in sorted(pieces)], 1)
+    return whole
+
+
+def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
+    outputs, gradients, b = expected_of(case)
+    found = put_together(case, layout, [x[case, layout] for x in of_ranks])
+    name = f"{len(of_ranks)} ranks, {layout}, {case}"
+    for output, x in outputs.items():
+        accuracy.check(output, found.pop(output), x, case.dtype, name)
+    assert {"dq", "dk", "dv", "db", "dg"} <= found.keys()
+    accuracy.check_gradients(found, gradients, case.dtype, name, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_against_the_recurrence(world_size, case, layout):
+    check(case, layout, found_on(world_size, CASES))
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_states_between_ranks(world_size):
+    run_on_ranks(world_size, cp_ranks.states_between_ranks, ONE)
+
+
+def test_what_may_be_left_out():
+    run_on_ranks(2, cp_ranks.partly, ONE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled(layout):
+    run_on_ranks(2, cp_ranks.compiled, CASES[2], layout, "cpu", "aot_eager")
+
+
+@pytest.mark.parametrize("world_size", (1, 3, 8))
+def test_halos(world_size):
+    run_on_ranks(world_size, cp_ranks.halos, [(240,), (7, 0, 200, 33), (1,) * 20 + (219, 1)], (1, 4, 20), "cpu")
+
+
+def test_a_convolution_before_it():
+    run_on_ranks(3, cp_ranks.convolved, ONE, 4)
+
+
+# Errors
+
+
+def test_other_tokens_than_the_context_says():
+    for outcome in outcomes_on_ranks(2, cp_ranks.wrong_tokens, ONE):
+        assert outcome["error"].startswith("ValueError: q has shape [1, 119, 1, 16], expected [1, 120, ...]")
+
+
+@pytest.mark.parametrize(("how", "timeout"), [("dies", 30), ("does not come", 2)])
+def test_a_rank_is_missing(how, timeout):
+    start = time.monotonic()
+    first, _ = outcomes_on_ranks(2, cp_ranks.without_rank_1, ONE, how, timeout=timeout)
+    assert "error" in first, first
+    assert time.monotonic() - start < 30
+
+
+def test_other_heads_on_one_rank():
+    """gloo notices it in one process, which it ends; the other finds out in the next collective, if not before."""
+    outcomes = outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, ONE, "0", timeout=5)
+    assert {} in outcomes and all("result" not in outcome for outcome in outcomes), outcomes
+    for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, ONE, "1", timeout=5):
+        assert "[((1, 2, 40, 16), torch.float64), ((1, 4, 40, 16), torch.float64)]" in outcome["error"], outcome
+
+
+# Contexts
+
+
+class Group(SimpleNamespace):
+    """As much of a process group as a context asks for."""
+
+    group_name = "ranks"
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.world_size
+
+
+LENGTHS = [case.lengths for case in CASES] + [(48,), (1,) * 48, (0, 47, 0, 1, 0), (15, 15, 1, 14, 3)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_a_rank_holds(world_size, layout):
+    for lengths in LENGTHS:
+        total, offsets = sum(lengths), list(itertools.accumulate(lengths, initial=0))
+        all_parts = sorted(part for rank in range(world_size) for part in parts_of(total, world_size, rank, layout))
+        for rank in range(world_size):
+            context = build_cp_context(
+                torch.tensor(offsets), Group(number=rank, world_size=world_size), 4, layout=layout
+            )
+            parts = parts_of(total, world_size, rank, layout)
+            rows = rows_of(lengths, parts)
+            assert context.sequences == tuple(n for n, _, _ in rows) and context.num_seqs == len(rows)
+            ends = itertools.accumulate(
+                len([t for t in range(offsets[n], offsets[n + 1]) if begin <= t < end])
+                for begin, end in parts
+                for n, _, _ in rows_of(lengths, [(begin, end)])
+            )
+            assert context.cu_seqlens.tolist() == context.cu_seqlens_cpu.tolist() == [0, *ends]
+            assert context.cu_seqlens.dtype == torch.int32 and context.conv1d_kernel_size == 4
+            of_parts = []
+            for begin, end in parts:
+                (first, begins, _), (last, _, ends) = (rows_of(lengths, [(begin, end)])[i] for i in (0, -1))
+                before = [x for x in all_parts if x[0] < begin and any(n == first for n, _, _ in rows_of(lengths, [x]))]
+                behind = [x for x in all_parts if x[0] > begin and any(n == last for n, _, _ in rows_of(lengths, [x]))]
+                of_parts.append((len(before), len(behind), begins, ends, begin - offsets[first]))
+            names = ("pre_num_ranks", "post_num_ranks", "is_first_rank", "is_last_rank", "pre_num_conv_tokens")
+            if layout == "contiguous":
+                assert tuple(getattr(context, name) for name in names) == of_parts[0]
+            else:
+                by_part = [name.removesuffix("_rank") + "_by_part" for name in names]
+                assert [getattr(context, name) for name in by_part] == list(zip(*of_parts, strict=True))
+                assert context.part_len == parts[0][1] - parts[0][0]
+                assert context.front_num_seqs == len(rows_of(lengths, parts[:1]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "layout", "message"),
+    [
+        ([0, 7], "contiguous", "7 tokens, expected a positive multiple of 2"),
+        ([0, 6], "zigzag", "6 tokens, expected a positive multiple of 4"),
+        ([0, 0], "contiguous", "0 tokens"),
+        ([0, 5, 4], "contiguous", "expected offsets that begin with 0 and do not decrease"),
+        ([1, 4], "contiguous", "expected offsets that begin with 0"),
+        ([0, 4], "striped", "layout is 'striped', expected 'contiguous' or 'zigzag'"),
+    ],
+)
+def test_contexts_that_are_refused(offsets, layout, message):
+    with pytest.raises(ValueError, match=message):
+        build_cp_context(torch.tensor(offsets), Group(number=0, world_size=2), layout=layout)
+
+
+def test_no_group():
+    with pytest.raises(ValueError, match="group is None"):
+        build_cp_context(torch.tensor([0, 4]))
+
+
+def test_a_context_with_flas_fields():
+    """Of another class, with FLA's fields and more; without a group it is one rank's."""
+    case = CASES[2]
+    inputs = make_inputs(case, "cpu")
+    cu_seqlens = inputs.pop("cu_seqlens")
+    context = build_cp_context(cu_seqlens, Group(number=0, world_size=1))
+    fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(CPContext)}
+    del fields["sequences"]
+    theirs = SimpleNamespace(**fields | {"group": None, "pre_num_ranks_dev": None})
+    found = flash_qla.chunk_gated_delta_rule(**inputs, cp_context=theirs, output_final_state=True)
+    expected = flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu_seqlens, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_contexts_that_do_not_do():
+    case = CASES[2]
+    inputs = make_inputs(case, "cpu")
+    context = build_cp_context(inputs.pop("cu_seqlens"), Group(number=0, world_size=1))
+    with pytest.raises(ValueError, match="cu_seqlens_cpu"):
+        dataclasses.replace(context, cu_seqlens_cpu=None)
+    with pytest.raises(TypeError, match="cp_context is of type object, expected a CPContext"):
+        flash_qla.chunk_gated_delta_rule(**inputs, cp_context=object())
+    with pytest.raises(ValueError, match="v has 3 dimensions, expected 4"):
+        flash_qla.chunk_gated_delta_rule(**inputs | {"v": inputs["v"][..., 0]}, cp_context=context)
+    with pytest.raises(ValueError, match="conv1d_kernel_size"):
+        exchange_halo(inputs["q"], context)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 120, .*expected \[1, 240"):
+        exchange_halo(inputs["q"].view(2, 120, 16), context)
+
+
+def test_double_backward():
+    inputs = make_inputs(CASES[2], "cpu")
+    context = build_cp_context(inputs.pop("cu_seqlens"), Group(number=0, world_size=1), layout="zigzag")
+    inputs["initial_state"], v = None, inputs["v"].requires_grad_()
+    o, _ = flash_qla.chunk_gated_delta_rule(**inputs, cp_context=context)
+    (dv,) = torch.autograd.grad(o.square().sum(), v, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dv.sum().backward()
+
+
+def test_autocast():
+    """q, k and v come to its dtype before the maps are made, too."""
+    case = dataclasses.replace(CASES[2], dtype=FP32)
+    inputs = make_inputs(case, "cpu")
+    context = build_cp_context(inputs.pop("cu_seqlens"), Group(number=0, world_size=1), layout="zigzag")
+    expected = flash_qla.chunk_gated_delta_rule(
+        **inputs | {name: inputs[name].bfloat16() for name in ("q", "k", "v")} | {"initial_state": None},
+        cp_context=context,
+    )[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = flash_qla.chunk_gated_delta_rule(**inputs | {"initial_state": None}, cp_context=context)
+    assert torch.equal(o, expected)
+
+
+# Two GPUs
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_two_gpus(case, layout):
+    check(case, layout, found_on(2, GPU_CASES, "cuda"))
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_compiled(layout):
+    run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], layout, "cuda", "aot_eager", backend="nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_in_a_cuda_graph(layout):
+    run_on_ranks(2, cp_ranks.captured, GPU_CASES[2], layout, backend="nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_exchange_halos():
+    run_on_ranks(2, cp_ranks.halos, [(7, 200, 33)], (4,), "cuda", backend="nccl")
