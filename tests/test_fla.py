@@ -9,10 +9,12 @@ where FLA's kernels would be.
 """
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import accuracy
 import pytest
@@ -26,13 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NO_FLA = "no FLA with a backend for flash_qla (fla-core 0.6.0, and Triton) is installed"
 fla_backend = pytest.importorskip("fla.ops.gated_delta_rule.backends.flash_qla", reason=NO_FLA)
 
+import fla.ops.cp.context as fla_cp  # noqa: E402
 import fla.ops.gated_delta_rule as fla_gdr  # noqa: E402
 import fla.ops.gated_delta_rule.chunk as fla_chunk  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import flash_qla  # noqa: E402
+from flash_qla.cp import build_cp_context  # noqa: E402
 from flash_qla.integrations.fla import _Backend, restore, use_flash_qla  # noqa: E402
 
+FORWARD_MAP, BACKWARD_MAP = (f"gated_delta_rule_{direction}_map" for direction in ("forward", "backward"))
 FORWARD, BACKWARD, INFERENCE = (f"chunk_gated_delta_rule{suffix}" for suffix in ("_fwd", "_bwd", ""))
 NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
 BARS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3}
@@ -214,13 +219,14 @@ def naive_activated(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 INTEGRATED = {
     "activations": Case(T=70),
+    "cp_context of FLA": Case(lengths=(30, 40), K=96, V=192, initial_state=None, cu_dtype=torch.int64),
     **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in HEAD_DIMS},
 }
 OUTSIDE = {
     **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in ((256, 512), (136, 64), (60, 64), (64, 100), (128, 520))},
     "fp32": Case(T=70, dtype=torch.float32),
-    "cp_context": Case(lengths=(70,), initial_state=None, cu_dtype=torch.int64),
-    "cp_context, K=96, V=192": Case(lengths=(70,), K=96, V=192, initial_state=None, cu_dtype=torch.int64),
+    "cp_context, V=400": Case(lengths=(70,), V=400, initial_state=None, cu_dtype=torch.int64),
+    "cp_context without cu_seqlens_cpu": Case(lengths=(70,), initial_state=None, cu_dtype=torch.int64),
     "switched off": Case(T=70),
 }
 
@@ -230,8 +236,6 @@ OUTSIDE = {
 def test_outside_goes_to_fla(name, integrated, monkeypatch):
     """On the CPU: FLA's own function is reached, with no error on the way, unless flash_qla has it and the integration
     is used."""
-    from fla.ops.cp import FLACPContext
-
     reached = []
 
     class StandIn:
@@ -248,13 +252,53 @@ def test_outside_goes_to_fla(name, integrated, monkeypatch):
     if name == "activations":
         inputs |= activations(case.H_v, "cpu")
     if "cp_context" in name:
-        inputs |= {"cp_context": FLACPContext(cu_seqlens=inputs["cu_seqlens"])}
+        inputs["cp_context"] = fla_cp.get_cp_cu_seqlens(inputs["cu_seqlens"], world_size=1, rank=0)
+    if "without cu_seqlens_cpu" in name:
+        inputs["cp_context"] = dataclasses.replace(inputs["cp_context"], cu_seqlens_cpu=None)
     if name == "switched off":
         monkeypatch.setenv("FLA_FLASH_QLA", "0")
     with Ran() as ran:
         fla_gdr.chunk_gated_delta_rule(**inputs)
     inside = integrated and name in INTEGRATED
     assert (ran.ops, reached) == (([INFERENCE], []) if inside else ([], [True]))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_contexts_are_those_of_fla(world_size, layout):
+    """Field by field."""
+    for lengths in ((240,), (7, 0, 200, 33), (0, 60, 60, 0, 120), (1,) * 20 + (219, 1)):
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
+        for rank in range(world_size):
+            theirs = fla_cp.get_cp_cu_seqlens(
+                cu_seqlens, world_size=world_size, rank=rank, conv1d_kernel_size=4, layout=layout
+            )
+            group = SimpleNamespace(rank=lambda r=rank: r, size=lambda: world_size, group_name="ranks")
+            ours = build_cp_context(cu_seqlens, group, 4, layout=layout)
+            for field in dataclasses.fields(ours):
+                if field.name not in ("group", "sequences"):
+                    x, y = getattr(ours, field.name), getattr(theirs, field.name)
+                    same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+                    assert same, f"{field.name} is {x}, FLA's {y}: {lengths}, rank {rank}"
+
+
+def test_context_parallelism(device, integration):
+    """With FLA's context, of one rank that has two parts: what FLA's function does not do itself, states, included."""
+    inputs, gradients = arguments_of(Case(lengths=(100, 28), state_v_first=True, gate="logsigmoid"), device)
+    context = fla_cp.get_cp_cu_seqlens(inputs["cu_seqlens"], world_size=1, rank=0, layout="zigzag")
+    assert context.cu_seqlens.tolist() == [0, 64, 100, 128]
+    rows = torch.tensor([0, 0, 1], device=device)  # of the three the first two are of one sequence
+    ends = torch.tensor([0, 1, 1], device=device)[:, None, None, None]
+    given = inputs | {"initial_state": inputs["initial_state"][rows], "cp_context": context}
+    with Ran() as ran:
+        found = run(through_fla, given, gradients | {"dht": gradients["dht"][rows] * ends})
+    assert ran.ops == [FORWARD_MAP, FORWARD, BACKWARD_MAP, BACKWARD]
+    assert not found["dh0"][1].any()
+    found["dh0"], found["final_state"] = found["dh0"][[0, 2]], found["final_state"][1:]
+    expected, expected_gradients = expected_of(inputs, gradients)
+    for name, x in found.items():
+        error = relative_error(x, expected[name], expected_gradients.sizes.get(name))
+        assert error < BARS.get(name, DOT_PRODUCT_BAR), f"{name}: {error:.2e}"
 
 
 @pytest.mark.gpu
@@ -348,7 +392,6 @@ def test_integration_keeps_the_other_conditions(head_dims, monkeypatch):
     assert ours(**inputs) == theirs(**square) == (True, None)
     check_declined(("q", "k", "v"), torch.Tensor.float)
     check_declined(("k",), torch.Tensor.half)
-    check_declined(cp_context=object())
     check_declined(transpose_state_layout=False)
     check_declined(allow_neg_eigval=True)
     assert not ours(**inputs, use_gate_in_kernel=True)[0]  # without A_log

@@ -8,11 +8,12 @@
 FLA's fla.ops.gated_delta_rule.chunk_gated_delta_rule selects an installed flash_qla by itself: on a Hopper GPU, for
 bf16 and fp16 with K = V = 128, where gates and betas come ready for use. Everything else FLA runs in its own kernels,
 calls of its layers among them: as of 0.6.0, these leave both activations to the function ("in the kernel"). What is
-registered here is FLA's backend for flash_qla, with all conditions but two:
+registered here is FLA's backend for flash_qla, with all conditions but three:
 
 - K may be any multiple of 8 up to 128, V any multiple of 8 up to 512;
 - the activations are handed on to flash_qla's kernels. Gradients reach A_log, dt_bias and what the activations are
-  given.
+  given;
+- so is cp_context, where K + V is at most 512.
 
 It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_qla for one that runs on Blackwell.
 
@@ -37,7 +38,15 @@ _FLA_HEAD_DIM = 128  # the only K and V that FLA's backend lets flash_qla have
 # What FLA's own backend refuses, and flash_qla takes by the same names
 _ACTIVATIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 # Those of FLA's other arguments that mean something to flash_qla
-_COMMON = ("scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first", "cu_seqlens")
+_COMMON = (
+    "scale",
+    "initial_state",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "state_v_first",
+    "cu_seqlens",
+    "cp_context",
+)
 
 
 @functools.cache
@@ -75,6 +84,12 @@ class _Backend(FlashQLABackend):
                 f"flash_qla requires multiples of {HEAD_DIM_STEP}, K up to {_MOST_KEY_DIM} and V up to "
                 f"{MOST_VALUE_DIM}, got K={K} and V={V}"
             )
+        cp_context = call.pop("cp_context", None)
+        if cp_context is not None:
+            if K + V > MOST_VALUE_DIM:
+                return False, f"flash_qla with cp_context requires K + V up to {MOST_VALUE_DIM}, got K={K} and V={V}"
+            if cp_context.cu_seqlens_cpu is None:
+                return False, "flash_qla requires cu_seqlens_cpu in cp_context"
         call |= {name: _with_head_dim(call[name], _FLA_HEAD_DIM) for name in ("q", "k", "v")}
         if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
             return False, "use_gate_in_kernel requires A_log"
@@ -92,12 +107,12 @@ class _Backend(FlashQLABackend):
 
 def use_flash_qla() -> None:
     """Have FLA's chunk_gated_delta_rule, and so its layers, take flash_qla for calls whose activations are left to it,
-    and for other head dimensions than 128.
+    for other head dimensions than 128, and for context parallelism.
 
     It registers a backend in the place of FLA's own for flash_qla, by FLA's public registry, for the whole process.
     What it does not take runs in FLA's own kernels, as before: K above 128, which FLA's GatedDeltaNet layer has by
-    default, V above 512, head dimensions that are no multiples of 8, other dtypes than bf16 and fp16, cp_context, and
-    GPUs other than Hopper's.
+    default, V above 512, head dimensions that are no multiples of 8, other dtypes than bf16 and fp16, cp_context with
+    K + V above 512, and GPUs other than Hopper's.
 
     Raises:
         ImportError: on import of this module, where FLA is not installed or has no backend for flash_qla.
