@@ -2,6 +2,7 @@
 
     python examples/train.py [--device cpu|cuda] [--dtype fp32|bf16] [--steps N] [--file PATH] [--out FOLDER]
     python examples/train.py --plot FOLDER/train.json
+    torchrun --standalone --nproc-per-node W examples/train.py [--context-ranks C] [--length TOKENS] [...]
 
 The model (random weights; Gated DeltaNet and full-attention layers, linear heads of size 128, grouped value heads)
 learns to predict the next byte. Both runs start from the same weights and see the same batches, so their losses differ
@@ -19,12 +20,18 @@ fp32,
 
 In fp32, the default on a CPU, everything is fp32 in both; on a GPU flash_qla takes no fp32.
 
+Under torchrun the sequences are long, and each is spread over C ranks, all W of them by default (context parallelism);
+W / C such groups have a sequence each (data parallelism). The model then has Gated DeltaNet layers only, as attention
+layers need a context parallelism of their own. In the place of torch's implementation comes flash_qla in one process,
+on the same sequences.
+
 The exit status is 1 when the text was not learned, the final loss being above LEARNED times the entropy of single
 bytes, or when the two curves are further apart, in the mean over all steps, than FACTOR times what rounding does (the
 third run's distance from torch, or RESOLUTION where that is larger).
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -41,10 +48,14 @@ if __name__ == "__main__":
     sys.modules["fla"] = None
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers_model import build_model
 
 import flash_qla
+from flash_qla.cp import build_cp_context, exchange_halo
 from flash_qla.integrations.transformers import use_flash_qla
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,6 +87,11 @@ SETTINGS = {
             "linear_num_value_heads": 8,
         },
     },
+}
+# Under torchrun
+OVER_RANKS = {
+    "cpu": {"steps": 40, "length": 1024},
+    "cuda": {"steps": 60, "length": 131072},
 }
 PEAK_LEARNING_RATE = 1e-3
 WARM_UP = 0.1  # of all steps
@@ -126,10 +142,60 @@ def learning_rate(step, steps):
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
-def train(name, model, batches, dtype):
-    """Train `model` on `batches` [steps, rows, length]; the loss and the time of each step."""
+class Ranks:
+    """The processes that torchrun has started. Sequences are spread over groups of neighbours."""
+
+    def __init__(self, device, context_ranks, length):
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        self.context = context_ranks or dist.get_world_size()
+        self.data = dist.get_world_size() // self.context
+        mesh = dist.device_mesh.init_device_mesh(device, (self.data, self.context), mesh_dim_names=("data", "context"))
+        self.row = mesh.get_local_rank("data")
+        part, rank = length // self.context, mesh.get_local_rank("context")
+        self.own = slice(rank * part, (rank + 1) * part)
+        self.cp_context = build_cp_context(
+            torch.tensor([0, length], device=device), mesh.get_group("context"), conv1d_kernel_size=4
+        )
+
+    def loss(self, model, batch):
+        """The share of this rank's tokens in the loss, W times: the ranks' mean is the loss."""
+        row = batch[self.row : self.row + 1]
+        targets = F.pad(row[:, 1:], (0, 1), value=-100)  # nothing comes after the last byte
+        logits = model(row[:, self.own], cp_context=self.cp_context, use_cache=False).logits
+        total = F.cross_entropy(logits.float().flatten(0, 1), targets[:, self.own].flatten(), reduction="sum")
+        return total * dist.get_world_size() / (batch.numel() - len(batch))
+
+    def mean(self, loss):
+        loss = loss / dist.get_world_size()
+        dist.all_reduce(loss)
+        return loss
+
+
+def is_first():
+    """Of torchrun's processes, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+_causal_conv1d = modeling_qwen3_next.causal_conv1d_fn
+
+
+def causal_conv1d(x, *args, cp_context=None, **kwargs):
+    """The model's convolution of x [1, channels, T], from the tokens that lie on the rank before."""
+    if cp_context is None:
+        return _causal_conv1d(x, *args, **kwargs)
+    halo = exchange_halo(x.mT, cp_context).mT
+    return _causal_conv1d(torch.cat([halo, x], -1), *args, **kwargs)[..., halo.shape[-1] :]
+
+
+def train(name, model, batches, dtype, ranks=None):
+    """Train `model` on `batches` [steps, rows, length], over ranks if there are any; the loss and the time of each
+    step."""
     model.train()
     device = model.device
+    if ranks:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     steps = len(batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, steps))
@@ -140,19 +206,23 @@ def train(name, model, batches, dtype):
         start = time.perf_counter()
         batch = batch.to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(batch, labels=batch, use_cache=False).loss
+            loss = ranks.loss(model, batch) if ranks else model(batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits until the step is done
+        loss = loss.detach()
+        losses.append((ranks.mean(loss) if ranks else loss).item())  # waits until the step is done
         seconds.append(time.perf_counter() - start)
-        if (step + 1) % max(1, steps // 5) == 0:
-            print(f"  {name:16} step {step + 1:4}  loss {losses[-1]:.4f}", flush=True)
+        if (step + 1) % max(1, steps // 5) == 0 and is_first():
+            print(f"  {name:22} step {step + 1:4}  loss {losses[-1]:.4f}", flush=True)
     run = {"losses": losses, "seconds_per_step": statistics.median(seconds), "final_loss": final_loss(losses)}
     if device.type == "cuda":
-        run["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
+        if ranks:
+            dist.all_reduce(memory, dist.ReduceOp.MAX)
+        run["peak_memory_gib"] = memory.item()
     return run
 
 
@@ -160,22 +230,28 @@ def final_loss(losses):
     return statistics.mean(losses[-min(LAST, -(-len(losses) // 4)) :])
 
 
-def train_all(settings, text, device, dtype):
-    """The three runs, by name."""
+def train_all(settings, text, device, dtype, ranks):
+    """Three runs, by name: what is tried, what it is compared with, and that with perturbed weights. Over ranks only
+    the first one has the last two."""
     batches = make_batches(text, settings["steps"], settings["rows"], settings["length"])
-
-    def model():
-        return build_model("qwen3_next", device, **settings["model"])
-
     runs = {}
-    switched = model()
-    with use_flash_qla(switched):
-        runs["flash_qla"] = train("flash_qla", switched, batches, dtype)
-    del switched
-    runs["torch"] = train("torch", model(), batches, dtype)
-    perturbed = model()
-    perturb(perturbed, torch.finfo(dtype).eps)
-    runs["torch, perturbed"] = train("torch, perturbed", perturbed, batches, dtype)
+
+    def run(name, with_flash_qla, perturbed=False, ranks=None):
+        model = build_model("qwen3_next", device, **settings["model"])
+        if perturbed:
+            perturb(model, torch.finfo(dtype).eps)
+        with use_flash_qla(model) if with_flash_qla else contextlib.nullcontext():
+            runs[name] = train(name, model, batches, dtype, ranks)
+
+    if not ranks:
+        run("flash_qla", True)
+        run("torch", False)
+        run("torch, perturbed", False, perturbed=True)
+        return runs
+    run(f"{ranks.data} x {ranks.context} ranks", True, ranks=ranks)
+    if is_first():
+        run("one process", True)
+        run("one process, perturbed", True, perturbed=True)
     return runs
 
 
@@ -188,25 +264,24 @@ def summarize(runs, entropy):
     """Print what the runs show; returns what is wrong with it, as sentences."""
     for name, run in runs.items():
         memory = f", {run['peak_memory_gib']:.2f} GiB at most" if "peak_memory_gib" in run else ""
-        print(f"{name:16}  final loss {run['final_loss']:.4f}, {run['seconds_per_step']:.3f} s a step{memory}")
+        print(f"{name:22}  final loss {run['final_loss']:.4f}, {run['seconds_per_step']:.3f} s a step{memory}")
     print(f"entropy of a byte {entropy[0]:.4f}, knowing the byte before it {entropy[1]:.4f}")
+    ours, reference, perturbed = runs
     mean = {}
-    for name in ("flash_qla", "torch, perturbed"):
-        apart = [abs(d) for d in differences(runs[name], runs["torch"])]
+    for name in (ours, perturbed):
+        apart = [abs(d) for d in differences(runs[name], runs[reference])]
         mean[name] = statistics.mean(apart)
-        print(f"{name} against torch: mean difference {mean[name]:.1e}, largest {max(apart):.1e}")
+        print(f"{name} against {reference}: mean difference {mean[name]:.1e}, largest {max(apart):.1e}")
 
     failures = []
     for name, run in runs.items():
         # "not <=" rather than ">": NaN must fail
         if not run["final_loss"] <= LEARNED * entropy[0]:
             failures.append(f"{name} has not learned the text: final loss {run['final_loss']:.4f}")
-    margin = max(RESOLUTION, FACTOR * mean["torch, perturbed"])
-    print(f"margin for flash_qla's mean difference: {margin:.1e}")
-    if not mean["flash_qla"] <= margin:
-        failures.append(
-            f"the curves of flash_qla and torch are {mean['flash_qla']:.1e} apart, the margin is {margin:.1e}"
-        )
+    margin = max(RESOLUTION, FACTOR * mean[perturbed])
+    print(f"margin for the mean difference of {ours}: {margin:.1e}")
+    if not mean[ours] <= margin:
+        failures.append(f"the curves of {ours} and {reference} are {mean[ours]:.1e} apart, the margin is {margin:.1e}")
     return failures
 
 
@@ -215,16 +290,17 @@ def plot(results, path):
     from matplotlib.figure import Figure
 
     runs = results["runs"]
+    ours, reference, perturbed = runs
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
-    above.plot(runs["torch"]["losses"], label="torch", color="tab:orange", linewidth=4, alpha=0.5)
-    above.plot(runs["flash_qla"]["losses"], label="flash_qla", color="tab:blue", linewidth=1)
+    above.plot(runs[reference]["losses"], label=reference, color="tab:orange", linewidth=4, alpha=0.5)
+    above.plot(runs[ours]["losses"], label=ours, color="tab:blue", linewidth=1)
     above.axhline(results["entropy"][0], label="entropy of a byte", color="gray", linestyle="--", linewidth=1)
     above.axhline(results["entropy"][1], label="knowing the byte before", color="gray", linestyle=":", linewidth=1)
     above.set(ylabel="loss, nats per byte", title=results["description"])
     above.legend()
-    for name, color in (("torch, perturbed", "tab:gray"), ("flash_qla", "tab:blue")):
-        below.plot(differences(runs[name], runs["torch"]), label=f"{name} - torch", color=color, linewidth=1)
+    for name, color in ((perturbed, "tab:gray"), (ours, "tab:blue")):
+        below.plot(differences(runs[name], runs[reference]), label=f"{name} - {reference}", color=color, linewidth=1)
     below.set(xlabel="step", ylabel="difference")
     below.legend()
     figure.savefig(path, dpi=150)
@@ -250,7 +326,9 @@ def main():
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     parser.add_argument("--device", choices=SETTINGS, default="cuda" if hopper else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on a CPU, bf16 on a GPU")
-    parser.add_argument("--steps", type=int, help="default: 120 on a CPU, 400 on a GPU")
+    parser.add_argument("--steps", type=int, help="default: 120 on a CPU, 400 on a GPU; under torchrun 40 and 60")
+    parser.add_argument("--length", type=int, help="bytes a sequence; default: 256 and 1024; 1024 and 131072")
+    parser.add_argument("--context-ranks", type=int, metavar="C", help="ranks that share a sequence; default: all")
     # The longest text of the standard library: the documentation's pages on the language.
     parser.add_argument("--file", type=Path, default=Path(pydoc_data.__file__).with_name("topics.py"))
     parser.add_argument("--out", type=Path, help="folder for train.json and train.png")
@@ -261,21 +339,36 @@ def main():
         return 0
 
     settings = dict(SETTINGS[args.device])
-    if args.steps:
-        settings["steps"] = args.steps
+    over_ranks = dist.is_torchelastic_launched()
+    if over_ranks:
+        settings |= OVER_RANKS[args.device]
+        layers = settings["model"].get("num_hidden_layers", 4)
+        settings["model"] = settings["model"] | {"layer_types": ["linear_attention"] * layers}
+    elif args.context_ranks:
+        parser.error("--context-ranks is for torchrun")
+    settings |= {name: getattr(args, name) for name in ("steps", "length") if getattr(args, name)}
     dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
     if args.device == "cuda" and dtype == "fp32":
         parser.error("on a GPU flash_qla takes 16-bit numbers only: --dtype bf16")
     text = read_text(args.file)
-    if text.numel() < 100 * settings["length"]:
+    if text.numel() < (2 if over_ranks else 100) * settings["length"]:
         parser.error(f"{args.file} has {text.numel()} bytes, too few to learn from")
+    ranks = None
+    if over_ranks:
+        ranks = Ranks(args.device, args.context_ranks, settings["length"])
+        settings["rows"] = ranks.data
+        modeling_qwen3_next.causal_conv1d_fn = causal_conv1d
     transformers.logging.set_verbosity_error()  # it warns that it runs plain torch, which is wanted here
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     description = f"Qwen3-Next, {args.file.name}, {dtype}, {device_name}"
-    print(f"{description}: {settings['steps']} steps of {settings['rows']} x {settings['length']} bytes")
+    if is_first():
+        print(f"{description}: {settings['steps']} steps of {settings['rows']} x {settings['length']} bytes")
 
     entropy = entropies(text)
-    runs = train_all(settings, text, torch.device(args.device), DTYPES[dtype])
+    runs = train_all(settings, text, torch.device(args.device), DTYPES[dtype], ranks)
+    if not is_first():
+        dist.destroy_process_group()
+        return 0
     failures = summarize(runs, entropy)
     if args.out:
         results = {
@@ -297,6 +390,8 @@ def main():
             "failures": failures,
         }
         write(results, args.out)
+    if ranks:
+        dist.destroy_process_group()
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0

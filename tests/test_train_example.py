@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -54,6 +55,32 @@ def test_a_missing_gradient_is_noticed(tmp_path):
     result = run(script, TRAIN, "--device=cpu", f"--steps={STEPS}")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "FAILED: the curves of flash_qla and torch are" in result.stderr
+
+
+def over_ranks(folder, world_size, *options):
+    """Under torchrun: the losses over ranks, and in one process."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}")
+    result = run(*torchrun, TRAIN, "--out", folder, *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = json.loads((folder / "train.json").read_text())
+    assert results["failures"] == []
+    return [run["losses"] for run in results["runs"].values()][:2]
+
+
+def test_sequences_over_ranks(tmp_path):
+    """Two sequences, each over two ranks."""
+    options = ("--device=cpu", f"--steps={STEPS}", "--length=512", "--context-ranks=2")
+    ours, one_process = over_ranks(tmp_path, 4, *options)
+    assert len(ours) == len(one_process) == STEPS
+    assert max(abs(a - b) for a, b in zip(ours, one_process, strict=True)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_long_sequence_over_two_gpus(tmp_path):
+    """The example itself compares the curves, with a margin for what bf16 does."""
+    ours, _ = over_ranks(tmp_path, 2, "--device=cuda", "--length=131072")
+    assert ours[-1] < ours[0]
 
 
 def test_too_few_steps_are_noticed():
