@@ -12,7 +12,7 @@ The functions here have the names, arguments and meaning of those that SGLang's 
 States are [slots, H_v, V, K]; a sequence whose slot is negative is nobody's. Other backends stay SGLang's own: its
 default for prefill on Hopper is FlashInfer, which --linear-attn-prefill-backend triton switches off.
 
-Written for SGLang 0.5.23. On a GPU, decoding raises so far, as the op does, and none of it has been run there.
+Written for SGLang 0.5.23. None of it has been run on a GPU yet.
 """
 
 import torch
