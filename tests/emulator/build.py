@@ -177,7 +177,7 @@ def sources(out: Path) -> list[tuple]:
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
     found.remove((ROOT / "csrc/call.cpp",))
     found.remove((ROOT / "csrc/ops.cpp",))
-    renamed = [f"-D{name}_cpu={name}_cuda" for name in ("forward", "backward", "decode")]
+    renamed = [f"-D{name}_cpu={name}_cuda" for name in ("forward", "backward", "forward_map", "backward_map", "decode")]
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
 
 

@@ -29,6 +29,8 @@ def pytest_configure():
     torch.cuda.get_device_name = lambda device=None: "emulated"
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=132)
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.memory_snapshot = list  # no blocks of a caching allocator
 
 
 @pytest.fixture(autouse=True)
