@@ -129,7 +129,8 @@ def chunk_gated_delta_rule(
             are checked). The message names the argument, what was expected and what came.
         ValueError: the tokens are not those of cp_context.
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
-        NotImplementedError: when gradients made with create_graph=True are differentiated again.
+        NotImplementedError: when gradients made with create_graph=True are differentiated again, and in forward-mode
+            differentiation.
     """
     if ignored or head_first is not False:
         _refuse({"head_first": head_first, **ignored})

@@ -8,6 +8,8 @@ import operator
 from pathlib import Path
 
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 _LIBRARY = Path(__file__).with_name("libflash_qla.so")
 
@@ -281,7 +283,8 @@ _register_fake(_backward_map, _BackwardMapCall, _fake_backward_map)
 
 
 def _register_autograd(op, differentiable):
-    """Makes op differentiable(keyset, *args) where gradients are wanted, and what it is below autograd elsewhere.
+    """Makes op differentiable(keyset, *args) where gradients are wanted or forward-mode AD is on, and what it is below
+    autograd elsewhere.
 
     Every call on tensors that are not inference tensors comes here, so this is kept short: as short as PyTorch's own
     fallback for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
@@ -289,7 +292,7 @@ def _register_autograd(op, differentiable):
     redispatch = op._handle.redispatch_boxed  # what op.redispatch calls
 
     def kernel(keyset, *args):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
             return differentiable(keyset, *args)
         return redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -309,9 +312,19 @@ _backward_arguments_of = operator.itemgetter(*_BackwardCall._fields)
 class _Differentiable(torch.autograd.Function):
     """chunk_gated_delta_rule_fwd with its formula. Autograd converts gradients to the dtypes of the arguments."""
 
+    @classmethod
+    def apply(cls, *args):
+        """At the level of torch.func's transforms where it is called, as the dispatcher calls it once at each. What
+        Function has for them goes through the levels by itself."""
+        if not torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        with enable_single_level_autograd_function():
+            return super(torch.autograd.Function, cls).apply(*args)
+
     @staticmethod
     def forward(ctx, keyset, *args):
-        with torch._C._AutoDispatchBelowAutograd():
+        # Function switches both modes off, but the levels outside, if there are any, have them too.
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             outputs = _forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         g_cumsum, A, _, h, final_state = outputs
         call = _LowLevelCall(*args)
@@ -335,6 +348,13 @@ class _Differentiable(torch.autograd.Function):
         needed = zip(("keyset", *_LowLevelCall._fields), ctx.needs_input_grad, strict=False)
         return tuple([gradients.get(name) if is_needed else None for name, is_needed in needed])
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flash_qla: chunk_gated_delta_rule has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, "
+            "torch.autograd.forward_ad), only gradients (torch.autograd.grad, torch.func.grad, vjp, jacrev)."
+        )
+
 
 def _forward_for_backward(keyset, *args):
     low_level = _LowLevelCall(**_ForwardCall(*args)._asdict())
@@ -346,15 +366,23 @@ class _OnceDifferentiable(torch.autograd.Function):
     """chunk_gated_delta_rule_bwd for backward(create_graph=True): the error comes when the results are differentiated,
     not when they are made, as the graph may be wanted for the sake of other parts of a model."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, *args):
+    def forward(*args):
         return _backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(
             "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
         )
+
+    jvp = backward
 
 
 _register_autograd(_forward, _forward_for_backward)

@@ -8,6 +8,7 @@ from dispatched import Ran
 from reference import one_thread
 from subprocesses import run_side_by_side
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flash_qla
@@ -15,6 +16,7 @@ import flash_qla
 FP64 = torch.float64
 ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "initial_state": FP64, "dht": FP64}
 INPUTS = ("q", "k", "v", "g", "beta")
+SLOW_BATCHES = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls an op for each sample
 
 
 def both_functions(inputs: dict):
@@ -82,6 +84,7 @@ def test_what_requires_a_gradient(device):
             assert not flash_qla.chunk_gated_delta_rule(**inputs)[0].requires_grad
 
 
+@SLOW_BATCHES
 def test_double_backward_says_that_it_is_missing(device):
     """First derivatives with create_graph are what they are without."""
     case = Case(T=70)
@@ -94,6 +97,84 @@ def test_double_backward_says_that_it_is_missing(device):
     for dx in first:
         with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule.*double backward"):
             dx.sum().backward(retain_graph=True)
+    with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule.*double backward"):
+        torch.func.jacrev(torch.func.grad(lambda q: both_functions(inputs)[0](q, *leaves[1:])[0].sum()))(leaves[0])
+
+
+# Transforms
+
+
+@pytest.mark.parametrize(
+    "case", (Case(T=70), Case(lengths=(70, 0, 3), keys="raw", use_qk_l2norm_in_kernel=True)), ids=str
+)
+def test_func_gradients(device, case):
+    """torch.func.vjp and grad give what autograd gives, at every level of nesting."""
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    expected = run_backward(inputs, **gradients)
+    names = GRADIENT_OF.values()
+    everything = tuple(range(len(GRADIENT_OF)))
+    for function in both_functions(inputs):
+        leaves = leaves_of(inputs)
+        _, pull_back = torch.func.vjp(function, *leaves)
+        for dx, name in zip(pull_back(tuple(gradients.values())), names, strict=True):
+            assert torch.equal(dx, expected[name])
+
+        def loss(*leaves, function=function):
+            return sum((x * dx).sum() for x, dx in zip(function(*leaves), gradients.values(), strict=True))
+
+        def inside(scale, *leaves, loss=loss):
+            return scale * torch.func.vjp(loss, *leaves)[0]
+
+        in_one, in_two = torch.func.grad(loss, everything), torch.func.grad(inside, tuple(i + 1 for i in everything))
+        for found in (in_one(*leaves), in_two(torch.ones((), device=device), *leaves)):
+            for dx, name in zip(found, names, strict=True):
+                assert accuracy.relative_error(dx, expected[name].double()) <= accuracy.BF16_BAR, name
+
+
+@SLOW_BATCHES
+def test_vmap(device):
+    """Over outputs and over gradients, one call after the other."""
+    case = Case(lengths=(70, 0, 3), state_v_first=True)
+    inputs = make_inputs(case, device)
+    q = torch.stack([inputs["q"], inputs["q"].flip(1), inputs["k"]])
+
+    def run(q):
+        return flash_qla.chunk_gated_delta_rule(**inputs | {"q": q}, output_final_state=True)
+
+    def gradient(q):
+        return torch.func.grad(lambda q: run(q)[0].float().square().sum())(q)
+
+    for function in (run, gradient, torch.func.grad(lambda q: torch.vmap(run)(q[None])[0].float().square().sum())):
+        one_by_one = [function(x) for x in q]
+        together = torch.vmap(function)(q)
+        if torch.is_tensor(together):
+            one_by_one, together = [(x,) for x in one_by_one], (together,)
+        for expected, found in zip(zip(*one_by_one, strict=True), together, strict=True):
+            assert torch.equal(found, torch.stack(expected))
+
+
+@SLOW_BATCHES
+def test_forward_mode_says_that_it_is_missing(device):
+    """Whether or not an input requires a gradient. Without a tangent nothing is wrong."""
+    inputs = make_inputs(Case(T=70), device)
+    for function in both_functions(inputs):
+        leaves = leaves_of(inputs)
+        for primals in (leaves, [x.detach() for x in leaves]):
+
+            def of_q(q, function=function, primals=primals):
+                return function(q, *primals[1:])[0].float().sum()
+
+            q = primals[0].detach()
+            for transform in (torch.func.jacfwd, torch.func.hessian):
+                with pytest.raises(NotImplementedError, match="chunk_gated_delta_rule has no forward-mode derivative"):
+                    transform(of_q)(q)
+            with forward_ad.dual_level():
+                assert torch.equal(function(*primals)[0], function(*leaves)[0])
+                with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                    of_q(forward_ad.make_dual(q, q))
+        o, pull_back = torch.func.vjp(lambda *leaves, function=function: function(*leaves)[0], *leaves)
+        with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule.*double backward"):
+            torch.func.jvp(pull_back, (o,), (o,))
 
 
 # Memory and time that only training pays
