@@ -5,8 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cmake
-import ninja
+try:
+    import cmake
+    import ninja
+    import pybind11  # noqa: F401
+except ImportError as error:
+    sys.exit(
+        f"error: {error}; without build isolation, what pyproject.toml's build-system requires has to be installed"
+    )
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
@@ -26,12 +32,13 @@ class CMakeBuild(build_ext):
     def build_extension(self, extension: Extension) -> None:
         try:
             toolchain.check_tilelang()
-            toolchain.find_toolkit()
+            toolkit, compiler, jobs = toolchain.find_toolkit(), toolchain.find_compiler(), toolchain.max_jobs()
         except toolchain.BuildError as error:
             sys.exit(f"error: {error}")
+        print(f"nvcc {toolkit.version}, {toolkit.nvcc}, from {toolkit.origin}", flush=True)
 
         program = Path(cmake.CMAKE_BIN_DIR, "cmake")
-        environment = f"{ROOT}\n{sys.executable}\n{program}\n"
+        environment = f"{ROOT}\n{sys.executable}\n{program}\n{compiler}\n"
         marker = BUILD / "environment.txt"
         # A CMake cache is full of paths into the environment that made it; pip makes a new one for every build.
         if not (marker.is_file() and marker.read_text() == environment):
@@ -41,21 +48,30 @@ class CMakeBuild(build_ext):
             *("-G", "Ninja", "-S", ROOT, "-B", BUILD),
             f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR, 'ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_CXX_COMPILER={compiler}",
         ]
         self._run(configure)
         marker.write_text(environment)
-        self._run([program, "--build", BUILD, "--parallel", str(toolchain.max_jobs())])
+        self._run([program, "--build", BUILD, "--parallel", str(jobs)])
 
-        shutil.copytree(PACKAGE, Path(self.build_lib, "flash_qla"), dirs_exist_ok=True)
+        self._copy_package(Path(self.build_lib, "flash_qla"))
 
     def copy_extensions_to_source(self) -> None:
-        shutil.copytree(PACKAGE, ROOT / "flash_qla", dirs_exist_ok=True)
+        self._copy_package(ROOT / "flash_qla")
+
+    @staticmethod
+    def _copy_package(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in PACKAGE.iterdir():
+            (folder / file.name).unlink(missing_ok=True)  # a process that has the older library loaded keeps it
+            shutil.copy2(file, folder)
 
     @staticmethod
     def _run(command: list) -> None:
         status = subprocess.run([str(part) for part in command]).returncode
         if status != 0:
-            sys.exit(f"error: the build failed, see above ({Path(command[0]).name} exited with status {status})")
+            what = f"the build failed, see above ({Path(command[0]).name} exited with status {status})"
+            sys.exit(f"error: {what}{toolchain.full_disk(BUILD.parent)}")
 
 
 class Wheel(bdist_wheel):
@@ -63,6 +79,11 @@ class Wheel(bdist_wheel):
         python, abi, _ = super().get_tag()
         return python, abi, glibc.platform_tag(PACKAGE.glob("*.so"))
 
+
+try:
+    toolchain.lock(ROOT / "build")
+except toolchain.BuildError as error:
+    sys.exit(f"error: {error}")
 
 # setuptools packs whatever lies there, files that have since been deleted from the sources included.
 for stale in ROOT.glob("build/lib*"):

@@ -53,7 +53,9 @@ def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:
     source.write_text(assembly)
     map_file.write_text(script)
     flags = ["-shared", "-nostdlib", f"-Wl,-soname,{stub.name}", f"-Wl,--version-script={map_file}"]
-    subprocess.run([compiler, *flags, source, "-o", stub], check=True)
+    new = stub.with_suffix(".new")
+    subprocess.run([compiler, *flags, source, "-o", new], check=True)
+    new.replace(stub)
 
 
 def write_stubs(compiler: str, folder: Path) -> list[Path]:

@@ -47,6 +47,7 @@ from build_tools.toolchain import (
     Toolkit,
     check_tilelang,
     find_toolkit,
+    lock,
     max_jobs,
     nvcc_command,
 )
@@ -155,7 +156,7 @@ class Builder:
         log.write_text(f"{shlex.join(command)}\n{result.stdout}")
         if result.returncode != 0:
             lines = result.stdout.splitlines()
-            reason = next((line for line in lines if "error" in line.lower()), "no message")
+            reason = next((line for line in lines if re.search("error|fatal", line, re.IGNORECASE)), "no message")
             raise BuildError(
                 f"nvcc failed on kernel {name} (exit status {result.returncode}): {reason}\n"
                 f"repeat it with:\n  {shlex.join(command)}"
@@ -204,7 +205,9 @@ class Builder:
         archive, new = self.out / "libkernels.a", self.out / "libkernels.new.a"
         new.unlink(missing_ok=True)
         # D: no time stamps, so equal objects make an equal archive and nothing is linked again.
-        subprocess.run([shutil.which("ar") or "ar", "rcsD", str(new), *objects], check=True)
+        status = subprocess.run([shutil.which("ar") or "ar", "rcsD", str(new), *objects]).returncode
+        if status != 0:
+            raise BuildError(f"{archive} could not be made (ar exited with status {status})")
         if archive.is_file() and archive.read_bytes() == new.read_bytes():
             new.unlink()
         else:
@@ -259,6 +262,8 @@ def run(builder: Builder, instance: Instance, errors: multiprocessing.connection
         builder.build(instance)
     except BuildError as error:
         errors.send(str(error))
+    except OSError as error:
+        errors.send(f"kernel {instance.name}: {error}")
     except BaseException:
         errors.send(f"kernel {instance.name}: {traceback.format_exc()}")
 
@@ -344,12 +349,13 @@ def main() -> int:
     options = parser.parse_args()
     try:
         instances = select(load_instances(options.kernels), options.only)
+        lock(options.out)
         builder = Builder(options.kernels, options.out)
         compiled = build_all(builder, instances)
         check_spills(compiled)
         if options.only is None:
             builder.write_library(compiled)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -1,11 +1,12 @@
-"""Finds nvcc and what surrounds it, and says clearly when something is missing or too old.
+"""Finds the compilers and what surrounds them, and says clearly when something is missing or too old.
 
-Order: $CUDA_HOME, PATH, then the PyPI toolkit packages (site-packages/nvidia/cu13), which are part
+Order for nvcc: $CUDA_HOME, PATH, then the PyPI toolkit packages (site-packages/nvidia/cu13), which are part
 of build-system.requires; the first nvcc that is new enough is taken.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -13,10 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 MINIMUM_NVCC = (12, 8)
+MINIMUM_GXX = 11  # the oldest that has been tried
 TILELANG_VERSION = "0.1.15"  # build_tools/lower.py reads its internals
 ARCH = "sm_90a"
 
@@ -30,6 +33,7 @@ class Toolkit:
     nvcc: Path
     version: str  # e.g. 13.0.88
     root: Path
+    origin: str  # where it was found, and what came before and was ignored
 
     @property
     def include(self) -> Path:
@@ -59,7 +63,8 @@ def find_toolkit() -> Toolkit:
         elif tuple(map(int, version.split(".")[:2])) < MINIMUM_NVCC:
             looked_at.append(f"{origin}: {nvcc} is {version}, too old")
         else:
-            return Toolkit(nvcc, version, _toolkit_root(nvcc))
+            ignored = "; ".join(line for line in looked_at if not line.endswith(": none"))
+            return Toolkit(nvcc, version, _toolkit_root(nvcc), f"{origin} ({ignored})" if ignored else origin)
     minimum = ".".join(map(str, MINIMUM_NVCC))
     what = "nvcc is too old" if any("too old" in line for line in looked_at) else "no nvcc found"
     raise BuildError(
@@ -102,6 +107,21 @@ def _toolkit_root(nvcc: Path) -> Path:
     return Path(match.group(1) if match else nvcc.parent / "..").resolve()
 
 
+def find_compiler() -> Path:
+    """The C++ compiler, of the host code and for nvcc: $CXX, or what CMake would take."""
+    name = os.environ.get("CXX")
+    found = shutil.which(name) if name else shutil.which("c++") or shutil.which("g++")
+    what = f"CXX is {name!r}, which is no program" if name else "no C++ compiler found, neither c++ nor g++ is on PATH"
+    if found:
+        command = [found, "-E", "-P", "-x", "c++", "-"]
+        result = subprocess.run(command, input="__clang_major__ __GNUC__", capture_output=True, text=True)
+        clang, gxx = (result.stdout.split() or ["", ""])[-2:]
+        if clang.isdecimal() or (gxx.isdecimal() and int(gxx) >= MINIMUM_GXX):
+            return Path(found)
+        what = f"{found} is g++ {gxx}, too old" if gxx.isdecimal() else f"{found} does not run"
+    raise BuildError(f"{what}: g++ {MINIMUM_GXX} or newer is needed. Install it, or set CXX to it")
+
+
 def check_tilelang() -> str:
     try:
         version = importlib.metadata.version("tilelang")
@@ -140,6 +160,7 @@ def nvcc_command(toolkit: Toolkit, source: Path, output: Path, include: list[Pat
     includes = [*include, tilelang / "src", tilelang / "3rdparty/cutlass/include"]
     return [
         str(toolkit.nvcc),
+        f"-ccbin={find_compiler()}",
         *NVCC_FLAGS,
         *(f"-I{path}" for path in includes),
         "-c",
@@ -150,7 +171,38 @@ def nvcc_command(toolkit: Toolkit, source: Path, output: Path, include: list[Pat
 
 
 def max_jobs() -> int:
-    return int(os.environ.get("MAX_JOBS") or 0) or len(os.sched_getaffinity(0))
+    jobs = os.environ.get("MAX_JOBS")
+    if not jobs:
+        return len(os.sched_getaffinity(0))
+    if not jobs.isdecimal() or int(jobs) == 0:
+        raise BuildError(f"MAX_JOBS is {jobs!r}, expected how many compilers may run at a time, 1 or more")
+    return int(jobs)
+
+
+def lock(folder: Path) -> None:
+    """Waits until no other process has the folder; then it is this one's until it ends, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise BuildError(
+            f"the build keeps its files in {folder}, which cannot be written ({error.strerror}): "
+            "build in a copy of the sources that can"
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"waiting for another build in {folder}", flush=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def full_disk(*folders: Path) -> str:
+    """Says so of the first of the folders, and of that for temporary files, whose disk has no room for a build."""
+    for folder in (*folders, Path(tempfile.gettempdir())):
+        free = shutil.disk_usage(folder).free
+        if free < 16 << 20:
+            return f": the disk of {folder} is full, {free >> 20} MB are free"
+    return ""
 
 
 def main() -> None:

@@ -12,10 +12,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# By its path: the checkout is not on sys.path.
+_spec = importlib.util.spec_from_file_location("toolchain", ROOT / "build_tools/toolchain.py")
+toolchain = sys.modules["toolchain"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(toolchain)
 
 needs_tilelang = pytest.mark.skipif(
     importlib.util.find_spec("tilelang") is None, reason="needs TileLang (in the `test` extra)"
@@ -312,6 +318,112 @@ class TestToolchain:
         result = self.find("", CUDA_HOME=fake_nvcc(tmp_path, "12.4.131"), PATH="/nowhere")
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip().endswith("nvidia/cu13/bin/nvcc")
+
+    @pytest.mark.parametrize("jobs", ("abc", "-1", "0", "1.5"))
+    def test_how_many_jobs(self, jobs, monkeypatch):
+        monkeypatch.setenv("MAX_JOBS", jobs)
+        with pytest.raises(toolchain.BuildError, match=f"MAX_JOBS is '{jobs}', expected how many"):
+            toolchain.max_jobs()
+        monkeypatch.setenv("MAX_JOBS", "3")
+        assert toolchain.max_jobs() == 3
+
+    def test_compilers_that_do_not_do(self, tmp_path, monkeypatch):
+        gxx = tmp_path / "g++"
+        monkeypatch.setenv("CXX", str(gxx))
+        for script, message in (
+            (None, "CXX is '.*', which is no program: g"),
+            ("echo __clang_major__ 10", "g\\+\\+ is g\\+\\+ 10, too old: g\\+\\+ 11 or newer is needed"),
+            ("exit 1", "does not run"),
+        ):
+            if script:
+                gxx.write_text(f"#!/bin/sh\n{script}\n")
+                gxx.chmod(0o755)
+            with pytest.raises(toolchain.BuildError, match=message):
+                toolchain.find_compiler()
+        gxx.write_text("#!/bin/sh\necho __clang_major__ 11\n")
+        assert toolchain.find_compiler() == gxx
+        monkeypatch.delenv("CXX")
+        monkeypatch.setenv("PATH", "/nowhere")
+        with pytest.raises(toolchain.BuildError, match=r"neither c\+\+ nor g\+\+ is on PATH"):
+            toolchain.find_compiler()
+
+    def test_a_full_disk(self, tmp_path, monkeypatch):
+        assert toolchain.full_disk(tmp_path) == ""
+        monkeypatch.setattr(toolchain.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
+        assert toolchain.full_disk(tmp_path) == f": the disk of {tmp_path} is full, 3 MB are free"
+
+
+# What CMake does in the tree of a test, in place of the build: half a second between two lines of a file.
+STUB = """cmake_minimum_required(VERSION 3.26)
+project(stub LANGUAGES NONE)
+file(WRITE ${CMAKE_BINARY_DIR}/flash_qla/built.py "compiler = '${CMAKE_CXX_COMPILER}'")
+add_custom_target(all_of_it ALL
+  COMMAND ${CMAKE_COMMAND} -E echo begin >> ${CMAKE_SOURCE_DIR}/log COMMAND sleep 0.5
+  COMMAND ${CMAKE_COMMAND} -E echo end >> ${CMAKE_SOURCE_DIR}/log COMMAND test ! -e ${CMAKE_SOURCE_DIR}/fail)
+"""
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("setuptools", "cmake", "ninja", "pybind11", "tilelang"))),
+    reason="needs what the build needs (in the `test` extra)",
+)
+class TestDriver:
+    """setup.py, in a tree whose build is the stub."""
+
+    @pytest.fixture
+    def tree(self, tmp_path) -> Path:
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tmp_path)
+        shutil.copytree(ROOT / "build_tools", tmp_path / "build_tools")
+        (tmp_path / "flash_qla").mkdir()
+        shutil.copy(ROOT / "flash_qla/_version.py", tmp_path / "flash_qla")
+        (tmp_path / "CMakeLists.txt").write_text(STUB)
+        return tmp_path
+
+    def start(self, tree: Path, **environment: str) -> subprocess.Popen:
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=tree, env=os.environ | environment, **pipes)
+
+    def test_two_at_once(self, tree):
+        """One waits for the other, says so, and both have built."""
+        both = [self.start(tree) for _ in range(2)]
+        outputs = [build.communicate()[0] for build in both]
+        assert [build.returncode for build in both] == [0, 0], outputs
+        assert (tree / "log").read_text().split() == ["begin", "end"] * 2
+        assert sum(f"waiting for another build in {tree}/build\n" in output for output in outputs) == 1
+        assert (tree / "flash_qla/built.py").is_file()
+
+    def test_which_compilers_it_takes(self, tree, tmp_path):
+        gxx = tmp_path / "other-g++"
+        gxx.write_text("#!/bin/sh\necho __clang_major__ 12\n")
+        gxx.chmod(0o755)
+        for environment, compiler in (({"CUDA_HOME": "/nowhere"}, shutil.which("c++")), ({"CXX": str(gxx)}, str(gxx))):
+            build = self.start(tree, **environment)
+            output = build.communicate()[0]
+            assert build.returncode == 0, output
+            (line,) = (line for line in output.splitlines() if line.startswith("nvcc "))
+            assert ("(CUDA_HOME: /nowhere/bin/nvcc does not run)" in line) == ("CUDA_HOME" in environment)
+            assert compiler in (tree / "flash_qla/built.py").read_text()
+
+    def test_failures_end_in_one_sentence(self, tree):
+        (tree / "fail").touch()
+        last = {"MAX_JOBS": "-1"}, "error: MAX_JOBS is '-1', expected how many compilers may run at a time, 1 or more"
+        failing = {}, "error: the build failed, see above (cmake exited with status 1)"
+        for environment, sentence in (last, failing):
+            build = self.start(tree, **environment)
+            output = build.communicate()[0]
+            assert build.returncode == 1
+            assert output.splitlines()[-1].startswith(sentence) and "Traceback" not in output
+        (tree / "fail").unlink()
+        assert self.start(tree).wait() == 0
+
+    def test_a_tree_that_cannot_be_written(self, tree):
+        (tree / "build").write_text("no folder")
+        build = self.start(tree)
+        (line,) = build.communicate()[0].splitlines()
+        assert build.returncode == 1
+        assert line.startswith(f"error: the build keeps its files in {tree}/build, which cannot be written (")
 
     def test_wrong_tilelang(self):
         code = (
