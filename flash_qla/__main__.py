@@ -2,11 +2,19 @@
 
 import platform
 import re
+import sys
 from pathlib import Path
 
 import torch
 
 import flash_qla
+
+if flash_qla.__file__ is None or not hasattr(flash_qla, "prefill_gated_delta_rule"):
+    sys.exit(
+        f"{Path(__file__).parent}/__init__.py is {'missing' if flash_qla.__file__ is None else 'of another package'}: "
+        "the published FlashQLA (flash-qla on PyPI) has been installed over this package. "
+        "`pip uninstall flash-qla flash-qla-aot`, then install this package again."
+    )
 from flash_qla import _C
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -157,6 +157,50 @@ def test_a_library_that_does_not_load(tmp_path):
     assert re.search(r"needs PyTorch 2\.10 or newer.*; this is PyTorch \d+\.\d+", last)
 
 
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    """The package, imported from here where this is the working directory."""
+    return Path(shutil.copytree(LIBRARY.parent, tmp_path / "flash_qla"))
+
+
+def last_line(package: Path, *arguments: str) -> str:
+    """Of what Python says before it fails."""
+    result = subprocess.run([sys.executable, *arguments], cwd=package.parent, capture_output=True, text=True)
+    assert result.returncode == 1
+    return result.stderr.splitlines()[-1]
+
+
+def test_the_published_package_beneath(copied):
+    (copied / "ops").mkdir()
+    for arguments in (("-c", "import flash_qla"), ("-m", "flash_qla")):
+        assert re.search(
+            r"flash-qla on PyPI.* mixed.* `pip uninstall flash-qla flash-qla-aot`", last_line(copied, *arguments)
+        )
+
+
+@pytest.mark.parametrize(("init", "what"), ((None, "missing"), ("__version__ = '0.1.3'", "of another package")))
+def test_the_published_package_above(copied, init, what):
+    """Installed over this one, and then perhaps removed again, with the files that both have."""
+    (copied / "__init__.py").unlink()
+    if init is not None:
+        (copied / "__init__.py").write_text(init)
+    # Nothing else of the name may be found, or a folder without __init__.py would not count.
+    code = f"import runpy, sys, torch; sys.path = [{str(copied.parent)!r}]"
+    line = last_line(copied, "-c", code + "; runpy.run_module('flash_qla', run_name='__main__')")
+    assert re.search(rf"__init__.py is {what}.*`pip uninstall flash-qla flash-qla-aot`", line)
+
+
+def test_paths_of_the_published_package():
+    from flash_qla.ops import chunk_gated_delta_rule
+    from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as same, chunk_gated_delta_rule_bwd
+
+    assert chunk_gated_delta_rule is same is flash_qla.chunk_gated_delta_rule
+    assert chunk_gated_delta_rule_bwd is flash_qla.chunk_gated_delta_rule_bwd
+    with pytest.raises(ImportError, match=r"flash_qla.utils.l2norm is of .* take use_qk_l2norm_in_kernel=True"):
+        from flash_qla.utils import l2norm  # noqa: F401
+    assert not hasattr(flash_qla.utils, "l3norm")
+
+
 @pytest.fixture(scope="module")
 def sass() -> dict[str, str]:
     """The instructions of each kernel."""
