@@ -198,6 +198,8 @@ def main():
     args = parser.parse_args()
 
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch sees no CUDA device")
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
     prompt_length = args.tokens or (512 if device.type == "cpu" else 8192)
     length = prompt_length + args.new_tokens

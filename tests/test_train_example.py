@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -83,10 +84,29 @@ def test_a_long_sequence_over_two_gpus(tmp_path):
     assert ours[-1] < ours[0]
 
 
-def test_too_few_steps_are_noticed():
+def test_few_steps_need_not_learn():
     result = run(TRAIN, "--device=cpu", "--steps=2")
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "FAILED: flash_qla has not learned the text" in result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "fewer than 30 steps: not asked whether the text has been learned" in result.stdout
+
+
+@pytest.mark.parametrize(("steps", "names"), ((29, []), (30, ["flash_qla", "torch", "torch, perturbed"])))
+def test_what_has_not_learned(steps, names, monkeypatch):
+    monkeypatch.syspath_prepend(TRAIN.parent)
+    runs = {
+        name: {"losses": [3.0] * steps, "final_loss": loss, "seconds_per_step": 0.1}
+        for name, loss in (("flash_qla", float("nan")), ("torch", 3.0), ("torch, perturbed", 3.0))
+    }
+    failures = runpy.run_path(str(TRAIN))["summarize"](runs, [2.7, 1.8])
+    assert [failure.partition(" has not learned the text")[0] for failure in failures] == names
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("script", ("examples/train.py", "examples/transformers_model.py", "tests/test_gdr.py"))
+def test_no_gpu_is_said_in_one_line(script):
+    result = run(TRAIN.parent.parent / script, "--device=cuda", *(["--set=develop"] if "gdr" in script else []))
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].endswith("error: --device cuda: torch sees no CUDA device")
 
 
 def test_figure(tmp_path):
