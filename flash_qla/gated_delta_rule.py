@@ -77,8 +77,8 @@ def chunk_gated_delta_rule(
     Args:
         q, k: queries and keys, [B, T, H_k, K]. K is a multiple of 8 up to 128 on the GPU, any on the CPU.
         v: values, [B, T, H_v, V], H_v a multiple of H_k. V is a multiple of 8 up to 512 on the GPU, any on the CPU.
-        g: log of the decay of each token, natural logarithm, [B, T, H_v]; at most 0 for a state that does not grow.
-            With use_gate_in_kernel what it is made from, any number.
+        g: log of the decay of each token, natural logarithm, [B, T, H_v]; at most 0 for a state that does not grow,
+            -inf for a token that forgets all before it. With use_gate_in_kernel what it is made from, any number.
         beta: step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues. With
             use_beta_sigmoid_in_kernel what it is made from, any number.
         scale: factor on the output; K ** -0.5 by default.
@@ -192,7 +192,8 @@ def chunk_gated_delta_rule_fwd(
 
     Returns:
         g: [B, T, H_v], float32 (float64 for float64 inputs): sum of g, after the activation if it is inside, from the
-            chunk's first token to this one.
+            chunk's first token to this one. Where e^g is 0 in that arithmetic the CPU has -inf, and sums begin anew
+            behind it; the GPU takes a g below -1024 as -1024.
         A: [B, T, H_v, 64], dtype of q: in row i of a chunk, row i of (I + stril(diag(beta) K K^T)) ** -1, where stril
             is the part below the diagonal and K the chunk's keys, after the l2norm if there is one. No gates are in
             it. In a chunk of fewer than 64 tokens the columns beyond them are zero. Below the unit diagonal entries

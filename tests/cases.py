@@ -118,6 +118,13 @@ def gates(kind: str, shape, generator) -> torch.Tensor:
     if kind == "resets":  # slow decay, and one token in ten that forgets everything
         resets = torch.rand(shape, generator=generator, dtype=torch.float64) < 0.1
         return torch.where(resets, -50.0, F.logsigmoid(x) / 16)
+    if kind == "hard_resets":  # likewise, to the last bit
+        resets = torch.rand(shape, generator=generator, dtype=torch.float64) < 0.1
+        return torch.where(resets, -torch.inf, F.logsigmoid(x) / 16)
+    if kind == "extreme":  # every size between, among slow ones
+        strong = torch.tensor((-1e30, -5000.0, -700.0, -110.0, -90.0, -torch.inf), dtype=torch.float64)
+        chosen = strong[torch.randint(len(strong), shape, generator=generator)]
+        return torch.where(torch.rand(shape, generator=generator, dtype=torch.float64) < 0.2, chosen, F.logsigmoid(x))
     constant = {"tiny": -1e-6, "underflow": -50.0, "zero": 0.0}[kind]
     return torch.full(shape, constant, dtype=torch.float64)
 
@@ -252,6 +259,17 @@ def activated(inputs: dict) -> dict:
     inside = {name: inputs[name] for name in names if name in inputs}
     g, beta = reference.activated(inputs["g"], inputs["beta"], **inside)
     return {name: x for name, x in inputs.items() if name not in inside} | {"g": g, "beta": beta}
+
+
+def cumulative_gates(inputs: dict) -> torch.Tensor:
+    """What the low-level forward is to make of the gates, g_cumsum, in fp64. Where e^g is 0 in the arithmetic of the
+    CPU it takes g as -inf; the GPU stops at e^-1024."""
+    g = activated(inputs)["g"]
+    if g.is_cuda:
+        g = g.clamp_min(-1024)
+    else:
+        g = g.masked_fill(g.to(torch.promote_types(inputs["q"].dtype, torch.float32)).exp() == 0, -torch.inf)
+    return reference.chunk_cumsum(g, inputs["cu_seqlens"])
 
 
 def make_gradients(case: Case, device: str) -> dict:
@@ -400,7 +418,7 @@ def expected_outputs(inputs: dict) -> dict:
     expected, ready = reference_of(inputs), activated(inputs)
     cu_seqlens, l2norm = inputs["cu_seqlens"], inputs["use_qk_l2norm_in_kernel"]
     return {
-        "g_cumsum": reference.chunk_cumsum(ready["g"], cu_seqlens),
+        "g_cumsum": cumulative_gates(inputs),
         "A": reference.chunk_inverse(inputs["k"], ready["beta"], cu_seqlens, l2norm),
         "o": expected.o,
         "h": expected.h,
@@ -467,8 +485,7 @@ def check_gradients(
         dtype = gradient_dtype(case, name)
         assert x.dtype == dtype and x.is_contiguous(), f"{name} is {x.dtype} with strides {x.stride()} [{name_of_call}]"
         assert x.dim() < 3 or name == "dh0" or not x[:, covered:].any(), f"{name}: not zero in padding [{name_of_call}]"
-    g_cumsum = reference.chunk_cumsum(activated(inputs)["g"], inputs["cu_seqlens"])
-    accuracy.check_gradients(actual, expected, case.dtype, name_of_call, g_cumsum)
+    accuracy.check_gradients(actual, expected, case.dtype, name_of_call, cumulative_gates(inputs))
 
     with poisoned(device):
         through_autograd = run_autograd(inputs, **gradients)

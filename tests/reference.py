@@ -116,7 +116,10 @@ def activated(
     """The log decay and beta that the recurrence takes, [B, T, H_v], of what an op is given."""
     g, beta = g.to(dtype), beta.to(dtype)
     if use_gate_in_kernel:
-        g = -A_log.to(dtype).exp() * F.softplus(g if dt_bias is None else g + dt_bias.to(dtype))
+        x = g if dt_bias is None else g + dt_bias.to(dtype)
+        resets = x.isposinf()  # -inf, without derivatives, which would be NaN times 0
+        rate = A_log.to(dtype).exp()
+        g = (-rate * F.softplus(x.masked_fill(resets, 0))).masked_fill(resets, -torch.inf)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     return g, beta
@@ -331,7 +334,8 @@ def activated_bwd(raw: dict, dg: torch.Tensor, db: torch.Tensor, sizes: dict, co
 
     slopes = backward(("g", "beta"), torch.ones_like(dg), torch.ones_like(db))
     db_size, dg_size = sizes["db"] * slopes["beta"].abs(), sizes["dg"] * slopes["g"].abs()
-    dA_log_size, ddt_bias_size = (x.square().sum((0, 1)).sqrt() for x in (sizes["dg"] * g.detach(), dg_size))
+    dA_log_size = sizes["dg"] * g.detach().masked_fill(g.isneginf(), 0)
+    dA_log_size, ddt_bias_size = (x.square().sum((0, 1)).sqrt() for x in (dA_log_size, dg_size))
     sizes = {"db": db_size, "dg": dg_size, "dA_log": dA_log_size, "ddt_bias": ddt_bias_size}
     return backward(tuple(leaves), dg, db), sizes
 
@@ -346,14 +350,20 @@ def position_in_chunk(B: int, T: int, cu_seqlens=None) -> torch.Tensor:
 
 
 def chunk_cumsum(g, cu_seqlens=None, dtype=torch.float64) -> torch.Tensor:
-    """Inclusive cumulative sum of g [B, T, H_v] that restarts at each chunk of each sequence."""
+    """Inclusive cumulative sum of g [B, T, H_v] that restarts at each chunk of each sequence, and behind a token of
+    -inf, where it is -inf."""
     B, T, H_v = g.shape
     rows = Layout.of(B, T, cu_seqlens).chunk_rows().to(g.device)
     in_chunk = rows >= 0
     g = g.to(dtype).reshape(B * T, H_v)
     out = torch.zeros_like(g)
     if len(rows):
-        out[rows[in_chunk]] = g[rows.clamp_min(0)].cumsum(1)[in_chunk]
+        chunks = torch.where(in_chunk[..., None], g[rows.clamp_min(0)], 0)
+        total = torch.zeros_like(chunks[:, 0])
+        for i in range(CHUNK):
+            total = total.masked_fill(total.isneginf(), 0) + chunks[:, i]
+            chunks[:, i] = total
+        out[rows[in_chunk]] = chunks[in_chunk]
     return out.reshape(B, T, H_v)
 
 

@@ -7,7 +7,7 @@ from cases import Case, check_backward, check_forward
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-GATES = ("softplus", "logsigmoid", "tiny", "underflow", "zero", "resets")
+GATES = ("softplus", "logsigmoid", "tiny", "underflow", "zero", "resets", "hard_resets", "extreme")
 STRIDES = ("contiguous", "heads_first", "packed", "reversed_dims")
 DIMS = st.one_of(st.integers(1, 9), st.sampled_from((16, 31, 32, 33, 64, 128)))
 LENGTH = st.one_of(st.integers(0, 5), st.sampled_from((63, 64, 65, 100, 128, 130)))

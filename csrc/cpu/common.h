@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <new>
 
 #include "chunks.h"
@@ -33,6 +34,20 @@ class Buffer {
   static constexpr size_t kAlignment = 64;
   CT* data_;
 };
+
+// The sum of a chunk's gates with that of one more token. A token with e^g = 0 forgets all before it: the sum is -inf
+// there, for any such g, and starts anew behind it, or the digits of later gates would be lost in it.
+template <typename CT>
+CT add_gate(CT sum, CT g) {
+  constexpr CT kForgotten = -std::numeric_limits<CT>::infinity();
+  return std::exp(g) == 0 ? kForgotten : (sum == kForgotten ? CT(0) : sum) + g;
+}
+
+// e^g of a token again, from that sum and the one before it.
+template <typename CT>
+CT decay_of(CT sum, CT before) {
+  return std::exp(before == -std::numeric_limits<CT>::infinity() ? sum : sum - before);
+}
 
 // K and V as they are packed: rows of the state for k, blocks of kBlockV columns for v.
 template <typename CT>

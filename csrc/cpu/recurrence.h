@@ -110,7 +110,7 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
       const CT g = gates.g(row * p.H_v + head);
       scratch.decay()[t] = std::exp(g);
       scratch.beta()[t] = gates.beta(row * p.H_v + head);
-      cumsum += g;
+      cumsum = add_gate(cumsum, g);
       if (p.g_cumsum) {
         p.g_cumsum[row * p.H_v + head] = cumsum;
       }

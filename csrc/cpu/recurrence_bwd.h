@@ -187,7 +187,7 @@ class SequenceBackward {
       const int64_t row = (sequence_.begin + first + t) * p_.H_v + head;
       p_.db.set(row, db[t] * gates.beta_derivative(row));
       CT gradient = dg[t];
-      if (p_.gates.use_gate) {
+      if (p_.gates.use_gate && gradient != 0) {  // it is where e^g is, and the activation may then be infinite
         chunk_sums[0] += gradient * gates.g(row);
         gradient *= gates.g_derivative(row);
         chunk_sums[1] += gradient;
@@ -207,7 +207,7 @@ class SequenceBackward {
       load_row(p_.q + x, p_.K, p_.use_qk_l2norm, s_.q() + t * s_.dims.padded_k);
       load_row(p_.k + x, p_.K, p_.use_qk_l2norm, s_.k() + t * s_.dims.padded_k);
       const CT before = std::exchange(cumsum, p_.g_cumsum[row * p_.H_v + head]);
-      s_.decay()[t] = std::exp(cumsum - before);
+      s_.decay()[t] = decay_of(cumsum, before);
       s_.beta()[t] = gates.beta(row * p_.H_v + head);
     }
     return tokens;

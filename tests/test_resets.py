@@ -1,0 +1,176 @@
+"""Numbers at the edge: gates of -inf, which forget everything, finite ones that are as good as that, betas of 0 and 2,
+keys of zero with the l2norm inside. tests/fuzz.py goes through more of them."""
+
+import dataclasses
+
+import pytest
+import reference
+import torch
+from cases import (
+    Case,
+    check_backward,
+    check_forward,
+    check_gradients,
+    check_outputs,
+    expected_outputs,
+    make_gradients,
+    make_inputs,
+    parametrize,
+    reference_gradients,
+    reference_of,
+    run_autograd,
+)
+
+import flash_qla
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "A_log": FP64, "dt_bias": FP64}
+ALL_FP64 |= {"initial_state": FP64, "dht": FP64}
+SMALL = {"T": 200, "H_k": 1, "H_v": 2, "K": 16, "V": 24}
+RAW = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
+# The first and the last token, two in a row, the first and the last one of a chunk, and of a chunk the only ones
+RESETS = (0, 20, 21, 63, 64, 128, 150, 199)
+
+
+def cut(inputs: dict, resets: tuple[int, ...]) -> dict:
+    """The inputs of the same tokens where each reset begins a sequence, with a gate of no meaning. B is 1."""
+    T, state = inputs["v"].shape[1], inputs["initial_state"]
+    g = inputs["g"].clone()
+    g[:, list(resets)] = 0
+    states = torch.cat([state, state.new_zeros(len(resets), *state.shape[1:])])
+    offsets = torch.tensor([0, *resets, T], device=g.device)
+    return inputs | {"g": g, "initial_state": states, "cu_seqlens": offsets}
+
+
+def with_resets(case: Case, device: str, resets=RESETS) -> tuple[dict, dict, dict]:
+    """A case's inputs with resets, those cut there, and the gradients of the outputs."""
+    inputs = make_inputs(case, device)
+    inputs["g"][:, list(resets)] = torch.inf if case.use_gate_in_kernel else -torch.inf
+    return inputs, cut(inputs, resets), make_gradients(case, device)
+
+
+@parametrize(
+    Case(**SMALL | {"K": 128, "V": 128}),
+    Case(**SMALL | {"K": 128, "V": 128}, dtype=FP16, gate="logsigmoid", state_v_first=True),
+    Case(**SMALL | {"K": 128, "V": 128}, gate="logsigmoid", **RAW, **L2NORM, g_dtype=BF16, beta_dtype=BF16),
+    Case(**SMALL | {"T": 1000, "K": 128, "V": 128}, gate="zero"),
+)
+def test_as_if_cut(device, case):
+    check_as_if_cut(case, device)
+
+
+@parametrize(
+    Case(**SMALL, dtype=FP32, gate="logsigmoid"),
+    Case(**SMALL, dtype=FP32, gate="zero", beta="two"),
+    Case(**SMALL, dtype=FP32, gate="logsigmoid", **RAW),
+    Case(**SMALL, **ALL_FP64, gate="logsigmoid"),
+    Case(**SMALL, **ALL_FP64, gate="logsigmoid", **RAW, **L2NORM),
+)
+def test_as_if_cut_in_fp32_and_fp64(case):
+    check_as_if_cut(case, "cpu")
+
+
+def check_as_if_cut(case: Case, device: str):
+    """Every output and gradient, against the recurrence of the sequences cut at the resets, which never sees one."""
+    inputs, pieces, gradients = with_resets(case, device)
+    wanted = reference_of(pieces)
+    expected = expected_outputs(inputs) | {"o": wanted.o, "final_state": wanted.final_state[-1:]}
+    check_outputs(case, inputs, expected, str(case))
+
+    dht = gradients["dht"]
+    dht_of_pieces = torch.cat([dht.new_zeros(len(RESETS), *dht.shape[1:]), dht])
+    wanted = reference_gradients(pieces, gradients["do"], dht_of_pieces)
+    check_gradients(case, inputs, gradients, dataclasses.replace(wanted, dh0=wanted.dh0[:1]))
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32, FP64), ids=str)
+def test_same_bits_as_cut(dtype):
+    """On the CPU: the outputs wherever the resets are; the gradients where they are at a chunk's start, so that the
+    gates are summed up from the same tokens."""
+    case = Case(**SMALL, dtype=dtype, gate="logsigmoid")
+    for resets in (RESETS, (64, 128)):
+        inputs, pieces, gradients = with_resets(case, "cpu", resets)
+        o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        o_of_pieces, states_of_pieces = flash_qla.chunk_gated_delta_rule(**pieces, output_final_state=True)
+        assert torch.equal(o, o_of_pieces) and torch.equal(final_state, states_of_pieces[-1:])
+    dht = gradients["dht"]
+    actual = run_autograd(inputs, **gradients)
+    expected = run_autograd(pieces, gradients["do"], torch.cat([torch.zeros_like(dht)] * 2 + [dht]))
+    expected["dh0"] = expected["dh0"][:1]
+    for name, x in actual.items():
+        assert torch.equal(x, expected[name]), name
+    assert not actual["dg"][:, list(resets)].any()
+
+
+@pytest.mark.parametrize("options", ({}, RAW, RAW | L2NORM), ids=("", "raw", "raw+l2norm"))
+@pytest.mark.parametrize("gate", ("hard_resets", "extreme"))
+def test_gates(device, gate, options):
+    """Other tokens in each head, and gates of every size."""
+    case = Case(lengths=(300, 0, 64, 1, 65), padding=3, H_k=2, H_v=4, K=64, V=64, gate=gate, **options)
+    check_forward(case, device)
+    check_backward(case, device)
+
+
+def test_beta_of_two(device):
+    """A key of norm 1 then mirrors the state. Where keys come again the mirrors cancel, which takes digits."""
+    case = Case(T=130, H_k=1, H_v=2, gate="logsigmoid", beta="2")
+    check_forward(case, device)
+    check_backward(case, device)
+    if device == "cpu":
+        case = dataclasses.replace(case, keys="repeated", dtype=FP32)
+        check_forward(case, device)
+        check_backward(case, device)
+
+
+@pytest.mark.parametrize("gate", ("logsigmoid", "hard_resets"))
+def test_beta_of_zero(device, gate):
+    """Nothing is written."""
+    case = Case(T=130, H_k=1, H_v=2, gate=gate, beta="0")
+    check_forward(case, device)
+    check_backward(case, device)
+
+
+def test_keys_of_zero_with_the_l2norm(device):
+    """Not 0 / 0; nothing is written, and the gradient is that of x / sqrt(1e-6)."""
+    case = Case(T=130, H_k=1, H_v=2, gate="logsigmoid", keys="zero", use_qk_l2norm_in_kernel=True)
+    check_forward(case, device)
+    check_backward(case, device)
+
+
+@pytest.mark.parametrize("dtype", (FP32, FP64), ids=str)
+def test_pools(dtype):
+    """The prefill with its checkpoints, and the decoding of some tokens at once, against the recurrence."""
+    case = Case(
+        B=2, T=200, H_k=1, H_v=2, K=8, V=12, dtype=dtype, gate="hard_resets", state_v_first=True, **RAW, **L2NORM
+    )
+    case = dataclasses.replace(case, initial_state=dtype, g_dtype=dtype)
+    inputs = make_inputs(case, "cpu")
+    assert inputs["g"].isposinf().any()
+    pool, kept = inputs["initial_state"].clone(), torch.full((6, 2, 12, 8), torch.nan, dtype=dtype)
+    arguments = {name: x for name, x in inputs.items() if name not in ("initial_state", "state_v_first", "auto_cp")}
+    o = flash_qla.prefill_gated_delta_rule(
+        **arguments, state_pool=pool, state_indices=torch.arange(2), checkpoint_every=64, checkpoints=kept
+    )
+    expected = reference_of(inputs)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == FP32 else {"rtol": 1e-10, "atol": 1e-12}
+    for x, wanted in ((o, expected.o), (pool, expected.final_state), (kept, expected.h[:, 1:].flatten(0, 1))):
+        torch.testing.assert_close(x.double(), wanted, **tolerance)
+
+    pool = inputs["initial_state"].clone()
+    tokens = {name: inputs[name][:, :8] for name in ("q", "k", "v", "g", "beta")}
+    tokens["g"][1, 5] = torch.inf
+    q, k, v, g, beta = tokens.values()
+    o = flash_qla.decode_gated_delta_rule(
+        q, k, v, g, beta, inputs["A_log"], inputs["dt_bias"], pool, torch.arange(2), use_qk_l2norm_in_kernel=True
+    )
+    expected = reference_of(inputs | tokens | {"allow_neg_eigval": False})
+    torch.testing.assert_close(o.double(), expected.o, **tolerance)
+    torch.testing.assert_close(pool.double(), expected.final_state, **tolerance)
+
+
+def test_the_reference_forgets():
+    """Its sums of gates begin anew behind a reset."""
+    g = torch.tensor([-1.0, -torch.inf, -2.0, -3.0, -torch.inf, -torch.inf])[None, :, None]
+    sums = reference.chunk_cumsum(g).flatten().tolist()
+    assert sums == [-1.0, -torch.inf, -2.0, -5.0, -torch.inf, -torch.inf]
