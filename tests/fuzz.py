@@ -1,0 +1,527 @@
+"""Random calls of every op, for a time: `python tests/fuzz.py --seconds 60 --seed 0 [--device cuda]`.
+
+A seed and a number make a trial: shapes, dtypes, gates, strides, layouts, modes of the dispatch. Each runs twice over
+memory that holds NaN and must give the same bits; every output must be as near to the formula as its arithmetic allows.
+
+How near that is no constant says: where keys come again, or gates underflow, results are what is left of larger
+numbers. So the expected outputs are made in several runs at once, by chunks, in fp64: one exact, one in which every
+operand and result of a product is rounded as the kernels round, the others in which it is off by a random part of that.
+What these runs differ by is what rounding does to this output of these inputs; the bar is a multiple.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+
+import reference
+import torch
+import torch.nn.functional as F
+from accuracy import check as check_accuracy
+from cases import (
+    ALL_GRADIENTS_OF,
+    Case,
+    backward_mode,
+    covered_tokens,
+    cumulative_gates,
+    equal,
+    forward_mode,
+    make_arguments,
+    make_inputs,
+    run_all,
+)
+from poison import poisoned
+from reference import CHUNK
+
+import flash_qla
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPS = ("chunk", "prefill", "decode", "decode_packed")
+RUNS = 5  # exact, rounded, and three at random
+KEYS_AND_BETAS = (
+    *(("unit", beta) for beta in ("sigmoid", "two", "0", "2")),
+    *(("repeated", beta) for beta in ("sigmoid", "two", "1")),
+    ("long", "stable"),
+    ("zero", "sigmoid"),
+)
+GATES = ("softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero", "resets", "hard_resets", "extreme")
+HEAD_FACTOR, ROW_FACTOR = 6, 12  # of the runs' differences, to the norm of a head and to that of a token or state in it
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    op: str
+    case: Case
+    forward: dict  # of forward_mode
+    backward: dict  # of backward_mode
+    state_dtype: torch.dtype  # of final states, or of the pool
+
+
+def draw(seed: int, number: int, device: str) -> Trial:
+    r = random.Random(f"{seed}/{number}")
+    op = r.choices(OPS, (6, 2, 1, 1))[0]
+    gpu, decodes = device == "cuda", op.startswith("decode")
+    floats = (BF16, FP16) if gpu else (BF16, FP16, FP32, FP64)
+
+    def length():
+        if decodes:
+            return r.randint(0, 8)
+        return r.choice((0, 1, r.randint(2, 62), 63, 64, 65, r.randint(66, 300), r.randint(66, 2000 if gpu else 300)))
+
+    lengths = r.choice((None, tuple(length() for _ in range(r.choice((0, 1, 1, 2, 3, 6, 12))))))
+    B, T = (r.randint(1, 3), length()) if lengths is None else (1, 0)
+    longest, N = (T, B) if lengths is None else (max(lengths, default=0), len(lengths))
+    most_heads = max(1, (16384 if gpu else 1024) // max(1, N * (longest + CHUNK)))
+    H_k = r.randint(1, min(8, most_heads))
+    keys, beta = r.choice(KEYS_AND_BETAS)
+    l2norm, inside = keys not in ("long",) and r.random() < 0.4, r.random() < 0.5 or decodes
+    if inside and keys == "long":
+        keys, beta = "unit", "sigmoid"
+    case = Case(
+        B=B,
+        T=T,
+        lengths=lengths,
+        padding=0 if lengths is None else r.choice((0, 0, 1, 65)),
+        H_k=H_k,
+        H_v=H_k * r.randint(1, max(1, min(8, most_heads // H_k))),
+        K=8 * r.choice((1, 2, 7, 8, 12, 16, 16, 16)) if gpu else r.choice((1, 3, 8, 16, 33, 64, 96)),
+        V=8 * r.choice((1, 3, 8, 16, 16, 16, 24, 32, 64)) if gpu else r.choice((1, 5, 8, 16, 33, 64, 96)),
+        dtype=r.choice(floats),
+        gate=r.choice(GATES),
+        keys="raw" if l2norm and keys == "unit" else keys,
+        beta=beta,
+        g_dtype=r.choice((BF16, FP16, FP32, FP64)),
+        beta_dtype=r.choice((BF16, FP16, FP32, FP64)),
+        initial_state=r.choice((None, BF16, FP16, FP32, FP64)),
+        state_scale=r.choice((0.5, 0.5, 30)),
+        cu_dtype=r.choice((torch.int32, torch.int64)),
+        state_v_first=op != "chunk" or r.random() < 0.5,
+        scale=r.choice((None, None, 1.0, 0.25)),
+        use_qk_l2norm_in_kernel=l2norm,
+        use_gate_in_kernel=r.random() < 0.4 or decodes,
+        A_log=r.choice((BF16, FP16, FP32, FP64)),
+        dt_bias=r.choice((None, BF16, FP16, FP32, FP64)),
+        use_beta_sigmoid_in_kernel=inside,
+        allow_neg_eigval=inside and not decodes and (beta in ("two", "2") or r.random() < 0.3),
+        auto_cp=r.random() < 0.8,
+        strides=r.choice(("contiguous", "contiguous", "heads_first", "packed", "reversed_dims")),
+        do_strides=r.choice(("contiguous", "heads_first", "packed", "reversed_dims", "expanded")),
+        dht=r.choice((None, BF16, FP16, FP32, FP64)),
+        seed=r.randrange(2**31),
+    )
+    if decodes and beta in ("two", "2"):  # it has no negative eigenvalues
+        case = dataclasses.replace(case, beta="1")
+    segments = {"segment_chunks": r.choice((0, 1, 2, 5, 16))}
+    tiles = {"value_tile": r.choice((64, 128)), **segments}
+    if segments["segment_chunks"] and r.random() < 0.5:
+        segments["cut_above"] = tiles["cut_above"] = segments["segment_chunks"] + r.choice((0, 1, 20))
+        tiles["whole_tile"] = r.choice((0, 64, 128))
+    forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": 1}))
+    return Trial(op, case, forward, r.choice(({}, segments)), r.choice((BF16, FP16, FP32, FP64)))
+
+
+# What is expected
+
+
+class Noise:
+    """The runs' roundings of tensors [RUNS, ...], to the digits of `dtype`: none, to the nearest, and at random."""
+
+    def __init__(self, dtype: torch.dtype, device: str, runs: int, seed: int):
+        self.dtype, self.runs = dtype, runs
+        # Where sums have no more digits than their operands, what they round comes on top.
+        self.unit = torch.finfo(dtype).eps * (0.5 if dtype in (BF16, FP16) else 2)
+        self.scale = 2**13 if dtype == FP64 else 1  # what is random in fp64 has to be larger than its own rounding
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        random = torch.rand(x.shape, generator=self.generator, dtype=FP64, device=x.device)
+        y = torch.where(x.isinf(), x, x + x * (2 * random - 1) * (self.unit * self.scale))
+        y[0], y[1] = x[0], x[1].to(self.dtype).double()
+        if self.dtype == FP64:  # as exact as the first: they differ by what both round
+            y[1] = torch.where(x[1].isinf(), x[1], x[1] + x[1] * (2 * random[1] - 1) * self.unit)
+        return y
+
+
+class Rounded(torch.autograd.Function):
+    """With the gradient rounded too."""
+
+    @staticmethod
+    def forward(ctx, x, noise):
+        ctx.noise = noise
+        return noise(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.noise(dx), None
+
+
+@torch.enable_grad()
+def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) -> dict[str, torch.Tensor]:
+    """Outputs and, with do, gradients of a call of chunk_gated_delta_rule_fwd, [RUNS, ...] each. `states` are those at
+    the chunks' starts and the last one, [RUNS, N, chunks + 1, H_v, V, K]."""
+    leaves = {name: inputs[name] for name in ALL_GRADIENTS_OF if inputs.get(name) is not None}
+    leaves = {name: x.detach().double().expand(noise.runs, *x.shape).clone() for name, x in leaves.items()}
+    leaves = {name: x.requires_grad_(do is not None) for name, x in leaves.items()}
+    (B, T, H_v, V), K, device = inputs["v"].shape, inputs["k"].shape[-1], inputs["v"].device
+    layout = reference.Layout.of(B, T, inputs["cu_seqlens"])
+    N, longest = len(layout.lengths), max(1, *layout.lengths, 1)
+    C, chunks = min(CHUNK, longest), -(-longest // CHUNK)
+    starts, lengths, chunk_starts = (
+        torch.tensor(x, dtype=torch.int64, device=device)[:, None]
+        for x in (layout.starts, layout.lengths, layout.chunk_starts)
+    )
+    position = torch.arange(chunks * C, device=device)
+    rows = torch.where(position < lengths, starts + position, B * T).unflatten(1, (chunks, C))
+    covered = (rows < B * T)[:, :, None]  # [N, chunks, 1, C]
+
+    def rounded(x):
+        return Rounded.apply(x, noise)
+
+    def product(x, y):
+        return rounded(rounded(x) @ rounded(y))
+
+    def split(x):  # [runs, B, T, H, ...] to [runs, N, chunks, H_v, C, ...]; zero beyond a sequence
+        x = x.flatten(1, 2)
+        x = torch.cat([x, torch.zeros_like(x[:, :1]) if B * T else x.new_zeros(len(x), 1, *x.shape[2:])], 1)
+        return x[:, rows].transpose(3, 4).repeat_interleave(H_v // x.shape[2], 3)
+
+    def join(x):
+        out = x.new_zeros(len(x), B * T + 1, *x.shape[3:4], *x.shape[5:])
+        out[:, rows] = x.transpose(3, 4)
+        return out[:, :-1].unflatten(1, (B, T))
+
+    q, k, v, g, beta = (split(leaves[name]) for name in ("q", "k", "v", "g", "beta"))
+    flags = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    inside = {name: inputs[name] for name in flags if name in inputs}
+    inside |= {name: leaves[name][:, None, None, :, None] for name in ("A_log", "dt_bias") if name in leaves}
+    g, beta = (x.masked_fill(~covered, 0) for x in reference.activated(g, beta, **inside))
+    g, beta = Rounded.apply(g, noise_of_sums), Rounded.apply(beta, noise_of_sums)
+    if inputs["use_qk_l2norm_in_kernel"]:
+        squares = (rounded(x).square().sum(-1, keepdim=True) for x in (q, k))
+        q, k = (rounded(x) * torch.rsqrt(y + reference.L2NORM_EPS) for x, y in zip((q, k), squares, strict=True))
+
+    # What lies on either side of a reset has nothing to do with the other; the gates' sums are rounded as sums.
+    reset = g.exp() == 0
+    resets, b = reset.cumsum(-1), g.masked_fill(reset, 0).cumsum(-1)
+    # On the CPU a decay is e^g of each token, multiplied up; on the GPU e^b, b counting resets as -1024.
+    steps = torch.arange(1, C + 1, device=device)
+    size = b.detach().abs() + (1024 * resets + 1 if device.type == "cuda" else steps)
+    b = Rounded.apply(b + (noise_of_sums(size) - size), noise_of_sums)  # the gradients of b are summed up as well
+    below = torch.ones(C, C, dtype=torch.bool, device=device).tril(-1)
+    apart = ~below | (resets[..., :, None] != resets[..., None, :])
+    identity = torch.eye(C, dtype=FP64, device=device)
+    D = identity + (b[..., :, None] - b[..., None, :]).masked_fill(apart, -torch.inf).exp()
+    gamma = b.masked_fill(resets > 0, -torch.inf).exp()[..., None]
+    ended = ~F.pad(covered[..., 1:], (0, 1))  # 1, and not e^(b - b), whose derivatives cancel in rounding only
+    to_end = (b[..., -1:] - b).masked_fill(ended | (resets != resets[..., -1:]), -torch.inf).exp()
+    to_end = (to_end + ended)[..., None]
+
+    L = identity + rounded((beta[..., None] * product(k, k.mT)).tril(-1))
+    A = rounded(torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False, unitriangular=True))
+    P = product(q, k.mT).tril() * D
+    S = leaves.get("initial_state", v.new_zeros(noise.runs, N, H_v, K, V))
+    S = S.mT if inputs["state_v_first"] and "initial_state" in leaves else S
+    states, o = [S], []
+    for c in range(chunks):
+        u = beta[:, :, c, ..., None] * (v[:, :, c] - gamma[:, :, c] * product(k[:, :, c], S))
+        v_new = product(A[:, :, c] * D[:, :, c], u)
+        o.append(gamma[:, :, c] * product(q[:, :, c], S) + product(P[:, :, c], v_new))
+        S = gamma[:, :, c, :, -1:] * S + product((to_end[:, :, c] * k[:, :, c]).mT, v_new)
+        states.append(S)
+    scale = K**-0.5 if inputs["scale"] is None else inputs["scale"]
+    o, states = rounded(scale * torch.stack(o, 2)), torch.stack(states, 2)
+
+    h_chunks = layout.h_shape[0] * layout.h_shape[1]
+    at = torch.where(covered[:, :, 0, 0], chunk_starts + torch.arange(chunks, device=device), h_chunks)
+    h = states.new_zeros(noise.runs, h_chunks + 1, *states.shape[3:])
+    h[:, at] = states[:, :, :-1].detach()
+    h = h[:, :-1].unflatten(1, layout.h_shape)
+    flip = (lambda x: x.mT) if inputs["state_v_first"] else (lambda x: x)
+    outputs = {
+        "o": join(o),
+        "A": F.pad(join(A), (0, CHUNK - C)),
+        "h": flip(h),
+        "final_state": flip(S),
+        "states": states.mT,
+    }
+    outputs = {name: x.detach() for name, x in outputs.items()}
+    if do is not None:
+        loss = (o * split(do.double()[None])).sum() + (0 if dht is None else (flip(S) * dht.double()).sum())
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        outputs |= {ALL_GRADIENTS_OF[name]: x for name, x in zip(leaves, gradients, strict=True)}
+    return outputs
+
+
+# What is called: functions of a trial that return the call, which gives outputs by name, the runs of those outputs, and
+# what others must be to the bit
+
+
+def chunk(trial: Trial, device: str, noises: tuple) -> tuple:
+    arguments = make_arguments(trial.case, device)
+    inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
+
+    def call():
+        with forward_mode(**trial.forward), backward_mode(**trial.backward):
+            options = {"output_final_state": True, "state_dtype": trial.state_dtype}
+            _, state = flash_qla.chunk_gated_delta_rule(**inputs, **options)
+            return {**run_all(arguments), "rounded final_state": state}
+
+    return call, expect(inputs, *noises, arguments["do"], arguments["dht"]), {}
+
+
+class Pool:
+    """Slots of states, NaN between them, and which are written with what."""
+
+    def __init__(self, trial: Trial, slots: int, device: str, r: random.Random):
+        case, generator = trial.case, torch.Generator().manual_seed(trial.case.seed)
+        self.shape = (case.H_v, case.V, case.K)
+        self.size = case.H_v * case.V * case.K
+        states = case.state_scale * torch.randn(slots, self.size, generator=generator, dtype=FP64)
+        gap = torch.full((slots, r.choice((0, 0, 8, 100))), torch.nan, dtype=FP64)
+        self.rows = torch.cat([states, gap], 1).to(device, trial.state_dtype)
+        self.written: dict[int, torch.Tensor] = {}  # slot -> state in each run
+
+    def states(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, : self.size].unflatten(1, self.shape)
+
+    def outputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The written states, and all else."""
+        written = list(self.written)
+        rest = rows.clone()
+        rest[written, : self.size] = 0
+        return self.states(rows)[written], rest.nan_to_num(123)
+
+    def expected(self, runs: int) -> torch.Tensor:
+        return (
+            torch.stack(list(self.written.values()), 1) if self.written else self.rows.new_zeros(runs, 0, *self.shape)
+        )
+
+
+def on_pools(function, arguments: dict, pools: dict[str, Pool], runs: torch.Tensor, rows_of_steps=None) -> tuple:
+    def call():
+        fresh = {name: pool.rows.clone() for name, pool in pools.items()}
+        views = {name: pool.states(fresh[name]) for name, pool in pools.items()}
+        if rows_of_steps and "intermediate_states" in views:
+            views["intermediate_states"] = views["intermediate_states"].unflatten(0, rows_of_steps)
+        outputs = {"o": function(**arguments, **views)}
+        for name, pool in pools.items():
+            outputs[f"states of {name}"], outputs[f"rest of {name}"] = pool.outputs(fresh[name])
+        return outputs
+
+    expected = {"o": runs} | {f"states of {name}": pool.expected(len(runs)) for name, pool in pools.items()}
+    return call, expected, {f"rest of {name}": pool.outputs(pool.rows)[1] for name, pool in pools.items()}
+
+
+def prefill(trial: Trial, device: str, noises: tuple) -> tuple:
+    case, r = trial.case, random.Random(trial.case.seed)
+    inputs = make_inputs(case, device)
+    lengths = [case.T] * case.B if case.lengths is None else list(case.lengths)
+    N, every, in_slots, null = len(lengths), r.choice((0, 64, 128)), r.random() < 0.5, r.choice((-1, 0))
+    counts = [length // every if every else 0 for length in lengths]
+    pool = Pool(trial, N + sum(counts) + 3, device, r)
+    slots = r.sample(range(null + 1, len(pool.rows)), N + sum(counts))
+    own, others = slots[:N], slots[N:]
+    real = [r.random() < 0.85 for _ in lengths]
+    has_state = [r.random() < 0.7 for _ in lengths]
+    indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(own, real, strict=True)]
+    index_dtype = r.choice((torch.int32, torch.int64))
+    arguments = {name: x for name, x in inputs.items() if name not in ("initial_state", "state_v_first", "auto_cp")}
+    arguments |= {"state_indices": torch.tensor(indices, dtype=index_dtype, device=device), "null_index": null}
+    states = pool.states(pool.rows)[own].double()
+    if r.random() < 0.5:
+        mask = arguments["has_initial_state"] = torch.tensor(has_state, dtype=torch.bool, device=device)
+        states = states * mask[:, None, None, None]
+    runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises)
+
+    pools, kept = {"state_pool": pool}, pool
+    if every:
+        arguments["checkpoint_every"] = every
+        if in_slots:
+            table = torch.full((N, max(counts, default=0) + r.choice((0, 1))), null, dtype=index_dtype)
+        else:
+            kept = pools["checkpoints"] = Pool(trial, sum(counts) + 1, device, r)
+    first, offset = 0, 0
+    for n, length in enumerate(lengths):
+        if real[n]:
+            pool.written[own[n]] = runs["final_state"][:, n]
+        else:
+            runs["o"].flatten(1, 2)[:, offset : offset + length] = 0
+        for j in range(counts[n]):
+            if every and in_slots:
+                table[n, j] = others[first + j]
+            if real[n]:
+                slot = others[first + j] if in_slots else first + j
+                kept.written[slot] = runs["states"][:, n, (j + 1) * every // CHUNK]
+        first, offset = first + counts[n], offset + length
+    if every and in_slots:
+        arguments["checkpoint_indices"] = table.to(device)
+    return on_pools(flash_qla.prefill_gated_delta_rule, arguments, pools, runs["o"])
+
+
+def decode(trial: Trial, device: str, noises: tuple) -> tuple:
+    """Each token as the last one of a sequence of its own: behind its ancestors, if in a tree."""
+    case, r = trial.case, random.Random(trial.case.seed)
+    inputs = make_inputs(case, device)
+    lengths = [case.T] * case.B if case.lengths is None else list(case.lengths)
+    N, S, style = len(lengths), max(1, *lengths, 1), r.choice(("last", "slots", "rows", "tree"))
+    null, index_dtype = r.choice((-1, 0)), r.choice((torch.int32, torch.int64))
+    pool = Pool(trial, N * S + 3, device, r)
+    pools = {"state_pool": pool}
+    slots = torch.tensor(r.sample(range(null + 1, len(pool.rows)), N * S)).reshape(N, S)
+    slots[torch.rand(N, S, generator=torch.Generator().manual_seed(case.seed)) < 0.1] = null
+    arguments = {name: inputs[name] for name in ("A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel", "cu_seqlens")}
+    arguments |= {"a": inputs["g"], "b": inputs["beta"], "null_index": null, "state_indices": slots[:, 0]}
+    starts = slots[:, 0].tolist()
+    parents = [[t - 1 if style != "tree" else r.randint(-1, t - 1) for t in range(S)] for _ in lengths]
+    rows = list(range(N))
+    if style == "slots":
+        arguments |= {"state_indices": slots, "write_indices": slots}
+        if r.random() < 0.7:
+            accepted = [r.randint(1, S) for _ in lengths]
+            arguments["num_accepted_tokens"] = torch.tensor(accepted, dtype=index_dtype)
+            starts = [slots[n, a - 1].item() for n, a in enumerate(accepted)]
+    elif style != "last":
+        kept = pools["intermediate_states"] = Pool(trial, (N + 1) * S, device, r)
+        kept.rows = kept.rows[:, : kept.size]
+        arguments["update_state"] = False
+        if r.random() < 0.5:
+            rows = [row if r.random() < 0.8 else -1 for row in r.sample(range(N + 1), N)]
+            arguments["intermediate_indices"] = torch.tensor(rows, dtype=index_dtype)
+        if style == "tree":
+            arguments["parents"] = torch.tensor(parents, dtype=index_dtype).reshape(N, S)
+    for name in ("state_indices", "write_indices", "num_accepted_tokens", "intermediate_indices", "parents"):
+        if name in arguments:
+            arguments[name] = arguments[name].to(device, index_dtype)
+
+    paths, ends, offset = [], [], 0  # rows of tokens; (sequence, token, row)
+    for n, length in enumerate(lengths):
+        for t in range(length if starts[n] > null else 0):
+            path, at = [], t
+            while at >= 0:
+                path, at = [offset + at, *path], parents[n][at]
+            paths.append(path)
+            ends.append((n, t, offset + t))
+        offset += length
+    gathered = torch.tensor(list(itertools.chain(*paths)), dtype=torch.int64, device=device)
+    tokens = {name: inputs[name].flatten(0, 1)[gathered][None] for name in ("q", "k", "v", "g", "beta")}
+    states = pool.states(pool.rows)[[starts[n] for n, _, _ in ends]].double()
+    offsets = torch.tensor([0, *map(len, paths)]).cumsum(0)
+    runs = expect(inputs | tokens | {"initial_state": states, "state_v_first": True, "cu_seqlens": offsets}, *noises)
+
+    o = runs["o"].new_zeros(len(runs["o"]), *inputs["v"].shape)
+    for i, (n, t, row) in enumerate(ends):
+        o.flatten(1, 2)[:, row] = runs["o"][:, 0, offsets[i + 1] - 1]
+        state = runs["final_state"][:, i]
+        if style == "last" and t == lengths[n] - 1:
+            pool.written[starts[n]] = state
+        elif style == "slots" and slots[n, t] > null:
+            pool.written[slots[n, t].item()] = state
+        elif style in ("rows", "tree") and rows[n] >= 0:
+            kept.written[rows[n] * S + t] = state
+    if trial.op == "decode":
+        arguments |= {name: inputs[name] for name in ("q", "k", "v")}
+        return on_pools(flash_qla.decode_gated_delta_rule, arguments, pools, o, (N + 1, S))
+    arguments["mixed_qkv"] = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
+    if case.lengths is None and case.T == 1 and r.random() < 0.5:
+        arguments |= {name: arguments[name][:, 0] for name in ("mixed_qkv", "a", "b")}
+    return on_pools(flash_qla.decode_gated_delta_rule_packed, arguments, pools, o, (N + 1, S))
+
+
+# How near it must be
+
+HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(("db", "dg", "dA_log", "ddt_bias"), -1)}
+
+
+def check(name: str, actual: torch.Tensor, runs: torch.Tensor, noise: Noise, compute: torch.dtype) -> float:
+    """The largest error of a head or of a row in it (a token, a state) over its bar; above 1 is wrong."""
+    assert actual.shape == runs.shape[1:], f"{name} has shape {tuple(actual.shape)}, expected {tuple(runs.shape[1:])}"
+    if actual.numel() == 0:
+        return 0.0
+    axis = HEAD_AXIS.get(name, -3)
+    kinds = torch.finfo(actual.dtype), torch.finfo(compute)
+    eps, tiny = max(kind.eps for kind in kinds), max(kind.tiny for kind in kinds)
+
+    def by_head(x):  # [heads, rows, elements]
+        return x.movedim(axis, 0).reshape(x.shape[axis], -1, x.shape[axis + 1 :].numel() if axis < -1 else 1)
+
+    expected, *others = (by_head(x) for x in runs)
+    size = expected.norm(dim=-1)
+    rounded, *at_random = ((x - expected).norm(dim=-1) for x in others)
+    spread = torch.maximum(rounded, torch.stack(at_random).square().mean(0).sqrt() / noise.scale)
+    stored = eps * size + tiny * expected.shape[-1] ** 0.5
+    if actual.is_cuda:  # what auto_cp may leave out, see docs/accuracy.md
+        stored = stored + 2**-22 * size.max()
+    error = (by_head(actual.double()) - expected).norm(dim=-1)
+    rows = error / (ROW_FACTOR * (spread + spread.square().mean(1, keepdim=True).sqrt()) + stored)
+    heads = error.norm(dim=1) / (HEAD_FACTOR * spread.norm(dim=1) + stored.norm(dim=1))
+    return max(rows.max().item(), heads.max().item()) if error.isfinite().all() else float("inf")
+
+
+@reference.one_thread()
+def run(trial: Trial, device: str, spoil=None, runs: int = RUNS) -> dict[str, float]:
+    """The errors of a trial over their bars, by output. spoil takes the outputs of a call and returns others."""
+    case = trial.case
+    compute = FP64 if case.dtype == FP64 else FP32
+    operands = case.dtype if device == "cuda" else compute
+    noises = Noise(operands, device, runs, case.seed), Noise(compute, device, runs, case.seed + 1)
+    call, expected, same = {"chunk": chunk, "prefill": prefill}.get(trial.op, decode)(trial, device, noises)
+    with poisoned(device):
+        first, second = ((spoil or dict)(call()) for _ in range(2))
+    assert equal(first, second), "another run gave other bits"
+    ratios = {}
+    for name, x in first.items():
+        tensor = name.removeprefix("low-level ").removeprefix("autograd's ").removesuffix(" without h")
+        tensor = tensor.removeprefix("rounded ")
+        if name in same:
+            assert torch.equal(x, same[name]), f"{name} was written"
+        elif tensor == "g_cumsum":
+            check_accuracy(tensor, x, cumulative_gates(make_inputs(case, device)), case.dtype, name)
+        else:
+            ratios[tensor] = max(ratios.get(tensor, 0.0), check(tensor, x, expected[tensor], noises[0], compute))
+            padding = x[:, covered_tokens(case) :] if HEAD_AXIS.get(tensor, -3) > -3 and x.dim() > 2 else x[:0]
+            assert not padding.any(), f"{name} is not zero where no sequence is"
+    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
+    if wrong and runs == RUNS:  # perhaps by the luck of so few runs
+        return run(trial, device, spoil, 8 * RUNS)
+    assert not wrong, f"errors over their bars: {wrong}"
+    return ratios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="this one only, as a failure says it")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args()
+    numbers = itertools.count() if given.case is None else (given.case,)
+    worst, count, missing, begin = {}, Counter(), Counter(), time.monotonic()
+    for number in numbers:
+        if time.monotonic() - begin > given.seconds and given.case is None:
+            break
+        trial = draw(given.seed, number, given.device)
+        try:
+            for name, ratio in run(trial, given.device).items():
+                worst[name] = max(worst.get(name, (0.0, 0)), (ratio, number))
+            count[trial.op] += 1
+        except Exception as error:
+            if "not supported on the GPU yet" in str(error):
+                missing[trial.op] += 1
+                continue
+            print(f"{trial}\n{type(error).__name__}: {error}")
+            print(f"python tests/fuzz.py --seed {given.seed} --case {number} --device {given.device}")
+            return 1
+    seconds = time.monotonic() - begin
+    print(f"{count.total()} cases in {seconds:.0f} s, all right: {dict(count)}")
+    if missing:
+        print(f"not run, as {given.device} has no such op yet: {dict(missing)}")
+    for name, (ratio, number) in sorted(worst.items()):
+        print(f"{name:30} at most {ratio:.2f} of its bar, in case {number}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

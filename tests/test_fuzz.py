@@ -1,0 +1,119 @@
+"""tests/fuzz.py finds faults, and nothing where there are none."""
+
+import fuzz
+import pytest
+import torch
+from cases import Case
+
+TRIAL = fuzz.Trial(
+    "chunk",
+    Case(lengths=(100, 0, 65), padding=3, H_k=1, H_v=2, K=8, V=12, dtype=torch.float32, gate="logsigmoid"),
+    {},
+    {},
+    torch.float32,
+)
+POOL = fuzz.Trial(
+    "prefill",
+    Case(lengths=(130, 65), H_k=2, H_v=4, K=16, V=24, dtype=torch.bfloat16, gate="hard_resets", state_v_first=True),
+    {},
+    {},
+    torch.bfloat16,
+)
+
+
+def test_short_run_on_the_cpu():
+    for number in range(20):
+        fuzz.run(fuzz.draw(0, number, "cpu"), "cpu")
+
+
+@pytest.mark.gpu
+def test_short_run_on_the_gpu():
+    for number in range(200):
+        trial = fuzz.draw(0, number, "cuda")
+        if trial.op == "chunk":
+            fuzz.run(trial, "cuda")
+
+
+def scaled(name, factor):
+    return lambda outputs: outputs[name].mul_(factor)
+
+
+def swapped_heads(name):
+    return lambda outputs: outputs[name].copy_(outputs[name].flip(2))
+
+
+def token(name, change):
+    return lambda outputs: change(outputs[name][0, 70, 1:2])
+
+
+FAULTS = {
+    "scaled output": scaled("o", 1.001),
+    "scaled gradient": scaled("dq", 1.001),
+    "scaled sum": scaled("dg", 0.999),
+    "swapped heads": swapped_heads("o"),
+    "swapped gates": swapped_heads("db"),
+    "a token without its output": token("low-level o", torch.Tensor.zero_),
+    "a token's gradient": token("dg", lambda x: x.mul_(1.1)),
+    "a token's keys": token("autograd's dk", lambda x: x.mul_(1.01)),
+    "a NaN": token("dv", lambda x: x.fill_(torch.nan)),
+    "a state of another sequence": lambda outputs: outputs["final_state"].copy_(outputs["final_state"].flip(0)),
+    "a state transposed": lambda outputs: outputs["h"][0, 1].copy_(outputs["h"][0, 1].roll(1, -1)),
+    "padding": lambda outputs: outputs["o"][0, -1].fill_(1e-30),
+    "cumulative gates": lambda outputs: outputs["g_cumsum"][0, 64:].add_(0.01),
+}
+
+
+FEW = 4  # runs: not those of a trial, which has more of them before it calls something wrong
+
+
+def spoil(fault):
+    def spoiled(outputs):
+        outputs = {name: x.clone() for name, x in outputs.items()}
+        fault(outputs)
+        return outputs
+
+    return spoiled
+
+
+def test_what_the_faults_are_planted_in_is_right():
+    for trial in (TRIAL, POOL):
+        assert max(fuzz.run(trial, "cpu").values()) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_planted_faults_are_found(fault):
+    with pytest.raises(AssertionError):
+        fuzz.run(TRIAL, "cpu", spoil(fault), FEW)
+
+
+@pytest.mark.parametrize("factor", (0.97, 1.03))
+@pytest.mark.parametrize("name", ("o", "states of state_pool"))
+def test_bars_of_16_bits_are_not_wide(name, factor):
+    with pytest.raises(AssertionError, match=name):
+        fuzz.run(POOL, "cpu", spoil(scaled(name, factor)), FEW)
+
+
+def test_a_slot_that_is_not_its_own_is_found():
+    with pytest.raises(AssertionError, match="rest of state_pool was written"):
+        fuzz.run(POOL, "cpu", spoil(lambda outputs: outputs["rest of state_pool"][0].add_(1)))
+
+
+def test_other_bits_in_a_second_run_are_found():
+    calls = []
+
+    def other(outputs):
+        calls.append(None)
+        outputs["o"][0, 3, 0, 0] *= 1 + len(calls) * 2.0**-20
+
+    with pytest.raises(AssertionError, match="another run"):
+        fuzz.run(TRIAL, "cpu", spoil(other))
+
+
+def test_a_failure_says_how_to_repeat_it(monkeypatch, capsys):
+    def fails(*_):
+        raise AssertionError("wrong")
+
+    monkeypatch.setattr(fuzz, "run", fails)
+    monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "3", "--case", "5", "--device", "cpu"])
+    assert fuzz.main() == 1
+    assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in capsys.readouterr().out
