@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+import flash_qla.ops  # noqa: F401  it loads the library
+
 ops = torch.ops.flash_qla
 
 
