@@ -120,7 +120,8 @@ def draw(seed: int, number: int, device: str) -> Trial:
         segments["cut_above"] = tiles["cut_above"] = segments["segment_chunks"] + r.choice((0, 1, 20))
         tiles["whole_tile"] = r.choice((0, 64, 128))
     forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": 1}))
-    return Trial(op, case, forward, r.choice(({}, segments)), r.choice((BF16, FP16, FP32, FP64)))
+    state_dtypes = (BF16, FP16, FP32) if gpu and op != "chunk" else (BF16, FP16, FP32, FP64)
+    return Trial(op, case, forward, r.choice(({}, segments)), r.choice(state_dtypes))
 
 
 # What is expected
@@ -280,7 +281,8 @@ class Pool:
         self.shape = (case.H_v, case.V, case.K)
         self.size = case.H_v * case.V * case.K
         states = case.state_scale * torch.randn(slots, self.size, generator=generator, dtype=FP64)
-        gap = torch.full((slots, r.choice((0, 0, 8, 100))), torch.nan, dtype=FP64)
+        gap = r.choice((0, 0, 8, 104 if device == "cuda" else 100))  # slots on a GPU begin at multiples of 16 bytes
+        gap = torch.full((slots, gap), torch.nan, dtype=FP64)
         self.rows = torch.cat([states, gap], 1).to(device, trial.state_dtype)
         self.written: dict[int, torch.Tensor] = {}  # slot -> state in each run
 

@@ -32,7 +32,7 @@ struct Fiber {
 
 struct Cta {
   Fiber fibers[kMostThreads];
-  int threads, alive;
+  int threads, alive, alive_of_warps[kMostThreads / 32];
   Meeting named[16], warps[kMostThreads / 32], warpgroups[kMostThreads / 128];
 };
 Cta cta;
@@ -75,6 +75,7 @@ void run_cta() {
                                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
   cta.alive = cta.threads;
+  std::fill_n(cta.alive_of_warps, kMostThreads / 32, 32);
   for (auto* meetings : {cta.named, cta.warps, cta.warpgroups}) {
     const int count = meetings == cta.named ? 16 : meetings == cta.warps ? kMostThreads / 32 : kMostThreads / 128;
     std::fill_n(meetings, count, Meeting());
@@ -247,8 +248,16 @@ void yield() { emulator_switch(&this_fiber().stack, scheduler_stack); }
 
 void exit_thread() {
   this_fiber().done = true;
-  --cta.alive;
   ++progress;
+  // Those that wait for it wait for the others only.
+  const auto leave = [](Meeting& meeting, int& alive) {
+    if (--alive > 0 && meeting.arrived == alive) {
+      meeting.arrived = 0;
+      ++meeting.generation;
+    }
+  };
+  leave(cta.named[0], cta.alive);
+  leave(warp_meeting(), cta.alive_of_warps[thread_index.x / 32]);
   yield();
   __builtin_unreachable();
 }
@@ -262,6 +271,7 @@ void fail(const char* what) {
 Meeting& named_barrier(int number) { return cta.named[number]; }
 Meeting& warp_meeting() { return cta.warps[thread_index.x / 32]; }
 int threads_alive() { return cta.alive; }
+int lanes_alive() { return cta.alive_of_warps[thread_index.x / 32]; }
 
 void Mbarrier::end_phase() {
   if (pending == 0 && bytes == 0) {

@@ -11,11 +11,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnTheCpu(TorchFunctionMode):
-    """A device "cuda" is taken for the CPU."""
+    """A device "cuda" is taken for the CPU, and tensors for those of a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.cuda:
             return args[0]
+        if function == torch.Tensor.is_cuda.__get__:
+            return True
         args = tuple("cpu" if isinstance(x, str) and x.startswith("cuda") else x for x in args)
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):

@@ -63,11 +63,13 @@ void meet(Meeting& meeting, int threads, Work work) {
 inline void meet(Meeting& meeting, int threads) {
   meet(meeting, threads, [] {});
 }
-inline void sync_warp() { meet(warp_meeting(), 32); }
+int lanes_alive();  // of the warp
+inline void sync_warp() { meet(warp_meeting(), lanes_alive()); }
 
 inline int lane() { return thread_index.x % 32; }
 
-// What the lanes of a warp show one another. f(all) sees what each lane gave, an array of 32.
+// What the lanes of a warp show one another. f(all) sees what each lane gave, an array of 32; of lanes that have ended
+// anything.
 template <typename T, typename F>
 auto with_warp(T mine, F f) {
   struct Shown {
