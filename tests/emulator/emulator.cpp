@@ -2,7 +2,6 @@
 // of.
 #include "emulator.h"
 
-#include <cudaTypedefs.h>
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -181,8 +180,6 @@ float operand(uint64_t descriptor, int row, int k, bool transposed, bool bf16) {
   std::memcpy(&bits, dynamic_shared + swizzled(address, mode), 2);
   return number_of(bits, bf16);
 }
-
-using Rows = float[64][16];
 
 // c's elements of thread t in a fragment of 64 x N: pairs of columns, rows l / 4 and l / 4 + 8 of the warp's 16.
 float& in_fragment(const Wgmma* all, int row, int column) {
