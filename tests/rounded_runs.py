@@ -1,0 +1,139 @@
+"""What rounding does to the outputs of a call: the formula by chunks in fp64, in several runs at once, whose products
+are exact, rounded, or off by a random part of that. For the fuzzer's bars."""
+
+import reference
+import torch
+import torch.nn.functional as F
+from cases import ALL_GRADIENTS_OF
+from reference import CHUNK
+
+BF16, FP16, FP64 = torch.bfloat16, torch.float16, torch.float64
+
+
+class Noise:
+    """The runs' roundings of tensors [RUNS, ...], to the digits of `dtype`: none, to the nearest, and at random."""
+
+    def __init__(self, dtype: torch.dtype, device: str, runs: int, seed: int):
+        self.dtype, self.runs = dtype, runs
+        # Where sums have no more digits than their operands, what they round comes on top.
+        self.unit = torch.finfo(dtype).eps * (0.5 if dtype in (BF16, FP16) else 2)
+        self.scale = 2**13 if dtype == FP64 else 1  # what is random in fp64 has to be larger than its own rounding
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        random = torch.rand(x.shape, generator=self.generator, dtype=FP64, device=x.device)
+        y = torch.where(x.isinf(), x, x + x * (2 * random - 1) * (self.unit * self.scale))
+        y[0], y[1] = x[0], x[1].to(self.dtype).double()
+        if self.dtype == FP64:  # as exact as the first: they differ by what both round
+            y[1] = torch.where(x[1].isinf(), x[1], x[1] + x[1] * (2 * random[1] - 1) * self.unit)
+        return y
+
+
+class Rounded(torch.autograd.Function):
+    """With the gradient rounded too."""
+
+    @staticmethod
+    def forward(ctx, x, noise):
+        ctx.noise = noise
+        return noise(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.noise(dx), None
+
+
+@torch.enable_grad()
+def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) -> dict[str, torch.Tensor]:
+    """Outputs and, with do, gradients of a call of chunk_gated_delta_rule_fwd, [RUNS, ...] each. `states` are those at
+    the chunks' starts and the last one, [RUNS, N, chunks + 1, H_v, V, K]."""
+    leaves = {name: inputs[name] for name in ALL_GRADIENTS_OF if inputs.get(name) is not None}
+    leaves = {name: x.detach().double().expand(noise.runs, *x.shape).clone() for name, x in leaves.items()}
+    leaves = {name: x.requires_grad_(do is not None) for name, x in leaves.items()}
+    (B, T, H_v, V), K, device = inputs["v"].shape, inputs["k"].shape[-1], inputs["v"].device
+    layout = reference.Layout.of(B, T, inputs["cu_seqlens"])
+    N, longest = len(layout.lengths), max(1, *layout.lengths, 1)
+    C, chunks = min(CHUNK, longest), -(-longest // CHUNK)
+    starts, lengths, chunk_starts = (
+        torch.tensor(x, dtype=torch.int64, device=device)[:, None]
+        for x in (layout.starts, layout.lengths, layout.chunk_starts)
+    )
+    position = torch.arange(chunks * C, device=device)
+    rows = torch.where(position < lengths, starts + position, B * T).unflatten(1, (chunks, C))
+    covered = (rows < B * T)[:, :, None]  # [N, chunks, 1, C]
+
+    def rounded(x):
+        return Rounded.apply(x, noise)
+
+    def product(x, y):
+        return rounded(rounded(x) @ rounded(y))
+
+    def split(x):  # [runs, B, T, H, ...] to [runs, N, chunks, H_v, C, ...]; zero beyond a sequence
+        x = x.flatten(1, 2)
+        x = torch.cat([x, torch.zeros_like(x[:, :1]) if B * T else x.new_zeros(len(x), 1, *x.shape[2:])], 1)
+        return x[:, rows].transpose(3, 4).repeat_interleave(H_v // x.shape[2], 3)
+
+    def join(x):
+        out = x.new_zeros(len(x), B * T + 1, *x.shape[3:4], *x.shape[5:])
+        out[:, rows] = x.transpose(3, 4)
+        return out[:, :-1].unflatten(1, (B, T))
+
+    q, k, v, g, beta = (split(leaves[name]) for name in ("q", "k", "v", "g", "beta"))
+    flags = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    inside = {name: inputs[name] for name in flags if name in inputs}
+    inside |= {name: leaves[name][:, None, None, :, None] for name in ("A_log", "dt_bias") if name in leaves}
+    g, beta = (x.masked_fill(~covered, 0) for x in reference.activated(g, beta, **inside))
+    g, beta = Rounded.apply(g, noise_of_sums), Rounded.apply(beta, noise_of_sums)
+    if inputs["use_qk_l2norm_in_kernel"]:
+        squares = (rounded(x).square().sum(-1, keepdim=True) for x in (q, k))
+        q, k = (rounded(x) * torch.rsqrt(y + reference.L2NORM_EPS) for x, y in zip((q, k), squares, strict=True))
+
+    # What lies on either side of a reset has nothing to do with the other; the gates' sums are rounded as sums.
+    reset = g.exp() == 0
+    resets, b = reset.cumsum(-1), g.masked_fill(reset, 0).cumsum(-1)
+    # On the CPU a decay is e^g of each token, multiplied up; on the GPU e^b, b counting resets as -1024.
+    steps = torch.arange(1, C + 1, device=device)
+    size = b.detach().abs() + (1024 * resets + 1 if device.type == "cuda" else steps)
+    b = Rounded.apply(b + (noise_of_sums(size) - size), noise_of_sums)  # the gradients of b are summed up as well
+    below = torch.ones(C, C, dtype=torch.bool, device=device).tril(-1)
+    apart = ~below | (resets[..., :, None] != resets[..., None, :])
+    identity = torch.eye(C, dtype=FP64, device=device)
+    D = identity + (b[..., :, None] - b[..., None, :]).masked_fill(apart, -torch.inf).exp()
+    gamma = b.masked_fill(resets > 0, -torch.inf).exp()[..., None]
+    ended = ~F.pad(covered[..., 1:], (0, 1))  # 1, and not e^(b - b), whose derivatives cancel in rounding only
+    to_end = (b[..., -1:] - b).masked_fill(ended | (resets != resets[..., -1:]), -torch.inf).exp()
+    to_end = (to_end + ended)[..., None]
+
+    L = identity + rounded((beta[..., None] * product(k, k.mT)).tril(-1))
+    A = rounded(torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False, unitriangular=True))
+    P = product(q, k.mT).tril() * D
+    S = leaves.get("initial_state", v.new_zeros(noise.runs, N, H_v, K, V))
+    S = S.mT if inputs["state_v_first"] and "initial_state" in leaves else S
+    states, o = [S], []
+    for c in range(chunks):
+        u = beta[:, :, c, ..., None] * (v[:, :, c] - gamma[:, :, c] * product(k[:, :, c], S))
+        v_new = product(A[:, :, c] * D[:, :, c], u)
+        o.append(gamma[:, :, c] * product(q[:, :, c], S) + product(P[:, :, c], v_new))
+        S = gamma[:, :, c, :, -1:] * S + product((to_end[:, :, c] * k[:, :, c]).mT, v_new)
+        states.append(S)
+    scale = K**-0.5 if inputs["scale"] is None else inputs["scale"]
+    o, states = rounded(scale * torch.stack(o, 2)), torch.stack(states, 2)
+
+    h_chunks = layout.h_shape[0] * layout.h_shape[1]
+    at = torch.where(covered[:, :, 0, 0], chunk_starts + torch.arange(chunks, device=device), h_chunks)
+    h = states.new_zeros(noise.runs, h_chunks + 1, *states.shape[3:])
+    h[:, at] = states[:, :, :-1].detach()
+    h = h[:, :-1].unflatten(1, layout.h_shape)
+    flip = (lambda x: x.mT) if inputs["state_v_first"] else (lambda x: x)
+    outputs = {
+        "o": join(o),
+        "A": F.pad(join(A), (0, CHUNK - C)),
+        "h": flip(h),
+        "final_state": flip(S),
+        "states": states.mT,
+    }
+    outputs = {name: x.detach() for name, x in outputs.items()}
+    if do is not None:
+        loss = (o * split(do.double()[None])).sum() + (0 if dht is None else (flip(S) * dht.double()).sum())
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        outputs |= {ALL_GRADIENTS_OF[name]: x for name, x in zip(leaves, gradients, strict=True)}
+    return outputs
