@@ -8,14 +8,10 @@ Needs matplotlib, which nothing else but the examples and their tests does.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from forward import PEERS, load, rows_of
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 # Distinct to colour-blind eyes too, and by their markers without colour.
 STYLES = {"fla": ("#0072B2", "o"), "flash_qla_jit": ("#E69F00", "s"), "flashinfer": ("#009E73", "^")}
@@ -23,12 +19,15 @@ COLUMNS = 4
 
 
 def draw(rows: list, gate: str, title: str):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
     heads = list(dict.fromkeys(row.heads for row in rows))
     sequences = list(dict.fromkeys(row.sequences for row in rows))
     found = {(row.heads, row.sequences): row for row in rows}
     columns = min(COLUMNS, len(heads))
     lines = math.ceil(len(heads) / columns)
-    figure = plt.figure(figsize=(3.4 * columns + 0.6, 2.5 * lines + 0.36 * len(heads) + 2.2), layout="constrained")
+    figure = Figure(figsize=(3.4 * columns + 0.6, 2.5 * lines + 0.36 * len(heads) + 2.2), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2.5 * lines + 1.0, 0.36 * len(heads) + 1.2])
 
     panels = upper.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
@@ -81,6 +80,8 @@ def main() -> None:
     parser.add_argument("figure", help="file to write")
     parser.add_argument("--gate", default="bench")
     options = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("it needs matplotlib: pip install matplotlib")
     cells = load(options.results)
     rows = rows_of(cells, options.gate)
     if not rows:

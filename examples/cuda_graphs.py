@@ -7,6 +7,7 @@ graph of T tokens and N sequences serves any batch that fits: rows behind the la
 that are missing are zero-length ones at the end, whose states stay what they are.
 """
 
+import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ def gated_delta_rule(q, k, v, g, beta, cu_seqlens, states):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     device, dtype = ("cuda", torch.bfloat16) if hopper else ("cpu", torch.float32)
     H_k, H_v, D = (16, 32, 128) if hopper else (1, 2, 128)

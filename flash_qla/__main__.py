@@ -1,5 +1,6 @@
 """`python -m flash_qla`: what is installed, what was compiled, and whether this machine's GPUs can run it."""
 
+import argparse
 import platform
 import re
 import sys
@@ -72,6 +73,7 @@ def print_gpus() -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m flash_qla", description=__doc__.partition("`: ")[2]).parse_args()
     print(f"package  flash_qla {flash_qla.__version__} in {Path(flash_qla.__file__).parent}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
