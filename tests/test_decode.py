@@ -3,14 +3,12 @@
 import dataclasses
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
 from cases import parametrize
-from subprocesses import run_python
 
 import flash_qla
 from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
@@ -481,120 +479,3 @@ def test_wrong_offsets():
     case = make_inputs(Case(lengths=(2, 3)))
     with pytest.raises(RuntimeError, match=re.escape("cu_seqlens[1] is 9")):
         decode_gated_delta_rule(**case | {"cu_seqlens": indices(0, 9, 5)})
-
-
-# What only a GPU does
-
-
-def filled(inputs: dict) -> tuple[dict, torch.Tensor]:
-    """The inputs, the pool being the middle of a tensor whose other slots have to stay as they are."""
-    pool = inputs["state_pool"]
-    wider = torch.cat([pool] * 3)
-    return inputs | {"state_pool": wider[len(pool) : 2 * len(pool)]}, wider
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("change", [x for x, _ in WRONG_CONTENTS], ids=lambda x: " ".join(x))
-def test_nothing_is_touched_outside(change):
-    """A sequence with an index outside is nobody's, and the others are right."""
-    inputs, wider = filled(make_inputs(for_device(Case(T=2), "cuda"), "cuda"))
-    before = wider.clone()
-    o = decode_gated_delta_rule(**inputs | moved(change, "cuda"))
-    assert o.isfinite().all()
-    assert torch.equal(wider[:40], before[:40]) and torch.equal(wider[80:], before[80:])
-    if not set(change) - {"state_indices", "null_index"}:
-        outside = [n for n, slot in enumerate(change["state_indices"].tolist()) if not 0 <= slot < 40]
-        assert not o[outside].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offsets", [(0, 9, 5), (3, 2, 1), (-4, 2, 5), (0, 2, 99)], ids=str)
-def test_hostile_offsets(offsets):
-    inputs, wider = filled(make_inputs(for_device(Case(lengths=(2, 3)), "cuda"), "cuda"))
-    before = wider.clone()
-    decode_gated_delta_rule(**inputs | {"cu_seqlens": indices(*offsets).cuda()})
-    assert torch.equal(wider[:40], before[:40]) and torch.equal(wider[80:], before[80:])
-
-
-CHECKED = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_decode import *
-
-for change, texts in WRONG_CONTENTS:
-    inputs = make_inputs(for_device(Case(T=2), "cuda"), "cuda")
-    try:
-        decode_gated_delta_rule(**inputs | moved(change, "cuda"))
-    except RuntimeError as error:
-        assert all(text in str(error) for text in texts), error
-    else:
-        raise AssertionError(f"{{texts}} was not reported")
-"""
-
-
-@pytest.mark.gpu
-def test_wrong_contents_are_reported():
-    """FLASH_QLA_CHECK=1: as on the CPU. In a process of its own, which reads the switch at its start."""
-    run_python(CHECKED.format(tests=str(Path(__file__).parent)), FLASH_QLA_CHECK="1")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "change", "text"),
-    [
-        (Case(dtype=FP32), {}, "q has dtype float32, expected bfloat16 or float16 on a GPU"),
-        (Case(dtype=BF16, K=136), {}, "q has head dimension K = 136"),
-        (Case(dtype=BF16, V=20), {}, "v has head dimension V = 20"),
-        (Case(dtype=BF16, state_dtype=FP64), {}, "state_pool has dtype float64, expected float32, bfloat16 or float16"),
-        (Case(dtype=BF16, gap=2), {}, "state_pool has states that do not start at multiples of 16 bytes"),
-        (
-            Case(dtype=BF16),
-            {"intermediate_states": torch.zeros(3, 1, 4, 24, 16, dtype=BF16)},
-            "intermediate_states has dtype bfloat16, expected float32",
-        ),
-    ],
-    ids=str,
-)
-def test_not_on_the_gpu(case, change, text):
-    inputs = make_inputs(case, "cuda") | moved(change, "cuda")
-    before = inputs["state_pool"].clone()
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        decode_gated_delta_rule(**inputs)
-    assert torch.equal(inputs["state_pool"], before)
-
-
-@pytest.mark.gpu
-def test_graph():
-    """Captured, and replayed with other numbers and indices, and padding."""
-    case = for_device(Case(B=4, K=128, V=128, gate_dtype=BF16), "cuda")
-    inputs, later = make_inputs(case, "cuda"), make_inputs(case, "cuda")
-    for name in ("q", "k", "v", "a", "b"):
-        later[name].normal_()
-    later["state_indices"] = indices(7, -1, 30, 2).cuda()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # a first call prepares the kernel
-        decode_gated_delta_rule(**inputs | {"state_pool": inputs["state_pool"].clone()})
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = decode_gated_delta_rule(**inputs)
-    for x in (make_inputs(case, "cuda"), later):
-        for name, value in x.items():
-            if isinstance(value, torch.Tensor):
-                inputs[name].copy_(value)
-        graph.replay()
-        assert torch.equal(o, decode_gated_delta_rule(**x))
-        assert torch.equal(inputs["state_pool"], x["state_pool"])
-
-
-@pytest.mark.gpu
-def test_many():
-    """A full card, and the same bits a second time."""
-    inputs = make_inputs(Case(B=64, T=4, H_k=4, H_v=16, K=128, V=128, dtype=BF16, state_dtype=BF16, slots=80), "cuda")
-    before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
-    o = decode_gated_delta_rule(**inputs)
-    slots = inputs["state_indices"].tolist()
-    check(inputs, {slot: s[-1] for slot, s in zip(slots, states, strict=True)}, o, expected, before)
-    assert torch.equal(decode_gated_delta_rule(**inputs | {"state_pool": before}), o)
-    assert torch.equal(before, inputs["state_pool"])
