@@ -156,7 +156,7 @@ def stand_ins(replacement: _engines.Replacement, monkeypatch) -> dict[str, types
     for path, functions in replacement._functions.items():
         module = modules[path] = types.ModuleType(path)
         for name, ours in functions.items():
-            copy = types.FunctionType(ours.__code__, ours.__globals__, name, ours.__defaults__)
+            copy = types.FunctionType(ours.__code__, ours.__globals__, name, ours.__defaults__, ours.__closure__)
             setattr(module, name, copy)
         monkeypatch.setitem(sys.modules, path, module)
     return modules

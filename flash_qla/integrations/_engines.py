@@ -79,33 +79,50 @@ def require(function: str, **arguments: tuple[object, object]) -> None:
             raise NotImplementedError(f"{function}: {name} is {came}, flash_qla supports only {supported}")
 
 
-def packed_decode(
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor,
-    out: torch.Tensor,
-    ssm_state_indices: torch.Tensor,
-    use_qk_l2norm_in_kernel: bool,
-    null_index: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fused_recurrent_gated_delta_rule_packed_decode, which differs between engines in its null_index only."""
-    o = flash_qla.decode_gated_delta_rule_packed(
-        mixed_qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        initial_state,
-        ssm_state_indices,
-        scale=scale,
-        null_index=null_index,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )
-    return out.copy_(o), initial_state
+def packed_decode(module: str, null_index: int) -> Callable:
+    """The function of this name for an engine's module: the engines' differ in what nobody's slot is."""
+
+    def fused_recurrent_gated_delta_rule_packed_decode(
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        scale: float,
+        initial_state: torch.Tensor,
+        out: torch.Tensor,
+        ssm_state_indices: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The engine's decoding, one token of each sequence.
+
+        Args:
+            mixed_qkv, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel: as those of
+                flash_qla.decode_gated_delta_rule_packed, of one token: [B, 2 H_k K + H_v V], [B, H_v] and so on.
+            initial_state: the pool, [slots, H_v, V, K], written in place.
+            out: where o goes, [B, 1, H_v, V]; zero for nobody.
+            ssm_state_indices: the slot of each sequence, [B], int32 or int64.
+
+        Returns:
+            out and initial_state.
+        """
+        o = flash_qla.decode_gated_delta_rule_packed(
+            mixed_qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            initial_state,
+            ssm_state_indices,
+            scale=scale,
+            null_index=null_index,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )
+        return out.copy_(o), initial_state
+
+    function = fused_recurrent_gated_delta_rule_packed_decode
+    function.__module__, function.__qualname__ = module, function.__name__
+    return function
 
 
 def number_of_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:

@@ -131,43 +131,7 @@ def fi_chunk_gated_delta_rule(
     return o, states if output_final_state else None
 
 
-def fused_recurrent_gated_delta_rule_packed_decode(
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor,
-    out: torch.Tensor,
-    ssm_state_indices: torch.Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's decoding, one token of each sequence.
-
-    Args:
-        mixed_qkv, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel: as those of
-            flash_qla.decode_gated_delta_rule_packed, of one token: [B, 2 H_k K + H_v V], [B, H_v] and so on.
-        initial_state: the pool, [slots, H_v, V, K], written in place.
-        out: where o goes, [B, 1, H_v, V]; zero for nobody.
-        ssm_state_indices: the slot of each sequence, [B], int32 or int64.
-
-    Returns:
-        out and initial_state.
-    """
-    return packed_decode(
-        mixed_qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        scale,
-        initial_state,
-        out,
-        ssm_state_indices,
-        use_qk_l2norm_in_kernel,
-        null_index=0,
-    )
+fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, null_index=0)
 
 
 def fused_sigmoid_gating_delta_rule_update(
