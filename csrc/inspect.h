@@ -47,6 +47,9 @@ const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segm
 const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept;
 const char* flash_qla_override_backward_dispatch(int64_t segment_chunks, int64_t cut_above) noexcept;
 
+// Who gets warnings from now on, instead of PyTorch, which prints them; an error that is returned ends the call.
+void flash_qla_on_warning(const char* (*handle)(const char* text) noexcept) noexcept;
+
 #pragma GCC visibility pop
 }  // extern "C"
 

@@ -27,6 +27,7 @@ except OSError as error:
         f"PyTorch {torch.__version__}."
     ) from error
 
+from flash_qla import _C as _C  # noqa: E402  makes the library's warnings Python's
 from flash_qla._layout import CHUNK  # noqa: E402  the build writes it beside the library
 
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default

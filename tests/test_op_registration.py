@@ -225,6 +225,38 @@ for _ in range(3):
     assert run_python(code, FLASH_QLA_QUIET="").count("slow path") == 1
 
 
+def test_slow_path_notice_is_a_python_warning():
+    """Python's filters hold for it: also from a thread, and as an error, which is the call's and no other's."""
+    code = """
+import threading, warnings
+import torch, flash_qla
+x = torch.zeros(1, 3, 1, 4)
+def call():
+    flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])
+def call_in_a_thread():
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter({action!r})
+    try:
+        {call}()
+    except RuntimeError as error:
+        print("error:", error)
+    call()
+for warning in found:
+    print(warning.category.__name__, warning.message)
+"""
+    for action, call, beginning in (
+        ("always", "call", "UserWarning flash_qla: the tensors are on the CPU"),
+        ("always", "call_in_a_thread", "UserWarning flash_qla: the tensors are on the CPU"),
+        ("error", "call", "error: UserWarning: flash_qla: the tensors are on the CPU"),
+        ("ignore", "call", ""),
+    ):
+        output = run_python(code.format(action=action, call=call), FLASH_QLA_QUIET="")
+        assert output.startswith(beginning) and len(output.splitlines()) == bool(beginning), output
+
+
 def test_cpu_speed():
     """T=1024, 4 heads, K=V=128, fp32 in under a second on 2 cores. The best of three, as other processes may run."""
     inputs = make_inputs(Case(T=1024, H_k=4, H_v=4, dtype=torch.float32), "cpu")

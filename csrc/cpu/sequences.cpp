@@ -1,12 +1,11 @@
 #include "cpu/sequences.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <string_view>
 
 #include "offsets.h"
+#include "warnings.h"
 
 namespace flash_qla {
 
@@ -14,10 +13,10 @@ void say_once_that_this_is_slow(const char* op) {
   static const char* const quiet = std::getenv("FLASH_QLA_QUIET");
   static std::atomic<bool> said = quiet != nullptr && std::string_view(quiet) == "1";
   if (!said.exchange(true)) {
-    aoti_torch_warn(op, __FILE__, __LINE__,
-                    "flash_qla: the tensors are on the CPU, so the plain recurrence runs, which is the slow path. The "
-                    "fast kernels need a Hopper GPU (sm_90). This is said once per process; FLASH_QLA_QUIET=1 in the "
-                    "environment silences it.");
+    warn(
+        op,
+        "flash_qla: the tensors are on the CPU, so the plain recurrence runs, which is the slow path. The fast kernels "
+        "need a Hopper GPU (sm_90). This is said once per process; FLASH_QLA_QUIET=1 in the environment silences it.");
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <string>
 #include <string_view>
 
 #include "inspect.h"
@@ -242,6 +243,19 @@ ValueError for a shape that no call has.)");
 The arguments are those of override_forward_dispatch of these names. Raises ValueError for a mode that there is not.)");
 }
 
+// Python's filters decide; where they make it an error, the call fails with its text. The library calls from threads
+// that have let go of the interpreter.
+const char* warn_in_python(const char* text) noexcept {
+  thread_local std::string error;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_WarnEx(PyExc_UserWarning, text, 1) == 0) {
+    return nullptr;
+  }
+  PyErr_Clear();
+  error = std::string("UserWarning: ") + text;
+  return error.c_str();
+}
+
 }  // namespace
 }  // namespace flash_qla
 
@@ -249,7 +263,8 @@ PYBIND11_MODULE(_C, module) {
   module.doc() =
       "The compiled kernels of flash_qla, how they were built, whether they run here, and what a call launches. The "
       "ops "
-      "do not need it.";
+      "do not need it. Once it is imported, their warnings are Python's.";
   flash_qla::add_classes(module);
   flash_qla::add_functions(module);
+  flash_qla::flash_qla_on_warning(&flash_qla::warn_in_python);
 }
