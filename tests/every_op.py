@@ -1,0 +1,135 @@
+"""Every op of the library, called alike: for what holds for all of them, whatever they compute.
+
+make_call(name, device) is a call on a few sequences, packed where the op takes cu_seqlens and rows of a batch
+elsewhere. It gives results by the names of the schema, and knows which part of an argument or a result is a sequence's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from cases import Case, make_gradients, make_inputs, run_forward
+
+import flash_qla  # noqa: F401  loads the ops
+
+NAMES = sorted(
+    name.removeprefix("flash_qla::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("flash_qla::") and "." not in name
+)
+LENGTHS = (70, 64, 0, 133)
+DECODED = (2, 1, 0, 3)
+SLOTS = 9  # of the pool
+
+BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
+BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "db", "dg"}
+BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "map", "intermediate_states"}
+OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias"}
+
+
+def op_of(name: str):
+    return getattr(torch.ops.flash_qla, name).default
+
+
+@dataclasses.dataclass
+class Call:
+    name: str
+    lengths: tuple[int, ...]
+    arguments: dict  # by the names of the schema
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        """The results that there are, and what was written in place, of copies; by name."""
+        op = op_of(self.name)
+        written = {
+            x.name: self.arguments[x.name].clone()
+            for x in op._schema.arguments
+            if x.alias_info is not None and x.alias_info.is_write and x.name in self.arguments
+        }
+        results = op(**self.arguments | written)
+        results = (results,) if torch.is_tensor(results) else results
+        by_name = {x.name: result for x, result in zip(op._schema.returns, results, strict=True)}
+        return {name: x for name, x in by_name.items() if x.shape != (0,)} | written
+
+    def on(self, device) -> Call:
+        moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in self.arguments.items()}
+        return dataclasses.replace(self, arguments=moved)
+
+    def part(self, name: str, x: torch.Tensor, n: int) -> torch.Tensor | None:
+        """Sequence n's part of an argument or a result, to be read or written; None of what is all sequences'."""
+        packed = "cu_seqlens" in self.arguments
+        if name in BY_TOKEN and packed:
+            begin = sum(self.lengths[:n])
+            return x[:, begin : begin + self.lengths[n]]
+        if name in BY_TOKEN | BY_SEQUENCE or (name == "h" and not packed):
+            return x[n : n + 1]
+        if name == "h":
+            chunks = [-(-length // 64) for length in self.lengths]
+            return x[:, sum(chunks[:n]) : sum(chunks[: n + 1])]
+        if name == "checkpoints":
+            kept = [length // 64 for length in self.lengths]
+            return x[sum(kept[:n]) : sum(kept[: n + 1])]
+        if name == "state_pool":
+            slot = self.arguments["state_indices"][n]
+            return x[slot : slot + 1]
+        assert name in OF_ALL or not x.is_floating_point(), name
+        return None
+
+    def permuted(self, order) -> Call:
+        """The same sequences, or some of them, in another order. The pool stays as it is."""
+        lengths = tuple(self.lengths[n] for n in order)
+        arguments = dict(self.arguments)
+        for name, x in self.arguments.items():
+            if name == "cu_seqlens":
+                offsets = list(itertools.accumulate(lengths, initial=0))
+                arguments[name] = torch.tensor(offsets, dtype=x.dtype).to(x.device)
+            elif name == "state_indices":
+                arguments[name] = x[list(order)]
+            elif torch.is_tensor(x) and name != "state_pool" and self.part(name, x, 0) is not None:
+                along = 1 if name in BY_TOKEN and "cu_seqlens" in self.arguments else 0
+                arguments[name] = torch.cat([self.part(name, x, n) for n in order], along)
+        return Call(self.name, lengths, arguments)
+
+
+def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **options) -> Call:
+    """Skips the test where the op does not run on the device. `options` are those of a Case."""
+    schema = [x.name for x in op_of(name)._schema.arguments]
+    lengths = DECODED if name.startswith("decode") else LENGTHS
+    if "cu_seqlens" not in schema:
+        lengths = (70,) * len(LENGTHS)
+    shape = {"lengths": lengths} if "cu_seqlens" in schema else {"B": len(lengths), "T": lengths[0]}
+    sizes = {"H_k": 1, "H_v": 2, "K": 64, "V": 96, "dtype": dtype, "gate": "logsigmoid", "seed": seed}
+    case = Case(**shape | sizes | options, state_v_first="state_v_first" not in schema)
+    known = make_inputs(case, device) | make_gradients(case, device)
+    inputs = {x: value for x, value in known.items() if x not in ("do", "dht")}
+    if name.endswith(("_bwd", "backward_map")):
+        g_cumsum, A = run_forward(inputs, output_h=False)[:2]
+        if case.use_gate_in_kernel:
+            known["g_raw"] = known["g"]
+        known |= {"g": g_cumsum, "A": A}
+    known |= {"output_final_state": True, "output_h": True}
+    N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
+
+    def states(*outer):
+        return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device)
+
+    if "state_pool" in schema:
+        known |= {"state_pool": states(SLOTS), "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device)}
+    if name.startswith("prefill"):
+        known |= {"checkpoint_every": 64, "checkpoints": states(sum(x // 64 for x in lengths))}
+    if name.startswith("decode"):
+        gates = torch.randn(2, *known["g"].shape, generator=generator).to(device)
+        rates = torch.randn(2, case.H_v, generator=generator).to(device)
+        known |= {"a": gates[0], "b": gates[1], "A_log": rates[0], "dt_bias": rates[1]}
+        known |= {"intermediate_states": states(N, max(lengths)), "use_qk_l2norm_in_kernel": True}
+        known["mixed_qkv"] = torch.cat([known[x].flatten(2) for x in ("q", "k", "v")], -1)
+    call = Call(name, lengths, {x: known[x] for x in schema if known.get(x) is not None})
+    try:
+        call()
+    except RuntimeError as error:
+        if "not supported on the GPU yet" not in str(error):
+            raise
+        pytest.skip(f"{name} is not on the GPU yet")
+    return call

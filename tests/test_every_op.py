@@ -1,0 +1,131 @@
+"""What every op promises, whatever it computes: a sequence's results are the same bits whatever stands in the others,
+wherever it lies in a batch, and in every process. docs/determinism.md says what is promised and what is not."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from cases import ALL_INSIDE
+from every_op import BY_TOKEN, NAMES, OF_ALL, make_call
+from subprocesses import run_python
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Of a dtype: numbers that spread, overflow or vanish
+NUMBERS = {
+    "nan": lambda dtype: float("nan"),
+    "inf": lambda dtype: float("inf"),
+    "minus inf": lambda dtype: -float("inf"),
+    "largest": lambda dtype: torch.finfo(dtype).max,
+    "denormal": lambda dtype: torch.finfo(dtype).smallest_normal / 2,
+}
+
+every_op = pytest.mark.parametrize("name", NAMES)
+
+
+def assert_same_parts(call, actual: dict, expected: dict, sequences):
+    """The same bits of these sequences, by their numbers in both."""
+    assert actual.keys() == expected.keys()
+    for of, x in actual.items():
+        for n in sequences:
+            part = call.part(of, x, n)
+            assert part is None or torch.equal(part, call.part(of, expected[of], n)), (of, n)
+
+
+@every_op
+def test_results_are_finite(device, name):
+    """The table of calls has every op, and each result differs from what was there."""
+    call = make_call(name, device)
+    results = call()
+    assert results and all(x.isfinite().all() and x.any() for x in results.values())
+    for written in ("state_pool", "checkpoints", "intermediate_states"):
+        if written in results:
+            assert not torch.equal(results[written], call.arguments[written])
+
+
+@every_op
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_sequences_keep_their_bits(device, name, number, dtype):
+    """One sequence has this number in every argument, its states and gates among them."""
+    call = make_call(name, device, dtype=dtype)
+    expected = call()
+    for bad in (1, 3):
+        dirty = make_call(name, device, dtype=dtype)
+        for argument, x in dirty.arguments.items():
+            if torch.is_tensor(x) and x.is_floating_point():
+                part = dirty.part(argument, x, bad)
+                if part is not None:
+                    part.fill_(NUMBERS[number](x.dtype))
+        actual = dirty()
+        assert_same_parts(call, actual, expected, [n for n in range(4) if n != bad])
+        if number == "nan":
+            assert all(dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "map"))
+
+
+@every_op
+def test_order_of_a_batch(device, name):
+    """A sequence's bits do not depend on its place. (Sums over the sequences do: dA_log, ddt_bias.)"""
+    call = make_call(name, device)
+    expected = call()
+    for order in ((3, 2, 1, 0), (1, 3, 0, 2)):
+        other = call.permuted(order)
+        actual = other()
+        for of, x in actual.items():
+            for place, n in enumerate(order):
+                part = other.part(of, x, place)
+                assert of in OF_ALL or torch.equal(part, call.part(of, expected[of], n)), (of, n)
+
+
+@every_op
+def test_sequences_by_themselves(device, name):
+    """On the CPU, and of decoding on the GPU: the same bits in any batch."""
+    if device == "cuda" and not name.startswith("decode"):
+        pytest.skip("on a GPU kernels are chosen by the shapes of a batch")
+    call = make_call(name, device)
+    expected = call()
+    for n in range(4):
+        alone = call.permuted([n])
+        for of, x in alone().items():
+            if of in OF_ALL or (of == "state_pool" and not call.lengths[n]):
+                continue
+            part, wanted = alone.part(of, x, 0), call.part(of, expected[of], n)
+            assert torch.equal(part, wanted), (of, n)
+
+
+def test_the_parts_are_all_there_is():
+    """So that nothing of a result is compared with nothing."""
+    call = make_call("chunk_gated_delta_rule_bwd", "cpu", **ALL_INSIDE)
+    results = call()
+    assert results.keys() == {"dq", "dk", "dv", "db", "dg", "dh0", "dA_log", "ddt_bias"}
+    for of, x in results.items():
+        parts = [call.part(of, x, n) for n in range(4)]
+        if of in OF_ALL:
+            assert parts == [None] * 4
+        else:
+            assert torch.equal(torch.cat(parts, 1 if of in BY_TOKEN else 0), x)
+
+
+def digests(device: str) -> dict[str, str]:
+    """Of every op's results."""
+    found = {}
+    for name in NAMES:
+        try:
+            results = make_call(name, device)()
+        except pytest.skip.Exception:
+            continue
+        data = b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for _, x in sorted(results.items()))
+        found[name] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def test_every_process_has_the_same_bits(device):
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_every_op import digests
+print(digests({device!r}))
+"""
+    expected = digests(device)
+    assert {"chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "decode_gated_delta_rule"} <= expected.keys()
+    assert run_python(code, FLASH_QLA_QUIET="1").strip() == str(expected)
