@@ -388,8 +388,27 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 _register_autograd(_forward, _forward_for_backward)
 _register_autograd(_forward_low_level, _Differentiable.apply)
-for _op in (_backward, _forward_map, _backward_map):
-    torch.library.impl(_op._schema.name, "Autograd", torch.library.fallthrough_kernel)
+
+
+# The other ops have no derivatives. Their results require no gradients; forward-mode AD, which would take them for
+# constants, is told.
+
+
+def _register_constant(op):
+    redispatch = op._handle.redispatch_boxed
+
+    def kernel(keyset, *args):
+        if forward_ad._current_level >= 0:
+            for x in args:
+                if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                    raise NotImplementedError(f"flash_qla: {op._opname} has no forward-mode derivative.")
+        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    _library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+for _op in (_backward, _forward_map, _backward_map, _prefill, _decode, _decode_packed):
+    _register_constant(_op)
 
 
 # Autocast: q, k and v come to the autocast dtype, like the factors of a matrix product. The ops convert the rest to

@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import GRADIENT_OF, Case, forward_mode, make_gradients, make_inputs, run_backward
 from dispatched import Ran
+from every_op import NAMES, make_call, op_of
 from reference import one_thread
 from subprocesses import run_side_by_side
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -175,6 +176,25 @@ def test_forward_mode_says_that_it_is_missing(device):
         o, pull_back = torch.func.vjp(lambda *leaves, function=function: function(*leaves)[0], *leaves)
         with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule.*double backward"):
             torch.func.jvp(pull_back, (o,), (o,))
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd"}))
+def test_ops_without_derivatives_say_so_in_forward_mode(device, name):
+    """Otherwise they would pass for constants. Without a tangent nothing is wrong."""
+    call = make_call(name, device)
+    floating = [x for x, value in call.arguments.items() if torch.is_tensor(value) and value.is_floating_point()]
+    for argument in floating:
+        x = call.arguments[argument].clone()
+
+        def run(x, argument=argument):
+            return op_of(name)(**call.arguments | {argument: x})
+
+        with pytest.raises(NotImplementedError, match=rf"{name} has no forward-mode derivative"):
+            torch.func.jvp(run, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            run(forward_ad.make_dual(x, x))
+    with forward_ad.dual_level():
+        call()
 
 
 # Memory and time that only training pays
