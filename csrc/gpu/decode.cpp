@@ -68,6 +68,10 @@ void check_supported(const DecodeCall& call) {
   check_supported_on_gpu(call, call.q);
   check(call.N <= kMostSequences, call.op, "q has ", call.N, " sequences, expected at most ", kMostSequences,
         " on a GPU");
+  // The kernel finds a head's part of a state with 32 bits, everything else with 64.
+  const int64_t state_size = call.H_v * call.V * call.K;
+  check(state_size <= INT32_MAX, call.op, "state_pool has states of ", state_size, " elements, expected at most ",
+        INT32_MAX, " on a GPU");
   check_states(call.op, "state_pool", call.state_pool);
   if (call.intermediate_states) {
     check_same_dtype(call.op, "intermediate_states", *call.intermediate_states, call.state_pool);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <sstream>
+#include <stdexcept>
 
 #include "checks.h"
 #include "gpu/head_dims.h"
@@ -30,6 +31,25 @@ void check_head_dims(const Tokens& call) {
         " up to ", kMostValueDim, " on a GPU");
 }
 
+// Any call of CUDA's may bring the error of an earlier kernel: that is what the caller has to see.
+void check_cuda(cudaError_t status) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(status));
+  }
+}
+
+std::vector<Gpu> find_gpus() {
+  int count = 0;
+  check_cuda(cudaGetDeviceCount(&count));
+  std::vector<Gpu> found(count);
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties{};
+    check_cuda(cudaGetDeviceProperties(&properties, i));
+    found[i] = {properties.name, properties.major, properties.minor, properties.multiProcessorCount};
+  }
+  return found;
+}
+
 }  // namespace
 
 int driver_cuda_version() {
@@ -41,23 +61,16 @@ int driver_cuda_version() {
 }
 
 std::vector<Gpu> gpus() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+  try {
+    return find_gpus();
+  } catch (const std::runtime_error&) {
     cudaGetLastError();  // no GPU, or a driver older than this library: the next CUDA call shall not see it
     return {};
   }
-  std::vector<Gpu> found(count);
-  for (int i = 0; i < count; ++i) {
-    cudaDeviceProp properties{};
-    if (cudaGetDeviceProperties(&properties, i) == cudaSuccess) {
-      found[i] = {properties.name, properties.major, properties.minor, properties.multiProcessorCount};
-    }
-  }
-  return found;
 }
 
 const Gpu& gpu_of(const Tensor& tensor) {
-  static const std::vector<Gpu> all = gpus();
+  static const std::vector<Gpu> all = find_gpus();
   return all.at(tensor.get_device_index());
 }
 

@@ -17,10 +17,10 @@ struct Gpu {
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
 int driver_cuda_version();
 
-// None where there is no GPU or no driver.
+// None where there is no GPU or no driver, or CUDA is out of order.
 std::vector<Gpu> gpus();
 
-// The GPU of a tensor, asked for once a process.
+// The GPU of a tensor, asked for once a process. Throws what CUDA says where it is out of order.
 const Gpu& gpu_of(const Tensor& tensor);
 
 // Why the kernels do not run under this driver on a GPU of this compute capability: what they need and what was found.
