@@ -7,9 +7,20 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, 
 import dataclasses
 import itertools
 
+import pytest
 import test_decode
 import torch
-from cases import Case, forward_mode, make_gradients, make_inputs, run_backward, run_forward, run_forwards
+from cases import (
+    Case,
+    backward_mode,
+    forward_mode,
+    make_gradients,
+    make_inputs,
+    run_backward,
+    run_forward,
+    run_forwards,
+)
+from every_op import NAMES, make_call
 
 import flash_qla
 
@@ -42,6 +53,12 @@ MODES = ((64, 2), (128, 5), (128, 0, 1))
 SHARED = Case(T=400, H_k=2, H_v=128, gate="logsigmoid")  # as many heads as it takes for some to share a CTA's K K^T
 TURNS = Case(lengths=(1, 65, 0, 7, 64, 30, 130), H_k=16, H_v=64)  # more segments and heads than SMs: CTAs take turns
 BAD_OFFSETS = ([0, 100, 50, 300], [-7, 100, 2**31 - 1, 9], [0, -1, -(2**31), 500], [300, 200, 100, 0])
+
+# Offsets or indices, over and over: none is right, and none names a slot twice
+HOSTILE = (
+    ([1000, -7, 2**31 - 1, -(2**31)], torch.int32),
+    ([2**40, -1, -(2**62), 2**62], torch.int64),
+)
 
 
 def finite(outputs) -> bool:
@@ -81,7 +98,25 @@ for offsets in BAD_OFFSETS:
     for mode in ((64, 1), (128, 0, 1)):
         with forward_mode(*mode):
             assert finite(run_forwards(inputs).values()), (offsets, mode)
+    for segment_chunks in (0, 1):
+        with backward_mode(segment_chunks):
+            assert finite(run_low_level(inputs, gradients)), (offsets, segment_chunks)
     print("done:", offsets, flush=True)
+
+# Every op, as it is and with each table of offsets or indices holding anything
+for name in NAMES:
+    try:
+        call = make_call(name, "cuda")
+    except pytest.skip.Exception:
+        continue
+    assert finite(call().values()), name
+    for argument, x in call.arguments.items():
+        if torch.is_tensor(x) and not x.is_floating_point():
+            for numbers, dtype in HOSTILE:
+                table = torch.tensor((numbers * x.numel())[: x.numel()], dtype=dtype).reshape(x.shape).cuda()
+                hostile = dataclasses.replace(call, arguments=call.arguments | {argument: table})
+                assert finite(hostile().values()), (name, argument, numbers)
+    print("done:", name, flush=True)
 
 # Decoding: drafts, a tree, and indices that are outside
 for dtype, state_dtype in itertools.product((torch.bfloat16, torch.float16), test_decode.BARS):

@@ -1,13 +1,14 @@
 """What every op promises, whatever it computes: a sequence's results are the same bits whatever stands in the others,
 wherever it lies in a batch, and in every process. docs/determinism.md says what is promised and what is not."""
 
+import dataclasses
 import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from cases import ALL_INSIDE
-from every_op import BY_TOKEN, NAMES, OF_ALL, make_call
+from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, make_call, op_of
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -19,6 +20,8 @@ NUMBERS = {
     "largest": lambda dtype: torch.finfo(dtype).max,
     "denormal": lambda dtype: torch.finfo(dtype).smallest_normal / 2,
 }
+
+WITH_POOL = [name for name in NAMES if "Tensor(a!) state_pool" in str(op_of(name)._schema)]
 
 every_op = pytest.mark.parametrize("name", NAMES)
 
@@ -91,6 +94,29 @@ def test_sequences_by_themselves(device, name):
                 continue
             part, wanted = alone.part(of, x, 0), call.part(of, expected[of], n)
             assert torch.equal(part, wanted), (of, n)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_POOL)
+@pytest.mark.parametrize(
+    ("outside", "dtype"),
+    (((SLOTS, -7), torch.int32), ((2**31 - 1, -(2**31)), torch.int32), ((2**40, -(2**62)), torch.int64)),
+    ids=str,
+)
+def test_slots_outside_are_nobodys(name, outside, dtype):
+    """Where the host does not look. (compute-sanitizer sees to it that nothing outside is touched.)"""
+    call = make_call(name, "cuda")
+    expected = call()
+    slots = call.arguments["state_indices"].to(dtype)
+    slots[0], slots[3] = outside
+    bad = dataclasses.replace(call, arguments=call.arguments | {"state_indices": slots})
+    actual = bad()
+    assert torch.equal(call.part("o", actual["o"], 1), call.part("o", expected["o"], 1))
+    assert not call.part("o", actual["o"], 0).any() and not call.part("o", actual["o"], 3).any()
+    written = call.arguments["state_pool"].clone()
+    written[slots[1]] = expected["state_pool"][slots[1]]
+    assert torch.equal(actual["state_pool"], written)
+    assert_same_parts(call, call(), expected, range(4))
 
 
 def test_the_parts_are_all_there_is():
