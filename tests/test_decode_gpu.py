@@ -98,6 +98,26 @@ def test_not_on_the_gpu(case, change, text):
     assert torch.equal(inputs["state_pool"], before)
 
 
+def test_most_sequences_and_the_largest_state():
+    """What a grid's dimensions and 32 bits can hold; in no memory."""
+
+    def zeros(*shape, dtype=BF16):
+        return torch.zeros((), dtype=dtype, device="cuda").expand(*shape)
+
+    def decode(N, H_v, V, K):
+        gates, slots = zeros(N, 1, H_v), zeros(N, dtype=torch.int32)
+        q, pool = zeros(N, 1, 1, K), torch.zeros(0, H_v, V, K, device="cuda")
+        decode_gated_delta_rule(q, q, zeros(N, 1, H_v, V), gates, gates, zeros(H_v), None, pool, slots)
+
+    for sizes, text in (
+        ((65536, 1, 8, 8), "q has 65536 sequences, expected at most 65535 on a GPU"),
+        ((1, 65536, 8, 8), "v has 65536 heads, expected at most 65535 on a GPU"),
+        ((1, 32768, 512, 128), "state_pool has states of 2147483648 elements, expected at most 2147483647"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            decode(*sizes)
+
+
 def test_graph():
     """Captured, and replayed with other numbers and indices, and padding."""
     case = for_device(Case(B=4, K=128, V=128, gate_dtype=BF16), "cuda")

@@ -133,3 +133,79 @@ def test_many_sequences():
     actual = {name: x[:, -600:] for name, x in actual.items()}
     g_cumsum = reference.chunk_cumsum(tail["g"], tail["cu_seqlens"])
     accuracy.check_gradients(actual, expected, BF16, "66000 sequences", g_cumsum)
+
+
+@pytest.mark.parametrize("beyond", (-1, 0, 1))
+def test_as_many_elements_as_32_bits_have(beyond):
+    """v, o and their gradients have 2^31 elements, a token's fewer, or a token's more. The last sequence lies there."""
+    require_free(60)
+    T, last = 2**31 // (H_V * D) + beyond, 130
+    generator = torch.Generator("cuda").manual_seed(beyond + 1)
+    lengths = torch.tensor([0, T - last, last], device="cuda")
+    inputs = {
+        "q": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
+        "k": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
+        "v": randn(generator, 1, T, H_V, D),
+        "g": F.logsigmoid(randn(generator, 1, T, H_V, dtype=torch.float32)) / 16,
+        "beta": randn(generator, 1, T, H_V, dtype=torch.float32).sigmoid(),
+        "initial_state": randn(generator, 2, H_V, D, D, dtype=torch.float32),
+        "cu_seqlens": lengths.cumsum(0),
+    }
+    do = randn(generator, 1, T, H_V, D)
+    tail, name = slice(T - last, T), f"2^31 + {beyond * H_V * D} elements"
+    arguments = part(inputs, tail, inputs["initial_state"][1:])
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    expected = reference.gated_delta_rule(**arguments)
+    accuracy.check("o", o[:, tail], expected.o, BF16, name)
+    accuracy.check("final_state", final_state[1:], expected.final_state, BF16, name)
+    assert (o.abs().amax(-1) > 0).all()  # every row was written
+    del o
+    actual = run_backward(inputs, do)
+    expected = reference.gated_delta_rule_bwd(**arguments, do=do[:, tail])
+    for of in ("dq", "dk", "dv", "db", "dg"):
+        size = expected.sizes.get(of)
+        accuracy.check(
+            of, actual[of][:, tail], getattr(expected, of), BF16, name, accuracy.GRADIENT_BF16_BARS[of], size
+        )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
+@pytest.mark.parametrize("gap", (0, 2**31 + 8), ids=("slots side by side", "slots far apart"))
+def test_decoding_from_a_pool_of_more_than_2_31_elements(dtype, gap):
+    """Slots at both ends of the pool, and states kept behind the tokens in rows at both ends of another. All other
+    slots stay as they are."""
+    require_free(50)
+    torch.cuda.empty_cache()
+    size = H_V * D * D
+    stride = size + gap
+    slots = 3 if gap else 2**31 // size + 5
+    memory = torch.full((slots * stride - gap,), 7.0, device="cuda", dtype=dtype)
+    pool = memory.as_strided((slots, H_V, D, D), (stride, D * D, D, 1))
+    used = [0, slots - 1, 1] if gap else [0, slots - 1, 2**31 // size, 2**31 // size - 1]
+    kept = torch.full((slots, 2, H_V, D, D), 7.0, device="cuda", dtype=dtype) if gap == 0 else None
+    generator = torch.Generator("cuda").manual_seed(0)
+    N = len(used)
+    for slot in used:
+        pool[slot].normal_(generator=generator)
+    q, k = (randn(generator, N, 2, H_K, D) for _ in range(2))
+    v, gates = randn(generator, N, 2, H_V, D), randn(generator, 2, N, 2, H_V, dtype=torch.float32)
+    rates = torch.zeros(H_V, device="cuda")
+    arguments = (q, k, v, *gates, rates, None)
+
+    small = torch.stack([pool[slot] for slot in used])
+    small_kept = torch.full((N, 2, H_V, D, D), 7.0, device="cuda", dtype=dtype)
+    expected = flash_qla.decode_gated_delta_rule(
+        *arguments, small, torch.arange(N, device="cuda"), intermediate_states=small_kept
+    )
+    indices = torch.tensor(used, device="cuda")
+    options = {} if kept is None else {"intermediate_states": kept, "intermediate_indices": indices}
+    o = flash_qla.decode_gated_delta_rule(*arguments, pool, indices, **options)
+    assert torch.equal(o, expected) and o.isfinite().all()
+    for n, slot in enumerate(used):
+        assert torch.equal(pool[slot], small[n])
+        pool[slot] = 7
+        if kept is not None:
+            assert torch.equal(kept[slot], small_kept[n])
+            kept[slot] = 7
+    for x in (memory, kept):
+        assert x is None or all((piece == 7).all() for piece in x.flatten().split(2**28))

@@ -169,6 +169,41 @@ def test_pools(dtype):
     torch.testing.assert_close(pool.double(), expected.final_state, **tolerance)
 
 
+EDGES = (-torch.inf, -1e30, -5000.0, -100.0, 0.0, 100.0, 5000.0, 1e30, torch.inf)
+
+
+@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+def test_decoding_at_the_edge(device, state_dtype):
+    """Raw gates and betas of every size in all pairs, so decays and betas from 0 to 1, a token each; every other key is
+    zero. What is below fp32's normal numbers may be zero."""
+    a, b = (x.reshape(-1, 1, 1).to(device) for x in torch.cartesian_prod(*[torch.tensor(EDGES)] * 2).unbind(1))
+    N, generator = len(a), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(N, 1, 1, size, generator=generator).to(device, BF16) for size in (64, 64, 48))
+    k[::2] = 0
+    before = torch.randn(N, 1, 48, 64, generator=generator).to(device, state_dtype)
+    pool, A_log = before.clone(), torch.zeros(1, device=device)
+    o = flash_qla.decode_gated_delta_rule(q, k, v, a, b, A_log, None, pool, torch.arange(N, device=device))
+    expected = reference.gated_delta_rule(
+        q,
+        k,
+        v,
+        a,
+        b,
+        initial_state=before,
+        use_qk_l2norm_in_kernel=True,
+        state_v_first=True,
+        use_gate_in_kernel=True,
+        A_log=A_log,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    for actual, wanted in ((o, expected.o), (pool, expected.final_state)):
+        assert actual.isfinite().all()
+        errors = (actual.double().cpu() - wanted.cpu()).flatten(1).norm(dim=1)
+        assert (errors <= 4e-3 * wanted.cpu().flatten(1).norm(dim=1) + 1e-36).all()
+    forgotten = (a.flatten() > 1000) & (torch.arange(N, device=device) % 2 == 0)
+    assert forgotten.any() and not pool[forgotten].any()
+
+
 def test_the_reference_forgets():
     """Its sums of gates begin anew behind a reset."""
     g = torch.tensor([-1.0, -torch.inf, -2.0, -3.0, -torch.inf, -torch.inf])[None, :, None]

@@ -100,8 +100,8 @@ void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
   check_head_dims(call);
   check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
-  check(call.T + (kChunk - 1) * (call.N + 1) <= INT32_MAX, call.op, call.T, " tokens in ", call.N,
-        " sequences need more than 2^31 rows when each sequence is padded to whole chunks of ", kChunk);
+  check(call.T + (kChunk - 1) * (call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
+        " sequences, expected at most ", INT32_MAX, " when each is padded to whole chunks of ", kChunk);
 
   const int driver = driver_cuda_version();
   // Asking an old driver for more than its version fails, with a worse message.
