@@ -71,7 +71,10 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
     cudaDriverEntryPointQueryResult found;
     const cudaError_t status =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+    if (status != cudaSuccess) {  // an earlier kernel's error, say
+      throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(status));
+    }
+    if (found != cudaDriverEntryPointSuccess) {
       throw std::runtime_error("flash_qla: the CUDA driver does not offer cuTensorMapEncodeTiled (CUDA 12.0 or newer)");
     }
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(symbol);
