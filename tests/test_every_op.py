@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ALL_INSIDE
+from cases import ALL_INSIDE, backward_mode, equal, forward_mode
 from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, make_call, op_of
 from subprocesses import run_python
 
@@ -68,8 +68,20 @@ def test_other_sequences_keep_their_bits(device, name, number, dtype):
 
 @every_op
 def test_order_of_a_batch(device, name):
+    check_order_of_a_batch(make_call(name, device))
+
+
+@pytest.mark.gpu
+@every_op
+@pytest.mark.parametrize("mode", ((64, 1), (128, 2), (128, 0, 0), (128, 0, 1)), ids=str)
+def test_order_of_a_batch_in_every_mode(name, mode):
+    """(value_tile, segment_chunks, perhaps fused); segments of the backward too."""
+    with forward_mode(*mode), backward_mode(mode[1]):
+        check_order_of_a_batch(make_call(name, "cuda"))
+
+
+def check_order_of_a_batch(call):
     """A sequence's bits do not depend on its place. (Sums over the sequences do: dA_log, ddt_bias.)"""
-    call = make_call(name, device)
     expected = call()
     for order in ((3, 2, 1, 0), (1, 3, 0, 2)):
         other = call.permuted(order)
@@ -94,6 +106,20 @@ def test_sequences_by_themselves(device, name):
                 continue
             part, wanted = alone.part(of, x, 0), call.part(of, expected[of], n)
             assert torch.equal(part, wanted), (of, n)
+
+
+@every_op
+def test_any_number_of_cpu_threads(name):
+    call = make_call(name, "cpu")
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(*results)
 
 
 @pytest.mark.gpu
