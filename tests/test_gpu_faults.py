@@ -22,6 +22,9 @@ import pytest, torch
 from cases import equal
 from every_op import NAMES, make_call
 
+def say(*what):
+    print(">", *what, flush=True)
+
 def calls(device="cuda", **options):
     for name in NAMES:
         try:
@@ -32,8 +35,11 @@ def calls(device="cuda", **options):
 
 
 def run_on_the_gpu(code: str, **environment: str) -> list[str]:
-    """The lines that the code prints, in a process that has `calls`, every op's."""
-    return run_python(ON_THE_GPU.format(tests=str(TESTS)) + code, **environment).splitlines()
+    """The lines that the code says, in a process that has `calls`, every op's. It ends without taking down CUDA, which
+    may be out of order."""
+    code = ON_THE_GPU.format(tests=str(TESTS)) + code + "\nos._exit(0)"
+    lines = run_python(code, **environment).splitlines()
+    return [line.removeprefix("> ") for line in lines if line.startswith("> ")]
 
 
 # Memory
@@ -48,11 +54,7 @@ torch.cuda.memory.change_current_allocator(
 
 def refusals(run):
     # Until a call gets all that it asks for
-    expected = run()
-    del expected
-    expected = run()
-    torch.cuda.synchronize()
-    refused = 0
+    expected, refused = run(), 0
     while True:
         gc.collect()
         before = library.allocated_blocks()
@@ -81,9 +83,9 @@ def training(call):
 for dtype in (torch.bfloat16, torch.float16):
     for options in ({}, {"strides": "heads_first", "use_qk_l2norm_in_kernel": True, "g_dtype": torch.bfloat16}):
         for call in calls(dtype=dtype, **options):
-            print(call.name, refusals(call))
+            say(call.name, refusals(call))
             if call.name == "chunk_gated_delta_rule":
-                print("training", refusals(lambda: training(call)))
+                say("training", refusals(lambda: training(call)))
 """
 
 
@@ -104,7 +106,6 @@ def test_memory_runs_out_at_every_allocation(tmp_path):
     # o, a final state and a workspace; gradients; o alone
     assert min(refused["chunk_gated_delta_rule"]) >= 3 and min(refused["chunk_gated_delta_rule_bwd"]) >= 6
     assert all(min(counts) >= 1 for counts in refused.values()), refused
-    assert all(max(counts[:2]) < 100 for counts in refused.values())
 
 
 # Errors of others
@@ -116,15 +117,15 @@ def break_cuda():
         torch.zeros(3, device="cuda")[torch.tensor([7], device="cuda")]
         torch.cuda.synchronize()
     except RuntimeError:
-        print("broken")
+        say("broken")
 
 def report(call):
     try:
         call()
         torch.cuda.synchronize()
-        print("passed")
+        say("passed")
     except RuntimeError as error:
-        print(str(error).splitlines()[0])
+        say(str(error).splitlines()[0])
 """
 AFTER_CALLS = """
 made = list(calls())
@@ -149,7 +150,7 @@ for _ in range(2):
 @pytest.mark.parametrize("code", (AFTER_CALLS, BEFORE_ANY_CALL), ids=("after calls", "before any call"))
 def test_errors_of_other_kernels_are_passed_on(code):
     """A failed assertion on the device ends CUDA for the process. Ours is not the error, and hides nothing."""
-    lines = [line for line in run_on_the_gpu(BROKEN + code) if "Assertion" not in line]
+    lines = run_on_the_gpu(BROKEN + code)
     assert lines[0] == "broken" and len(lines) > 2, lines
     for line in lines[1:]:
         assert "device-side assert" in line and "out of memory" not in line, line
@@ -183,7 +184,7 @@ _, status = os.waitpid(child, 0)
 assert status == 0, status
 for call, results in zip(made, expected):
     assert equal(call(), results)
-print("done")
+say("done")
 """
 
 
@@ -207,6 +208,12 @@ def leave():
 def invalidate():
     torch.cuda.synchronize()  # which a capture does not allow
 
+def after_invalidation(call):
+    try:
+        invalidate()
+    except RuntimeError:
+        return call()  # an error, here or at the end of the capture
+
 for call in calls():
     expected = call()
     for fault in (leave, invalidate):
@@ -217,9 +224,8 @@ for call in calls():
             pass
         torch.cuda.synchronize()
         assert equal(call(), expected), (call.name, fault)
-    # Ours in a capture that is broken already: an error, at the latest at its end
     try:
-        capture(lambda: (torch.cuda.synchronize(), call()))
+        capture(lambda: after_invalidation(call))
         raise AssertionError("captured")
     except RuntimeError:
         pass
@@ -229,7 +235,7 @@ for call in calls():
         x.zero_()
     graph.replay()
     assert equal(results, expected), call.name
-print("done")
+say("done")
 """
 
 
@@ -322,7 +328,7 @@ def test_tensors_on_two_gpus(name):
 
 @needs_two_gpus
 def test_two_gpus_at_once():
-    """A thread for each, whose first calls are also the first ones of the process on that GPU."""
+    """A thread for each; those of the second are the first ones there."""
     code = """
 import threading
 failures, expected = [], [(call.name, {name: x.cpu() for name, x in call().items()}) for call in calls("cuda:0")]
@@ -338,6 +344,6 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-print(failures or "done")
+say(failures or "done")
 """
     assert run_on_the_gpu(code)[-1] == "done"
