@@ -133,7 +133,7 @@ def test_slots_outside_are_nobodys(name, outside, dtype):
     """Where the host does not look. (compute-sanitizer sees to it that nothing outside is touched.)"""
     call = make_call(name, "cuda")
     expected = call()
-    slots = call.arguments["state_indices"].to(dtype)
+    slots = call.arguments["state_indices"].to(dtype, copy=True)
     slots[0], slots[3] = outside
     bad = dataclasses.replace(call, arguments=call.arguments | {"state_indices": slots})
     actual = bad()
