@@ -32,10 +32,11 @@ class CMakeBuild(build_ext):
     def build_extension(self, extension: Extension) -> None:
         try:
             toolchain.check_tilelang()
-            toolkit, compiler, jobs = toolchain.find_toolkit(), toolchain.find_compiler(), toolchain.max_jobs()
+            toolchain.find_toolkit()
+            compiler, jobs = toolchain.find_compiler(), toolchain.max_jobs()
         except toolchain.BuildError as error:
             sys.exit(f"error: {error}")
-        print(f"nvcc {toolkit.version}, {toolkit.nvcc}, from {toolkit.origin}", flush=True)
+        print(f"kernels by NVRTC {toolchain.CUDA_VERSION} from PyPI, C++ by {compiler}", flush=True)
 
         program = Path(cmake.CMAKE_BIN_DIR, "cmake")
         environment = f"{ROOT}\n{sys.executable}\n{program}\n{compiler}\n"

@@ -10,10 +10,10 @@ Kernel authors:
   registers, spills and shared memory. OUT/<instance>.cu is the generated source, OUT/<instance>.log
   what the tools said.
 
-A full run leaves OUT/libkernels.a, OUT/kernels.h (argument structs and launchers for the host code,
-see build_tools/registry.py) and OUT/registry.cpp. OUT/<instance>.json holds the content hash that
-decides whether an instance is up to date: sources, parameters, flags and tool versions, never time
-stamps or absolute paths, so it survives pip's throw-away build environments.
+A full run leaves OUT/kernels.h (argument structs and launchers for the host code, see build_tools/registry.py),
+OUT/launchers.cpp, which embeds each OUT/<instance>.cubin, and OUT/registry.cpp. OUT/<instance>.json holds the content
+hash that decides whether an instance is up to date: sources, parameters, flags and tool versions, never time stamps or
+absolute paths, so it survives pip's throw-away build environments.
 """
 
 from __future__ import annotations
@@ -28,37 +28,32 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 
-from build_tools import codegen, layout, registry
+from build_tools import codegen, layout, nvrtc, registry
 from build_tools.instance import Instance
 from build_tools.lower import Field
 from build_tools.registry import Compiled, Resources
 from build_tools.toolchain import (
     ARCH,
-    NVCC_FLAGS,
+    CUDA_VERSION,
     BuildError,
     Toolkit,
     check_tilelang,
     find_toolkit,
     lock,
     max_jobs,
-    nvcc_command,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNTIME_HEADER = ROOT / "csrc/gpu/kernel_runtime.h"
 # Besides the kernel's own files, what the generated code depends on.
 BUILD_SOURCES = [
     ROOT / "build_tools/lower.py",
     ROOT / "build_tools/codegen.py",
-    RUNTIME_HEADER,
+    *sorted(nvrtc.PREAMBLE.parent.iterdir()),
 ]
 # What both sides of the kernels share, and the header that is made of it.
 LAYOUT, LAYOUT_HEADER = "layout.py", "layout.h"
@@ -84,7 +79,7 @@ class Builder:
         sources = self._imported(instance.module)
         for path in [*sources, *self._included(sources), *BUILD_SOURCES]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        facts = [instance.name, instance.params, self.tilelang, self.toolkit.version, NVCC_FLAGS]
+        facts = [instance.name, instance.params, self.tilelang, CUDA_VERSION, nvrtc.OPTIONS]
         digest.update(json.dumps(facts).encode())
         return digest.hexdigest()
 
@@ -132,7 +127,7 @@ class Builder:
 
     def valid_record(self, instance: Instance) -> dict | None:
         """What an earlier build stored, if nothing has changed since."""
-        if not all((self.out / f"{instance.name}.{suffix}").is_file() for suffix in ("json", "o")):
+        if not all((self.out / f"{instance.name}.{suffix}").is_file() for suffix in ("json", "cubin")):
             return None
         record = self.record(instance)
         return record if record["hash"] == self.content_hash(instance) else None
@@ -140,7 +135,7 @@ class Builder:
     def build(self, instance: Instance) -> None:
         """Lowers and compiles; what it stores is read back by record()."""
         name, content_hash = instance.name, self.content_hash(instance)
-        source, output = self.out / f"{name}.cu", self.out / f"{name}.o"
+        source, output = self.out / f"{name}.cu", self.out / f"{name}.cubin"
         record_file, log = self.out / f"{name}.json", self.out / f"{name}.log"
         for stale in (record_file, output, log):
             stale.unlink(missing_ok=True)
@@ -151,23 +146,25 @@ class Builder:
         source.write_text(codegen.kernel_source(instance, lowered))
 
         start = time.monotonic()
-        command = nvcc_command(self.toolkit, source, output, [RUNTIME_HEADER.parent, self.kernels, self.out])
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        log.write_text(f"{shlex.join(command)}\n{result.stdout}")
-        if result.returncode != 0:
-            lines = result.stdout.splitlines()
-            reason = next((line for line in lines if re.search("error|fatal", line, re.IGNORECASE)), "no message")
+        try:
+            cubin, said = nvrtc.compile_source(self.toolkit, source, [self.kernels, self.out])
+        except nvrtc.CompileError as error:
+            log.write_text(str(error))
+            lines = str(error).splitlines()
+            reason = next((line for line in lines if re.search("error|fatal", line, re.IGNORECASE)), lines[0])
             raise BuildError(
-                f"nvcc failed on kernel {name} (exit status {result.returncode}): {reason}\n"
-                f"repeat it with:\n  {shlex.join(command)}"
-            )
-        remarks = [line for line in result.stdout.splitlines() if any(r in line for r in REMARKS)]
+                f"kernel {name} does not compile: {reason}\nits source: {source}, all messages: {log}"
+            ) from None
+        log.write_text(said)
+        output.write_bytes(cubin)
+        remarks = [line for line in said.splitlines() if any(r in line for r in REMARKS)]
         record = {
             "hash": content_hash,
             "fields": [dataclasses.asdict(field) for field in lowered.fields],
             "block": lowered.block,
             "shared_bytes": lowered.shared_bytes,
-            "resources": dataclasses.asdict(registry.parse_ptxas(result.stdout)),
+            "resources": dataclasses.asdict(registry.parse_ptxas(said)),
+            "launcher": codegen.launcher(instance, lowered),
             "remarks": remarks,
             "lower_seconds": lower_seconds,
             "compile_seconds": time.monotonic() - start,
@@ -196,22 +193,11 @@ class Builder:
     def write_library(self, compiled: list[Compiled]) -> None:
         check_uniform(compiled)
         write(self.out / "kernels.h", registry.header(compiled))
-        text = registry.registry(compiled, self.tilelang, self.toolkit.version, ARCH)
-        write(self.out / "registry.cpp", text)
-        objects = [str(self.out / f"{item.instance.name}.o") for item in compiled]
-        self._write_archive(objects)
-
-    def _write_archive(self, objects: list[str]) -> None:
-        archive, new = self.out / "libkernels.a", self.out / "libkernels.new.a"
-        new.unlink(missing_ok=True)
-        # D: no time stamps, so equal objects make an equal archive and nothing is linked again.
-        status = subprocess.run([shutil.which("ar") or "ar", "rcsD", str(new), *objects]).returncode
-        if status != 0:
-            raise BuildError(f"{archive} could not be made (ar exited with status {status})")
-        if archive.is_file() and archive.read_bytes() == new.read_bytes():
-            new.unlink()
-        else:
-            new.replace(archive)
+        write(self.out / "registry.cpp", registry.registry(compiled, self.tilelang, CUDA_VERSION, ARCH))
+        names = [item.instance.name for item in compiled]
+        launchers = {item.instance.name: self.record(item.instance)["launcher"] for item in compiled}
+        hashes = {name: hashlib.sha256((self.out / f"{name}.cubin").read_bytes()).hexdigest() for name in names}
+        write(self.out / "launchers.cpp", codegen.launchers(launchers, hashes))
 
 
 def write(path: Path, text: str) -> None:

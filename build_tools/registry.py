@@ -108,7 +108,7 @@ inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{di
 """
 
 
-def registry(compiled: list[Compiled], tilelang: str, nvcc: str, arch: str) -> str:
+def registry(compiled: list[Compiled], tilelang: str, cuda: str, arch: str) -> str:
     rows = []
     for item in compiled:
         used = item.resources
@@ -135,7 +135,7 @@ namespace {{
 constexpr std::array<KernelInfo, {len(rows)}> kKernels = {{{{
 {"".join(rows)}}}}};
 
-constexpr Toolchain kToolchain = {{"{tilelang}", "{nvcc}", "{arch}"}};
+constexpr Toolchain kToolchain = {{"{tilelang}", "{cuda}", "{arch}"}};
 
 }}  // namespace
 

@@ -58,7 +58,7 @@ const KernelInfo* flash_qla_kernels(int64_t* count) noexcept {
 }
 
 BuildInfo flash_qla_build_info() noexcept {
-  return {FLASH_QLA_VERSION, toolchain().tilelang, toolchain().nvcc, toolchain().arch, FLASH_QLA_TORCH_TARGET};
+  return {FLASH_QLA_VERSION, toolchain().tilelang, toolchain().cuda, toolchain().arch, FLASH_QLA_TORCH_TARGET};
 }
 
 int flash_qla_driver_cuda_version() noexcept { return driver_cuda_version(); }

@@ -15,7 +15,7 @@ namespace flash_qla {
 struct BuildInfo {
   const char* version;
   const char* tilelang;
-  const char* nvcc;
+  const char* cuda;
   const char* arch;
   const char* torch_target;
 };

@@ -15,7 +15,7 @@ class Kernel:
 class BuildInfo:
     version: Final[str]
     tilelang: Final[str]
-    nvcc: Final[str]
+    cuda: Final[str]
     arch: Final[str]
     torch_target: Final[str]
 

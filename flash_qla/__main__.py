@@ -79,7 +79,7 @@ def main() -> None:
     print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
     info = _C.build_info()
     print(
-        f"built    version {info.version}, kernels by TileLang {info.tilelang} and nvcc {info.nvcc}"
+        f"built    version {info.version}, kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
         f" for {info.arch}, C++ for the stable ABI of PyTorch {info.torch_target} and newer"
     )
     print_gpus()

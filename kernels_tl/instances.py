@@ -32,7 +32,7 @@ INSTANCES = [
     *(Instance(f"backward.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
     *(Instance("backward.backward_maps", types) for types in TYPES),
     *(Instance("backward.replay_states", types) for types in TYPES),
-    *(Instance("backward.chunk_backward", types, spill_budget=304) for types in TYPES),
+    *(Instance("backward.chunk_backward", types, spill_budget=144) for types in TYPES),
     Instance("backward.gate_gradients", {}),
     # serving
     *(

@@ -65,10 +65,11 @@ def tool(name: str) -> str | None:
 
 @functools.cache
 def cuda_home() -> Path | None:
-    """The root of the CUDA toolkit that a build of this checkout would use."""
-    code = "from build_tools.toolchain import find_toolkit; print(find_toolkit().root)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    return Path(done.stdout.strip()) if done.returncode == 0 else None
+    """The root of a CUDA toolkit that has the runtime."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    roots = [Path(root) for root in (CUDA_HOME, "/usr/local/cuda") if root]
+    return next((root for root in roots for lib in ("lib64", "lib") if (root / lib / "libcudart.so").exists()), None)
 
 
 def no_cmake_reason() -> str | None:
@@ -77,8 +78,7 @@ def no_cmake_reason() -> str | None:
         return "there is no CMake (in the `test` extra)"
     if torch.version.cuda is None:
         return None
-    home = cuda_home()
-    if home is None or not any((home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+    if cuda_home() is None:
         return "the TorchConfig of a CUDA build of torch asks for a CUDA toolkit with libcudart.so"
     return None
 

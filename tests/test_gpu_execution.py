@@ -249,6 +249,26 @@ def test_threads_and_streams():
     assert not failures, failures
 
 
+def test_the_first_call_may_be_captured():
+    """It loads the kernels' code."""
+    code = """
+import flash_qla
+import torch
+
+def run():
+    return flash_qla.chunk_gated_delta_rule(x, x, x, g, g + 0.5)[0]
+
+x = torch.nn.functional.normalize(torch.randn(1, 100, 1, 128, device="cuda"), dim=-1).bfloat16()
+g = torch.zeros(1, 100, 1, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = run()
+graph.replay()
+print("as eager:", bool(captured.any()) and torch.equal(captured, run()))
+"""
+    assert run_python(code).splitlines()[-1] == "as eager: True"
+
+
 def test_first_calls_from_many_threads():
     """Loading a kernel and setting its attributes happens once per device, also when eight threads ask at once."""
     code = """

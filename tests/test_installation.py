@@ -68,13 +68,13 @@ def test_the_module_asks_the_library_that_has_the_ops():
 
 
 def test_obstacles_are_sentences():
-    newest = 1000 * int(_C.build_info().nvcc.split(".")[0])
-    assert _C.obstacle(newest, 9, 0) == "" and _C.obstacle(newest + 1000, 9, 0) == ""
-    assert re.search(r"need NVIDIA driver \d+ or newer, but no driver was found", _C.obstacle(0, 9, 0))
-    too_old = r"need NVIDIA driver \d+ or newer, but the driver supports CUDA up to 11\.8"
+    oldest = 12000  # which is driver 525
+    assert all(_C.obstacle(driver, 9, 0) == "" for driver in (oldest, 12080, 13000, 14020))
+    assert re.search(r"need NVIDIA driver 525 or newer, but no driver was found", _C.obstacle(0, 9, 0))
+    too_old = r"need NVIDIA driver 525 or newer, but the driver supports CUDA up to 11\.8"
     assert re.search(too_old, _C.obstacle(11080, 9, 0))
     for major, minor in ((8, 0), (10, 0), (12, 0)):
-        assert re.search(rf"need .* 9\.0 .*, but this one has {major}\.{minor}$", _C.obstacle(newest, major, minor))
+        assert re.search(rf"need .* 9\.0 .*, but this one has {major}\.{minor}$", _C.obstacle(oldest, major, minor))
 
 
 def test_command_says_something_of_every_gpu(tmp_path):
@@ -101,11 +101,11 @@ MACHINES = {
         ["driver   580.1, supports CUDA 13.0", "GPU      none found; CPU tensors run"],
     ),
     "an old driver": (
-        12080,
+        11080,
         [],
         [
             "GPU      the kernels were compiled with CUDA",
-            "need NVIDIA driver 580 or newer, but the driver supports",
+            "need NVIDIA driver 525 or newer, but the driver supports",
         ],
     ),
     "a newer driver": (

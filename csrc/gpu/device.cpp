@@ -16,9 +16,9 @@ namespace flash_qla {
 namespace {
 
 // A driver runs the code of every toolkit of its own major version or an older one.
-constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
-// The first driver of that major version, as NVIDIA numbers drivers.
-constexpr const char* kNeededDriverName = CUDART_VERSION >= 13000 ? "580" : "525";
+constexpr int kNeededDriver = 12000;
+constexpr const char* kNeededDriverName = "525";  // the first of CUDA 12, as NVIDIA numbers drivers
+static_assert(CUDART_VERSION / 1000 * 1000 == kNeededDriver);
 
 std::string cuda_version(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 #include <span>
 #include <sstream>
 #include <stdexcept>
@@ -23,7 +24,7 @@ std::string join(const Extents& extents) {
 
 [[noreturn]] void fail(const LaunchConfig& config, const std::string& reason) {
   std::ostringstream text;
-  text << "flash_qla: kernel " << config.kernel << ": " << reason << " (grid " << join(config.grid) << ", block "
+  text << "flash_qla: kernel " << config.kernel.name << ": " << reason << " (grid " << join(config.grid) << ", block "
        << join(config.block) << ", " << config.shared_bytes << " bytes of dynamic shared memory)";
   throw std::runtime_error(text.str());
 }
@@ -53,40 +54,76 @@ void check_grid(const LaunchConfig& config) {
   }
 }
 
-// Function attributes belong to a device. Setting one twice is harmless, so a race between two
-// threads costs a call and nothing else.
-void prepare(const LaunchConfig& config, DeviceMask& prepared) {
-  const int device = current_device();
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (prepared.load(std::memory_order_acquire) & bit) return;
-  check(config, cudaFuncSetAttribute(config.function, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
-        "reserving dynamic shared memory");
-  prepared.fetch_or(bit, std::memory_order_release);
+// A function of the driver as CUDA 12.0 defines it, which is the oldest that this library runs on. Through the runtime,
+// so that the library links no libcuda and loads where there is no driver.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &symbol, 12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess) {  // an earlier kernel's error, say
+    throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(status));
+  }
+  if (found != cudaDriverEntryPointSuccess) {
+    throw std::runtime_error(std::string("flash_qla: the CUDA driver does not offer ") + name +
+                             " (CUDA 12.0 or newer)");
+  }
+  return reinterpret_cast<Function>(symbol);
 }
 
-// Through the runtime, so that the library links no libcuda and loads where there is no driver.
-PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
-  static const auto function = [] {
-    void* symbol = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess) {  // an earlier kernel's error, say
-      throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(status));
-    }
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("flash_qla: the CUDA driver does not offer cuTensorMapEncodeTiled (CUDA 12.0 or newer)");
-    }
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(symbol);
-  }();
+// Loading code may allocate memory, which the driver refuses while this thread, or another one, captures a graph. None
+// of it is part of the graph.
+class AllowInCapture {
+ public:
+  AllowInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~AllowInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+void check(const LaunchConfig& config, CUresult status, const char* action) {
+  if (status == CUDA_SUCCESS) return;
+  fail(config, std::string(action) + " failed: CUDA driver error " + std::to_string(status));
+}
+
+// Belongs to no device: the driver loads it where it is launched.
+const void* load(const LaunchConfig& config) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  Kernel& kernel = config.kernel;
+  if (kernel.function.load(std::memory_order_relaxed) == nullptr) {
+    static const auto load_data = driver_function<PFN_cuLibraryLoadData_v12000>("cuLibraryLoadData");
+    static const auto get_kernel = driver_function<PFN_cuLibraryGetKernel_v12000>("cuLibraryGetKernel");
+    CUlibrary library;
+    CUkernel function;
+    check(config, load_data(&library, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0), "loading the code");
+    check(config, get_kernel(&function, library, kernel.name), "finding the function");
+    kernel.function.store(function, std::memory_order_release);
+  }
+  return kernel.function.load(std::memory_order_relaxed);
+}
+
+// The function as the runtime takes it, allowed its dynamic shared memory on the current device. Function attributes
+// belong to a device. Setting one twice is harmless, so a race between two threads costs a call and nothing else.
+const void* prepare(const LaunchConfig& config) {
+  const int device = current_device();
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  Kernel& kernel = config.kernel;
+  if (kernel.prepared.load(std::memory_order_acquire) & bit) return kernel.function.load(std::memory_order_relaxed);
+  const AllowInCapture allow;
+  const void* function = load(config);
+  check(config, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
+        "reserving dynamic shared memory");
+  kernel.prepared.fetch_or(bit, std::memory_order_release);
   return function;
 }
 
 }  // namespace
 
-void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, cudaStream_t stream) {
+void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream) {
   check_grid(config);
-  prepare(config, prepared);
+  const void* function = prepare(config);
 
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -99,7 +136,7 @@ void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, 
   launch_config.stream = stream;
   launch_config.attrs = &overlap;
   launch_config.numAttrs = config.overlaps_predecessor ? 1 : 0;
-  check(config, cudaLaunchKernelExC(&launch_config, config.function, arguments), "launch");
+  check(config, cudaLaunchKernelExC(&launch_config, function, arguments), "launch");
 }
 
 CUtensorMap encode_tensor_map(const TensorMap& map) {
@@ -109,10 +146,11 @@ CUtensorMap encode_tensor_map(const TensorMap& map) {
   std::array<cuuint64_t, TensorMap::kMaxRank> sizes, strides;
   std::copy(map.sizes.begin(), map.sizes.end(), sizes.begin());
   std::copy(map.strides.begin(), map.strides.end(), strides.begin());
+  static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
   CUtensorMap encoded;
-  const CUresult status = encode_function()(&encoded, map.dtype, map.rank, const_cast<void*>(map.address), sizes.data(),
-                                            strides.data() + 1, map.box.data(), map.element_strides.data(),
-                                            map.interleave, map.swizzle, map.l2_promotion, map.oob_fill);
+  const CUresult status =
+      encode(&encoded, map.dtype, map.rank, const_cast<void*>(map.address), sizes.data(), strides.data() + 1,
+             map.box.data(), map.element_strides.data(), map.interleave, map.swizzle, map.l2_promotion, map.oob_fill);
   if (status != CUDA_SUCCESS) {
     std::ostringstream text;
     text << "flash_qla: kernel " << map.kernel << ": cannot describe tensor " << map.tensor

@@ -1,4 +1,4 @@
-// What the generated launchers share: launch configuration and TMA descriptors.
+// What the generated launchers share: kernels' code, launch configuration and TMA descriptors.
 // Every failure throws std::runtime_error with the kernel's name.
 
 #pragma once
@@ -12,9 +12,16 @@
 
 namespace flash_qla::runtime {
 
+// Code for a GPU, loaded by its first launch. One object per kernel, which stays for good.
+struct Kernel {
+  const char* name;   // of the function in the cubin, and for messages
+  const char* cubin;  // an ELF file
+  std::atomic<const void*> function = nullptr;
+  std::atomic<uint64_t> prepared = 0;  // the devices on which it may use its dynamic shared memory, one bit each
+};
+
 struct LaunchConfig {
-  const char* kernel;  // name for messages
-  const void* function;
+  Kernel& kernel;
   std::array<int64_t, 3> grid;
   std::array<int, 3> block;
   int shared_bytes;  // dynamic
@@ -24,11 +31,8 @@ struct LaunchConfig {
   bool is_empty() const { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
 };
 
-// The devices on which a kernel may already use its dynamic shared memory, one bit each.
-using DeviceMask = std::atomic<uint64_t>;
-
 // Launches on the current device. `arguments` are pointers to the kernel's arguments.
-void launch(const LaunchConfig& config, void** arguments, DeviceMask& prepared, cudaStream_t stream);
+void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream);
 
 // The arguments of cuTensorMapEncodeTiled, innermost dimension first.
 struct TensorMap {

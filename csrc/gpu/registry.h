@@ -20,7 +20,7 @@ struct KernelInfo {
 
 struct Toolchain {
   const char* tilelang;
-  const char* nvcc;
+  const char* cuda;
   const char* arch;
 };
 

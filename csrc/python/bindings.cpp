@@ -118,7 +118,7 @@ void add_classes(py::module_& module) {
   Record<BuildInfo>(module, "BuildInfo", "Versions that the package was built of.")
       .field("version", &BuildInfo::version, "Of the package.")
       .field("tilelang", &BuildInfo::tilelang, "Which lowered the kernels.")
-      .field("nvcc", &BuildInfo::nvcc, "Which compiled them.")
+      .field("cuda", &BuildInfo::cuda, "Whose NVRTC compiled them.")
       .field("arch", &BuildInfo::arch, "The GPU architecture.")
       .field("torch_target", &BuildInfo::torch_target,
              "The oldest PyTorch whose stable ABI has what the library uses.");

@@ -100,11 +100,11 @@ def without_cuda(path: Path) -> str:
     name, text = path.stem, path.read_text()
     shared = re.compile(r"extern __shared__ \S+ uchar (\w+)\[\];")
     text = shared.sub(r"uchar* const \1 = reinterpret_cast<uchar*>(emulator::dynamic_shared);", text)
-    parameters = re.search(rf"^static __global__ void {name}\((.*)\);$", text, re.MULTILINE).group(1).split(", ")
+    parameters = re.search(rf'^extern "C" __global__ void {name}\((.*)\);$', text, re.MULTILINE).group(1).split(", ")
     types = [re.sub(r"__grid_constant__|__restrict__|\w+$", "", parameter) for parameter in parameters]
     arguments = ", ".join(f"*static_cast<std::decay_t<{kind}>*>(arguments[{i}])" for i, kind in enumerate(types))
     return (
-        f"{text}\nstatic const bool {name}_added = emulator::add_kernel(reinterpret_cast<const void*>(&{name}),"
+        f'{text}\nstatic const bool {name}_added = emulator::add_kernel("{name}",'
         f" [](void** arguments) {{ {name}({arguments}); }});\n"
     )
 
@@ -128,7 +128,7 @@ def write_headers(folder: Path) -> None:
 
 
 class Compiler:
-    def __init__(self, out: Path, cuda_include: Path):
+    def __init__(self, out: Path, cuda_include: list[Path]):
         self.out = out
         self.command = [
             os.environ.get("CXX", "g++"),
@@ -145,7 +145,7 @@ class Compiler:
         folders = [out / "include", HERE / "include", ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
         for folder in folders:
             self.command += ["-I", folder]
-        for folder in (TORCH / "include", cuda_include):
+        for folder in (TORCH / "include", *cuda_include):
             self.command += ["-isystem", folder]
         headers = [path for folder in folders for path in sorted(folder.rglob("*.*h"))]
         self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
@@ -165,13 +165,13 @@ class Compiler:
 
 def sources(out: Path) -> list[tuple]:
     """Everything that the library is made of, each with its options."""
-    registry = KERNELS / "registry.cpp"
+    registry, launchers = KERNELS / "registry.cpp", KERNELS / "launchers.cpp"
     kernels = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
     found = [
         (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h")
         for name in kernels
     ]
-    found += [(registry,), (HERE / "emulator.cpp", "-O3", "-march=native")]
+    found += [(registry,), (launchers, f"-Wa,-I{KERNELS}"), (HERE / "emulator.cpp", "-O3", "-march=native")]
     found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     as_gpu = ("-include", "host.h")
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]

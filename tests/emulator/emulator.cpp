@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 
 #undef threadIdx
 #undef blockIdx
@@ -36,7 +37,7 @@ struct Cta {
 };
 Cta cta;
 void* scheduler_stack;
-void (*run_kernel)(void**);
+void (*run_kernel)(void** arguments);
 void** kernel_arguments;
 
 // Keeps the registers that a call preserves on the stack, and goes on on another one.
@@ -234,9 +235,26 @@ void multiply_by_warp(float (&c)[4], const Operands& mine, A a, B b) {
   });
 }
 
-std::map<const void*, void (*)(void**)>& kernels() {
-  static std::map<const void*, void (*)(void**)> all;
+using Run = void (*)(void** arguments);
+
+std::map<std::string, Run>& kernels() {
+  static std::map<std::string, Run> all;
   return all;
+}
+
+CUresult load_data(CUlibrary* library, const void*, CUjit_option*, void**, unsigned, CUlibraryOption*, void**,
+                   unsigned) {
+  *library = nullptr;
+  return CUDA_SUCCESS;
+}
+
+CUresult get_kernel(CUkernel* kernel, CUlibrary, const char* name) {
+  const auto found = kernels().find(name);
+  if (found == kernels().end()) {
+    return CUDA_ERROR_NOT_FOUND;
+  }
+  *kernel = reinterpret_cast<CUkernel>(&found->second);
+  return CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -397,7 +415,7 @@ void wgmma(const Wgmma& product) {
   meet(cta.warpgroups[warpgroup], 128, [&] { multiply(all + 128 * warpgroup); });
 }
 
-bool add_kernel(const void* function, void (*run)(void**)) { return kernels().emplace(function, run).second; }
+bool add_kernel(const char* name, Run run) { return kernels().emplace(name, run).second; }
 
 }  // namespace emulator
 
@@ -430,16 +448,21 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated runtime"; }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-  *function = reinterpret_cast<void*>(&emulator::encode);
+  static const std::map<std::string, void*> functions = {
+      {"cuLibraryLoadData", reinterpret_cast<void*>(&emulator::load_data)},
+      {"cuLibraryGetKernel", reinterpret_cast<void*>(&emulator::get_kernel)},
+      {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&emulator::encode)}};
+  *function = functions.at(name);
   *found = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
-  emulator::run_kernel = emulator::kernels().at(function);
+  emulator::run_kernel = *static_cast<const emulator::Run*>(function);
   emulator::kernel_arguments = arguments;
   emulator::block_dim = {config->blockDim.x, 1, 1};
   emulator::cta.threads = static_cast<int>(config->blockDim.x);

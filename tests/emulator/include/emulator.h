@@ -141,8 +141,8 @@ struct Wgmma {
 };
 void wgmma(const Wgmma& product);
 
-// A kernel by the address of its function, as the runtime launches it. Returns whether it is new.
-bool add_kernel(const void* function, void (*run)(void** arguments));
+// A kernel by its name, as the driver finds it in its cubin. Returns whether it is new.
+bool add_kernel(const char* name, void (*run)(void** arguments));
 
 }  // namespace emulator
 

@@ -1,0 +1,1 @@
+// Of the host: preamble.h has what device code takes of it.
