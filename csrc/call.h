@@ -34,6 +34,7 @@ struct Arguments {
   bool use_qk_l2norm = false;
   bool state_v_first = false;
   bool auto_cp = true;
+  bool batch_invariant = false;           // kernels whose results do not depend on what else is in the batch
   std::optional<ScalarType> state_dtype;  // of the final state as returned; the compute dtype by default
   bool use_gate = false;                  // g = -exp(A_log) softplus(g_raw + dt_bias)
   std::optional<Tensor> A_log;            // [H_v], there if use_gate

@@ -147,7 +147,8 @@ constexpr const char* kPrefillGatedDeltaRule =
     "Tensor state_indices, float? scale=None, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, "
     "int null_index=-1, bool use_qk_l2norm_in_kernel=False, int checkpoint_every=0, "
     "Tensor? checkpoint_indices=None, Tensor(b!)? checkpoints=None, bool use_gate_in_kernel=False, "
-    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
+    "bool batch_invariant=False) "
     "-> Tensor o";
 
 template <auto Prefill>
@@ -156,7 +157,7 @@ void prefill_gated_delta_rule(const Stack& stack) {
   PoolArguments p;
   stack.take(a.q, a.k, a.v, a.g, a.beta, p.state_pool, p.state_indices, a.scale, a.cu_seqlens, p.has_initial_state,
              p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
-             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval);
+             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.batch_invariant);
   stack.give(Prefill(make_prefill_call("flash_qla::prefill_gated_delta_rule", std::move(a), std::move(p))));
 }
 
@@ -196,10 +197,6 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   DecodeArguments a;
   take_decode(stack, a, mixed_qkv);
   stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
-}
-
-Tensor prefill_cuda(const PrefillCall& call) {
-  fail(call.op, "q is on a GPU, expected the CPU: the prefill on a pool is not supported on the GPU yet");
 }
 
 template <auto Forward, auto Backward, auto ForwardMap, auto BackwardMap, auto Prefill, auto Decode>

@@ -25,7 +25,12 @@ struct PrefillCall : Call, PoolArguments {};
 // Throws like make_call.
 PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments pool);
 
+// Throws where the tables hold what they may not: an index outside, a slot that is written twice. On a GPU this
+// synchronizes.
+void check_prefill_tables(const PrefillCall& call);
+
 // Returns o [B, T, H_v, V], dtype of q.
-Tensor prefill_cpu(const PrefillCall& call);
+Tensor prefill_cpu(PrefillCall call);
+Tensor prefill_cuda(PrefillCall call);
 
 }  // namespace flash_qla

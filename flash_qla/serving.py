@@ -26,15 +26,17 @@ def prefill_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """chunk_gated_delta_rule on states that lie in a pool: read from it and written back, in place, and some of those
-    on the way kept for prefix caching. On the CPU only so far; the GPU raises. Gradients there are none.
+    on the way kept for prefix caching. Gradients there are none.
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
-        state_pool: [slots, H_v, V, K], any floating dtype. Each state is contiguous, the slots may be further apart. It
-            is written; states are rounded to its dtype once, behind the last token.
+        state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
+            contiguous, the slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written;
+            states are rounded to its dtype once, behind the last token.
         state_indices: the slot of each sequence, [N]; int32 or int64, as all indices.
         has_initial_state: [N], bool: False where a sequence starts from zero, whatever its slot holds. All are read by
             default.
@@ -43,16 +45,21 @@ def prefill_gated_delta_rule(
         checkpoint_every: keep the states behind so many tokens of each sequence, twice as many and so on; a multiple of
             64. None by default.
         checkpoint_indices: the slots where these states go, [N, blocks]; those beyond the columns are not kept.
-        checkpoints: where they go instead, [total, H_v, V, K], any floating dtype, each state contiguous, in the order
-            of the sequences, floor(length / checkpoint_every) of each; of a sequence that is nobody's they are left as
+        checkpoints: where they go instead, [total, H_v, V, K], of dtypes and strides like state_pool, in the order of
+            the sequences, floor(length / checkpoint_every) of each; of a sequence that is nobody's they are left as
             they are. It is written.
+        batch_invariant: a sequence's results are the same bits whatever else is in the batch, wherever it lies and
+            however much padding there is. On the GPU long sequences are then not split over the SMs, and the fused
+            kernel is not taken. On the CPU they always are.
 
     Returns:
         o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU, an index is outside, or
-            two states are written to the same slot. The message names the argument, what was expected and what came.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU or with
+            FLASH_QLA_CHECK=1, an index is outside, or two states are written to the same slot. The message names the
+            argument, what was expected and what came. Otherwise the GPU takes an index outside for nobody's, and what a
+            slot that is written twice holds is not defined.
     """
     return torch.ops.flash_qla.prefill_gated_delta_rule(
         q,
@@ -75,6 +82,7 @@ def prefill_gated_delta_rule(
         dt_bias,
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
+        batch_invariant,
     )
 
 

@@ -114,6 +114,7 @@ def load_segment_early(segments, segment):
         first=column(SegmentColumn.CHUNK),
         n=column(SegmentColumn.SEQUENCE),
         flags=column(SegmentColumn.FLAGS),
+        initial=column(SegmentColumn.INITIAL),
     )
     return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
 

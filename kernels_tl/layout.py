@@ -18,6 +18,10 @@ TRIANGLE = 10 * BLOCK * BLOCK
 # The sequence of a chunk slot that no sequence covers: its rows are padding, whose outputs are zeros.
 PADDING = -1
 
+# In place of a slot, the number of a state among others: there is no state, which as a first one is zero; segment_scan
+# makes it.
+NOBODY, SCANNED = -1, -2
+
 # Sequences that a step of chunk_plan takes: of so many the longest comes first in the table of segments.
 PLAN_STEP = 256
 
@@ -41,9 +45,9 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # decode: lanes that share a value row of a state, warps a CTA, and CTAs an SM.
 DECODE_LANES, DECODE_WARPS, DECODE_CTAS = 8, 2, 7
 
-# In shared memory, floats: behind a row of a state; from one inverted diagonal block to the next, and from one diagonal
-# block of K K^T to the next (two blocks' rows are read together, from different banks).
-STATE_PAD = 4
+# In shared memory: bytes behind a row of a state; floats from one inverted diagonal block to the next, and from one
+# diagonal block of K K^T to the next (two blocks' rows are read together, from different banks).
+STATE_PAD = 16
 INVERSE_STRIDE = BLOCK * BLOCK + 16
 DIAGONAL_STRIDE = BLOCK * BLOCK + 4
 
@@ -56,10 +60,11 @@ NORM_EPS = 1e-6
 
 
 class SequenceColumn:
-    """sequences [N, COUNT] int32: first token row, tokens, first chunk slot, first segment slot."""
+    """sequences [N, COUNT] int32: first token row, tokens, first chunk slot, first segment slot, slots of the first and
+    the last state."""
 
-    ROW, LENGTH, CHUNK, SEGMENT = range(4)
-    COUNT = 4
+    ROW, LENGTH, CHUNK, SEGMENT, INITIAL, FINAL = range(6)
+    COUNT = 6
 
 
 class ChunkColumn:
@@ -71,10 +76,11 @@ class ChunkColumn:
 
 class SegmentColumn:
     """segments [segment slots, COUNT] int32, runs of a sequence's chunks that are gone through in one go: first token
-    row, tokens, first chunk slot, sequence, SegmentFlag."""
+    row, tokens, first chunk slot, sequence, SegmentFlag, slots of the state before it and behind it, tokens up to the
+    first checkpoint."""
 
-    ROW, LENGTH, CHUNK, SEQUENCE, FLAGS = range(5)
-    COUNT = 5
+    ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
+    COUNT = 8
 
 
 class SegmentFlag:

@@ -16,7 +16,6 @@ namespace flash_qla {
 namespace {
 
 using cpu::entry;
-using cpu::kNobody;
 
 // What a sequence does, its indices checked: kNobody where nothing is read or written.
 struct Plan {

@@ -6,10 +6,9 @@
 
 #include "call.h"
 #include "checks.h"
+#include "layout.h"
 
 namespace flash_qla::cpu {
-
-constexpr int64_t kNobody = -1;
 
 // [rows] or [rows, columns], of int32 or int64, with strides.
 class Indices {

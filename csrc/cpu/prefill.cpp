@@ -1,6 +1,7 @@
 // The prefill on the CPU: the forward between a gather from the pool and a scatter back.
 #include "prefill.h"
 
+#include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -37,19 +38,19 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
   int64_t row = 0;  // of checkpoints
   for (const cpu::Sequence& sequence : sequences) {
     const int64_t n = sequence.index, count = (sequence.end - sequence.begin) / call.checkpoint_every;
-    std::vector<int64_t> places(count, cpu::kNobody);
+    std::vector<int64_t> places(count, kNobody);
     for (int64_t j = 0; j < count; ++j, ++row) {
-      if (slots[n] == cpu::kNobody) {
+      if (slots[n] == kNobody) {
         continue;
       }
       int64_t index = row;
       if (call.checkpoints) {
         cpu::checked_index(call.op, "the number of a state of checkpoints", row, 0, to.size(0) - 1);
       } else {
-        index = j < indices.columns ? pool.checked(cpu::entry("checkpoint_indices", n, j), indices(n, j), true)
-                                    : cpu::kNobody;
+        index =
+            j < indices.columns ? pool.checked(cpu::entry("checkpoint_indices", n, j), indices(n, j), true) : kNobody;
       }
-      places[j] = index == cpu::kNobody ? cpu::kNobody : index * to.stride(0);
+      places[j] = index == kNobody ? kNobody : index * to.stride(0);
     }
     found.places.push_back(std::move(places));
   }
@@ -64,7 +65,7 @@ void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, cons
   const cpu::Floats pool = floats_of(call.state_pool);
   torch::stable::parallel_for(0, call.N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      for (int64_t i = 0; slots[n] != cpu::kNobody && i < size; ++i) {
+      for (int64_t i = 0; slots[n] != kNobody && i < size; ++i) {
         copy(n, pool, slots[n] * call.state_pool.stride(0) + i, all[n * size + i]);
       }
     }
@@ -72,8 +73,7 @@ void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, cons
 }
 
 template <typename T, typename CT>
-Tensor run(const PrefillCall& given) {
-  PrefillCall call = given;
+Tensor run(PrefillCall& call) {
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   cpu::Slots pool(call.op, call.state_pool, call.null_index);
   const std::vector<int64_t> slots = list_slots(call, sequences, pool);
@@ -96,7 +96,7 @@ Tensor run(const PrefillCall& given) {
   T* const o = out.o.mutable_data_ptr<T>();
   const int64_t row = call.H_v * call.V;
   for (const cpu::Sequence& sequence : sequences) {
-    if (slots[sequence.index] == cpu::kNobody) {
+    if (slots[sequence.index] == kNobody) {
       std::fill(o + sequence.begin * row, o + sequence.end * row, T(0));
     }
   }
@@ -105,7 +105,22 @@ Tensor run(const PrefillCall& given) {
 
 }  // namespace
 
-Tensor prefill_cpu(const PrefillCall& call) {
+void check_prefill_tables(const PrefillCall& call) {
+  PrefillCall on_cpu = call;
+  const auto fetch = [](Tensor& tensor) { tensor = torch::stable::to(tensor, torch::stable::Device("cpu")); };
+  fetch(on_cpu.state_indices);
+  if (on_cpu.checkpoint_indices) {
+    fetch(*on_cpu.checkpoint_indices);
+  }
+  const std::vector<cpu::Sequence> sequences = list_sequences(on_cpu);
+  cpu::Slots pool(on_cpu.op, on_cpu.state_pool, on_cpu.null_index);
+  const std::vector<int64_t> slots = list_slots(on_cpu, sequences, pool);
+  if (on_cpu.checkpoint_every > 0) {
+    list_checkpoints(on_cpu, sequences, slots, pool);
+  }
+}
+
+Tensor prefill_cpu(PrefillCall call) {
   Tensor o = undefined_tensor();
   with_types(call.dtype, [&]<typename T, typename CT>() { o = run<T, CT>(call); });
   return o;

@@ -85,8 +85,17 @@ class Backward {
                                : call_.k.const_data_ptr();
   }
 
+  // Only whether there are any: the kernels have those of the gradients besides.
+  States states() const {
+    States found;
+    found.has_initial = call_.initial_state.has_value();
+    found.has_final = call_.grad_final_state.has_value();
+    found.slots = call_.N;
+    return found;
+  }
+
   void plan() const {
-    make_plan(call_,
+    make_plan(call_, states(),
               {.sequences = workspace_[workspace_.sequences],
                .chunks = workspace_[workspace_.chunks],
                .chunk_slots = d_.chunk_slots,
@@ -96,6 +105,8 @@ class Backward {
                .cut_above = d_.cut_above},
               stream_);
   }
+
+  int64_t state_size() const { return call_.H_v * call_.V * call_.K; }  // of a sequence's state
 
   uint16_t* block_rows(int64_t j) const { return flash_qla::block_rows(workspace_[workspace_.matrices], j); }
 
@@ -134,10 +145,14 @@ class Backward {
                              .has_backward_gates = true,
                              .gate_gradients = d_.gate_gradients,
                              .early_ctas = d_.early_ctas,
-                             .N = call_.N,
                              .has_offsets = call_.varlen,
                              .wide_offsets = call_.wide_offsets,
                              .uniform_length = call_.T,
+                             .state_indices = nullptr,
+                             .wide_indices = false,
+                             .index_stride = 0,
+                             .null_index = -1,
+                             .slots = call_.N,
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
                              .key_dim = call_.K,
@@ -145,7 +160,8 @@ class Backward {
                              .chunk_slots = d_.chunk_slots,
                              .offset_words = (call_.N + 1) * (call_.wide_offsets ? 2 : 1),
                              .value_dim = call_.V,
-                             .head_blocks = head_blocks()},
+                             .head_blocks = head_blocks(),
+                             .N = call_.N},
                             {.dtype = dtype_, .K = instance_K(call_.K), .normalize = false}, stream_);
   }
 
@@ -190,7 +206,8 @@ class Backward {
                            .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
                            .state_stride_k = call_.state_stride_k(),
-                           .has_initial_state = call_.initial_state.has_value(),
+                           .slot_stride = state_size(),
+                           .state_dtype = Dtype::kFloat32,
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,
@@ -211,7 +228,8 @@ class Backward {
                            .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
                            .state_stride_k = call_.state_stride_k(),
-                           .has_initial_state = call_.grad_final_state.has_value(),
+                           .slot_stride = state_size(),
+                           .state_dtype = Dtype::kFloat32,
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,

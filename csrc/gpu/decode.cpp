@@ -10,6 +10,7 @@
 #include "gpu/device.h"
 #include "gpu/head_dims.h"
 #include "gpu/launch.h"
+#include "gpu/states.h"
 #include "kernels.h"
 #include "offsets.h"
 #include "tensors.h"
@@ -51,19 +52,6 @@ void make_readable_gates(const char* op, Tensor& tensor) {
   }
 }
 
-void check_states(const char* op, const char* name, const Tensor& tensor) {
-  const ScalarType dtype = tensor.scalar_type();
-  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(dtype), ", expected float32, bfloat16 or float16 on a GPU");
-  }
-  bool pieces = is_aligned(tensor);
-  for (int64_t i = 0; i < tensor.dim() - 3; ++i) {
-    pieces = pieces && (tensor.size(i) == 1 || tensor.stride(i) * bytes_of(tensor) % kPieceBytes == 0);
-  }
-  check(tensor.numel() == 0 || pieces, op, name,
-        " has states that do not start at multiples of 16 bytes, which they have to on a GPU");
-}
-
 void check_supported(const DecodeCall& call) {
   check_supported_on_gpu(call, call.q);
   check(call.N <= kMostSequences, call.op, "q has ", call.N, " sequences, expected at most ", kMostSequences,
@@ -72,10 +60,10 @@ void check_supported(const DecodeCall& call) {
   const int64_t state_size = call.H_v * call.V * call.K;
   check(state_size <= INT32_MAX, call.op, "state_pool has states of ", state_size, " elements, expected at most ",
         INT32_MAX, " on a GPU");
-  check_states(call.op, "state_pool", call.state_pool);
+  check_states_on_gpu(call.op, "state_pool", call.state_pool);
   if (call.intermediate_states) {
     check_same_dtype(call.op, "intermediate_states", *call.intermediate_states, call.state_pool);
-    check_states(call.op, "intermediate_states", *call.intermediate_states);
+    check_states_on_gpu(call.op, "intermediate_states", *call.intermediate_states);
   }
   if (offsets_are_checked()) {
     check_decode_tables(call);

@@ -92,6 +92,9 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   return d;
 }
 
+bool is_batch_invariant(const ForwardShape& shape) { return shape.batch_invariant; }
+bool is_batch_invariant(const BackwardShape&) { return false; }
+
 // A model's layers call with the same shape one after the other, and a batch has a hundred candidates.
 template <typename Dispatch, typename Shape>
 Dispatch decide_once(const Shape& shape, Override forced) {
@@ -101,7 +104,7 @@ Dispatch decide_once(const Shape& shape, Override forced) {
     Dispatch found;
   };
   thread_local std::optional<Decision> last;
-  if (!shape.auto_cp) {
+  if (!shape.auto_cp || is_batch_invariant(shape)) {
     forced.segment_chunks = 0;
   }
   if (!last || last->shape != shape || last->forced != forced) {

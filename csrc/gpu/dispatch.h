@@ -19,6 +19,8 @@ struct ForwardShape {
   bool use_qk_l2norm;
   bool output_h, fp16;  // the fused kernel makes no h, and A in bf16 only
   int64_t K = 128, V = 128;
+  bool batch_invariant = false;  // no segments and two kernels: their tiles do not change the bits
+  bool checkpoints = false;      // states behind chunks are kept
 
   int64_t group() const { return H_v / H_k; }  // value heads a query/key head
   bool operator==(const ForwardShape&) const = default;

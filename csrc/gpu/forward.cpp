@@ -8,6 +8,7 @@
 #include "gpu/head_dims.h"
 #include "gpu/launch.h"
 #include "gpu/plan.h"
+#include "gpu/states.h"
 #include "gpu/workspace.h"
 #include "kernels.h"
 #include "passes.h"
@@ -16,7 +17,7 @@ namespace flash_qla {
 
 namespace {
 
-ForwardShape shape_of(const Call& call) {
+ForwardShape shape_of(const Call& call, const States& states) {
   return {.B = call.B,
           .T = call.T,
           .N = call.N,
@@ -30,14 +31,17 @@ ForwardShape shape_of(const Call& call) {
           .output_h = call.output_h,
           .fp16 = call.dtype == ScalarType::Half,
           .K = call.K,
-          .V = call.V};
+          .V = call.V,
+          .batch_invariant = call.batch_invariant,
+          .checkpoints = states.checkpoint_every > 0};
 }
 
 // The launches of a call, each in a function of its name.
 class Forward {
  public:
-  Forward(const Call& call, const ForwardShape& shape, const ForwardOutputs& out)
+  Forward(const Call& call, const States& states, const ForwardShape& shape, const ForwardOutputs& out)
       : call_(call),
+        states_(states),
         d_(dispatch_forward(shape)),
         out_(out),
         workspace_(shape, d_),
@@ -69,14 +73,15 @@ class Forward {
 
  private:
   void plan() const {
-    make_plan(call_,
+    make_plan(call_, states_,
               {.sequences = workspace_[workspace_.sequences],
                .chunks = workspace_[workspace_.chunks],
                .chunk_slots = d_.chunk_slots,
                .segments = workspace_[workspace_.segments],
                .segment_slots = d_.segments,
                .segment_chunks = d_.segment_chunks,
-               .cut_above = d_.cut_above},
+               .cut_above = d_.cut_above,
+               .checkpoints = workspace_[workspace_.checkpoints]},
               stream_);
   }
 
@@ -93,16 +98,21 @@ class Forward {
                             .chunks = workspace_[workspace_.chunks],
                             .segments = workspace_[workspace_.segments],
                             .offsets = data(call_.cu_seqlens),
-                            .initial_state = data(call_.initial_state),
-                            .final_state = data_if(call_.output_final_state, out_.final_state),
+                            .initial_state = states_.initial,
+                            .final_state = states_.final,
+                            .kept_states = states_.kept,
+                            .checkpoints = workspace_[workspace_.checkpoints],
                             .o = out_.o.mutable_data_ptr(),
                             .A = data_if(call_.output_low_level, out_.A),
                             .g_cumsum = data_if(call_.output_low_level, out_.g_cumsum),
                             .group = call_.group(),
-                            .state_stride_v = call_.state_stride_v(),
-                            .state_stride_k = call_.state_stride_k(),
-                            .has_initial_state = call_.initial_state.has_value(),
-                            .has_final_state = call_.output_final_state,
+                            .state_stride_v = states_.stride_v,
+                            .state_stride_k = states_.stride_k,
+                            .slot_stride = states_.slot_stride,
+                            .state_dtype = states_.dtype,
+                            .kept_slot_stride = states_.kept_slot_stride,
+                            .kept_dtype = states_.kept_dtype,
+                            .checkpoint_every = states_.checkpoint_every,
                             .ctas = launch.ctas,
                             .early = d_.early,
                             .has_offsets = call_.varlen,
@@ -110,6 +120,11 @@ class Forward {
                             .uniform_length = call_.T,
                             .activations = activations_of(call_, call_.g),
                             .scale = static_cast<float>(*call_.scale),
+                            .state_indices = states_.slot_indices.numbers,
+                            .wide_indices = states_.slot_indices.wide,
+                            .index_stride = states_.slot_indices.row_stride,
+                            .null_index = states_.null_index,
+                            .slots = states_.slots,
                             .tokens = call_.tokens(),
                             .H_k = call_.H_k,
                             .key_dim = call_.K,
@@ -118,7 +133,8 @@ class Forward {
                             .chunk_slots = d_.chunk_slots,
                             .segment_slots = d_.segments,
                             .offset_words = offset_words_,
-                            .state_size = call_.state_size()},
+                            .state_size = call_.state_size(),
+                            .N = call_.N},
                            {.dtype = dtype_,
                             .K = instance_K(call_.K),
                             .normalize = call_.use_qk_l2norm,
@@ -159,10 +175,14 @@ class Forward {
                              .has_backward_gates = false,
                              .gate_gradients = false,
                              .early_ctas = d_.early_ctas,
-                             .N = call_.N,
                              .has_offsets = call_.varlen,
                              .wide_offsets = call_.wide_offsets,
                              .uniform_length = call_.T,
+                             .state_indices = states_.slot_indices.numbers,
+                             .wide_indices = states_.slot_indices.wide,
+                             .index_stride = states_.slot_indices.row_stride,
+                             .null_index = states_.null_index,
+                             .slots = states_.slots,
                              .tokens = call_.tokens(),
                              .H_k = call_.H_k,
                              .key_dim = call_.K,
@@ -170,7 +190,8 @@ class Forward {
                              .chunk_slots = d_.chunk_slots,
                              .offset_words = offset_words_,
                              .value_dim = call_.V,
-                             .head_blocks = 0},
+                             .head_blocks = 0,
+                             .N = call_.N},
                             {.dtype = dtype_, .K = instance_K(call_.K), .normalize = call_.use_qk_l2norm}, stream_);
   }
 
@@ -203,13 +224,14 @@ class Forward {
                            .segments = workspace_[workspace_.segments],
                            .maps = workspace_[workspace_.maps],
                            .skips = workspace_[workspace_.skips],
-                           .initial_state = data(call_.initial_state),
+                           .initial_state = states_.initial,
                            .states = workspace_[workspace_.states],
                            .key_dim = call_.K,
                            .value_dim = call_.V,
-                           .state_stride_v = call_.state_stride_v(),
-                           .state_stride_k = call_.state_stride_k(),
-                           .has_initial_state = call_.initial_state.has_value(),
+                           .state_stride_v = states_.stride_v,
+                           .state_stride_k = states_.stride_k,
+                           .slot_stride = states_.slot_stride,
+                           .state_dtype = states_.dtype,
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,
@@ -228,16 +250,21 @@ class Forward {
                             .matrices_2 = block_rows(2),
                             .matrices_3 = block_rows(3),
                             .segments = workspace_[workspace_.segments],
-                            .initial_state = data(call_.initial_state),
-                            .final_state = data_if(call_.output_final_state, out_.final_state),
+                            .initial_state = states_.initial,
+                            .final_state = states_.final,
+                            .kept_states = states_.kept,
+                            .checkpoints = workspace_[workspace_.checkpoints],
                             .states = workspace_[workspace_.states],
                             .o = out_.o.mutable_data_ptr(),
                             .h = data_if(call_.output_h, out_.h),
                             .group = call_.group(),
-                            .state_stride_v = call_.state_stride_v(),
-                            .state_stride_k = call_.state_stride_k(),
-                            .has_initial_state = call_.initial_state.has_value(),
-                            .has_final_state = call_.output_final_state,
+                            .state_stride_v = states_.stride_v,
+                            .state_stride_k = states_.stride_k,
+                            .slot_stride = states_.slot_stride,
+                            .state_dtype = states_.dtype,
+                            .kept_slot_stride = states_.kept_slot_stride,
+                            .kept_dtype = states_.kept_dtype,
+                            .checkpoint_every = states_.checkpoint_every,
                             .has_h = call_.output_h,
                             .ctas = launch.ctas,
                             .value_tiles = value_tiles(call_.V, launch.value_tile),
@@ -256,6 +283,7 @@ class Forward {
   }
 
   const Call& call_;
+  const States& states_;
   const ForwardDispatch d_;
   const ForwardOutputs& out_;
   ForwardWorkspace workspace_;
@@ -281,13 +309,17 @@ void pass_states_through(const Call& call, ForwardOutputs& out) {
 
 }  // namespace
 
+void run_forward(const Call& call, const States& states, const ForwardOutputs& out) {
+  Forward(call, states, shape_of(call, states), out).run();
+}
+
 ForwardOutputs forward_cuda(const Call& call) {
   const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
   ForwardOutputs out = allocate_forward(call);
   if (call.is_empty()) {
     pass_states_through(call, out);
   } else {
-    Forward(call, shape_of(call), out).run();
+    run_forward(call, states_of(call, out), out);
   }
   return out;
 }

@@ -19,7 +19,7 @@ constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 constexpr int64_t kMostSearched = 64;
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  return shape.V <= kWideTile && !shape.output_h && !(shape.low_level && shape.fp16) &&
+  return shape.V <= kWideTile && !shape.output_h && !(shape.low_level && shape.fp16) && !shape.batch_invariant &&
          forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0;
 }
 

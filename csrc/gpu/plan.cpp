@@ -20,7 +20,7 @@ int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segm
                 : B * std::max<int64_t>(ceil_div(chunk_count(T), segment_chunks), 1);
 }
 
-void make_plan(const Call& call, const Plan& plan, cudaStream_t stream) {
+void make_plan(const Call& call, const States& states, const Plan& plan, cudaStream_t stream) {
   kernels::chunk_plan({.offsets = data(call.cu_seqlens),
                        .sequences = plan.sequences,
                        .chunks = plan.chunks,
@@ -30,6 +30,23 @@ void make_plan(const Call& call, const Plan& plan, cudaStream_t stream) {
                        .uniform_length = call.T,
                        .segment_chunks = plan.segment_chunks,
                        .cut_above = plan.cut_above,
+                       .state_indices = states.slot_indices.numbers,
+                       .has_state = states.has_state,
+                       .checkpoint_indices = states.kept_indices.numbers,
+                       .checkpoints = plan.checkpoints,
+                       .on_pool = states.on_pool,
+                       .has_initial = states.has_initial,
+                       .has_final = states.has_final,
+                       .wide_indices = states.slot_indices.wide,
+                       .index_stride = states.slot_indices.row_stride,
+                       .null_index = states.null_index,
+                       .slots = states.slots,
+                       .has_state_stride = states.has_state_stride,
+                       .checkpoint_every = states.checkpoint_every,
+                       .wide_checkpoint_indices = states.kept_indices.wide,
+                       .checkpoint_stride = states.kept_indices.row_stride,
+                       .checkpoint_columns = states.kept_indices.columns,
+                       .checkpoint_states = states.kept_slots,
                        .offsets_size = call.N + 1,
                        .N = call.N,
                        .chunk_slots = plan.chunk_slots,

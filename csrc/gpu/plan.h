@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "call.h"
+#include "gpu/states.h"
 
 namespace flash_qla {
 
@@ -23,10 +24,11 @@ struct Plan {
 
   void* segments = nullptr;  // [segment_slots, SegmentColumn::kCount] int32
   int64_t segment_slots = 0;
-  int64_t segment_chunks = 0;  // chunks a segment, 0: a segment is a sequence
-  int64_t cut_above = 0;       // nothing is cut where no sequence has more chunks than that
+  int64_t segment_chunks = 0;   // chunks a segment, 0: a segment is a sequence
+  int64_t cut_above = 0;        // nothing is cut where no sequence has more chunks than that
+  void* checkpoints = nullptr;  // [chunk_slots] int32, where there are any: where the state behind a chunk goes
 };
 
-void make_plan(const Call& call, const Plan& plan, cudaStream_t stream);
+void make_plan(const Call& call, const States& states, const Plan& plan, cudaStream_t stream);
 
 }  // namespace flash_qla

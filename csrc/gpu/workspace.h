@@ -58,13 +58,14 @@ struct ForwardWorkspace : Workspace {
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
         chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
         segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
+        checkpoints(reserve<int32_t>(shape.checkpoints ? d.chunk_slots : 0)),
         gates(reserve<float>(d.fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(d.fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
         states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
         maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
         skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
 
-  const Region<int32_t> sequences, chunks, segments;  // the plan's tables
+  const Region<int32_t> sequences, chunks, segments, checkpoints;  // the plan's tables
   // Unless fused.
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]

@@ -13,7 +13,7 @@ call. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less is nobod
 the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the environment, and the one that decodes for
 OLMo-Hybrid, whose gates and betas come ready.
 
-Written for vLLM 0.33.0. On a GPU, checkpoints raise so far, as the op does, and none of it has been run there yet.
+Written for vLLM 0.33.0. None of it has been run on a GPU yet.
 """
 
 from typing import Literal

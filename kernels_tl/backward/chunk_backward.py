@@ -606,8 +606,8 @@ def chunk_backward(dtype, K):
             if tx < STATE_THREADS:
                 T.inc_max_nreg(STATE_REGISTERS)
                 strides = (state_stride_v, state_stride_k)
-                final = States(dht, H_v, key_dim, value_dim, strides)
-                initial = States(dh0, H_v, key_dim, value_dim, strides)
+                final = States(T.access_ptr(dht[0], "r"), H_v, key_dim, value_dim, strides)
+                initial = States(T.access_ptr(dh0[0], "w"), H_v, key_dim, value_dim, strides)
                 has = SimpleNamespace(dht=has_dht, dh0=has_dh0)
                 carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale)
             else:

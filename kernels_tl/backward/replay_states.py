@@ -26,7 +26,7 @@ from kernels_tl.common import (
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.layout import WIDE_TILE, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -104,6 +104,7 @@ def replay_states(dtype, K):
                     f"read_state<{K}>",
                     r.S.data,
                     T.access_ptr(states[piece.slot, piece.hv, piece.v0, 0], "r"),
+                    Dtype.FLOAT32,
                     True,
                     K,
                     V,
@@ -205,7 +206,9 @@ def replay_states(dtype, K):
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                initial = States(initial_state, H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
+                initial = States(
+                    T.access_ptr(initial_state[0], "r"), H_v, key_dim, value_dim, (state_stride_v, state_stride_k)
+                )
                 compute(tiles, ready, piece, segment, initial, has_initial_state, states)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)

@@ -6,11 +6,6 @@
 
 namespace flash_qla::device {
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(double x) { return static_cast<float>(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-
 __device__ __forceinline__ float from_float(float, float x) { return x; }
 __device__ __forceinline__ double from_float(double, float x) { return x; }
 __device__ __forceinline__ __nv_bfloat16 from_float(__nv_bfloat16, float x) { return __float2bfloat16_rn(x); }

@@ -3,28 +3,12 @@
 #pragma once
 
 #include "device/activations.cuh"
+#include "device/table.cuh"
 
 namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
-constexpr int64_t kNobody = -1;
-
-// A table of indices [rows, columns], int32 or int64; perhaps none.
-struct Table {
-  const void* numbers;
-  bool wide;
-  int columns;
-
-  __device__ __forceinline__ Table(const void* numbers, int wide, int columns)
-      : numbers(numbers), wide(wide != 0), columns(columns) {}
-
-  __device__ __forceinline__ explicit operator bool() const { return numbers != nullptr; }
-  __device__ __forceinline__ int64_t operator()(int64_t row, int column = 0) const {
-    const int64_t at = row * columns + column;
-    return wide ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
-  }
-};
 
 __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
@@ -46,9 +30,7 @@ struct DecodePlan {
     const int64_t first = begin(n);
     return offsets ? static_cast<int>(clamp(offsets(n + 1), first, tokens) - first) : length;
   }
-  __device__ __forceinline__ int64_t slot(int64_t index) const {
-    return index > null_index && index >= 0 && index < slots ? index : kNobody;
-  }
+  __device__ __forceinline__ int64_t slot(int64_t index) const { return checked_slot(index, null_index, slots); }
   __device__ __forceinline__ int64_t first_slot(int n) const {
     const int column = accepted ? static_cast<int>(clamp(accepted(n), 1, state_indices.columns)) - 1 : 0;
     return slot(state_indices(n, column));

@@ -19,15 +19,6 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ void stop() { asm volatile("trap;" ::: "memory"); }
 
-// By one warpgroup: zeros in the rows from `valid` on of a tile of 64 x 64, 16-bit.
-__device__ __forceinline__ void clear_rows_behind(void* tile, int valid) {
-  for (int piece = threadIdx.x & 127; piece < kChunk * 8; piece += 128) {
-    if (piece / 8 >= valid) {
-      static_cast<uint4*>(tile)[piece] = {};
-    }
-  }
-}
-
 // By 256 threads: what lies below the diagonal blocks of L^T and P^T stays zero.
 __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
@@ -329,8 +320,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   loaded.wait(phase);
   if (valid < kChunk) {
     // Rows behind the sequence belong to others. (What Q has there stays in columns of P and O that nobody uses.)
-    clear_rows_behind(K, valid);
-    clear_rows_behind(static_cast<char*>(K) + kChunk * 128, valid);
+    clear_rows_behind(K, 2, valid, 128);
     fence_boxes();
     warpgroup_sync(barrier);
   }

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "layout.h"
+#include "device/table.cuh"
 
 namespace flash_qla::device {
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ bool comes_first(int chunks_a, int a, int chunks_b, i
   return chunks_a > chunks_b || (chunks_a == chunks_b && a < b);
 }
 
-// A row of `chunks`: of a sequence, or of what follows the last one.
+// A row of `chunks`: of a sequence, of which kPadding is one that is nobody's, or of what follows the last one.
 __device__ __forceinline__ void put_chunk(int* row, int begin, int end, int chunk, int sequence) {
   const int first = begin + chunk * kChunk;
   row[ChunkColumn::kRow] = first;
@@ -35,6 +35,28 @@ __device__ __forceinline__ void put_padding(int* row, int begin, int tokens, int
   row[ChunkColumn::kRow] = min(first, tokens);
   row[ChunkColumn::kLength] = max(min(tokens - first, kChunk), 0);
   row[ChunkColumn::kSequence] = kPadding;
+}
+
+__device__ __forceinline__ int slot_of(const Slots& slots, int n) { return slots(n); }
+
+__device__ __forceinline__ bool is_set(const void* flags, int64_t stride, int n) {
+  return flags == nullptr || static_cast<const bool*>(flags)[n * stride];
+}
+
+// Where the state behind a chunk goes: behind `every` tokens of a sequence, twice as many and so on, to the slots that
+// its row of the table says or, without one, to `first` and those that follow it; of `slots`.
+__device__ __forceinline__ int checkpoint_slot(const Table& indices, int64_t null_index, int64_t slots, int every,
+                                               int length, int chunk, int n, int first) {
+  const int64_t tokens = (int64_t{chunk} + 1) * kChunk;
+  if (tokens > length || tokens % every != 0) {
+    return kNobody;
+  }
+  const int i = static_cast<int>(tokens / every) - 1;
+  int64_t index = int64_t{first} + i;
+  if (indices) {
+    index = i < indices.columns ? indices(n, i) : kNobody;
+  }
+  return static_cast<int>(checked_slot(index, indices ? null_index : -1, slots));
 }
 
 constexpr int kLanes = 32;
@@ -73,12 +95,13 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
 
 // By each warp: a slot's row of `chunks`.
 __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
-                                           int tokens, int uniform_length) {
+                                           int tokens, int uniform_length, const Slots& slots) {
+  const auto sequence = [&](int n) { return slots(n) == kNobody ? int{kPadding} : n; };
   if (!has_offsets) {
     const int chunks = chunks_of(uniform_length);
     const int n = slot / max(chunks, 1);
     if (slot < N * chunks) {
-      put_chunk(row, n * uniform_length, (n + 1) * uniform_length, slot - n * chunks, n);
+      put_chunk(row, n * uniform_length, (n + 1) * uniform_length, slot - n * chunks, sequence(n));
     } else {
       put_padding(row, tokens, tokens, slot - N * chunks);
     }
@@ -93,7 +116,7 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
     if (up_to_here != 0) {
       const int owner = __ffs(up_to_here) - 1;
       put_chunk(row, __shfl_sync(~0u, extent.begin, owner), __shfl_sync(~0u, extent.end, owner),
-                slot - __shfl_sync(~0u, sum - chunks, owner), n + owner);
+                slot - __shfl_sync(~0u, sum - chunks, owner), sequence(n + owner));
       return;
     }
     tokens_before = __shfl_sync(~0u, extent.end, kLanes - 1);
@@ -103,12 +126,12 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
 }
 
 // By each warp: the first token row and the tokens of a slot of `segments` where no sequence is cut, and there are at
-// most 32 or all are of the same length.
+// most 32 or all are of the same length. A sequence that is nobody's keeps its place in the table, with no tokens.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
-                                             int N, int tokens, int uniform_length) {
+                                             int N, int tokens, int uniform_length, const Slots& slots) {
   if (!has_offsets) {
     found[0] = slot * uniform_length;
-    found[1] = uniform_length;
+    found[1] = slots(slot) == kNobody ? 0 : uniform_length;
     return;
   }
   const int lane = threadIdx.x & 31;
@@ -120,7 +143,7 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   }
   const int owner = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
   found[0] = __shfl_sync(~0u, extent.begin, owner);
-  found[1] = __shfl_sync(~0u, extent.end, owner) - found[0];
+  found[1] = slots(owner) == kNobody ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
 }
 
 }  // namespace flash_qla::device

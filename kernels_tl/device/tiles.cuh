@@ -4,6 +4,8 @@
 // 16w + g + 8 (e / 2), column 8n + 2t + e % 2. The shared tiles are 16-bit, 64 rows of 128 bytes under TMA's swizzle.
 #pragma once
 
+#include <type_traits>
+
 #include "device/warp.cuh"
 
 namespace flash_qla::device {
@@ -25,6 +27,19 @@ __device__ __forceinline__ int transposed_offset() {
 
 // The first column of the thread's pairs of columns in a fragment.
 __device__ __forceinline__ int first_column() { return kept(2 * (threadIdx.x & 3)); }
+
+// By so many threads that follow one another: zeros in the rows from `valid` on of tiles of 64 x 64, 16-bit. It is
+// seldom called, and keeps nothing for that.
+__device__ __forceinline__ void clear_rows_behind(void* tiles, int count, int valid, int threads) {
+  int thread = threadIdx.x % threads;
+  asm volatile("" : "+r"(thread));
+#pragma unroll 1
+  for (int piece = thread; piece < count * kChunk * 8; piece += threads) {
+    if (piece / 8 % kChunk >= valid) {
+      static_cast<uint4*>(tiles)[piece] = {};
+    }
+  }
+}
 
 // fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps: the tile and kEarly of
 // eight quadruples of factors are loaded before the WGMMA that makes the fragment has ended, the others if need be
@@ -210,22 +225,33 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
   }
 }
 
-// A state on its way in, by one warp: `rows` rows of `columns` floats, `stride` apart, from `first_state` or `state` to
-// shared memory, where they are `pitch` apart. Each lane announces its own rows to the barrier.
+// The address of a number whose Dtype, of up to 32 bits, is known at run time, and of two addresses the one that is
+// meant.
+template <typename Number>
+__device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t i) {
+  using Byte = std::conditional_t<std::is_const_v<Number>, const char, char>;
+  return reinterpret_cast<Number*>(reinterpret_cast<Byte*>(numbers) + i * (dtype == Dtype::kFloat32 ? 4 : 2));
+}
+template <typename Number>
+__device__ __forceinline__ Number* chosen(bool first, Number* a, Number* b) {
+  return first ? a : b;
+}
+
+// A state on its way in, by one warp: `rows` rows of `bytes` bytes, `stride` bytes apart, to shared memory, where they
+// are `pitch` bytes apart. Each lane announces its own rows to the barrier.
 template <typename Barrier>
-__device__ __forceinline__ void fetch_state(Barrier& barrier, float* to, const float* state, const float* first_state,
-                                            int is_first, int rows, int columns, int stride, int pitch) {
-  const float* const from = is_first ? first_state : state;
+__device__ __forceinline__ void fetch_state(Barrier& barrier, void* to, const void* state, int rows, int bytes,
+                                            int stride, int pitch) {
   const int lane = threadIdx.x & 31;
   const uint32_t bar = shared_address(&barrier);
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar),
-               "r"((rows + 31 - lane) / 32 * columns * 4)
+               "r"((rows + 31 - lane) / 32 * bytes)
                : "memory");
 #pragma unroll 1
   for (int row = lane; row < rows; row += 32) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to + row * pitch)),
-                 "l"(from + row * stride), "r"(columns * 4), "r"(bar)
+                     shared_address(to) + row * pitch),
+                 "l"(static_cast<const char*>(state) + row * stride), "r"(bytes), "r"(bar)
                  : "memory");
   }
 }
@@ -252,6 +278,27 @@ __device__ __forceinline__ void read_columns(float* fragment, const void* tiles)
 __device__ __forceinline__ void write_columns(const float* fragment, void* tiles) {
   char* const to = static_cast<char*>(tiles);
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
+}
+
+// Likewise S from a caller's state, whose first column is at `state`: zeros beyond its channels and columns.
+__device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
+                                                   int stride_k, int channels, int columns) {
+  const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
+  const auto read = [=]<typename T>(T) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int k = row + 8 * (i / 2 % 2), v = column + 8 * (i / 4) + i % 2;
+      fragment[i] =
+          k < channels && v < columns ? to_float(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
+    }
+  };
+  if (dtype == Dtype::kBfloat16) {
+    read(__nv_bfloat16());
+  } else if (dtype == Dtype::kFloat16) {
+    read(__half());
+  } else {
+    read(float());
+  }
 }
 
 // S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x kK; in memory it is a state
@@ -290,36 +337,61 @@ __device__ __forceinline__ void for_pairs(Number* state, bool v_first, int strid
   }
 }
 
-// To rows of S^T, zeros where the state has none.
+// To rows of S^T, zeros where the state has none. A state of 16 bits has V first.
 template <int kK>
-__device__ __forceinline__ void read_state(float* fragment, const float* state, bool v_first, int stride, int rows,
-                                           int columns) {
+__device__ __forceinline__ void read_state(float* fragment, const void* state, int dtype, bool v_first, int stride,
+                                           int rows, int columns) {
   float2* const pairs = reinterpret_cast<float2*>(fragment);
   const auto clear = [=](int i) { pairs[i] = {}; };
-  if (v_first) {
+  const auto read_16 = [=]<typename T>(T type) {
     for_pairs<kK>(
-        state, true, stride, rows, columns,
+        static_cast<const T*>(state), true, stride, rows, columns,
+        [=](int i, const T* at, const T*) { pairs[i] = unpack(type, *reinterpret_cast<const uint32_t*>(at)); }, clear);
+  };
+  const float* const floats = static_cast<const float*>(state);
+  if (dtype == Dtype::kBfloat16) {
+    read_16(__nv_bfloat16());
+  } else if (dtype == Dtype::kFloat16) {
+    read_16(__half());
+  } else if (v_first) {
+    for_pairs<kK>(
+        floats, true, stride, rows, columns,
         [=](int i, const float* at, const float*) { pairs[i] = *reinterpret_cast<const float2*>(at); }, clear);
   } else {
     for_pairs<kK>(
-        state, false, stride, rows, columns,
+        floats, false, stride, rows, columns,
         [=](int i, const float* at, const float* next) { pairs[i] = {*at, *next}; }, clear);
+  }
+  // The branches meet here: ptxas would put it off, serialize all WGMMAs then, and say so (C7514).
+#pragma unroll
+  for (int i = 0; i < kK / 2; ++i) {
+    asm volatile("" : "+f"(fragment[i])::"memory");
   }
 }
 
-// From rows of S^T to those of a state.
+// From rows of S^T to those of a state, likewise.
 template <int kK>
-__device__ __forceinline__ void write_state(const float* fragment, float* state, bool v_first, int stride, int rows,
-                                            int columns) {
+__device__ __forceinline__ void write_state(const float* fragment, void* state, int dtype, bool v_first, int stride,
+                                            int rows, int columns) {
   const float2* const pairs = reinterpret_cast<const float2*>(fragment);
   const auto nothing = [](int) {};
-  if (v_first) {
+  const auto write_16 = [=]<typename T>(T type) {
     for_pairs<kK>(
-        state, true, stride, rows, columns,
+        static_cast<T*>(state), true, stride, rows, columns,
+        [=](int i, T* at, T*) { *reinterpret_cast<uint32_t*>(at) = pack(type, pairs[i].x, pairs[i].y); }, nothing);
+  };
+  float* const floats = static_cast<float*>(state);
+  if (dtype == Dtype::kBfloat16) {
+    write_16(__nv_bfloat16());
+  } else if (dtype == Dtype::kFloat16) {
+    write_16(__half());
+  } else if (v_first) {
+    for_pairs<kK>(
+        floats, true, stride, rows, columns,
         [=](int i, float* at, float*) { *reinterpret_cast<float2*>(at) = pairs[i]; }, nothing);
   } else {
     for_pairs<kK>(
-        state, false, stride, rows, columns,
+        floats, false, stride, rows, columns,
         [=](int i, float* at, float* next) {
           *at = pairs[i].x;
           *next = pairs[i].y;

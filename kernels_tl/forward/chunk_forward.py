@@ -8,7 +8,8 @@ share nothing but the loader's stages, a warp for each of these that stores O, a
 operands coming by TMA, over the borders of pieces: while the last chunks of one are computed, the state and the first
 chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the head,
 for when there are few heads. The first piece's segment, state and K, Q and V are fetched while the kernel before this
-one still runs.
+one still runs. The consumers go through a segment in runs of chunks, each up to the next checkpoint, behind which the
+state is written there; behind the last run it goes where the segment's does.
 
 Launched on [ctas], at most [segments * H_v * value tiles]; twice, with both value tiles, where the device is to choose
 between them: `only_if` is what the first segment tells of the longest sequence.
@@ -28,10 +29,10 @@ from kernels_tl.common import (
     extern,
     load_early,
 )
-from kernels_tl.cta import Walk, barriers, clear_rows_behind, fetch, load_segment_early, shared, store_rows
+from kernels_tl.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import STATE_PAD, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
-from kernels_tl.states import States
+from kernels_tl.layout import NOBODY, SCANNED, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.states import States, chosen, is_checkpoint
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -59,10 +60,18 @@ def chunk_forward(dtype, K, value_tile):
     CONSUMERS = 128 * WARPGROUPS
     PRODUCERS = 64 if WARPGROUPS == 1 else 128
 
+    def size_of(dtype):
+        """Bytes of a state's number."""
+        return T.Select(dtype == Dtype.FLOAT32, 4, 2)
+
+    def pitch(columns, size=4):
+        """Numbers from one row of a state in shared memory to the next."""
+        return columns + STATE_PAD // size
+
     def make_tiles():
-        state = max(K * (value_tile + STATE_PAD), value_tile * (K + STATE_PAD))  # K first, V first
+        state = max(K * pitch(value_tile), value_tile * pitch(K))  # K first, V first
         return shared(
-            {64: 156.5625, 128: 212.5625}[value_tile],
+            {64: 156.5859375, 128: 212.5859375}[value_tile],
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -86,20 +95,64 @@ def chunk_forward(dtype, K, value_tile):
             taken=[CONSUMERS],  # back: they have been read
         )
 
-    def starts_from_a_state(flags, chunks, has_initial_state):
-        """Whether S is not zero at the start: a later segment's is in `states`, V-first, a first one's the caller's."""
-        return T.if_then_else(flags % SegmentFlag.LAST == 0, chunks, has_initial_state) > 0
-
     def rest_of_value(v0):
         """Value rows from v0 on."""
         return T.Cast("int32", value_dim) - v0
 
-    def k_first(flags, initial):
-        """Nonzero where that state has K first."""
-        return T.if_then_else(flags % SegmentFlag.LAST == 0, 0, initial.stride_k - 1)
+    def layout_of(slot, initial):
+        """Of the state in a slot: whether V comes first, and its dtype. segment_scan's is V-first, in fp32."""
+        return SimpleNamespace(
+            v_first=T.Select(slot == SCANNED, 1, initial.stride_k) == 1,
+            dtype=T.Select(slot == SCANNED, Dtype.FLOAT32, initial.dtype),
+        )
 
     @T.macro
-    def compute(tiles, ready, initial, final, h, has):
+    def step(
+        r,
+        tiles,
+        ready,
+        h,
+        has_h,
+        turn: T.Ref,
+        length: T.Ref,
+        done: T.Ref,
+        c: T.Ref,
+        offset: T.Ref,
+        column: T.Ref,
+        warpgroup,
+    ):
+        """A consumer's step, chunk c of the segment: from its tiles to O's."""
+        s = (done + c) % STAGES
+        T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
+        if length - c * C < C:
+            # What Q has there stays in columns not stored.
+            for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
+                extern("clear_rows_behind", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
+        begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
+        if has_h != 0:  # keeps what is before it from sinking behind the wait
+            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
+            if slot < h_slots:
+                v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
+                extern(
+                    f"store_state<{K}>",
+                    r.S_16.data,
+                    T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w"),
+                    T.Cast("int32", key_dim),
+                    rest_of_value(v0),
+                    T.Cast("int32", key_dim),
+                )
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.released_early[s])
+        end_step(r, tiles, s)
+        T.barrier_arrive(ready.released[s])
+        T.barrier_wait(ready.stored[warpgroup], ((done + c) % 2) ^ 1)
+        extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
+        T.barrier_arrive(ready.staged[warpgroup])
+
+    @T.macro
+    def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
         """The consumers: the recurrence, and O's way to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(value_tile, K, dtype, EARLY_FACTORS)
@@ -109,63 +162,51 @@ def chunk_forward(dtype, K, value_tile):
         turn = T.alloc_var("int32", init=0)
         while turn >= 0:
             T.barrier_wait(ready.begun[0], turn % 2)
-            hv = T.alloc_var("int32", init=tiles.segment[turn % 2, HEAD])
             length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
-            chunks = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
             T.clear(r.S)
-            flags = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FLAGS])
-            if starts_from_a_state(flags, chunks, has.initial):
-                v_first = T.alloc_var("int32", init=T.Select(k_first(flags, initial) == 0, 1, 0))
+            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
+            if slot != NOBODY:
+                state = layout_of(slot, initial)
                 extern(
                     f"read_state<{K}>",
                     r.S.data,
                     T.access_ptr(tiles.S, "r"),
-                    v_first != 0,
-                    T.Select(v_first != 0, K + STATE_PAD, value_tile + STATE_PAD),
+                    state.dtype,
+                    state.v_first,
+                    T.Select(state.v_first, pitch(K, size_of(state.dtype)), pitch(value_tile)),
                     rest_of_value(tiles.segment[turn % 2, FIRST_ROW]),
                     T.Cast("int32", key_dim),
                 )
             T.barrier_arrive(ready.taken[0])
             T.copy(r.S, r.S_16)
 
-            for c in T.serial(chunks):
-                s = (done + c) % STAGES
-                T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
-                if length - c * C < C:
-                    clear_rows_behind(tiles.K, length - c * C, s)  # what Q has there stays in columns not stored
-                    for w in T.unroll(WARPGROUPS):
-                        clear_rows_behind(tiles.V, length - c * C, s, w)
-                    T.fence_proxy_async()
-                    T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
-                begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
-                if has.h != 0:  # keeps what is before it from sinking behind the wait
-                    slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
-                    if slot < h_slots:
-                        v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
-                        extern(
-                            f"store_state<{K}>",
-                            r.S_16.data,
-                            T.access_ptr(h[slot, hv, v0, 0], "w"),
-                            T.Cast("int32", key_dim),
-                            rest_of_value(v0),
-                            T.Cast("int32", key_dim),
-                        )
-                T.wait_wgmma(0)
-                T.barrier_arrive(ready.released_early[s])
-                end_step(r, tiles, s)
-                T.barrier_arrive(ready.released[s])
-                T.barrier_wait(ready.stored[warpgroup], ((done + c) % 2) ^ 1)
-                extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
-                T.barrier_arrive(ready.staged[warpgroup])
-
-            if (has.final != 0) & (tiles.segment[turn % 2, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
-                n = tiles.segment[turn % 2, SegmentColumn.SEQUENCE]
-                final.write(r.S, n, hv, tiles.segment[turn % 2, FIRST_ROW])
-            done += chunks
+            c = T.alloc_var("int32", init=0)
+            is_end = T.alloc_var("int32", init=0)
+            while is_end == 0:
+                until = T.alloc_var("int32", init=c * C + checkpoint_every)
+                if c == 0:
+                    until = tiles.segment[turn % 2, SegmentColumn.UNTIL]
+                stop = T.alloc_var("int32", init=T.truncdiv(T.min(until, length) + (C - 1), C))
+                while c < stop:
+                    step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
+                    c += 1
+                is_end = T.Select(c * C >= length, 1, 0)
+                is_final = T.alloc_var("int32", init=1)
+                if is_checkpoint(c * C, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
+                    is_final = 0
+                while is_final <= is_end:
+                    to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
+                    if is_final == 0:
+                        to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
+                    if to != NOBODY:
+                        states = chosen(is_final != 0, final, kept)
+                        states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
+                    is_final += 1
+            done += c
             turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
 
     @T.macro
-    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial, has_initial_state):
+    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial):
         """A turn's segment and state to shared memory, by the loader."""
         T.barrier_wait(ready.taken[0], (turn % 2) ^ 1)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
@@ -177,11 +218,12 @@ def chunk_forward(dtype, K, value_tile):
             tiles.segment[turn % 2, HEAD] = piece.hv
         if lane == FIRST_ROW:
             tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
-        if segment.flags % SegmentFlag.LAST == 0:
+        if segment.initial == SCANNED:
             T.pdl_sync()
-        if starts_from_a_state(segment.flags, segment.chunks, has_initial_state):
-            rows_are_k = T.alloc_var("int32", init=k_first(segment.flags, initial))
-            is_first = T.alloc_var("int32", init=segment.flags % SegmentFlag.LAST)
+        if segment.initial != NOBODY:
+            is_scanned = segment.initial == SCANNED
+            state = layout_of(segment.initial, initial)
+            size = T.alloc_var("int32", init=size_of(state.dtype))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # of S^T
             channels = T.Cast("int32", key_dim)
@@ -189,18 +231,21 @@ def chunk_forward(dtype, K, value_tile):
                 "fetch_state",
                 ready.begun[0],
                 T.access_ptr(tiles.S, "w"),
-                T.access_ptr(states[piece.segment, piece.hv, v0, 0], "r"),
-                initial.pointer("r", segment.n, piece.hv, v0),
-                is_first,
-                T.Select(rows_are_k == 0, rows, channels),
-                T.Select(rows_are_k == 0, channels, rows),
-                T.Select(is_first == 0, K, initial.stride_v + initial.stride_k - 1),
-                T.Select(rows_are_k == 0, K + STATE_PAD, value_tile + STATE_PAD),
+                extern(
+                    "chosen",
+                    is_scanned,
+                    T.access_ptr(states[piece.segment, piece.hv, v0, 0], "r"),
+                    initial.pointer(segment.initial, piece.hv, v0),
+                ),
+                T.Select(state.v_first, rows, channels),
+                T.Select(state.v_first, channels, rows) * size,
+                T.Select(is_scanned, K, initial.row_stride) * size,
+                T.Select(state.v_first, K, value_tile) * size + STATE_PAD,
             )
         T.barrier_arrive(ready.begun[0])
 
     @T.macro
-    def load(walk, tiles, ready, turns, q, k, v, gates, matrices, segments, states, initial, group, has_initial_state):
+    def load(walk, tiles, ready, turns, q, k, v, gates, matrices, segments, states, initial, group):
         """The loader: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
@@ -209,7 +254,7 @@ def chunk_forward(dtype, K, value_tile):
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             segment = load_segment_early(segments, piece.segment)
-            begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial, has_initial_state)
+            begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial)
             for c in T.serial(segment.chunks):
                 s = (done + c) % STAGES
                 t = segment.row + c * C
@@ -266,14 +311,19 @@ def chunk_forward(dtype, K, value_tile):
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
+        kept_states: T.Tensor([state_size], "float32"),
+        checkpoints: T.Tensor([chunk_slots], "int32"),  # where of these the state behind a chunk goes: chunk_plan.py
         states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
         o: T.Tensor([tokens, H_v, value_dim], dtype),
         h: T.Tensor([h_slots, H_v, value_dim, key_dim], dtype),
         group: T.int32,  # H_v / H_k
-        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers
+        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers,
         state_stride_k: T.int32,
-        has_initial_state: T.int32,
-        has_final_state: T.int32,
+        slot_stride: T.int64,  # and on a pool these
+        state_dtype: T.int32,
+        kept_slot_stride: T.int64,  # of kept_states
+        kept_dtype: T.int32,
+        checkpoint_every: T.int32,  # tokens, if there are any checkpoints
         has_h: T.int32,
         ctas: T.int32,
         value_tiles: T.int32,  # of value_tile rows
@@ -290,21 +340,21 @@ def chunk_forward(dtype, K, value_tile):
                 if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
                     T.pdl_trigger()
             walk = Walk(cta, ctas, segment_slots, H_v, value_tiles)
-            strides = (state_stride_v, state_stride_k)
-            initial = States(initial_state, H_v, key_dim, value_dim, strides)
+            layout = (H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
+            initial = States(T.access_ptr(initial_state[0], "r"), *layout, slot_stride, state_dtype)
             if T.get_thread_binding() < CONSUMERS:
                 if WARPGROUPS == 2:
                     T.inc_max_nreg(CONSUMER_REGISTERS)
-                final = States(final_state, H_v, key_dim, value_dim, strides)
-                has = SimpleNamespace(initial=has_initial_state, final=has_final_state, h=has_h)
-                compute(tiles, ready, initial, final, h, has)
+                final = States(T.access_ptr(final_state[0], "w"), *layout, slot_stride, state_dtype)
+                kept = States(T.access_ptr(kept_states[0], "w"), *layout, kept_slot_stride, kept_dtype)
+                compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h)
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
                 turns = walk.turns()
                 matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
                 inputs = (q, k, v, gates, matrices)
-                load(walk, tiles, ready, turns, *inputs, segments, states, initial, group, has_initial_state)
+                load(walk, tiles, ready, turns, *inputs, segments, states, initial, group)
                 T.pdl_sync()
                 store(walk, tiles, ready, turns, segments, o)
 

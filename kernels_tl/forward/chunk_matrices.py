@@ -59,6 +59,7 @@ from kernels_tl.layout import (
     ForwardGate,
     NamedBarrier,
 )
+from kernels_tl.states import slots_of
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -75,7 +76,7 @@ Full = T.GemmWarpPolicy.FullRow
 
 def chunk_matrices(dtype, K, normalize):
     tokens, H_k, H_v, chunk_slots, offset_words = dims("tokens", "H_k", "H_v", "chunk_slots", "offset_words")
-    key_dim, value_dim, head_blocks = dims("key_dim", "value_dim", "head_blocks")
+    key_dim, value_dim, head_blocks, N = dims("key_dim", "value_dim", "head_blocks", "N")
     element = element_type(dtype)
     parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
@@ -93,7 +94,7 @@ def chunk_matrices(dtype, K, normalize):
         return barriers(loaded=[THREADS])  # all threads: K and Q have arrived
 
     @T.macro
-    def find_chunk(slot, early, chunks, offsets, has_offsets, wide_offsets, N, uniform_length):
+    def find_chunk(slot, early, chunks, offsets, has_offsets, wide_offsets, uniform_length, states):
         """The chunk in a slot: row, length, sequence."""
         found = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
@@ -104,9 +105,10 @@ def chunk_matrices(dtype, K, normalize):
                 T.access_ptr(offsets[0], "r"),
                 has_offsets,
                 wide_offsets,
-                N,
+                T.Cast("int32", N),
                 T.Cast("int32", tokens),
                 uniform_length,
+                slots_of(*states),
             )
         else:
             T.pdl_sync()
@@ -311,10 +313,14 @@ def chunk_matrices(dtype, K, normalize):
         has_backward_gates: T.int32,
         gate_gradients: T.int32,  # runs behind chunk_backward, and makes all of db and dg
         early_ctas: T.int32,
-        N: T.int32,
         has_offsets: T.int32,
         wide_offsets: T.int32,  # of 64 bits
         uniform_length: T.int32,
+        state_indices: T.Tensor([N], "int32"),  # of the sequences' states: see chunk_plan.py
+        wide_indices: T.int32,
+        index_stride: T.int64,
+        null_index: T.int64,
+        slots: T.int64,
     ):
         with T.Kernel(chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -325,7 +331,16 @@ def chunk_matrices(dtype, K, normalize):
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, group))
             leads = first == hk * group  # of the CTAs of a chunk and query/key head the first
-            chunk = find_chunk(slot, cta < early_ctas, chunks, offsets, has_offsets, wide_offsets, N, uniform_length)
+            chunk = find_chunk(
+                slot,
+                cta < early_ctas,
+                chunks,
+                offsets,
+                has_offsets,
+                wide_offsets,
+                uniform_length,
+                (state_indices, wide_indices, index_stride, null_index, slots),
+            )
             valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, chunk.length, 0))  # rows of A and g_cumsum
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team

@@ -37,6 +37,7 @@ from kernels_tl.forward.recurrence import begin_step, end_step, registers
 from kernels_tl.layout import (
     BLOCK,
     INVERSE_STRIDE,
+    NOBODY,
     PADDING,
     ChunkColumn,
     FusedGate,
@@ -44,9 +45,8 @@ from kernels_tl.layout import (
     Place,
     Ring,
     SegmentColumn,
-    SegmentFlag,
 )
-from kernels_tl.states import States
+from kernels_tl.states import States, chosen, is_checkpoint, slots_of
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -69,13 +69,14 @@ def fused_forward(dtype, K, normalize, low_level):
     tokens, H_k, H_v, chunk_slots, segment_slots, state_size, offset_words = dims(
         "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "offset_words"
     )
+    (N,) = dims("N")
     key_dim, value_dim = dims("key_dim", "value_dim")  # which is at most V: a CTA has all value rows of a head
     V = ROWS * WARPGROUPS
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
         return shared(
-            224.63671875,
+            225.63671875,
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([VALUE_STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -85,7 +86,8 @@ def fused_forward(dtype, K, normalize, low_level):
             scratch=([WARPGROUPS, SCRATCH], "float32"),
             gates=([STAGES, FusedGate.COUNT, C], "float32"),
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative behind the last one
-            turns=([CONSUMERS], "int32"),  # a consumer's, while the chunks take all registers
+            turns=([CONSUMERS], "int32"),  # a consumer's, while the chunks take all registers,
+            done=([CONSUMERS], "int32"),  # and tokens of its segment
             swizzle=("V", "O"),
         )
 
@@ -134,7 +136,7 @@ def fused_forward(dtype, K, normalize, low_level):
         T.barrier_wait(ready.made[s], phase(now))
         T.barrier_wait(ready.loaded_v[u], value_phase(now))
         if left < C:
-            extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), left)
+            extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
             extern("warpgroup_sync", NamedBarrier.FUSED_TAIL + own)
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
         if group == 0:  # never: keeps what is before it from sinking behind the wait
@@ -157,7 +159,7 @@ def fused_forward(dtype, K, normalize, low_level):
             make_matrices(tiles, ready, before, before_phase, own, place, scale)
 
     @T.macro
-    def compute(walk, tiles, ready, segments, initial, final, has_initial_state, has_final_state, group, scale):
+    def compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, group, scale):
         """The consumers: their steps, piece after piece."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, EARLY_FACTORS)
@@ -170,23 +172,44 @@ def fused_forward(dtype, K, normalize, low_level):
         tiles.turns[tx] = 0
         while walk.piece(tiles.turns[tx]) < walk.pieces:
             piece = walk.locate(tiles.turns[tx])
-            n = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.SEQUENCE])
+            first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
             T.clear(r.S)
-            if (has_initial_state != 0) & (segments[piece.segment, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
-                initial.read(r.S, n, piece.hv)
+            if first != NOBODY:
+                initial.read(r.S, first, piece.hv)
             T.copy(r.S, r.S_16)
 
-            left = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
-            while left > 0:
-                now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
-                step(r, tiles, ready, now, place, left, group, scale)
-                place = next_chunk(place, Place.RING)
-                left -= C
+            tiles.done[tx] = 0
+            is_end = T.alloc_var("int32", init=0)
+            while is_end == 0:
+                begin = walk.locate(tiles.turns[tx])
+                left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
+                until = T.alloc_var("int32", init=checkpoint_every)
+                if tiles.done[tx] == 0:
+                    until = segments[begin.segment, SegmentColumn.UNTIL]
+                left = T.min(left, until)
+                tiles.done[tx] += left
+                while left > 0:
+                    now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
+                    step(r, tiles, ready, now, place, left, group, scale)
+                    place = next_chunk(place, Place.RING)
+                    left -= C
 
-            done = walk.locate(tiles.turns[tx])
-            done_n = T.alloc_var("int32", init=segments[done.segment, SegmentColumn.SEQUENCE])
-            if (has_final_state != 0) & (segments[done.segment, SegmentColumn.FLAGS] >= SegmentFlag.LAST):
-                final.write(r.S, done_n, done.hv)
+                end = walk.locate(tiles.turns[tx])
+                done = T.alloc_var("int32", init=tiles.done[tx])
+                length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
+                is_end = T.Select(done >= length, 1, 0)
+                is_final = T.alloc_var("int32", init=1)
+                if is_checkpoint(done, length, segments[end.segment, SegmentColumn.UNTIL], checkpoint_every):
+                    is_final = 0
+                while is_final <= is_end:
+                    to = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.FINAL])
+                    if is_final == 0:
+                        chunks_done = T.truncdiv(done, C)
+                        to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
+                    if to != NOBODY:
+                        states = chosen(is_final != 0, final, kept)
+                        states.write(r.S, to, end.hv)
+                    is_final += 1
             tiles.turns[tx] += 1
 
     @T.macro
@@ -386,14 +409,19 @@ def fused_forward(dtype, K, normalize, low_level):
         offsets: T.Tensor([offset_words], "int32"),
         initial_state: T.Tensor([state_size], "float32"),
         final_state: T.Tensor([state_size], "float32"),
+        kept_states: T.Tensor([state_size], "float32"),
+        checkpoints: T.Tensor([chunk_slots], "int32"),  # where of these the state behind a chunk goes: chunk_plan.py
         o: T.Tensor([tokens, H_v, value_dim], dtype),
         A: T.Tensor([tokens, H_v, C], dtype),
         g_cumsum: T.Tensor([tokens, H_v], "float32"),
         group: T.int32,  # H_v / H_k
-        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers
+        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers,
         state_stride_k: T.int32,
-        has_initial_state: T.int32,
-        has_final_state: T.int32,
+        slot_stride: T.int64,  # and on a pool these
+        state_dtype: T.int32,
+        kept_slot_stride: T.int64,  # of kept_states
+        kept_dtype: T.int32,
+        checkpoint_every: T.int32,  # tokens, if there are any checkpoints
         ctas: T.int32,
         early: T.int32,
         has_offsets: T.int32,
@@ -401,6 +429,11 @@ def fused_forward(dtype, K, normalize, low_level):
         uniform_length: T.int32,
         activations: T.int32,  # Activation
         scale: T.float32,
+        state_indices: T.Tensor([N], "int32"),  # of the sequences' states: see chunk_plan.py
+        wide_indices: T.int32,
+        index_stride: T.int64,
+        null_index: T.int64,
+        slots: T.int64,
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -408,10 +441,11 @@ def fused_forward(dtype, K, normalize, low_level):
             walk = Walk(cta, ctas, segment_slots, H_v)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                strides = (state_stride_v, state_stride_k)
-                initial = States(initial_state, H_v, key_dim, value_dim, strides)
-                final = States(final_state, H_v, key_dim, value_dim, strides)
-                compute(walk, tiles, ready, segments, initial, final, has_initial_state, has_final_state, group, scale)
+                layout = (H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
+                initial = States(T.access_ptr(initial_state[0], "r"), *layout, slot_stride, state_dtype)
+                final = States(T.access_ptr(final_state[0], "w"), *layout, slot_stride, state_dtype)
+                kept = States(T.access_ptr(kept_states[0], "w"), *layout, kept_slot_stride, kept_dtype)
+                compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, group, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
@@ -426,9 +460,10 @@ def fused_forward(dtype, K, normalize, low_level):
                         T.access_ptr(offsets[0], "r"),
                         has_offsets,
                         wide_offsets,
-                        T.Cast("int32", segment_slots),
+                        T.Cast("int32", N),
                         T.Cast("int32", tokens),
                         uniform_length,
+                        slots_of(state_indices, wide_indices, index_stride, null_index, slots),
                     )
                 else:
                     T.pdl_sync()

@@ -17,6 +17,8 @@ of dS', and of Z of dZ.
 
 It is launched behind the forward's scan and runs beside it: that one waits for the maps before it lets this one begin.
 
+Where a sequence's first state is SCANNED too (plan/chunk_plan.py), it is written to that segment's slot of states.
+
 S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
 
 A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, a warp that
@@ -31,7 +33,15 @@ import tilelang.language as T
 
 from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
-from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier, SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.layout import (
+    NOBODY,
+    SCAN_COLUMNS,
+    SCANNED,
+    NamedBarrier,
+    SegmentColumn,
+    SegmentFlag,
+    SequenceColumn,
+)
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -91,17 +101,6 @@ def segment_scan(dtype, K, reverse):
         return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
 
     @T.macro
-    def read_initial(S, initial, n, hv, v0):
-        state = T.alloc_var("int64", init=initial.state_at(n, hv))
-        if (initial.key_dim == K) & (v0 + COLUMNS <= initial.value_dim):
-            for i, j in T.Parallel(K, COLUMNS):
-                S[i, j] = initial.numbers[state + (v0 + j) * initial.stride_v + i * initial.stride_k]
-        else:
-            for i, j in T.Parallel(K, COLUMNS):
-                if (i < initial.key_dim) & (v0 + j < initial.value_dim):
-                    S[i, j] = initial.numbers[state + (v0 + j) * initial.stride_v + i * initial.stride_k]
-
-    @T.macro
     def round_in_parts(S, S_16, rest, tiles, turn):
         """S to shared memory, as a rounded part and the rest."""
         T.copy(S, S_16)
@@ -113,7 +112,7 @@ def segment_scan(dtype, K, reverse):
         T.sync_threads(NamedBarrier.SCAN_ROUNDED, CONSUMERS)
 
     @T.macro
-    def compute(tiles, ready, n, hv, v0, initial, has_initial_state, begin):
+    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot, begin):
         """The consumers: S from segment to segment."""
         about = T.alloc_var("int32", init=begin)
         step = T.alloc_var("int32", init=0)
@@ -122,8 +121,11 @@ def segment_scan(dtype, K, reverse):
         S_16 = T.alloc_fragment([K, COLUMNS], dtype)
         rest = T.alloc_fragment([K, COLUMNS], dtype)
         T.clear(S)
-        if (about < END) & (has_initial_state != 0):
-            read_initial(S, initial, n, hv, v0)
+        if (about < END) & (slot != NOBODY):
+            initial.read_columns(S, slot, hv, v0)
+            if is_scanned:
+                for i, j in T.Parallel(K, COLUMNS):
+                    states[first_slot, hv, v0 + j, i] = S[i, j]
         while about < END:
             u = step % STAGES
             T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
@@ -212,7 +214,8 @@ def segment_scan(dtype, K, reverse):
         value_dim: T.int32,
         state_stride_v: T.int32,
         state_stride_k: T.int32,
-        has_initial_state: T.int32,
+        slot_stride: T.int64,
+        state_dtype: T.int32,
     ):
         with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -224,6 +227,9 @@ def segment_scan(dtype, K, reverse):
             hv = T.alloc_var("int32", init=part - n * T.Cast("int32", H_v))
             first_slot = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.SEGMENT]))
             first = T.alloc_var("int32", init=load_early(segments[first_slot, SegmentColumn.FLAGS]))
+            given = SequenceColumn.FINAL if reverse else SequenceColumn.INITIAL
+            state_slot = T.alloc_var("int32", init=load_early(sequences[n, given]))
+            first_state = T.alloc_var("int32", init=load_early(segments[first_slot, SegmentColumn.INITIAL]))
             if reverse:  # noqa: SIM102  decided here, the other on the device
                 if first == SegmentFlag.FIRST:  # and so as long as all but the last
                     length = load_early(sequences[n, SequenceColumn.LENGTH])
@@ -236,8 +242,10 @@ def segment_scan(dtype, K, reverse):
             T.pdl_trigger()
             begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
             if T.get_thread_binding() < CONSUMERS:
-                initial = States(initial_state, H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
-                compute(tiles, ready, n, hv, v0, initial, has_initial_state, begin)
+                layout = (H_v, key_dim, value_dim, (state_stride_v, state_stride_k), slot_stride, state_dtype)
+                initial = States(T.access_ptr(initial_state[0], "r"), *layout)
+                is_scanned = False if reverse else first_state == SCANNED
+                compute(tiles, ready, state_slot, hv, v0, initial, is_scanned, states, first_slot, begin)
             else:
                 if T.get_thread_binding() < CONSUMERS + 32:
                     load(tiles, ready, first_slot, hv, v0, segments, skips, maps, states, begin)

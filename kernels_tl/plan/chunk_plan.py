@@ -4,14 +4,20 @@ The host never reads cu_seqlens, so a captured CUDA graph may be replayed after 
 hold, the tables describe disjoint runs of rows inside [0, tokens): the first offset is taken as 0, later ones are
 clipped to [0, tokens] and replaced by their running maximum.
 
-    sequences [N, 4]
+    sequences [N, 6]
     chunks    [chunk_slots, 3]     behind the sequences' chunks come those that cover the padding rows, of the sequence
                                    PADDING, then unused slots, of PADDING with 0 tokens
-    segments  [segment_slots, 5]   every sequence, even an empty one, has at least one; longer ones are cut after every
+    segments  [segment_slots, 8]   every sequence, even an empty one, has at least one; longer ones are cut after every
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
-                                   sequences the longest come first. Unused slots have 0 tokens and no flags. Written if
-                                   segment_slots > 0
+                                   sequences the longest come first. Unused slots have 0 tokens, no flags and no states.
+                                   Written if segment_slots > 0
+    checkpoints [chunk_slots]      where the state behind each chunk goes, written if checkpoint_every > 0
+
+A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
+sequence without a slot is nobody's: its chunks are padding, it has one segment without tokens, and no states. There the
+states of a sequence begin and end in one place, so that a segment that is not the last must not read it in the kernel
+that may have written it: the first state of a sequence that is cut then is with the others that segment_scan makes.
 
 Launched once per call, one CTA. The kernel behind it does not wait for all of this: its first CTAs find their rows
 themselves (device/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
@@ -23,7 +29,17 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, C, dims, extern
-from kernels_tl.layout import PLAN_STEP, ChunkColumn, SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.layout import (
+    NOBODY,
+    PADDING,
+    PLAN_STEP,
+    SCANNED,
+    ChunkColumn,
+    SegmentColumn,
+    SegmentFlag,
+    SequenceColumn,
+)
+from kernels_tl.states import slots_of
 
 PRELUDE = """
 #include "device/block_scan.cuh"
@@ -56,7 +72,7 @@ def segment_size(offsets, N, has_offsets, segment_chunks, cut_above):
 
 
 @T.macro
-def write_chunks(chunks, of, tx, n0, chunks_before, total):
+def write_chunks(chunks, of, tx, n0, chunks_before, total, checkpoints, to):
     """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
     low = T.alloc_var("int32")
     for i in T.serial(T.ceildiv(total - tx, THREADS)):
@@ -72,12 +88,30 @@ def write_chunks(chunks, of, tx, n0, chunks_before, total):
             of.begins[low],
             of.ends[low],
             chunk,
-            n0 + low,
+            T.Select(of.slots[low] == NOBODY, PADDING, n0 + low),
         )
+        if to.every > 0:
+            checkpoint = T.alloc_var("int32", init=NOBODY)
+            if of.slots[low] != NOBODY:
+                checkpoint = extern(
+                    "checkpoint_slot",
+                    to.indices,
+                    to.null_index,
+                    to.slots,
+                    to.every,
+                    of.ends[low] - of.begins[low],
+                    chunk,
+                    n0 + low,
+                    of.rows[low],
+                    returns="int32",
+                )
+            checkpoints[chunks_before + i * THREADS + tx] = checkpoint
 
 
 @T.macro
-def write_segments(segments, segment_slots, n, slot, begin, end, first, parts, size):
+def write_segments(
+    segments, segment_slots, n, slot, begin, end, first, parts, size, initial, final, on_pool, checkpoint_every
+):
     """A sequence's segments, by its thread."""
     for i in T.serial(parts):
         if slot + i < segment_slots:
@@ -88,6 +122,13 @@ def write_segments(segments, segment_slots, n, slot, begin, end, first, parts, s
             segments[slot + i, SegmentColumn.FLAGS] = T.Select(i == 0, SegmentFlag.FIRST, 0) + T.Select(
                 i == parts - 1, SegmentFlag.LAST, 0
             )
+            is_scanned = (i > 0) | ((on_pool != 0) & (parts > 1) & (initial != NOBODY))
+            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, SCANNED, initial)
+            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, final, NOBODY)
+            until = T.alloc_var("int32", init=WHOLE * C)
+            if checkpoint_every > 0:
+                until = checkpoint_every - T.truncmod(i * size * C, checkpoint_every)
+            segments[slot + i, SegmentColumn.UNTIL] = until
 
 
 @T.macro
@@ -98,6 +139,9 @@ def write_unused(chunks, chunk_slots, chunks_before, segments, segment_slots, se
         if slot < segment_slots:
             for i in T.unroll(SegmentColumn.COUNT):
                 segments[slot, i] = 0
+            segments[slot, SegmentColumn.INITIAL] = NOBODY
+            segments[slot, SegmentColumn.FINAL] = NOBODY
+            segments[slot, SegmentColumn.UNTIL] = WHOLE * C
     for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
         chunk = step * THREADS + tx
         if chunks_before + chunk < chunk_slots:
@@ -118,6 +162,23 @@ def chunk_plan(offset_dtype):
         uniform_length: T.int32,
         segment_chunks: T.int32,
         cut_above: T.int32,
+        state_indices: T.Tensor([N], "int32"),  # on a pool; as these say int64, and strided
+        has_state: T.Tensor([N], "int32"),  # bool, strided: whether a first state is read; on a pool, or none
+        checkpoint_indices: T.Tensor([N], "int32"),  # [N, checkpoint_columns], as these say int64, and strided
+        checkpoints: T.Tensor([chunk_slots], "int32"),
+        on_pool: T.int32,
+        has_initial: T.int32,
+        has_final: T.int32,
+        wide_indices: T.int32,
+        index_stride: T.int64,
+        null_index: T.int64,
+        slots: T.int64,
+        has_state_stride: T.int64,
+        checkpoint_every: T.int32,  # tokens
+        wide_checkpoint_indices: T.int32,
+        checkpoint_stride: T.int64,
+        checkpoint_columns: T.int32,
+        checkpoint_states: T.int64,  # how many there are where they go
     ):
         with T.Kernel(1, threads=THREADS, prelude=PRELUDE):
             T.pdl_trigger()
@@ -127,12 +188,17 @@ def chunk_plan(offset_dtype):
             counts = T.alloc_shared([THREADS], "int32")  # chunks
             sums = T.alloc_shared([THREADS], "int32")
             parts = T.alloc_shared([THREADS], "int32")  # segments
+            owned = T.alloc_shared([THREADS], "int32")  # slots
+            rows = T.alloc_shared([THREADS], "int32")  # checkpoints of the sequences before
             tx = T.get_thread_binding()
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             part = T.alloc_var("int32")
             slot = T.alloc_var("int32")
+            own = T.alloc_var("int32")
+            initial = T.alloc_var("int32")
+            rows_before = T.alloc_var("int32", init=0)
             tokens_before = T.alloc_var("int32", init=0)  # this step
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
@@ -155,18 +221,50 @@ def chunk_plan(offset_dtype):
                     begin = ends[tx - 1]
                 count = count_chunks(end - begin)
                 part = 0
+                own = NOBODY
+                initial = NOBODY
                 if n < N:
-                    part = T.max(T.truncdiv(count + size - 1, size), 1)
+                    own = extern(
+                        "slot_of",
+                        slots_of(state_indices, wide_indices, index_stride, null_index, slots),
+                        n,
+                        returns="int32",
+                    )
+                    part = T.Select(own == NOBODY, 1, T.max(T.truncdiv(count + size - 1, size), 1))
+                    if has_initial != 0:
+                        is_set = extern("is_set", T.access_ptr(has_state[0], "r"), has_state_stride, n, returns="bool")
+                        initial = T.Select(is_set, own, NOBODY)
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
                 sums[tx] = up_to
                 parts[tx] = part
+                owned[tx] = own
                 T.sync_threads()
+                if checkpoint_every > 0:
+                    kept = T.alloc_var("int32", init=T.truncdiv(end - begin, checkpoint_every))
+                    kept_up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", kept, returns="int32"))
+                    rows[tx] = rows_before + kept_up_to - kept
+                    T.sync_threads()
+                    rows_before = rows[THREADS - 1] + T.truncdiv(
+                        ends[THREADS - 1] - begins[THREADS - 1], checkpoint_every
+                    )
 
                 total = T.alloc_var("int32", init=sums[THREADS - 1])
-                of = SimpleNamespace(begins=begins, ends=ends, counts=counts, sums=sums)
-                write_chunks(chunks, of, tx, step * THREADS, chunks_before, total)
+                of = SimpleNamespace(begins=begins, ends=ends, counts=counts, sums=sums, slots=owned, rows=rows)
+                to = SimpleNamespace(
+                    indices=extern(
+                        "Table",
+                        T.access_ptr(checkpoint_indices[0], "r"),
+                        wide_checkpoint_indices,
+                        checkpoint_stride,
+                        checkpoint_columns,
+                    ),
+                    null_index=null_index,
+                    slots=checkpoint_states,
+                    every=checkpoint_every,
+                )
+                write_chunks(chunks, of, tx, step * THREADS, chunks_before, total, checkpoints, to)
                 slot = segments_before
                 if segment_slots > 0:
                     for i in T.serial(T.min(N - step * THREADS, THREADS)):
@@ -179,7 +277,24 @@ def chunk_plan(offset_dtype):
                     sequences[n, SequenceColumn.LENGTH] = end - begin
                     sequences[n, SequenceColumn.CHUNK] = first
                     sequences[n, SequenceColumn.SEGMENT] = slot
-                    write_segments(segments, segment_slots, n, slot, begin, end, first, part, size)
+                    final = T.Select(has_final != 0, own, NOBODY)
+                    sequences[n, SequenceColumn.INITIAL] = initial
+                    sequences[n, SequenceColumn.FINAL] = final
+                    write_segments(
+                        segments,
+                        segment_slots,
+                        n,
+                        slot,
+                        begin,
+                        T.Select(own == NOBODY, begin, end),
+                        first,
+                        part,
+                        size,
+                        initial,
+                        final,
+                        on_pool,
+                        checkpoint_every,
+                    )
                 tokens_before = ends[THREADS - 1]
                 chunks_before += total
                 T.sync_threads()

@@ -57,10 +57,10 @@ PTX = {
     "cp.async.bulk.tensor.3d": "emulator::move_box(emulator::Box::kStore, map, box, {x0, x1, x2});",
     "cp.async.bulk.tensor.5d": "emulator::move_box(emulator::Box::kStore, map, box, {x0, x1, x2, x3, x4});",
     "cp.reduce.async.bulk.tensor.3d": "emulator::move_box(emulator::Box::kAdd, map, box, {x0, x1, x2});",
-    "mbarrier.expect_tx": "emulator::mbarrier(barrier).expect((rows + 31 - lane) / 32 * columns * 4);",
+    "mbarrier.expect_tx": "emulator::mbarrier(barrier).expect((rows + 31 - lane) / 32 * bytes);",
     "cp.async.bulk.shared::cluster.global": (
-        "std::memcpy(to + row * pitch, from + row * stride, columns * 4);"
-        " emulator::mbarrier(barrier).complete(columns * 4);"
+        "std::memcpy(static_cast<char*>(to) + row * pitch, static_cast<const char*>(state) + row * stride, bytes);"
+        " emulator::mbarrier(barrier).complete(bytes);"
     ),
 }
 
@@ -177,7 +177,8 @@ def sources(out: Path) -> list[tuple]:
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
     found.remove((ROOT / "csrc/call.cpp",))
     found.remove((ROOT / "csrc/ops.cpp",))
-    renamed = [f"-D{name}_cpu={name}_cuda" for name in ("forward", "backward", "forward_map", "backward_map", "decode")]
+    passes = ("forward", "backward", "forward_map", "backward_map", "prefill", "decode")
+    renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
 
 

@@ -1,0 +1,110 @@
+// The prefill on a Hopper GPU: the forward, whose kernels read the states in the pool and write them there.
+#include "prefill.h"
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+
+#include "checks.h"
+#include "gpu/launch.h"
+#include "gpu/states.h"
+#include "offsets.h"
+#include "passes.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+void check_supported(const PrefillCall& call) {
+  check_states_on_gpu(call.op, "state_pool", call.state_pool);
+  check(call.state_pool.size(0) <= std::numeric_limits<int32_t>::max(), call.op, "state_pool has ",
+        call.state_pool.size(0), " slots, expected at most 2^31 - 1 on a GPU");
+  if (call.checkpoints) {
+    check_states_on_gpu(call.op, "checkpoints", *call.checkpoints);
+  }
+  check(call.checkpoint_every <= std::numeric_limits<int32_t>::max(), call.op, "checkpoint_every is ",
+        call.checkpoint_every, ", expected at most 2^31 - 1 on a GPU");
+  if (offsets_are_checked()) {
+    check_prefill_tables(call);
+  }
+}
+
+// Of a table whose rows are contiguous.
+IndexTable table_of(const Tensor& tensor) {
+  return {.numbers = tensor.const_data_ptr(),
+          .wide = has_dtype(tensor, ScalarType::Long),
+          .row_stride = tensor.stride(0),
+          .columns = tensor.dim() > 1 ? tensor.size(1) : 1};
+}
+
+States states_of(const PrefillCall& call) {
+  States states;
+  states.initial = call.state_pool.const_data_ptr();
+  states.final = call.state_pool.mutable_data_ptr();
+  states.has_initial = states.has_final = true;
+  states.slots = call.state_pool.size(0);
+  states.slot_stride = call.state_pool.stride(0);
+  states.stride_v = call.K;
+  states.stride_k = 1;
+  states.dtype = dtype_code(call.state_pool);
+  states.on_pool = true;
+  states.slot_indices = table_of(call.state_indices);
+  states.null_index = call.null_index;
+  if (call.has_initial_state) {
+    states.has_state = call.has_initial_state->const_data_ptr();
+    states.has_state_stride = call.has_initial_state->stride(0);
+  }
+  if (call.checkpoint_every > 0) {
+    const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
+    states.checkpoint_every = call.checkpoint_every;
+    states.kept = kept.mutable_data_ptr();
+    states.kept_slots = kept.size(0);
+    states.kept_slot_stride = kept.stride(0);
+    states.kept_dtype = dtype_code(kept);
+    if (call.checkpoint_indices) {
+      states.kept_indices = table_of(*call.checkpoint_indices);
+    }
+  }
+  return states;
+}
+
+// A call without tokens, whose states are still read and written, with one that no sequence has.
+void add_padding(PrefillCall& call) {
+  const auto one = [&](Tensor& tensor, int64_t heads, int64_t channels) {
+    tensor = new_empty(call.op, call.q, {1, 1, heads, channels}, tensor.scalar_type());
+  };
+  one(call.k, call.H_k, call.K);
+  one(call.v, call.H_v, call.V);
+  one(call.g, call.H_v, 1);
+  one(call.beta, call.H_v, 1);
+  one(call.q, call.H_k, call.K);
+  call.cu_seqlens = new_empty(call.op, call.q, {call.N + 1}, ScalarType::Int);
+  torch::stable::zero_(*call.cu_seqlens);
+  call.B = call.T = 1;
+  call.varlen = true;
+  call.wide_offsets = false;
+}
+
+}  // namespace
+
+Tensor prefill_cuda(PrefillCall call) {
+  check_supported(call);
+  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  if (call.checkpoint_indices && call.checkpoint_indices->stride(1) != 1) {
+    make_contiguous(call.op, *call.checkpoint_indices, call.checkpoint_indices->scalar_type());
+  }
+  ForwardOutputs out = allocate_forward(call);
+  if (call.N == 0) {
+    torch::stable::zero_(out.o);
+  } else if (call.tokens() == 0) {
+    add_padding(call);
+    run_forward(call, states_of(call), allocate_forward(call));
+  } else {
+    run_forward(call, states_of(call), out);
+  }
+  return std::move(out.o);
+}
+
+}  // namespace flash_qla

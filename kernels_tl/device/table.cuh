@@ -1,0 +1,48 @@
+// Tables of indices into a pool of states, as callers have them. What they hold may be anything: an index that is no
+// slot is nobody's.
+#pragma once
+
+#include <cstdint>
+
+#include "layout.h"
+
+namespace flash_qla::device {
+
+// [rows, columns] of int32 or int64, a row's numbers side by side; perhaps none.
+struct Table {
+  const void* numbers;
+  bool wide;
+  int64_t row_stride;
+  int columns;
+
+  __device__ __forceinline__ Table(const void* numbers, int wide, int64_t row_stride, int columns)
+      : numbers(numbers), wide(wide != 0), row_stride(row_stride), columns(columns) {}
+  __device__ __forceinline__ Table(const void* numbers, int wide, int columns)
+      : Table(numbers, wide, columns, columns) {}
+
+  __device__ __forceinline__ explicit operator bool() const { return numbers != nullptr; }
+  __device__ __forceinline__ int64_t operator()(int64_t row, int column = 0) const {
+    const int64_t at = row * row_stride + column;
+    return wide ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
+  }
+};
+
+// An index that is a slot of so many, and not nobody's, or kNobody.
+__device__ __forceinline__ int64_t checked_slot(int64_t index, int64_t null_index, int64_t slots) {
+  return index > null_index && index >= 0 && index < slots ? index : kNobody;
+}
+
+// The slots of a call's states: those that a table says or, without one, the sequences' numbers.
+struct Slots {
+  Table indices;
+  int64_t null_index, slots;
+
+  __device__ __forceinline__ Slots(const void* indices, int wide, int64_t stride, int64_t null_index, int64_t slots)
+      : indices(indices, wide, stride, 1), null_index(null_index), slots(slots) {}
+
+  __device__ __forceinline__ int operator()(int n) const {
+    return indices ? static_cast<int>(checked_slot(indices(n), null_index, slots)) : n;
+  }
+};
+
+}  // namespace flash_qla::device

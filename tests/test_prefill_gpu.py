@@ -1,0 +1,166 @@
+"""The prefill on a pool of states: what only a GPU does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case
+from subprocesses import run_python
+from test_prefill import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    LENGTHS,
+    MODES,
+    SIZES,
+    SLOTS,
+    check_pool,
+    copied,
+    in_mode,
+    indices,
+    make_arguments,
+    rows,
+)
+
+from flash_qla import prefill_gated_delta_rule
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(arguments: dict) -> dict:
+    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_indices_outside(mode):
+    """A sequence with an index outside is nobody's; such a checkpoint is not kept."""
+    arguments = make_arguments(Case(**SIZES, **LENGTHS), device="cuda")
+    slots = [3, SLOTS, -2, 2**31 - 1, 5, 8]
+    table = torch.tensor([[SLOTS], [-7], [2**40], [0], [1], [-(2**40)]])
+    arguments |= {"state_indices": indices(*slots), "null_index": -5, "checkpoint_every": 64}
+    arguments |= {"checkpoint_indices": table}
+    arguments = on_gpu(arguments)
+    before = copied(arguments["state_pool"])
+    with in_mode("cuda", mode):
+        o = prefill_gated_delta_rule(**arguments)
+    pool = arguments["state_pool"]
+    check_pool(pool, before, {slot: pool[slot] for slot in (3, 5, 8)})
+    assert o.isfinite().all()
+    for n in (1, 2, 3):
+        assert not rows(arguments, o, n).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("offsets", [(0, 90, 50), (30, 20, 10), (-4, 20, 50), (0, 20, 999)], ids=str)
+def test_hostile_offsets(mode, offsets):
+    arguments = make_arguments(Case(**SIZES, lengths=(20, 63)), device="cuda")
+    before = copied(arguments["state_pool"])
+    kept = torch.zeros(3, *before.shape[1:], device="cuda")
+    with in_mode("cuda", mode):
+        prefill_gated_delta_rule(
+            **arguments | {"cu_seqlens": indices(*offsets).cuda(), "checkpoint_every": 64, "checkpoints": kept[1:2]}
+        )
+    pool = arguments["state_pool"]
+    check_pool(pool, before, {slot: pool[slot] for slot in arguments["state_indices"].tolist()})
+    assert not kept[0].any() and not kept[2].any()
+
+
+CHECKED = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_prefill import *
+
+for change, texts in WRONG_CONTENTS:
+    arguments = make_arguments(Case(**SIZES, lengths=(70, 3)), device="cuda")
+    change = {{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in change.items()}}
+    try:
+        prefill_gated_delta_rule(**arguments | change)
+    except RuntimeError as error:
+        assert all(text in str(error) for text in texts), error
+    else:
+        raise AssertionError(f"{{texts}} was not reported")
+"""
+
+
+def test_wrong_contents_are_reported():
+    """FLASH_QLA_CHECK=1: as on the CPU. In a process of its own, which reads the switch at its start."""
+    run_python(CHECKED.format(tests=str(Path(__file__).parent)), FLASH_QLA_CHECK="1")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"state_pool": torch.zeros(4, 4, 24, 16, dtype=FP64)}, "state_pool has dtype float64, expected float32"),
+        ({"state_pool": torch.zeros(4, 4 * 24 * 16 + 1)[:, 1:].unflatten(1, (4, 24, 16))}, "multiples of 16 bytes"),
+        (
+            {"checkpoint_every": 64, "checkpoints": torch.zeros(4, 4, 24, 16, dtype=FP64)},
+            "checkpoints has dtype float64, expected float32",
+        ),
+    ],
+    ids=str,
+)
+def test_not_on_the_gpu(change, text):
+    arguments = make_arguments(Case(**SIZES, lengths=(70, 3)), device="cuda") | on_gpu(change)
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        prefill_gated_delta_rule(**arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graph(mode):
+    """Captured, and replayed with other lengths and slots."""
+    case = Case(**SIZES | {"dtype": BF16, "K": 128, "V": 128}, lengths=(70, 3, 130), padding=9)
+    options = {"pool_dtype": BF16, "index_dtype": torch.int64, "device": "cuda"}
+
+    def arguments_of(lengths, slots, has_state):
+        of_pool = make_arguments(case, **options)["state_pool"]
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        return make_arguments(case, **options) | {
+            "state_pool": of_pool,
+            "cu_seqlens": offsets.to(torch.int32).cuda(),
+            "state_indices": torch.tensor(slots).cuda(),
+            "has_initial_state": torch.tensor(has_state).cuda(),
+            "checkpoint_every": 64,
+            "checkpoint_indices": torch.tensor([[19, 18], [17, 16], [15, 14]]).cuda(),
+        }
+
+    calls = [((70, 3, 130), (1, 2, 3), (True, True, False)), ((0, 203, 0), (4, -1, 0), (False, True, True))]
+    calls.append(((1, 64, 138), (5, 6, 7), (True, False, True)))
+    with in_mode("cuda", mode):
+        captured = arguments_of(*calls[0])
+        for name in ("q", "k", "v", "g", "beta"):
+            captured[name] = captured[name].nan_to_num()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # a first call prepares the kernels
+            prefill_gated_delta_rule(**captured | {"state_pool": copied(captured["state_pool"])})
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = prefill_gated_delta_rule(**captured)
+        for call in calls:
+            later = arguments_of(*call)
+            for name, x in later.items():
+                if name in ("q", "k", "v", "g", "beta"):
+                    later[name] = x.nan_to_num()
+                if isinstance(x, torch.Tensor):
+                    captured[name].copy_(later[name])
+            graph.replay()
+            assert torch.equal(o, prefill_gated_delta_rule(**later))
+            assert torch.equal(captured["state_pool"], later["state_pool"])
+
+
+@pytest.mark.parametrize("pool_dtype", (FP32, FP16), ids=str)
+def test_many(pool_dtype):
+    """A full card, several pieces of work a CTA, and the same bits a second time."""
+    case = Case(**SIZES | {"dtype": BF16, "K": 128, "V": 128}, lengths=(300,) * 18, H_k=4, H_v=32)
+    arguments = make_arguments(case, pool_dtype, device="cuda")
+    for mode in MODES:
+        results = []
+        for _ in range(2):
+            call = arguments | {"state_pool": copied(arguments["state_pool"])}
+            kept = torch.zeros(18, *call["state_pool"].shape[1:], dtype=pool_dtype, device="cuda")
+            with in_mode("cuda", mode):
+                o = prefill_gated_delta_rule(**call, checkpoint_every=256, checkpoints=kept)
+            results.append((o, call["state_pool"], kept))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
