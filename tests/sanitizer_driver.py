@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import test_decode
+import test_prefill
 import torch
 from cases import (
     Case,
@@ -128,4 +129,16 @@ for dtype, state_dtype in itertools.product((torch.bfloat16, torch.float16), tes
     for change in ({}, wrong | {"write_indices": torch.full((3, 2), 99).cuda()}):
         assert finite([flash_qla.decode_gated_delta_rule(**inputs | change)]), (case, change)
     print("done:", case, flush=True)
+
+# Prefill on a pool: some checkpoints, indices that are outside, and a sequence that is nobody's
+for dtype, pool_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
+    case = test_prefill.Case(**test_prefill.SIZES | {"dtype": dtype, "K": 96, "V": 72}, **test_prefill.LENGTHS)
+    arguments = test_prefill.make_arguments(case, pool_dtype, gap=8, device="cuda")
+    arguments["state_indices"][2:4] = torch.tensor([-1, test_prefill.SLOTS])
+    arguments |= {"checkpoint_every": 64, "checkpoint_indices": torch.full((6, 2), test_prefill.SLOTS).cuda()}
+    arguments["checkpoint_indices"][0, 0] = 0
+    for mode in test_prefill.MODES:
+        with test_prefill.in_mode("cuda", mode):
+            assert finite([flash_qla.prefill_gated_delta_rule(**arguments)]), (case, mode)
+    print("done:", case, pool_dtype, flush=True)
 print("driver finished", flush=True)
