@@ -16,10 +16,12 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 common = importlib.import_module("common")
 backward = importlib.import_module("backward")
+decode = importlib.import_module("decode")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 host = importlib.import_module("host")
 peer_errors = importlib.import_module("peer_errors")
+prefill = importlib.import_module("prefill")
 
 MS = {
     "flash_qla": {"1x512": 0.01, "ragged32": 0.1},
@@ -104,6 +106,8 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(common, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(backward, "time_graph", lambda call, *_: call() and [1.0, 2.0, 3.0])
+    monkeypatch.setattr(decode, "time_graph", lambda call, *_: call() or [1.0, 2.0, 3.0])
+    monkeypatch.setattr(prefill, "time_graph", lambda call, *_: call() is None or [1.0])
     monkeypatch.setattr(backward, "step_memory", lambda step: {"saved_bytes": 0, "extra_bytes": 0})
     monkeypatch.setattr(forward, "measure_call", lambda *_: {"ms": 1, "ms_min": 1, "ms_max": 1, "workspace_bytes": 0})
 
@@ -273,6 +277,67 @@ def test_report_of_the_backward(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:2] == ["2x8", "1x512"] and "backward 3.00x, step 3.00x" in first
     assert second.split()[:4] == ["2x8", "of", "96x192", "1x512"] and "backward 4.00x, step 4.00x" in second
+
+
+@pytest.mark.parametrize(
+    ("keep", "functions"),
+    [("last", {"decode", "packed"}), ("every", {"decode", "packed", "in slots", "in a buffer"})],
+)
+def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
+    """Of one token there is one state to keep either way. A sample goes through all pools, here four."""
+    monkeypatch.setattr(decode, "ROTATED_BYTES", 4 * 2 * 128 * 128 * 4)
+    sizes = {"batches": [1, 3], "tokens": [1, 3], "keep": keep, "state_dtypes": "fp32,bf16"}
+    cells = list(decode.measure("flash_qla", options(**sizes)))
+    assert {cell["function"] for cell in cells} == functions
+    assert max(cell["relative_error"]["o"] for cell in cells) < 5e-3
+    state = 2 * 128 * 128 * 4
+    of_one_sequence = [cell for cell in cells if (cell["state_dtype"], cell["batch"]) == ("fp32", 1)]
+    assert {cell["us"] for cell in of_one_sequence} == {2000 / 4}
+    for cell in of_one_sequence:
+        moved = 1 + (cell["tokens"] if keep == "every" else 1)
+        tokens = cell["tokens"] * 2 * (1 + 1 + 2 + 2) * 128 + cell["tokens"] * 2 * 2 * 2  # q, k, v, o; a, b
+        assert cell["bytes"] == moved * state + tokens + 2 * 2 * 4 + 4
+
+
+def test_report_of_decoding(capsys):
+    def cell(package, function, us, **more):
+        key = {"heads": "2x8", "state_dtype": "fp32", "tokens": 1, "keep": "last", "batch": 64}
+        return {"package": package, "function": function, "us": us, "bytes": 4.28e6} | key | more
+
+    decode.report(
+        [
+            cell("flash_qla", "decode", 4.0),
+            cell("flash_qla", "packed", 2.0),
+            cell("fla", "gathered", 9.0),
+            cell("vllm", "packed", 3.0),
+            cell("vllm", "packed", 8.0, state_dtype="bf16"),
+            cell("flash_qla", "decode", 1.0, batch=1),
+        ]
+    )
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "2.00 us (packed)   2140 GB/s  50%; vllm     3.00 us, 1.50x" in first
+    assert "1.00 us (decode)   4280 GB/s 100%" in second and ";" not in second
+    assert third == "fp32: best peer over flash_qla 1.500 in the geometric mean, 1.50 at least"
+
+
+def test_ways_of_the_prefill(on_cpu):
+    """All ways give the same; without a checkpoint there is none to time."""
+    calls = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)
+    outputs = {way: call() for way, call in calls.items() if way != "gathered"}
+    assert list(outputs) == ["op", "pool", "checkpoints", "invariant"]
+    assert "checkpoints" not in prefill.calls_of(1, 2, [70], (24, 40), torch.float32)
+    first = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)["op"]()
+    for way in ("op", "pool"):  # each on a pool of its own, as the first call finds it
+        o = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)[way]()
+        torch.testing.assert_close(o, first)
+
+
+def test_cell_of_the_prefill(on_cpu):
+    cell = prefill.cell_of(1, 2, "512+70", "bf16", options())
+    assert cell["checkpoint_bytes"] == 2 * 2 * 24 * 40 * 2 and set(cell["ms"].values()) == {1.0}
+    cell["ms"] |= {"op": 2.0, "pool": 2.0, "gathered": 3.0, "checkpoints": 2.5}
+    line = prefill.line_of(cell | {"checkpoint_bytes": 5e8})
+    assert "gathered 1.500, pool 1.000, checkpoints 1.250" in line and line.endswith("checkpoints at 1000 GB/s")
 
 
 def test_later_file_counts(results, tmp_path):

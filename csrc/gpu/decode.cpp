@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "checks.h"
+#include "chunks.h"
 #include "gpu/device.h"
 #include "gpu/head_dims.h"
 #include "gpu/launch.h"
@@ -82,6 +83,18 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
+// How many times the value rows that its lanes hold a CTA goes through: as many as leave every SM all the CTAs that it
+// can have.
+int64_t groups_of(const DecodeCall& call) {
+  const int64_t rows = 32 * kDecodeWarps * kDecodeLaneBytes / (instance_K(call.K) * bytes_of(call.state_pool));
+  const int64_t enough = gpu_of(call.q).sm_count * kDecodeCtas;
+  int64_t groups = 1;
+  while (2 * groups * rows <= kDecodeTile && call.N * call.H_v * ceil_div(call.V, 2 * groups * rows) >= enough) {
+    groups *= 2;
+  }
+  return groups;
+}
+
 int64_t activations_of(const DecodeCall& call) {
   int64_t code = Activation::kGate | dtype_code(call.a) << Activation::kG |
                  dtype_code(call.A_log) << Activation::kALog | Activation::kSigmoid |
@@ -136,6 +149,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .activations = activations_of(call),
                    .scale = static_cast<float>(*call.scale),
                    .normalize = call.use_qk_l2norm,
+                   .groups = groups_of(call),
                    .tokens = call.tokens(),
                    .H_k = call.H_k,
                    .key_dim = call.K,

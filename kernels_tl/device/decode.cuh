@@ -82,6 +82,16 @@ struct Pieces {
   static constexpr int kCount = K / (kDecodeLanes * kSize);  // of a lane
   static __device__ __forceinline__ int channel(int piece, int lane) { return (piece * kDecodeLanes + lane) * kSize; }
 
+  // Where four channels lie in shared memory, in fours: so that lanes next to each other read fours next to each other.
+  static constexpr int kFours = kSize / 4;  // of a piece
+  static __device__ __forceinline__ int place(int piece, int four, int lane) {
+    return (piece * kFours + four) * kDecodeLanes + lane;
+  }
+  static __device__ __forceinline__ int place(int channel) {
+    const int four = channel / 4;
+    return place(four / (kFours * kDecodeLanes), four % kFours, four / kFours % kDecodeLanes);
+  }
+
   static __device__ __forceinline__ void unpack_state(float* x, uint4 data) {
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
@@ -110,64 +120,175 @@ struct Pieces {
   }
 };
 
-__device__ __forceinline__ float sum_over_row(float x) {
+__device__ __forceinline__ float sum_over_warp(float x) {
 #pragma unroll
-  for (int bit = 1; bit < kDecodeLanes; bit *= 2) {
+  for (int bit = 1; bit < kWarp; bit *= 2) {
     x += __shfl_xor_sync(~0u, x, bit);
   }
   return x;
 }
 
-// A lane's part of kRows value rows of a state, kDecodeGroups apart from `row` on.
-template <typename Element, typename State, int K, int kRows>
-class Decoder {
+// Of kCount sums over a row's lanes this lane's, number lane / (kDecodeLanes / kCount). Every step halves what a lane
+// still has to add up.
+template <int kCount>
+__device__ __forceinline__ float sum_and_scatter(float (&x)[kCount], int lane) {
+  int count = kCount;
+#pragma unroll
+  for (int bit = kDecodeLanes / 2; bit > 0; bit /= 2) {
+    if (count == 1) {
+      x[0] += __shfl_xor_sync(~0u, x[0], bit);
+    } else {
+      count /= 2;
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const float low = x[i], high = x[i + count];
+        x[i] = (lane & bit ? high : low) + __shfl_xor_sync(~0u, lane & bit ? low : high, bit);
+      }
+    }
+  }
+  return x[0];
+}
+
+// What is the same for all value rows of a head, of kDecodeTokens tokens from `begin` on, and the CTA's part of v.
+// Each token is made by a warp.
+template <typename Element, typename State, int K, int kThreads, int kTile>
+class PreparedTokens {
  public:
   using P = Pieces<State, K>;
-  static constexpr int kChannels = K / kDecodeLanes;
-  static constexpr int kWords = kChannels / 2;  // of a lane's part of a query or key, two elements each
 
-  // A token as it lies in memory: so that it can be on its way.
+  struct Shared {
+    float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];  // normalised, q scaled; in the order of Pieces::place
+    float4 v[kDecodeTokens][kTile / 4];
+    float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
+  };
+  // A lane's part of a token, on its way: four channels of q and k, four rows of v.
   struct Raw {
-    uint32_t q[kWords], k[kWords], v[kRows], a, b;
+    uint2 q, k, v;
+    uint32_t a, b;
   };
 
-  __device__ __forceinline__ Decoder(const DecodeTokens& tokens, int row, int key_dim, int value_dim)
-      : tokens_(tokens),
+  __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodeTokens& tokens, int64_t begin, int count,
+                                            int first_row, int key_dim, int value_dim)
+      : shared_(shared),
+        tokens_(tokens),
         gate_(load_gate_bits(tokens.A_log, tokens.dt_bias, tokens.activations, tokens.head), tokens.activations),
-        row_(row),
+        begin_(begin),
+        count_(count),
+        first_row_(first_row),
         K_(key_dim),
         V_(value_dim) {}
 
-  __device__ __forceinline__ Raw load(int64_t token) const {
-    Raw raw;
-    load_vector(raw.q, row_at(tokens_.q, token * tokens_.q_stride));
-    load_vector(raw.k, row_at(tokens_.k, token * tokens_.k_stride));
-    const Element* const v = row_at(tokens_.v, token * tokens_.v_stride);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      raw.v[r] = has_row(r) ? load_bits(v + row_of(r)) : 0;
+  // The warp's first token of a block. Of what is behind the sequence's last token nothing is read.
+  __device__ __forceinline__ Raw load(int token) const {
+    Raw raw = {};
+    if (token < count_) {
+      const int four = 4 * (threadIdx.x % kWarp);
+      const int64_t at = begin_ + token;
+      if (four < K_) {
+        raw.q = load_four(tokens_.q, at * tokens_.q_stride + four);
+        raw.k = load_four(tokens_.k, at * tokens_.k_stride + four);
+      }
+      if (four < kTile && first_row_ + four < V_) {
+        raw.v = load_four(tokens_.v, at * tokens_.v_stride + first_row_ + four);
+      }
+      raw.a = load_bits(tokens_.a, tokens_.activations, Activation::kG, at * tokens_.a_stride + tokens_.head);
+      raw.b = load_bits(tokens_.b, tokens_.activations, Activation::kBeta, at * tokens_.b_stride + tokens_.head);
     }
-    raw.a = load_bits(tokens_.a, tokens_.activations, Activation::kG, token * tokens_.a_stride + tokens_.head);
-    raw.b = load_bits(tokens_.b, tokens_.activations, Activation::kBeta, token * tokens_.b_stride + tokens_.head);
     return raw;
   }
 
-  // The state's first value row is at `from`. From L2: what is read once has no use for L1.
-  __device__ __forceinline__ void read(uint4 (&data)[kRows * P::kCount], const State* from) const {
+  // Of all warps: the block of tokens that this one is of, whose first the warp has loaded.
+  __device__ __forceinline__ void prepare(int block, Raw raw) {
+    for (int t = threadIdx.x / kWarp; t < kDecodeTokens && block * kDecodeTokens + t < count_; t += kWarps) {
+      store(t, raw);
+      raw = load(block * kDecodeTokens + t + kWarps);
+    }
+    __syncthreads();
+    block_ = block;
+  }
+  // The same in all threads of the CTA.
+  __device__ __forceinline__ void want(int token) {
+    if (const int block = token / kDecodeTokens; block != block_) {
+      __syncthreads();
+      prepare(block, load(block * kDecodeTokens + threadIdx.x / kWarp));
+    }
+  }
+  __device__ __forceinline__ static int first_of_warp() { return threadIdx.x / kWarp; }
+
+ private:
+  static constexpr int kWarps = kThreads / kWarp;
+  static_assert(K <= 4 * kWarp && kTile <= 4 * kWarp);
+
+  __device__ __forceinline__ static uint2 load_four(const void* elements, int64_t offset) {
+    return *reinterpret_cast<const uint2*>(static_cast<const Element*>(elements) + offset);
+  }
+  __device__ __forceinline__ static float4 unpack_four(uint2 data) {
+    const float2 low = unpack(Element(), data.x), high = unpack(Element(), data.y);
+    return {low.x, low.y, high.x, high.y};
+  }
+  __device__ __forceinline__ static float dot(float4 x, float4 y) {
+    return sum_over_warp(x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w);
+  }
+  __device__ __forceinline__ static float4 times(float4 x, float factor) {
+    return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+  }
+
+  __device__ __forceinline__ void store(int t, const Raw& raw) {
+    const int lane = threadIdx.x % kWarp;
+    const float4 q = unpack_four(raw.q), k = unpack_four(raw.k);
+    float q_factor = tokens_.scale, k_factor = 1.f;
+    if (tokens_.normalize) {
+      constexpr float kEps = static_cast<float>(kNormEps);
+      q_factor *= rsqrtf(dot(q, q) + kEps);
+      k_factor = rsqrtf(dot(k, k) + kEps);
+    }
+    const float qk = dot(q, k) * q_factor * k_factor;
+    if (lane < K / 4) {
+      shared_.q[t][P::place(4 * lane)] = times(q, q_factor);
+      shared_.k[t][P::place(4 * lane)] = times(k, k_factor);
+    }
+    if (lane < kTile / 4) {
+      shared_.v[t][lane] = unpack_four(raw.v);
+    }
+    if (lane == 0) {
+      shared_.decay[t] = expf(gate_(from_bits(raw.a, tokens_.activations, Activation::kG)));
+      shared_.beta[t] = activated_beta(from_bits(raw.b, tokens_.activations, Activation::kBeta), tokens_.activations);
+      shared_.qk[t] = qk;
+    }
+  }
+
+  Shared& shared_;
+  const DecodeTokens& tokens_;
+  const HeadGate gate_;
+  const int64_t begin_;
+  const int count_, first_row_, K_, V_;
+  int block_ = -1;
+};
+
+// A lane's part of kRows value rows of a state, kDecodeGroups apart from `row` of the CTA's on.
+template <typename State, int K, int kRows>
+class Decoder {
+ public:
+  using P = Pieces<State, K>;
+  static constexpr int kPieces = kRows * P::kCount;
+
+  __device__ __forceinline__ Decoder(int row, int first_row, int key_dim, int value_dim)
+      : row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
+
+  // From L2: what is read once has no use for L1.
+  __device__ __forceinline__ void read(uint4 (&data)[kPieces], const State* from) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int piece = 0; piece < P::kCount; ++piece) {
-        const int channel = P::channel(piece, lane());
-        data[r * P::kCount + piece] = has_row(r) && channel < K_
-                                          ? __ldcg(reinterpret_cast<const uint4*>(from + row_of(r) * K_ + channel))
-                                          : uint4{};
+        data[r * P::kCount + piece] =
+            has(r, piece) ? __ldcg(reinterpret_cast<const uint4*>(from + offset(r, piece))) : uint4{};
       }
     }
   }
-  __device__ __forceinline__ void set(const uint4 (&data)[kRows * P::kCount]) {
+  __device__ __forceinline__ void set(const uint4 (&data)[kPieces]) {
 #pragma unroll
-    for (int i = 0; i < kRows * P::kCount; ++i) {
+    for (int i = 0; i < kPieces; ++i) {
       P::unpack_state(S_[i / P::kCount] + i % P::kCount * P::kSize, data[i]);
     }
   }
@@ -176,104 +297,75 @@ class Decoder {
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int piece = 0; piece < P::kCount; ++piece) {
-        const int channel = P::channel(piece, lane());
-        if (has_row(r) && channel < K_) {
-          __stcg(reinterpret_cast<uint4*>(to + row_of(r) * K_ + channel), P::pack_state(S_[r] + piece * P::kSize));
+        if (has(r, piece)) {
+          __stcg(reinterpret_cast<uint4*>(to + offset(r, piece)), P::pack_state(S_[r] + piece * P::kSize));
         }
       }
     }
   }
 
-  // S' = decay S + (beta (v - decay S k)) k^T, and of o = scale S' q the row that the lane writes. Both products with S
-  // are of the state before: S' q = decay S q + change (k q).
-  __device__ __forceinline__ float step(const Raw& raw) {
-    float q[kChannels], k[kChannels], v[kRows];
-    unpack_vector(q, raw.q);
-    unpack_vector(k, raw.k);
-    from_bits_of(v, raw.v);
-    float qk = sum_of_products(q, k), q_factor = tokens_.scale, k_factor = 1.f;
-    if (tokens_.normalize) {
-      constexpr float kEps = static_cast<float>(kNormEps);
-      q_factor *= rsqrtf(sum_of_products(q, q) + kEps);
-      k_factor = rsqrtf(sum_of_products(k, k) + kEps);
-      qk *= k_factor;
-    }
-    const float decay = expf(gate_(from_bits(raw.a, tokens_.activations, Activation::kG)));
-    const float beta = activated_beta(from_bits(raw.b, tokens_.activations, Activation::kBeta), tokens_.activations);
-    float out = 0.f;
+  // S' = decay S + (beta (v - decay S k)) k^T, and of o = S' q the row that the lane writes. Both products with S are
+  // of the state before: S' q = decay S q + change (k q).
+  template <typename Shared>
+  __device__ __forceinline__ float step(const Shared& tokens, int t) {
+    float k[kChannels], sums[2 * kRows] = {};  // of S k, then of S q
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float change = beta * (v[r] - decay * (k_factor * sum_of_products(S_[r], k)));
-      const float row_out = q_factor * (decay * sum_of_products(S_[r], q) + change * qk);
-      const float k_change = change * k_factor;
-      out = r == lane() ? row_out : out;
+    for (int four = 0; four < kChannels / 4; ++four) {
+      const int place = P::place(four / P::kFours, four % P::kFours, lane());
+      const float4 k4 = tokens.k[t][place], q4 = tokens.q[t][place];
+      const float q[4] = {q4.x, q4.y, q4.z, q4.w};
+      k[4 * four] = k4.x, k[4 * four + 1] = k4.y, k[4 * four + 2] = k4.z, k[4 * four + 3] = k4.w;
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        S_[r][i] = decay * S_[r][i] + k_change * k[i];
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[r] += S_[r][4 * four + i] * k[4 * four + i];
+          sums[kRows + r] += S_[r][4 * four + i] * q[i];
+        }
       }
     }
-    return out;
+    const float decay = tokens.decay[t], sum = sum_and_scatter(sums, lane());
+    const float other = __shfl_xor_sync(~0u, sum, kDecodeLanes / 2);
+    const bool has_q = lane() >= kDecodeLanes / 2;
+    const float Sk = has_q ? other : sum, Sq = has_q ? sum : other;
+    const float v = reinterpret_cast<const float*>(tokens.v[t])[row_ + own_row() * kDecodeGroups];
+    const float change = tokens.beta[t] * (v - decay * Sk);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float change_of_row = __shfl_sync(~0u, change, r * kLanesOfRow, kDecodeLanes);
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        S_[r][i] = decay * S_[r][i] + change_of_row * k[i];
+      }
+    }
+    return decay * Sq + change * tokens.qk[t];
   }
 
-  // By the lane that has it: lane r of a row's lanes has row r.
+  // `o` is of the head's first row.
+  template <typename Element>
   __device__ __forceinline__ void write_output(Element* o, float out) const {
-    if (lane() < kRows && row_of(lane()) < V_) {
-      o[row_of(lane())] = from_float(Element(), out);
+    const int row = first_row_ + row_ + own_row() * kDecodeGroups;
+    if (lane() < kDecodeLanes / 2 && lane() % kLanesOfRow == 0 && row < V_) {
+      o[row] = from_float(Element(), out);
     }
   }
 
  private:
+  static constexpr int kChannels = K / kDecodeLanes;
+  static constexpr int kLanesOfRow = kDecodeLanes / (2 * kRows);  // that have the same sum
+
   __device__ __forceinline__ static int lane() { return threadIdx.x % kDecodeLanes; }
-  __device__ __forceinline__ int row_of(int r) const { return row_ + r * kDecodeGroups; }
-  __device__ __forceinline__ bool has_row(int r) const { return row_of(r) < V_; }
-
-  __device__ __forceinline__ static const Element* row_at(const void* elements, int64_t offset) {
-    return static_cast<const Element*>(elements) + offset;
+  // Of kRows, the one whose sums the lane has.
+  __device__ __forceinline__ static int own_row() { return lane() % (kDecodeLanes / 2) / kLanesOfRow; }
+  __device__ __forceinline__ bool has(int r, int piece) const {
+    return first_row_ + row_ + r * kDecodeGroups < V_ && P::channel(piece, lane()) < K_;
+  }
+  // In a head's state.
+  __device__ __forceinline__ int offset(int r, int piece) const {
+    return (first_row_ + row_ + r * kDecodeGroups) * K_ + P::channel(piece, lane());
   }
 
-  // A lane's elements of a query or key, in the places of the state's pieces.
-  __device__ __forceinline__ void load_vector(uint32_t (&words)[kWords], const Element* from) const {
-    constexpr int kPieceWords = P::kSize / 2;
-#pragma unroll
-    for (int piece = 0; piece < P::kCount; ++piece) {
-      const int channel = P::channel(piece, lane());
-      uint32_t* const to = words + piece * kPieceWords;
-      if constexpr (kPieceWords == 4) {
-        const uint4 data = channel < K_ ? *reinterpret_cast<const uint4*>(from + channel) : uint4{};
-        to[0] = data.x, to[1] = data.y, to[2] = data.z, to[3] = data.w;
-      } else {
-        const uint2 data = channel < K_ ? *reinterpret_cast<const uint2*>(from + channel) : uint2{};
-        to[0] = data.x, to[1] = data.y;
-      }
-    }
-  }
-  __device__ __forceinline__ static void unpack_vector(float (&x)[kChannels], const uint32_t (&words)[kWords]) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const float2 pair = unpack(Element(), words[i]);
-      x[2 * i] = pair.x;
-      x[2 * i + 1] = pair.y;
-    }
-  }
-  __device__ __forceinline__ static void from_bits_of(float (&x)[kRows], const uint32_t (&bits)[kRows]) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      x[r] = unpack(Element(), bits[r]).x;
-    }
-  }
-  // Over all channels, in all lanes of a row.
-  __device__ __forceinline__ static float sum_of_products(const float (&x)[kChannels], const float (&y)[kChannels]) {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
-      sum += x[i] * y[i];
-    }
-    return sum_over_row(sum);
-  }
-
-  const DecodeTokens& tokens_;
-  const HeadGate gate_;
-  const int row_, K_, V_;
+  const int row_, first_row_, K_, V_;
   float S_[kRows][kChannels];
 };
 
@@ -284,74 +376,75 @@ struct DecodeStates {
   int rows, steps;  // none, if states are not kept
 };
 
-// By a CTA of kThreads threads: value rows from first_row on of sequence n; o is at the head's row of the first token,
-// `o_stride` from one token to the next.
+// By a CTA of kThreads threads: `groups` times as many value rows as its lanes have, from first_row on, of sequence n;
+// o is at the head's row of the first token, `o_stride` from one token to the next.
 template <typename Element, typename State, int K, int kThreads, int kRows>
 __device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
-                                       void* outputs, int64_t o_stride, int first_row, int key_dim, int value_dim,
-                                       int n, int N) {
-  using D = Decoder<Element, State, K, kRows>;
-  constexpr int kPieces = kRows * D::P::kCount;
+                                       void* outputs, int64_t o_stride, int first_row, int groups, int key_dim,
+                                       int value_dim, int n, int N) {
+  constexpr int kRowsOfGroup = kThreads / kDecodeLanes * kRows;
+  using D = Decoder<State, K, kRows>;
+  using Prepared = PreparedTokens<Element, State, K, kThreads, kDecodeTile>;
+  __shared__ typename Prepared::Shared shared;
+  __shared__ uint4 at_start[D::kPieces][kThreads];  // for trees: each thread has its own
   State* const pool = static_cast<State*>(states.pool);
   State* const kept = static_cast<State*>(states.kept);
   Element* const o = static_cast<Element*>(outputs);
   const int64_t begin = plan.begin(n), slot = plan.first_slot(n);
-  const int count = plan.count(n), warp = threadIdx.x / kWarp;
-  const int row = first_row + warp * kRows * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
-  D decoder(tokens, row, key_dim, value_dim);
-  typename D::Raw raw = count > 0 ? decoder.load(begin) : typename D::Raw();  // while the slot is on its way
-  if (slot == kNobody) {
-    for (int t = 0; t < count; ++t) {
-      decoder.write_output(o + (begin + t) * o_stride, 0.f);
-    }
-  } else if (count > 0) {
-    __shared__ uint4 at_start[kPieces][kThreads];  // for trees: each thread has its own
-    uint4 data[kPieces];
-    decoder.read(data, pool + slot * states.slot_stride);
-    if (plan.parents) {
+  const int count = plan.count(n);
+  const int row = threadIdx.x / kWarp * kRows * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
+  Prepared prepared(shared, tokens, begin, count, first_row, key_dim, value_dim);
+  typename Prepared::Raw raw = prepared.load(Prepared::first_of_warp());  // while the slot is on its way
+  for (int group = 0; group < groups; ++group) {
+    D decoder(group * kRowsOfGroup + row, first_row, key_dim, value_dim);
+    if (slot == kNobody) {
+      for (int t = 0; t < count; ++t) {
+        decoder.write_output(o + (begin + t) * o_stride, 0.f);
+      }
+    } else if (count > 0) {
+      uint4 data[D::kPieces];
+      decoder.read(data, pool + slot * states.slot_stride);
+      if (group == 0) {
+        prepared.prepare(0, raw);  // while the state is on its way
+      }
+      if (plan.parents) {
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        at_start[i][threadIdx.x] = data[i];
+        for (int i = 0; i < D::kPieces; ++i) {
+          at_start[i][threadIdx.x] = data[i];
+        }
       }
-    }
-    decoder.set(data);
-    const int64_t kept_row = plan.state_rows ? plan.state_rows(n) : n;
-    const bool is_kept = kept_row >= 0 && kept_row < states.rows;
-    int loaded = 0;  // the token in raw
-    for (int t = 0; t < count; ++t) {
-      int depth = 0;  // of t below the state that is there
-      if (plan.parents && plan.parent(n, t) != t - 1) {
+      decoder.set(data);
+      const int64_t kept_row = plan.state_rows ? plan.state_rows(n) : n;
+      const bool is_kept = kept_row >= 0 && kept_row < states.rows;
+      for (int t = 0; t < count; ++t) {
+        int depth = 0;  // of t below the state that is there
+        if (plan.parents && plan.parent(n, t) != t - 1) {
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          data[i] = at_start[i][threadIdx.x];
+          for (int i = 0; i < D::kPieces; ++i) {
+            data[i] = at_start[i][threadIdx.x];
+          }
+          decoder.set(data);
+          depth = plan.depth(n, t);
         }
-        decoder.set(data);
-        depth = plan.depth(n, t);
-      }
-      float out;
-      for (; depth >= 0; --depth) {
-        if (const int token = plan.ancestor(n, t, depth); token != loaded) {
-          raw = decoder.load(begin + token);
-          loaded = token;
+        float out;
+        for (; depth >= 0; --depth) {
+          const int token = plan.ancestor(n, t, depth);
+          prepared.want(token);
+          out = decoder.step(shared, token % kDecodeTokens);
         }
-        out = decoder.step(raw);
-      }
-      if (t + 1 < count) {
-        raw = decoder.load(begin + t + 1);  // on its way while the state is written
-        loaded = t + 1;
-      }
-      decoder.write_output(o + (begin + t) * o_stride, out);
-      if (const int64_t to = plan.slot_behind(n, t, count, slot); to != kNobody) {
-        decoder.write(pool + to * states.slot_stride);
-      }
-      if (is_kept && t < states.steps) {
-        decoder.write(kept + kept_row * states.row_stride + t * states.step_stride);
+        decoder.write_output(o + (begin + t) * o_stride, out);
+        if (const int64_t to = plan.slot_behind(n, t, count, slot); to != kNobody) {
+          decoder.write(pool + to * states.slot_stride);
+        }
+        if (is_kept && t < states.steps) {
+          decoder.write(kept + kept_row * states.row_stride + t * states.step_stride);
+        }
       }
     }
-  }
-  if (plan.offsets && n == N - 1) {  // rows that no sequence has
-    for (int64_t t = begin + count; t < plan.tokens; ++t) {
-      decoder.write_output(o + t * o_stride, 0.f);
+    if (plan.offsets && n == N - 1) {  // rows that no sequence has
+      for (int64_t t = begin + count; t < plan.tokens; ++t) {
+        decoder.write_output(o + t * o_stride, 0.f);
+      }
     }
   }
 }

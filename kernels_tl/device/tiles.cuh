@@ -229,8 +229,8 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
 // meant.
 template <typename Number>
 __device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t i) {
-  using Byte = std::conditional_t<std::is_const_v<Number>, const char, char>;
-  return reinterpret_cast<Number*>(reinterpret_cast<Byte*>(numbers) + i * (dtype == Dtype::kFloat32 ? 4 : 2));
+  const char* const at = reinterpret_cast<const char*>(numbers) + i * (dtype == Dtype::kFloat32 ? 4 : 2);
+  return const_cast<Number*>(reinterpret_cast<const Number*>(at));
 }
 template <typename Number>
 __device__ __forceinline__ Number* chosen(bool first, Number* a, Number* b) {

@@ -20,25 +20,26 @@ inside.
 
 A lane has 128 bytes of a state: some of the channels of a few value rows, which 8 lanes share. So loads and stores are
 of 16 bytes, 128 of a row next to each other, and a product with S is a sum over 8 lanes. A state's memory is read and
-written once, whatever the number of tokens. In a tree of tokens the states of ancestors are made again from the one at
-the start, which lies in shared memory.
+written once, whatever the number of tokens. What is the same for all value rows, normalised q and k and the activated
+gates, is made once a CTA, in shared memory, while the state is on its way; large batches have more value rows a CTA,
+`groups` times what its lanes hold. In a tree of tokens the states of ancestors are made again from the one at the
+start, which lies in shared memory.
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
-Launched on [tiles of value rows, H_v, N].
+Launched on [tiles of value rows, H_v, N], a tile being at most DECODE_TILE rows.
 """
 
 import tilelang.language as T
 
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
-from kernels_tl.layout import DECODE_CTAS, DECODE_LANES, DECODE_WARPS, DecodeTable
+from kernels_tl.layout import DECODE_CTAS, DECODE_LANE_BYTES, DECODE_LANES, DECODE_TILE, DECODE_WARPS, DecodeTable
 
 PRELUDE = """
 #include "device/decode.cuh"
 """
 
 WARP = 32  # threads
-LANE_BYTES = 128  # of a state
 
 
 def decode(dtype, K, state_dtype):
@@ -55,8 +56,9 @@ def decode(dtype, K, state_dtype):
     }
     threads = DECODE_WARPS * WARP
     lane_bytes_of_row = K // DECODE_LANES * (4 if state_dtype == "float32" else 2)
-    ROWS = LANE_BYTES // lane_bytes_of_row  # of a lane
-    TILE = DECODE_WARPS * (WARP // DECODE_LANES) * ROWS  # of a CTA
+    ROWS = DECODE_LANE_BYTES // lane_bytes_of_row  # of a lane
+    GROUP = DECODE_WARPS * (WARP // DECODE_LANES) * ROWS  # value rows that a CTA's lanes have
+    assert 2 * ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
 
     def of_heads(heads, channels, name):
         return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
@@ -98,10 +100,12 @@ def decode(dtype, K, state_dtype):
         activations: T.int32,  # Activation
         scale: T.float32,
         normalize: T.int32,
+        groups: T.int32,  # of value rows a CTA
     ):
-        with T.Kernel(T.ceildiv(value_dim, TILE), H_v, N, threads=threads, prelude=PRELUDE) as (tile, hv, n):
+        with T.Kernel(T.ceildiv(value_dim, GROUP * groups), H_v, N, threads=threads, prelude=PRELUDE) as (tile, hv, n):
             T.annotate_min_blocks_per_sm(DECODE_CTAS)
             T.pdl_sync()
+            T.pdl_trigger()
 
             extern(
                 f"decode<{element_type(dtype)}, {element_type(state_dtype)}, {K}, {threads}, {ROWS}>",
@@ -146,7 +150,8 @@ def decode(dtype, K, state_dtype):
                 ),
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.Cast("int64", H_v) * value_dim,
-                tile * TILE,
+                tile * (GROUP * groups),
+                groups,
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
                 n,

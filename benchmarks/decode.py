@@ -1,0 +1,315 @@
+"""Decoding from a pool of states by flash_qla, FLA, SGLang and vLLM on one GPU, same inputs, a process per package.
+
+    python benchmarks/decode.py --out benchmarks/results/decode_h200.json
+    python benchmarks/decode.py --tokens 4 --heads 16x32 --batches 64,256 --packages flash_qla,sglang
+    python benchmarks/decode.py --tokens 1,4 --keep every --packages flash_qla,sglang,vllm
+
+Raw bf16 gates and betas, the l2norm inside. Sequences are at random slots of a pool that has twice as many. A sample is
+the replay of a CUDA graph whose calls take so many pools in turn that no state is in the L2 cache when its turn comes;
+q, k, v and the gates may be. Medians over samples, in microseconds a call.
+
+  --keep last    the state behind the last token goes back to its slot: one state read and one written a sequence
+  --keep every   that behind every token is kept: by vLLM in slots, by SGLang in a buffer and its slot is left alone, by
+                 flash_qla as by either, the faster one
+
+A package's functions all run, and the fastest counts. FLA's takes no slots: states are gathered before it and scattered
+behind. Bytes are those of the states that are read and written, of the inputs and of o; the fraction is of the copy
+bandwidth in common.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import common
+import reference
+import torch
+from accuracy import relative_error
+from common import BANDWIDTH, FLA_TRITON, argument_parser, parse_heads, run, spread, time_graph
+
+K = V = 128
+ROTATED_BYTES = 200e6  # of states that a sample touches before it comes back to one: four times the L2 cache
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
+PACKED, UPDATE = "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update"
+
+
+@dataclass
+class Case:
+    H_k: int
+    H_v: int
+    batch: int
+    tokens: int  # of a sequence
+    keep: str  # last, every
+    state_dtype: torch.dtype
+    pools: int = 0  # 0: as many as ROTATED_BYTES takes
+
+    def __post_init__(self):
+        generator = torch.Generator(common.DEVICE).manual_seed(31 * self.batch + self.tokens)
+
+        def randn(*shape, dtype=torch.bfloat16):
+            return torch.randn(*shape, generator=generator, device=common.DEVICE, dtype=dtype)
+
+        B, T = self.batch, self.tokens
+        heads = {"q": self.H_k, "k": self.H_k, "v": self.H_v}
+        self.mixed = randn(B * T, sum(heads.values()) * K)
+        parts = self.mixed.split([n * K for n in heads.values()], -1)
+        self.q, self.k, self.v = (x.view(B, T, n, K) for x, n in zip(parts, heads.values(), strict=True))
+        self.a, self.b = randn(B, T, self.H_v), randn(B, T, self.H_v)
+        self.A_log, self.dt_bias = randn(2, self.H_v, dtype=torch.float32).unbind()
+        self.cu_seqlens = torch.arange(B + 1, device=common.DEVICE, dtype=torch.int32) * T
+        # Slot 0 is nobody's for vLLM; one slot for each token, of which the first is where a sequence starts.
+        slots = 2 * B * self.slots_of_sequence + 1
+        shuffled = torch.randperm(slots - 1, generator=torch.Generator().manual_seed(slots)) + 1
+        table = shuffled[: B * self.slots_of_sequence].view(B, -1).int()
+        self.table = table.to(common.DEVICE)
+        self.slots = self.table[:, 0].contiguous()
+        state_bytes = B * self.H_v * V * K * self.state_dtype.itemsize
+        self.bytes = state_bytes * (1 + (T if keep_every(self) else 1)) + self.io_bytes()
+        self.pools = self.pools or max(1, math.ceil(ROTATED_BYTES / state_bytes))
+        self.pool = torch.empty(self.pools, slots, self.H_v, V, K, device=common.DEVICE, dtype=self.state_dtype)
+        self.pool.normal_(generator=generator)
+        self.o = torch.empty_like(self.v, memory_format=torch.contiguous_format)
+        self.kept = None  # the states behind all tokens, beside the pool
+        if keep_every(self):
+            self.kept = torch.zeros(self.pools, B, T, self.H_v, V, K, device=common.DEVICE, dtype=self.state_dtype)
+
+    @property
+    def slots_of_sequence(self) -> int:
+        return self.tokens if keep_every(self) else 1
+
+    def io_bytes(self) -> int:
+        tensors = (self.mixed, self.a, self.b, self.A_log, self.dt_bias, self.slots, self.v)
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def packed(self, name: str) -> torch.Tensor:
+        """q, k, v as [1, tokens, ...]; a and b as [tokens, H_v]."""
+        x = getattr(self, name).flatten(0, 1)
+        return x if name in ("a", "b") else x[None]
+
+
+def keep_every(case) -> bool:
+    return case.keep == "every" and case.tokens > 1
+
+
+# Of each package: its functions by name, of the number of a pool, which give o.
+
+
+def flash_qla_calls(case: Case) -> dict[str, Callable]:
+    from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
+
+    gates = (case.a, case.b, case.A_log, case.dt_bias)
+    call = partial(decode_gated_delta_rule, case.q, case.k, case.v, *gates)
+    if keep_every(case):
+        return {
+            "in slots": lambda i: call(case.pool[i], case.table, write_indices=case.table),
+            "in a buffer": lambda i: call(
+                case.pool[i], case.slots, update_state=False, intermediate_states=case.kept[i]
+            ),
+        }
+    calls = {"decode": lambda i: call(case.pool[i], case.slots)}
+    if case.tokens == 1:
+        gates = (case.packed("a"), case.packed("b"), case.A_log, case.dt_bias)
+        calls["packed"] = lambda i: decode_gated_delta_rule_packed(case.mixed, *gates, case.pool[i], case.slots)
+    return calls
+
+
+def fla_calls(case: Case) -> dict[str, Callable]:
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    if keep_every(case):
+        return {}
+    slots = case.slots.long()
+
+    def gathered(i: int):
+        o, states = fused_recurrent_gated_delta_rule(
+            *(case.q, case.k, case.v),
+            g=case.a,
+            beta=case.b,
+            scale=K**-0.5,
+            initial_state=case.pool[i].index_select(0, slots),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=case.A_log,
+            dt_bias=case.dt_bias,
+            use_beta_sigmoid_in_kernel=True,
+            state_v_first=True,
+        )
+        case.pool[i].index_copy_(0, slots, states.to(case.state_dtype))
+        return o
+
+    return {"gathered": gathered}
+
+
+def packed_call(function: Callable, case: Case) -> Callable:
+    """One token, as both engines' layers call it."""
+    options = {
+        "mixed_qkv": case.mixed,
+        "a": case.packed("a"),
+        "b": case.packed("b"),
+        "A_log": case.A_log,
+        "dt_bias": case.dt_bias,
+        "scale": K**-0.5,
+        "out": case.o,
+        "ssm_state_indices": case.slots,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    return lambda i: function(initial_state=case.pool[i], **options)[0]
+
+
+def update_options(case: Case) -> dict:
+    options = {name: case.packed(name).contiguous() for name in ("q", "k", "v", "a", "b")}
+    options |= {"A_log": case.A_log, "dt_bias": case.dt_bias, "cu_seqlens": case.cu_seqlens}
+    return options | {"use_qk_l2norm_in_kernel": True}
+
+
+def sglang_calls(case: Case) -> dict[str, Callable]:
+    ops = "sglang.kernels.ops.attention"
+    update = getattr(importlib.import_module(f"{ops}.linear.fused_sigmoid_gating_recurrent"), UPDATE)
+    options = update_options(case) | SOFTPLUS | {"initial_state_indices": case.slots, "is_kda": False}
+    if keep_every(case):
+        options |= {"disable_state_update": True, "cache_steps": case.tokens, "retrieve_parent_token": None}
+        options["intermediate_state_indices"] = torch.arange(case.batch, device=common.DEVICE, dtype=torch.int32)
+        return {
+            "update": lambda i: update(
+                initial_state_source=case.pool[i], intermediate_states_buffer=case.kept[i], **options
+            )
+        }
+    calls = {"update": lambda i: update(initial_state_source=case.pool[i], **options)}
+    if case.tokens == 1:
+        packed = getattr(importlib.import_module(f"{ops}.fla.fused_recurrent"), PACKED)
+        calls["packed"] = packed_call(packed, case)
+    return calls
+
+
+def vllm_calls(case: Case) -> dict[str, Callable]:
+    ops = "vllm.third_party.flash_linear_attention.ops"
+    update = getattr(importlib.import_module(f"{ops}.fused_sigmoid_gating"), UPDATE)
+    options = update_options(case) | {"scale": K**-0.5, "inplace_final_state": True}
+    if keep_every(case):
+        accepted = torch.ones(case.batch, device=common.DEVICE, dtype=torch.int32)
+        options |= {"ssm_state_indices": case.table, "num_accepted_tokens": accepted}
+        return {"update": lambda i: update(initial_state=case.pool[i], **options)[0]}
+    if case.tokens > 1:
+        return {}
+    packed = getattr(importlib.import_module(f"{ops}.fused_recurrent"), PACKED)
+    options["ssm_state_indices"] = case.slots
+    return {
+        "update": lambda i: update(initial_state=case.pool[i], **options)[0],
+        "packed": packed_call(packed, case),
+    }
+
+
+CALLS = {"flash_qla": flash_qla_calls, "fla": fla_calls, "sglang": sglang_calls, "vllm": vllm_calls}
+
+
+@torch.no_grad()
+def check(calls_of: Callable, **of_case) -> dict[str, dict[str, float]]:
+    """Relative L2 errors of each function's o, on three sequences, from the recurrence in fp64."""
+    errors = {}
+    for name in calls_of(Case(batch=3, pools=1, **of_case)):
+        case = Case(batch=3, pools=1, **of_case)  # the states are what they were
+        expected = reference.gated_delta_rule(
+            *(case.q, case.k, case.v, case.a, case.b),
+            scale=K**-0.5,
+            initial_state=case.pool[0][case.slots.long()].float(),
+            state_v_first=True,
+            use_qk_l2norm_in_kernel=True,
+            A_log=case.A_log,
+            dt_bias=case.dt_bias,
+            **common.INSIDE,
+        )
+        o = calls_of(case)[name](0)
+        errors[name] = {"o": relative_error(o.reshape(expected.o.shape), expected.o)}
+    return errors
+
+
+@torch.no_grad()
+def measure(package: str, options):
+    calls_of, version = CALLS[package], importlib.import_module(package).__version__
+    sizes = itertools.product(parse_heads(options.heads), options.state_dtypes.split(","), options.tokens)
+    for (H_k, H_v), state_dtype, tokens in sizes:
+        of_case = {"H_k": H_k, "H_v": H_v, "tokens": tokens, "keep": options.keep}
+        of_case["state_dtype"] = STATE_DTYPES[state_dtype]
+        errors = check(calls_of, **of_case)
+        for batch in options.batches:
+            case = Case(batch=batch, **of_case)
+            for name, call in calls_of(case).items():
+
+                def round_of_calls(call=call, case=case):
+                    for i in range(case.pools):
+                        call(i)
+
+                ms = time_graph(round_of_calls, options.samples, options.sample_ms)
+                cell = {
+                    "package": package,
+                    "version": version,
+                    "function": name,
+                    "heads": f"{H_k}x{H_v}",
+                    "batch": batch,
+                    "tokens": tokens,
+                    "keep": options.keep,
+                    "state_dtype": state_dtype,
+                    **{key.replace("ms", "us"): 1e3 * x / case.pools for key, x in spread(ms).items()},
+                    "bytes": case.bytes,
+                    "relative_error": errors[name],
+                }
+                print(f"{package:>10} {name:>11} {key_text(cell)} {cell['us']:8.2f} us", flush=True)
+                yield cell
+            del case, call
+
+
+KEY = ("heads", "state_dtype", "tokens", "keep", "batch")
+
+
+def key_text(cell: dict) -> str:
+    heads, state_dtype, tokens, keep, batch = (cell[name] for name in KEY)
+    return f"{heads:>6} {state_dtype} {tokens} kept: {keep:>5} {batch:>4}"
+
+
+def report(cells: list[dict]) -> None:
+    """A line a cell: flash_qla's fastest function beside the fastest of the others."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for cell in cells:
+        best = found.setdefault(tuple(cell[name] for name in KEY), {})
+        if cell["us"] < best.get(cell["package"], {"us": math.inf})["us"]:
+            best[cell["package"]] = cell
+    ratios: dict[str, list[float]] = {}
+    for best in found.values():
+        if (ours := best.pop("flash_qla", None)) is None:
+            continue
+        rate = ours["bytes"] / ours["us"] * 1e6
+        line = (
+            f"{key_text(ours)} {ours['us']:8.2f} us ({ours['function']}) {rate / 1e9:6.0f} GB/s {rate / BANDWIDTH:4.0%}"
+        )
+        if best:
+            peer = min(best.values(), key=lambda cell: cell["us"])
+            ratios.setdefault(ours["state_dtype"], []).append(peer["us"] / ours["us"])
+            line += f"; {peer['package']} {peer['us']:8.2f} us, {ratios[ours['state_dtype']][-1]:.2f}x"
+        print(line)
+    for state_dtype, of_dtype in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, of_dtype)))
+        print(f"{state_dtype}: best peer over flash_qla {mean:.3f} in the geometric mean, {min(of_dtype):.2f} at least")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
+
+
+if __name__ == "__main__":
+    parser = argument_parser(__doc__.splitlines()[0], packages=",".join(CALLS))
+    parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
+    parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
+    parser.add_argument("--tokens", type=numbers, default="1", help="tokens of a sequence")
+    parser.add_argument("--keep", choices=("last", "every"), default="last", help="which states are kept")
+    parser.add_argument("--state-dtypes", default="fp32,bf16")
+    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--sample-ms", type=float, default=2.0, help="length of a sample")
+    run(parser, measure, report, FLA_TRITON)

@@ -1,0 +1,134 @@
+"""What a pool of states costs or saves in the prefill, on one GPU.
+
+    python benchmarks/prefill.py --out benchmarks/results/prefill_h200.json
+
+  op           chunk_gated_delta_rule on states that are gathered already, its final states left where they are
+  gathered     states taken out of the pool by torch, the op, its final states put back
+  pool         prefill_gated_delta_rule
+  checkpoints  the same, which keeps the states behind every 256 tokens in slots of the pool
+  invariant    prefill_gated_delta_rule with batch_invariant
+
+All with a pool of twice as many slots as sequences, fp32 or bf16, q and k being normalised already. Times are medians
+over replays of CUDA graphs; the ways take turns, so that the clocks are the same for all. What checkpoints cost is also
+given as a rate: the bytes that they write over the time that they add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+
+import common
+import torch
+from common import (
+    add_timing_arguments,
+    head_dims_field,
+    heads_of,
+    make_inputs,
+    parse_heads,
+    parse_lengths,
+    time_graph,
+    write_results,
+)
+
+from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
+
+ROUNDS = 3
+CHECKPOINT_TOKENS = 256
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def calls_of(
+    H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], state_dtype: torch.dtype
+) -> dict[str, Callable]:
+    inputs = make_inputs(H_k, H_v, lengths, head_dims)
+    states = inputs.pop("initial_state").mT.to(state_dtype).contiguous()
+    blocks = [length // CHECKPOINT_TOKENS for length in lengths]
+    slots = torch.randperm(2 * len(lengths), generator=torch.Generator().manual_seed(0))[: len(lengths)]
+    # Behind these slots, those of the checkpoints: a row for each sequence, as long as the longest needs.
+    checkpoints = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
+    checkpoints[torch.arange(max(blocks)) < torch.tensor(blocks)[:, None]] = torch.arange(
+        2 * len(lengths), 2 * len(lengths) + sum(blocks), dtype=torch.int32
+    )
+    shape = (2 * len(lengths) + sum(blocks), *states.shape[1:])
+    pool = torch.zeros(shape, dtype=state_dtype, device=common.DEVICE)
+    slots, checkpoints = slots.to(common.DEVICE), checkpoints.to(common.DEVICE)
+    pool[slots] = states
+
+    def op(states: torch.Tensor):
+        options = {"initial_state": states, "state_v_first": True, "state_dtype": state_dtype}
+        return chunk_gated_delta_rule(**inputs, **options, output_final_state=True)
+
+    def gathered():
+        o, final_states = op(pool[slots])
+        pool[slots] = final_states
+        return o
+
+    def prefill(**options):
+        return lambda: prefill_gated_delta_rule(**inputs, state_pool=pool, state_indices=slots, **options)
+
+    calls = {"op": lambda: op(states)[0], "gathered": gathered, "pool": prefill()}
+    if checkpoints.numel():
+        calls["checkpoints"] = prefill(checkpoint_every=CHECKPOINT_TOKENS, checkpoint_indices=checkpoints)
+    return calls | {"invariant": prefill(batch_invariant=True)}
+
+
+@torch.no_grad()
+def measure(calls: dict[str, Callable], options) -> dict[str, float]:
+    times = {way: [] for way in calls}
+    for _ in range(ROUNDS):
+        for way, call in calls.items():
+            times[way] += time_graph(call, options.samples, options.sample_ms)
+    return {way: statistics.median(x) for way, x in times.items()}
+
+
+def cell_of(H_k: int, H_v: int, text: str, state_dtype: str, options) -> dict:
+    lengths, dtype = parse_lengths(text), STATE_DTYPES[state_dtype]
+    ms = measure(calls_of(H_k, H_v, lengths, options.head_dims, dtype), options)
+    checkpoints = sum(length // CHECKPOINT_TOKENS for length in lengths)
+    return {
+        "heads": f"{H_k}x{H_v}",
+        **head_dims_field(options.head_dims),
+        "sequences": text,
+        "state_dtype": state_dtype,
+        "ms": ms,
+        "checkpoint_bytes": checkpoints * H_v * math.prod(options.head_dims) * dtype.itemsize,
+    }
+
+
+def line_of(cell: dict) -> str:
+    ms = cell["ms"]
+    line = f"{heads_of(cell):>7} {cell['sequences']:>10} {cell['state_dtype']}: op {ms['op']:.4f} ms; over it "
+    line += ", ".join(f"{way} {x / ms['op']:.3f}" for way, x in ms.items() if way != "op")
+    if (added := ms.get("checkpoints", 0) - ms["pool"]) > 0:
+        line += f"; checkpoints at {cell['checkpoint_bytes'] / added / 1e6:.0f} GB/s"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--state-dtypes", default="fp32,bf16")
+    sequences = "1x512,1x8192,4096x8,1024x8,256x32,ragged32"
+    add_timing_arguments(parser, heads="2x8,16x32", sequences=sequences, samples=7)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU, and torch sees no CUDA device")
+    cells = []
+    for H_k, H_v in parse_heads(options.heads):
+        for text in options.sequences.split(","):
+            for state_dtype in options.state_dtypes.split(","):
+                cells.append(cell_of(H_k, H_v, text, state_dtype, options))
+                print(line_of(cells[-1]), flush=True)
+    for way in ("gathered", "pool", "invariant"):
+        ratios = [cell["ms"][way] / cell["ms"]["op"] for cell in cells]
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        print(f"{way} over the op: {mean:.3f} in the geometric mean, {max(ratios):.3f} at most")
+    if options.out:
+        write_results(options.out, cells)
+
+
+if __name__ == "__main__":
+    main()
