@@ -471,7 +471,10 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   }
   const float y[2] = {yq.x + between.x + betas.x * (f.x - x.x) - below[0],
                       yq.y + between.y + betas.y * (f.y - x.y) - below[1]};
-  float suffix = y[0] + y[1], prefix = z.x + z.y;  // of the lanes from this one on, up to this one
+  // Of the lanes from this one on, and of those before it: added and subtracted again, the last token's z, which nothing
+  // decays, would take the digits of the others.
+  float suffix = y[0] + y[1], prefix = __shfl_up_sync(~0u, z.x + z.y, 1);
+  prefix = lane > 0 ? prefix : 0.f;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float later = __shfl_down_sync(~0u, suffix, step), earlier = __shfl_up_sync(~0u, prefix, step);
@@ -484,8 +487,7 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
     state += products[i];
   }
   state *= total_decay;
-  const float before = prefix - z.x - z.y;
-  const float gradient[2] = {suffix + before + state, suffix - y[0] + before + z.x + state};
+  const float gradient[2] = {suffix + prefix + state, suffix - y[0] + prefix + z.x + state};
   const float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
                                    needs_V(T(), betas.y) ? uv.y - x.y + f.y : uv.y};
 #pragma unroll
