@@ -1,7 +1,5 @@
 #include "maps.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include "tensors.h"
 
 namespace flash_qla {
@@ -9,11 +7,11 @@ namespace flash_qla {
 Tensor map_of_nothing(const Call& call, const std::optional<Tensor>& state) {
   const int64_t B = call.B, H_v = call.H_v, V = call.V, K = call.K, size = (V + K) * K;
   Tensor map = new_empty(call.op, call.q, {B, H_v, V + K, K}, call.compute_dtype);
-  torch::stable::zero_(map);
-  torch::stable::fill_(view(map, {B, H_v, K}, {H_v * size, size, K + 1}, V * K), 1);
+  zero(map);
+  fill(view(map, {B, H_v, K}, {H_v * size, size, K + 1}, V * K), 1);
   if (state) {
     Tensor rows = view(map, {B, H_v, V, K}, {H_v * size, size, K, 1});
-    torch::stable::copy_(rows, *state);
+    copy(rows, *state);
   }
   return map;
 }

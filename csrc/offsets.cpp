@@ -1,8 +1,5 @@
 #include "offsets.h"
 
-#include <torch/csrc/stable/device.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdlib>
 #include <string_view>
 
@@ -29,7 +26,7 @@ std::vector<int64_t> checked(const Call& call, const Offset* data) {
 
 std::vector<int64_t> checked_offsets(const Call& call) {
   const Tensor& given = *call.cu_seqlens;
-  const Tensor offsets = given.is_cpu() ? given : torch::stable::to(given, torch::stable::Device("cpu"));
+  const Tensor offsets = given.is_cpu() ? given : to_cpu(given);
   return call.wide_offsets ? checked(call, offsets.const_data_ptr<int64_t>())
                            : checked(call, offsets.const_data_ptr<int32_t>());
 }

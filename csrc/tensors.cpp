@@ -1,7 +1,7 @@
 #include "tensors.h"
 
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
@@ -36,24 +36,40 @@ std::string size_string(double bytes) {
   return text.str();
 }
 
-// Why there was no memory. An older PyTorch does not say it, but sizes have been checked: where a GPU is in order, it
-// has no more memory.
-std::string reason_for(const Tensor& like, double bytes) {
+struct GpuMemory {
+  size_t free = 0, total = 0;
+  cudaError_t status;  // an earlier kernel's error, say
+
+  // By the runtime's functions alone: PyTorch's throw where CUDA is out of order.
+  explicit GpuMemory(int device) {
+    int current = 0;
+    status = cudaGetDevice(&current);
+    if (status == cudaSuccess) status = cudaSetDevice(device);
+    if (status == cudaSuccess) status = cudaMemGetInfo(&free, &total);
+    cudaSetDevice(current);
+    cudaGetLastError();  // it is said here: the next CUDA call shall not see it
+  }
+};
+
+// Why a call of PyTorch failed; empty where neither PyTorch, before 2.13, nor CUDA says it.
+std::string reason_of_pytorch(const Tensor& on) {
   if (torch_exception_get_what_without_backtrace != nullptr) {
     return torch_exception_get_what_without_backtrace();
   }
+  const cudaError_t status = on.is_cuda() ? GpuMemory(on.get_device_index()).status : cudaSuccess;
+  return status == cudaSuccess ? "" : std::string("CUDA error: ") + cudaGetErrorString(status);
+}
+
+// Sizes have been checked: where a GPU is in order, it has no more memory.
+std::string out_of_memory(const Tensor& like, double bytes) {
   const std::string asked = "Tried to allocate " + size_string(bytes) + ".";
   if (!like.is_cuda()) {
     return "CPU out of memory. " + asked;
   }
-  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
-  size_t free = 0, total = 0;
-  const cudaError_t status = cudaMemGetInfo(&free, &total);
-  if (status != cudaSuccess) {  // an earlier kernel's error, say
-    return std::string("CUDA error: ") + cudaGetErrorString(status) + ". " + asked;
-  }
+  const GpuMemory memory(like.get_device_index());
   return kOutOfMemory + asked + " GPU " + std::to_string(like.get_device_index()) + " has a total capacity of " +
-         size_string(static_cast<double>(total)) + " of which " + size_string(static_cast<double>(free)) + " is free.";
+         size_string(static_cast<double>(memory.total)) + " of which " + size_string(static_cast<double>(memory.free)) +
+         " is free.";
 }
 
 double element_bytes(ScalarType dtype) {
@@ -76,7 +92,10 @@ double element_bytes(ScalarType dtype) {
   for (const int64_t size : shape) {
     bytes *= static_cast<double>(size);
   }
-  std::string reason = reason_for(like, bytes);
+  std::string reason = reason_of_pytorch(like);
+  if (reason.empty()) {
+    reason = out_of_memory(like, bytes);
+  }
   if (like.is_cuda() && reason.find("out of memory") != std::string::npos && !reason.starts_with(kOutOfMemory)) {
     reason = kOutOfMemory + reason;  // other allocators than PyTorch's usual one have other words
   }
@@ -84,9 +103,9 @@ double element_bytes(ScalarType dtype) {
 }
 
 void replace_by_copy(const char* op, Tensor& tensor, ScalarType dtype) {
-  Tensor copy = new_empty(op, tensor, tensor.sizes(), dtype);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
-  tensor = std::move(copy);
+  Tensor made = new_empty(op, tensor, tensor.sizes(), dtype);
+  copy(made, tensor);
+  tensor = std::move(made);
 }
 
 bool is_contiguous_as(const Tensor& tensor, ScalarType dtype) {
@@ -112,6 +131,27 @@ Tensor new_empty(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape
     fail_to_allocate(op, like, shape, dtype);
   }
   return Tensor(made);
+}
+
+void fail_in_pytorch(const Tensor& on, const char* call) {
+  const std::string reason = reason_of_pytorch(on);
+  throw std::runtime_error(reason.empty() ? call : reason);
+}
+
+void zero(Tensor& tensor) {
+  with_reason(tensor, [&] { torch::stable::zero_(tensor); });
+}
+
+void fill(Tensor tensor, double value) {
+  with_reason(tensor, [&] { torch::stable::fill_(tensor, value); });
+}
+
+void copy(Tensor& to, const Tensor& from) {
+  with_reason(to, [&] { STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(to.get(), from.get(), /*non_blocking=*/0)); });
+}
+
+Tensor to_cpu(const Tensor& tensor) {
+  return with_reason(tensor, [&] { return torch::stable::to(tensor, torch::stable::Device("cpu")); });
 }
 
 void make_contiguous(const char* op, Tensor& tensor, ScalarType dtype) {

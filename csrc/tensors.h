@@ -1,12 +1,27 @@
-// Memory: every tensor that an op makes, outputs, workspaces and copies, comes from here, and so does the error where
-// there is none left.
+// What an op asks of PyTorch: memory, every tensor that it makes, outputs, workspaces and copies, and its operators. So
+// what is said where PyTorch fails comes from here, too.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
+#include <exception>
+
 namespace flash_qla {
+
+[[noreturn]] void fail_in_pytorch(const torch::stable::Tensor& on, const char* call);
+
+// What `function` returns, which calls PyTorch for the sake of this tensor. The C functions behind that return a code,
+// and the stable ABI's headers throw the name of the function that did; this throws why.
+template <typename Function>
+auto with_reason(const torch::stable::Tensor& on, Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    fail_in_pytorch(on, error.what());
+  }
+}
 
 // No tensor. Tensor() is one as well, but allocates.
 torch::stable::Tensor undefined_tensor();
@@ -16,6 +31,12 @@ torch::stable::Tensor undefined_tensor();
 // stable ABI. op is for the text.
 torch::stable::Tensor new_empty(const char* op, const torch::stable::Tensor& like,
                                 torch::headeronly::IntHeaderOnlyArrayRef shape, torch::headeronly::ScalarType dtype);
+
+// PyTorch's operators zero_, fill_, copy_ and to.
+void zero(torch::stable::Tensor& tensor);
+void fill(torch::stable::Tensor tensor, double value);
+void copy(torch::stable::Tensor& to, const torch::stable::Tensor& from);
+torch::stable::Tensor to_cpu(const torch::stable::Tensor& tensor);
 
 // The same memory in other dimensions; strides in elements, and so `offset`, from its first one on. Not an operator of
 // torch::stable, which goes through the dispatcher: autograd would keep the result as a view of a tensor that nobody

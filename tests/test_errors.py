@@ -1,10 +1,12 @@
 """Wrong input raises before anything is launched, and says which argument, what was expected and what came."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from cases import Case, make_gradients, make_inputs
+from subprocesses import run_python
 
 import flash_qla
 
@@ -334,6 +336,38 @@ def test_head_dims_of_the_gpu(op, K, V, argument, got, most):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_dtypes_of_the_gpu(op, dtype):
     check_raises(op, good(op, "cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
+
+
+# What goes wrong inside PyTorch
+
+FAILING = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+from every_op import make_call
+
+def fails(*_):
+    raise RuntimeError("the reason")
+
+call = make_call("gated_delta_rule_forward_map", "cpu")
+library = torch.library.Library("aten", "IMPL")
+for operator in ("copy_", "fill_.Scalar", "zero_"):  # the last one that it calls first
+    library.impl(operator, fails, "CPU")
+    try:
+        call()
+    except RuntimeError as error:
+        print(operator, "said", str(error).splitlines()[0], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < (2, 13), reason="PyTorch 2.13 passes it on")
+def test_what_pytorch_says_is_passed_on():
+    """An operator that fails below an op: its words, and not only which call it was."""
+    lines = run_python(FAILING.format(tests=str(Path(__file__).parent))).splitlines()
+    said = dict(line.split(" said ") for line in lines if " said " in line)
+    assert said.keys() == {"copy_", "fill_.Scalar", "zero_"}
+    assert all("the reason" in text and "API call failed" not in text for text in said.values()), said
 
 
 # The Python functions' keywords

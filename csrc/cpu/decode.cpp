@@ -1,7 +1,6 @@
 // Decoding on the CPU: the plain recurrence on states of the pool, in parallel over sequences and value heads.
 #include "decode.h"
 
-#include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <string>
@@ -173,7 +172,7 @@ class Decoder {
 
 void check_decode_tables(const DecodeCall& call) {
   DecodeCall on_cpu = call;
-  const auto fetch = [](Tensor& tensor) { tensor = torch::stable::to(tensor, torch::stable::Device("cpu")); };
+  const auto fetch = [](Tensor& tensor) { tensor = to_cpu(tensor); };
   fetch(on_cpu.state_indices);
   for (std::optional<Tensor>* table : {&on_cpu.cu_seqlens, &on_cpu.num_accepted_tokens, &on_cpu.write_indices,
                                        &on_cpu.intermediate_indices, &on_cpu.parents}) {
@@ -193,7 +192,7 @@ Tensor decode_cpu(DecodeCall call) {
     make_contiguous(call.op, *call.dt_bias, call.dt_bias->scalar_type());
   }
   Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
-  torch::stable::zero_(o);
+  zero(o);
   const std::vector<Plan> plans = Planner(call).plans();
   with_types(call.dtype, [&]<typename T, typename CT>() {
     const Decoder<T, CT> decoder(call, o);

@@ -83,7 +83,7 @@ Tensor run(PrefillCall& call) {
   }
 
   call.initial_state = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
-  torch::stable::zero_(*call.initial_state);
+  zero(*call.initial_state);
   const bool* const has_state = call.has_initial_state ? call.has_initial_state->const_data_ptr<bool>() : nullptr;
   const int64_t step = call.has_initial_state ? call.has_initial_state->stride(0) : 0;
   for_states<CT>(call, slots, *call.initial_state, [&](int64_t n, const cpu::Floats& from, int64_t at, CT& s) {

@@ -1,8 +1,6 @@
 // The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
 // segments' maps and their scans, then the states again, the recurrence in reverse with the inputs' gradients, the
 // gradients of raw gates and betas, the l2norm's own backward.
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "gpu/device.h"
 #include "gpu/dispatch.h"
@@ -356,19 +354,19 @@ class Backward {
 // No sequence has a token: the states passed through, and no input mattered.
 void pass_gradients_through(const BackwardCall& call, BackwardOutputs& out) {
   for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg, &out.dA_log, &out.ddt_bias}) {
-    torch::stable::zero_(*zeros);
+    zero(*zeros);
   }
   if (call.initial_state && call.grad_final_state) {
-    torch::stable::copy_(out.dh0, *call.grad_final_state);
+    copy(out.dh0, *call.grad_final_state);
   } else {
-    torch::stable::zero_(out.dh0);
+    zero(out.dh0);
   }
 }
 
 }  // namespace
 
 BackwardOutputs backward_cuda(const BackwardCall& call) {
-  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  const DeviceGuard guard = make_current(call.q);
   BackwardOutputs out = allocate_backward(call);
   if (call.is_empty()) {
     pass_gradients_through(call, out);

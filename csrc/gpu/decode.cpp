@@ -1,9 +1,6 @@
 // Decoding on a Hopper GPU: one kernel.
 #include "decode.h"
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdint>
 
 #include "checks.h"
@@ -183,10 +180,10 @@ void launch(DecodeCall& call, const Tensor& o) {
 
 Tensor decode_cuda(DecodeCall call) {
   check_supported(call);
-  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  const DeviceGuard guard = make_current(call.q);
   Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
   if (call.N == 0 || call.tokens() == 0) {
-    torch::stable::zero_(o);
+    zero(o);
   } else {
     launch(call, o);
   }

@@ -1,7 +1,5 @@
 // The forward on a Hopper GPU: plan, the chunks' matrices, with context parallelism the segments' maps and their scan,
 // then states and output; or after the plan one kernel for all of it.
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "gpu/device.h"
 #include "gpu/dispatch.h"
@@ -54,7 +52,7 @@ class Forward {
   void run() {
     if (d_.clear_h) {
       Tensor h = out_.h;
-      torch::stable::zero_(h);
+      zero(h);
     }
     plan();
     if (d_.fused) {
@@ -294,16 +292,16 @@ class Forward {
 
 // No sequence has a token: every state passes through, and all rows are padding.
 void pass_states_through(const Call& call, ForwardOutputs& out) {
-  torch::stable::zero_(out.o);
+  zero(out.o);
   if (call.output_low_level) {
     for (Tensor* zeros : {&out.g_cumsum, &out.A, &out.h}) {
-      torch::stable::zero_(*zeros);
+      zero(*zeros);
     }
   }
   if (call.output_final_state && call.initial_state) {
-    torch::stable::copy_(out.final_state, *call.initial_state);
+    copy(out.final_state, *call.initial_state);
   } else {
-    torch::stable::zero_(out.final_state);
+    zero(out.final_state);
   }
 }
 
@@ -314,7 +312,7 @@ void run_forward(const Call& call, const States& states, const ForwardOutputs& o
 }
 
 ForwardOutputs forward_cuda(const Call& call) {
-  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  const DeviceGuard guard = make_current(call.q);
   ForwardOutputs out = allocate_forward(call);
   if (call.is_empty()) {
     pass_states_through(call, out);

@@ -14,8 +14,14 @@ cudaStream_t current_stream(const Tensor& tensor) {
         "flash_qla: a CUDA tensor came, but libtorch_cuda was not loaded when libflash_qla.so was");
   }
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  with_reason(tensor, [&] {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  });
   return static_cast<cudaStream_t>(stream);
+}
+
+DeviceGuard make_current(const Tensor& tensor) {
+  return with_reason(tensor, [&] { return DeviceGuard(tensor.get_device_index()); });
 }
 
 }  // namespace flash_qla

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
 
 #include <optional>
 
@@ -9,6 +10,11 @@
 #include "layout.h"
 
 namespace flash_qla {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// Makes the tensor's device the current one while the guard lives.
+DeviceGuard make_current(const Tensor& tensor);
 
 // The current stream of the tensor's device.
 cudaStream_t current_stream(const Tensor& tensor);

@@ -2,8 +2,6 @@
 // passes make is thrown away.
 #include "maps.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <utility>
 
 #include "checks.h"
@@ -24,10 +22,10 @@ void check_rows(const Call& call) {
 Tensor widened(const Call& call, const Tensor* x) {
   const int64_t B = call.B, T = call.T, H_v = call.H_v, width = call.V + call.K;
   Tensor wide = new_empty(call.op, call.q, {B, T, H_v, width}, call.dtype);
-  torch::stable::zero_(wide);
+  zero(wide);
   if (x != nullptr) {
     Tensor columns = view(wide, {B, T, H_v, call.V}, {T * H_v * width, H_v * width, width, 1});
-    torch::stable::copy_(columns, *x);
+    copy(columns, *x);
   }
   return wide;
 }
@@ -49,7 +47,7 @@ Tensor backward_map_cuda(const BackwardCall& call) {
   wide.v = widened(call, nullptr);
   // For the sake of its gradient: what the state itself is makes no difference.
   wide.initial_state = new_empty(call.op, call.q, {call.B, call.H_v, call.V + call.K, call.K}, call.compute_dtype);
-  torch::stable::zero_(*wide.initial_state);
+  zero(*wide.initial_state);
   Gradients gradients{.has_A = false,
                       .grad_o = widened(call, &call.grad_o),
                       .grad_final_state = map_of_nothing(call, call.grad_final_state),
