@@ -55,9 +55,9 @@ torch.cuda.memory.change_current_allocator(
 def refusals(run):
     # Until a call gets all that it asks for
     expected, refused = run(), 0
+    gc.collect()
+    clean = library.allocated_blocks()
     while True:
-        gc.collect()
-        before = library.allocated_blocks()
         library.refuse(refused)
         try:
             actual = run()
@@ -68,7 +68,7 @@ def refusals(run):
         finally:
             library.refuse(-1)
         gc.collect()
-        assert library.allocated_blocks() == before, (refused, before, library.allocated_blocks())
+        assert library.allocated_blocks() <= clean, (refused, clean, library.allocated_blocks())
         assert equal(run(), expected), refused
         refused += 1
     assert equal(actual, expected)
@@ -78,7 +78,10 @@ def training(call):
     tensors = {name: x for name, x in call.arguments.items() if torch.is_tensor(x) and x.is_floating_point()}
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     o, state = torch.ops.flash_qla.chunk_gated_delta_rule(**call.arguments | leaves)
-    return dict(zip(leaves, torch.autograd.grad((o.float() ** 2).sum() + state.sum(), list(leaves.values()))))
+    loss = (o.float() ** 2).sum() + state.sum()
+    # Autograd's own thread holds the gradients for a moment longer than the call, and blocks are counted
+    with torch.autograd.set_multithreading_enabled(False):
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
 
 for dtype in (torch.bfloat16, torch.float16):
     for options in ({}, {"strides": "heads_first", "use_qk_l2norm_in_kernel": True, "g_dtype": torch.bfloat16}):
@@ -157,7 +160,7 @@ def test_errors_of_other_kernels_are_passed_on(code):
 
 
 FORKED = """
-import signal
+import signal, traceback
 made = list(calls())
 expected = [call() for call in made]
 torch.cuda.synchronize()
@@ -176,8 +179,10 @@ if child == 0:
                 call()
                 raise AssertionError("ran")
             except RuntimeError as error:
-                assert "CUDA" in str(error) or "initialization error" in str(error), error
+                assert "CUDA error: " in str(error), error
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
 _, status = os.waitpid(child, 0)
