@@ -71,6 +71,15 @@ void check_state_shape(const Call& call, const char* name, const Tensor& tensor)
               call.state_v_first ? "[N, H_v, V, K], state_v_first" : "[N, H_v, K, V]");
 }
 
+void check_map_sequences(const Call& call) {
+  constexpr size_t kMost = 2;
+  const std::vector<int64_t>& rows = call.map_sequences;
+  check(rows.size() <= kMost, call.op, "map_sequences has ", rows.size(), " entries, expected at most ", kMost);
+  for (const int64_t n : rows) {
+    check(n >= 0 && n < call.N, call.op, "map_sequences has ", n, ", expected one of the ", call.N, " sequences");
+  }
+}
+
 // Kernels index tokens and chunks with 32 bits; offsets in elements are 64-bit. The first two bounds keep the
 // arithmetic after them from overflowing.
 void count_chunks(Call& call) {
@@ -96,6 +105,7 @@ void check_arguments(Call& call) {
   if (call.initial_state) {
     check_state_shape(call, "initial_state", *call.initial_state);
   }
+  check_map_sequences(call);
   count_chunks(call);
   if (!call.scale) {
     call.scale = 1.0 / std::sqrt(static_cast<double>(call.K));

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "tensors.h"
 #include "tokens.h"
@@ -41,12 +42,15 @@ struct Arguments {
   std::optional<Tensor> dt_bias;          // [H_v], may be there if use_gate
   bool use_beta_sigmoid = false;          // beta = sigmoid(beta_raw),
   bool allow_neg_eigval = false;          // and twice that
+  // No arguments of a whole pass: of its halves (halves.h), and of which sequences the first one gives the map.
+  bool in_halves = false;
+  std::vector<int64_t> map_sequences;
 };
 
 // What the backward takes besides.
 struct Gradients {
   // [B, T, H_v, kChunk], dtype of q, as the forward returned it. Checked, but not read: the GPU makes its matrices from
-  // q and k again, the CPU needs the states only. The map of a gradient is made without.
+  // q and k again, the CPU needs the states only. The pass in halves goes without.
   Tensor A = undefined_tensor();
   bool has_A = true;
   Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]

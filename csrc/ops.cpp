@@ -7,7 +7,7 @@
 
 #include "checks.h"
 #include "decode.h"
-#include "maps.h"
+#include "halves.h"
 #include "passes.h"
 #include "prefill.h"
 
@@ -107,39 +107,104 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
-// The maps of maps.h, over whole rows of the batch: what ranks exchange under context parallelism (flash_qla/cp.py).
-// Tokens are as the forward and the backward have them, g of the second being g_cumsum, and states V-first. The map of
-// the state does not depend on q, nor that of the gradient on v.
-constexpr const char* kGatedDeltaRuleForwardMap =
-    "gated_delta_rule_forward_map(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, "
-    "bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None, "
-    "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
-    "-> Tensor map";
+// The halves of halves.h, which context parallelism over ranks calls (flash_qla/cp.py). Arguments are those of the
+// whole passes; of the tensors that finish writes, begin has made all but the workspace as outputs of the pass.
+constexpr const char* kGatedDeltaRuleForwardBegin =
+    "gated_delta_rule_forward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] map_sequences, "
+    "float? scale=None, Tensor? initial_state=None, bool output_g_cumsum=False, bool use_qk_l2norm_in_kernel=False, "
+    "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, bool use_gate_in_kernel=False, "
+    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "-> (Tensor maps, Tensor workspace, Tensor o, Tensor g_cumsum)";
 
-template <auto Map>
-void gated_delta_rule_forward_map(const Stack& stack) {
+template <auto Begin>
+void gated_delta_rule_forward_begin(const Stack& stack) {
   Arguments a;
-  a.state_v_first = true;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, a.initial_state, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias,
-             a.use_beta_sigmoid, a.allow_neg_eigval);
-  stack.give(Map(make_call("flash_qla::gated_delta_rule_forward_map", std::move(a))));
+  a.in_halves = true;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, a.map_sequences, a.scale, a.initial_state, a.output_low_level, a.use_qk_l2norm,
+             a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+             a.allow_neg_eigval);
+  const Call call = make_call("flash_qla::gated_delta_rule_forward_begin", std::move(a));
+  ForwardOutputs out = allocate_forward(call);
+  Begun begun = Begin(call, out);
+  stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.o),
+             std::move(call.output_low_level ? out.g_cumsum : out.final_state));
 }
 
-constexpr const char* kGatedDeltaRuleBackwardMap =
-    "gated_delta_rule_backward_map(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, Tensor? dht=None, "
-    "float? scale=None, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, "
+constexpr const char* kGatedDeltaRuleForwardFinish =
+    "gated_delta_rule_forward_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) workspace, "
+    "Tensor(b!) o, Tensor(c!) g_cumsum, float? scale=None, Tensor? initial_state=None, bool output_final_state=False, "
+    "bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, "
+    "ScalarType? state_dtype=None, bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, "
     "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
-    "-> Tensor map";
+    "-> Tensor final_state";
 
-template <auto Map>
-void gated_delta_rule_backward_map(const Stack& stack) {
+template <auto Finish>
+void gated_delta_rule_forward_finish(const Stack& stack) {
   Arguments a;
-  a.state_v_first = true;
+  a.in_halves = true;
+  Tensor workspace = undefined_tensor();
+  ForwardOutputs out;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, workspace, out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
+             a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate, a.A_log, a.dt_bias,
+             a.use_beta_sigmoid, a.allow_neg_eigval);
+  a.output_low_level = out.g_cumsum.dim() == 3;
+  const Call call = make_call("flash_qla::gated_delta_rule_forward_finish", std::move(a));
+  check_begun(call, workspace, out);
+  out.final_state = allocate_final_state(call);
+  Finish(call, workspace, out);
+  stack.give(final_state_as_returned(call, std::move(out.final_state)));
+}
+
+constexpr const char* kGatedDeltaRuleBackwardBegin =
+    "gated_delta_rule_backward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, "
+    "int[] map_sequences, Tensor? dht=None, float? scale=None, Tensor? cu_seqlens=None, bool state_v_first=False, "
+    "bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None, "
+    "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
+    "-> (Tensor maps, Tensor workspace, Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg)";
+
+template <auto Begin>
+void gated_delta_rule_backward_begin(const Stack& stack) {
+  Arguments a;
+  a.in_halves = true;
   Gradients d;
   d.has_A = false;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, d.grad_final_state, a.scale, a.auto_cp, a.use_qk_l2norm,
-             a.use_beta_sigmoid, a.allow_neg_eigval);
-  stack.give(Map(make_backward_call("flash_qla::gated_delta_rule_backward_map", std::move(a), std::move(d))));
+  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, a.map_sequences, d.grad_final_state, a.scale, a.cu_seqlens,
+             a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+             a.allow_neg_eigval, d.g_raw);
+  const BackwardCall call =
+      make_backward_call("flash_qla::gated_delta_rule_backward_begin", std::move(a), std::move(d));
+  BackwardOutputs out = allocate_backward(call);
+  Begun begun = Begin(call, out);
+  stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
+             std::move(out.db), std::move(out.dg));
+}
+
+constexpr const char* kGatedDeltaRuleBackwardFinish =
+    "gated_delta_rule_backward_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, "
+    "Tensor(a!) workspace, Tensor(b!) dq, Tensor(c!) dk, Tensor(d!) dv, Tensor(e!) db, Tensor(f!) dg, "
+    "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
+    "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
+    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
+    "Tensor? g_raw=None) "
+    "-> (Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
+
+template <auto Finish>
+void gated_delta_rule_backward_finish(const Stack& stack) {
+  Arguments a;
+  a.in_halves = true;
+  Gradients d;
+  d.has_A = false;
+  Tensor workspace = undefined_tensor();
+  BackwardOutputs out;
+  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, workspace, out.dq, out.dk, out.dv, out.db, out.dg,
+             d.grad_final_state, a.scale, a.initial_state, a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm,
+             a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, d.g_raw);
+  const BackwardCall call =
+      make_backward_call("flash_qla::gated_delta_rule_backward_finish", std::move(a), std::move(d));
+  check_begun(call, workspace, out);
+  allocate_sums(call, out);
+  Finish(call, workspace, out);
+  stack.give(std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
 constexpr const char* kPrefillGatedDeltaRule =
@@ -199,13 +264,16 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
 }
 
-template <auto Forward, auto Backward, auto ForwardMap, auto BackwardMap, auto Prefill, auto Decode>
+template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto FinishBackward,
+          auto Prefill, auto Decode>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
   m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
   m.impl("chunk_gated_delta_rule_bwd", boxed<chunk_gated_delta_rule_bwd<Backward>>);
-  m.impl("gated_delta_rule_forward_map", boxed<gated_delta_rule_forward_map<ForwardMap>>);
-  m.impl("gated_delta_rule_backward_map", boxed<gated_delta_rule_backward_map<BackwardMap>>);
+  m.impl("gated_delta_rule_forward_begin", boxed<gated_delta_rule_forward_begin<BeginForward>>);
+  m.impl("gated_delta_rule_forward_finish", boxed<gated_delta_rule_forward_finish<FinishForward>>);
+  m.impl("gated_delta_rule_backward_begin", boxed<gated_delta_rule_backward_begin<BeginBackward>>);
+  m.impl("gated_delta_rule_backward_finish", boxed<gated_delta_rule_backward_finish<FinishBackward>>);
   m.impl("prefill_gated_delta_rule", boxed<prefill_gated_delta_rule<Prefill>>);
   m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
   m.impl("decode_gated_delta_rule_packed", boxed<decode_gated_delta_rule_packed<Decode>>);
@@ -219,19 +287,23 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kChunkGatedDeltaRule);
   m.def(flash_qla::kChunkGatedDeltaRuleFwd);
   m.def(flash_qla::kChunkGatedDeltaRuleBwd);
-  m.def(flash_qla::kGatedDeltaRuleForwardMap);
-  m.def(flash_qla::kGatedDeltaRuleBackwardMap);
+  m.def(flash_qla::kGatedDeltaRuleForwardBegin);
+  m.def(flash_qla::kGatedDeltaRuleForwardFinish);
+  m.def(flash_qla::kGatedDeltaRuleBackwardBegin);
+  m.def(flash_qla::kGatedDeltaRuleBackwardFinish);
   m.def(flash_qla::kPrefillGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRulePacked);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::forward_map_cpu,
-                                 flash_qla::backward_map_cpu, flash_qla::prefill_cpu, flash_qla::decode_cpu>(m);
+  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
+                                 flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
+                                 flash_qla::finish_backward_cpu, flash_qla::prefill_cpu, flash_qla::decode_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::forward_map_cuda,
-                                 flash_qla::backward_map_cuda, flash_qla::prefill_cuda, flash_qla::decode_cuda>(m);
+  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda,
+                                 flash_qla::finish_forward_cuda, flash_qla::begin_backward_cuda,
+                                 flash_qla::finish_backward_cuda, flash_qla::prefill_cuda, flash_qla::decode_cuda>(m);
 }

@@ -5,7 +5,6 @@
 #include <array>
 
 #include "chunks.h"
-#include "tensors.h"
 
 namespace flash_qla {
 
@@ -40,22 +39,32 @@ ForwardOutputs allocate_forward(const Call& c) {
       .o = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
       .h = low_level ? empty.if_wanted(c.output_h, c.dtype, {rows, chunks_per_row, c.H_v, c.V, c.K})
                      : undefined_tensor(),
-      .final_state = empty.if_wanted(c.output_final_state, c.compute_dtype, c.state_shape()),
+      .final_state = allocate_final_state(c),
   };
+}
+
+Tensor allocate_final_state(const Call& c) {
+  return Allocator{c}.if_wanted(c.output_final_state, c.compute_dtype, c.state_shape());
 }
 
 BackwardOutputs allocate_backward(const BackwardCall& c) {
   const Allocator empty{c};
-  return {
+  BackwardOutputs out = {
       .dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
       .dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
       .dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
       .db = empty(c.beta_dtype, {c.B, c.T, c.H_v}),
       .dg = empty(c.use_gate ? c.g_raw->scalar_type() : c.compute_dtype, {c.B, c.T, c.H_v}),
-      .dh0 = empty.if_wanted(c.initial_state.has_value(), c.compute_dtype, c.state_shape()),
-      .dA_log = empty.if_wanted(c.A_log.has_value(), c.compute_dtype, {c.H_v}),
-      .ddt_bias = empty.if_wanted(c.dt_bias.has_value(), c.compute_dtype, {c.H_v}),
   };
+  allocate_sums(c, out);
+  return out;
+}
+
+void allocate_sums(const BackwardCall& c, BackwardOutputs& out) {
+  const Allocator empty{c};
+  out.dh0 = empty.if_wanted(c.initial_state.has_value(), c.compute_dtype, c.state_shape());
+  out.dA_log = empty.if_wanted(c.A_log.has_value(), c.compute_dtype, {c.H_v});
+  out.ddt_bias = empty.if_wanted(c.dt_bias.has_value(), c.compute_dtype, {c.H_v});
 }
 
 Tensor h_as_returned(const Call& call, Tensor h) {

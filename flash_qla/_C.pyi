@@ -65,6 +65,7 @@ def forward_dispatch(
     fp16: bool = False,
     K: int = 128,
     V: int = 128,
+    in_halves: bool = False,
 ) -> ForwardDispatch: ...
 def override_forward_dispatch(
     value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0, whole_tile: int = 0
@@ -82,5 +83,6 @@ def backward_dispatch(
     activations: bool = False,
     K: int = 128,
     V: int = 128,
+    in_halves: bool = False,
 ) -> BackwardDispatch: ...
 def override_backward_dispatch(segment_chunks: int = -1, cut_above: int = 0) -> None: ...

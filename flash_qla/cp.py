@@ -3,33 +3,51 @@
     context = build_cp_context(cu_seqlens, group)  # the offsets of whole sequences
     o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)  # this rank's tokens
 
-Over the tokens that a rank holds of a sequence the state's map is affine, S' = M S + Z. Ranks exchange M and Z of the
-sequences that go on elsewhere, in one all-gather; each folds those before it, in the order of the tokens, into the
-state that its first sequence starts from, and runs its own tokens from there. In the backward the gradient of the state
-goes the other way in the same manner, dS = M^T dS' + dZ, into the gradient of the state behind its last sequence.
+Over the tokens that a rank holds of a sequence the state's map is affine, S' = M S + Z. The first half of the op makes
+M and Z of the sequences that go on elsewhere, which ranks exchange in one all-gather; each folds those before it, in
+the order of the tokens, into the state that its first sequence starts from, and the second half runs its own tokens
+from there. In the backward the gradient of the state goes the other way in the same manner, dS = M^T dS' + dZ, into the
+gradient of the state behind its last sequence.
 """
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import os
 from typing import NamedTuple
 
 import torch
 
-import flash_qla.ops  # noqa: F401  it loads the library
+from flash_qla.ops import only_once  # and it loads the library
 
 ops = torch.ops.flash_qla
 
+_OPTIONS = [x.name for x in ops.chunk_gated_delta_rule.default._schema.arguments[5:]]  # what is behind the tokens
+_TENSORS = ("initial_state", "A_log", "dt_bias")  # those that have gradients
 
-def _names_of(op, first: int) -> list[str]:
-    return [x.name for x in op.default._schema.arguments[first:]]
+# What is left of a state by maps whose norm is smaller is dropped, as within a segment (kernels_tl/device/segments.cuh)
+_NEGLIGIBLE = 2.0**-24
 
 
-# The arguments of the ops behind the tokens, and behind the state or gradient that maps may begin with
-_OPTIONS = _names_of(ops.chunk_gated_delta_rule, 5)
-_MAP_OPTIONS = _names_of(ops.gated_delta_rule_forward_map, 6)
-_GRADIENT_OPTIONS = _names_of(ops.gated_delta_rule_backward_map, 7)
+def _by_name(op):
+    """The op, by name, of those of the arguments that it has."""
+    names = [x.name for x in op.default._schema.arguments]
+    return lambda **arguments: op(**{name: arguments[name] for name in names if name in arguments})
+
+
+_op, _op_fwd, _op_bwd = map(
+    _by_name, (ops.chunk_gated_delta_rule, ops.chunk_gated_delta_rule_fwd, ops.chunk_gated_delta_rule_bwd)
+)
+_begin_forward, _finish_forward, _begin_backward, _finish_backward = map(
+    _by_name,
+    (
+        ops.gated_delta_rule_forward_begin,
+        ops.gated_delta_rule_forward_finish,
+        ops.gated_delta_rule_backward_begin,
+        ops.gated_delta_rule_backward_finish,
+    ),
+)
 
 
 class _Part(NamedTuple):
@@ -212,18 +230,26 @@ def _as_ours(context) -> CPContext:
     return CPContext(**{name: getattr(context, name) for name in fields if hasattr(context, name)})
 
 
-def _gather(parts: list[torch.Tensor], context: CPContext) -> list[torch.Tensor]:
-    """The tensors that all ranks have for their parts, in the order of the parts."""
-    rows = torch.stack(parts)
+def _start_gather(rows: torch.Tensor, context: CPContext) -> torch.Tensor:
+    """The rows [parts of a rank, ...] of all ranks, for _wait. Until then they are on their way."""
+    if context._world_size == 1:
+        return rows
+    if os.environ.get("FLASH_QLA_CHECK") == "1" and not torch.compiler.is_compiling():
+        _check_agreement(rows, context)
+    return torch.ops._c10d_functional.all_gather_into_tensor(rows, context._world_size, context._group_name)
+
+
+def _wait(rows: torch.Tensor, context: CPContext) -> torch.Tensor:
+    """What all ranks have for their parts, in the order of the parts."""
     if context._world_size > 1:
-        if os.environ.get("FLASH_QLA_CHECK") == "1" and not torch.compiler.is_compiling():
-            _check_agreement(rows, context)
-        collectives = torch.ops._c10d_functional
-        rows = collectives.all_gather_into_tensor(rows, context._world_size, context._group_name)
-        rows = collectives.wait_tensor(rows)
-    rows = rows.unbind()
-    # Rank by rank: with two parts a rank, the first ones in the order of the ranks, then the others in reverse.
-    return list(rows) if len(parts) == 1 else [*rows[::2], *rows[::-2]]
+        rows = torch.ops._c10d_functional.wait_tensor(rows)
+    if len(context._parts) == 1:
+        return rows
+    return torch.cat([rows[::2], rows[1::2].flip(0)])  # the first ones of the ranks, then the others in reverse
+
+
+def _gather(parts: list[torch.Tensor], context: CPContext) -> list[torch.Tensor]:
+    return list(_wait(_start_gather(torch.stack(parts), context), context).unbind())
 
 
 def _check_agreement(rows: torch.Tensor, context: CPContext) -> None:
@@ -235,104 +261,167 @@ def _check_agreement(rows: torch.Tensor, context: CPContext) -> None:
         raise RuntimeError(f"flash_qla: what the ranks exchange has other shapes or dtypes on some of them: {found}")
 
 
-def _fold(maps: list[torch.Tensor], V: int) -> torch.Tensor:
-    """The state behind the last of the maps [H_v, V + K, K] from a state of 0 before the first, [H_v, V, K].
+def _fold(maps: torch.Tensor, V: int) -> torch.Tensor:
+    """The state behind the last of maps [parts, H_v, V + K, K] from a state of 0 before the first, [H_v, V, K].
 
     In float64, which no setting that lets float32 be rounded to TF32 reaches.
     """
-    state, _ = maps[0].double().tensor_split([V], 1)
-    for x in maps[1:]:
-        Z, M = x.double().tensor_split([V], 1)
-        state = torch.baddbmm(Z, state, M)
-    return state.to(maps[0].dtype)
+    if len(maps) == 1:
+        return maps[0, :, :V]
+    Z, M = maps.double().tensor_split([V], 2)
+    if maps.dtype != torch.float64:
+        M = M.masked_fill(M.square().sum((2, 3), keepdim=True) < _NEGLIGIBLE**2, 0)
+    state = Z[0]
+    for i in range(1, len(maps)):
+        state = torch.baddbmm(Z[i], state, M[i])
+    return state.to(maps.dtype)
 
 
-class _ExchangeGradients(torch.autograd.Function):
-    """Hands o and the final states on. In the backward, the gradients of these states get what comes from the ranks
-    behind."""
+def _of_parts(made: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
+    """The maps that were made, which are those of the parts that are wanted; zeros for the others."""
+    if all(wanted):
+        return made
+    rows, nothing = iter(made.unbind()), made.new_zeros(made.shape[1:])
+    return torch.stack([next(rows) if is_wanted else nothing for is_wanted in wanted])
 
+
+class _Call:
+    """A pass of a rank: what its halves have in common."""
+
+    def __init__(self, context: CPContext, q: torch.Tensor, v: torch.Tensor, state_v_first: bool):
+        self.context, self.state_v_first = context, state_v_first
+        (_, _, H_v, self.V), K = v.shape, q.shape[-1]
+        self.states_shape = (context.num_seqs, H_v, *((self.V, K) if state_v_first else (K, self.V)))
+        self.maps_shape = (len(context._parts), H_v, self.V + K, K)
+        self.zeros = functools.partial(q.new_zeros, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+    def with_row(self, states: torch.Tensor | None, row: int, state: torch.Tensor) -> torch.Tensor:
+        """States [N, ...], zeros if there are none, with another one in a row."""
+        states = self.zeros(self.states_shape) if states is None else states.to(state.dtype)
+        return states.select_scatter(state, 0, row)
+
+    def with_zeros(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """In the rows of sequences that begin elsewhere."""
+        for part in self.context._parts:
+            if part.before and states is not None:
+                states = self.with_row(states, part.first, self.zeros(self.states_shape[1:]))
+        return states
+
+    def fold(self, maps: torch.Tensor) -> torch.Tensor:
+        state = _fold(maps, self.V)
+        return state if self.state_v_first else state.mT
+
+
+def _forward(
+    context: CPContext, for_backward: bool, tokens: tuple, options: dict
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """o, the final states, and for the backward g_cumsum, A, where it takes one, and the states that it starts from."""
+    parts, call = context._parts, _Call(context, tokens[0], tokens[2], options["state_v_first"])
+    behind, before = ([bool(getattr(part, name)) for part in parts] for name in ("behind", "before"))
+    q, k, v, g, beta = (x.contiguous() for x in tokens)
+    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    states = options["initial_state"]
+    if not any(behind) and not any(before):  # it takes part for the sake of the others
+        gathered = _start_gather(call.zeros(call.maps_shape), context)
+        if for_backward:
+            g_cumsum, A, o, _, final_state = _op_fwd(**given)
+        else:
+            (o, final_state), g_cumsum, A = _op(**given), None, None
+        _wait(gathered, context)
+        return o, final_state, g_cumsum, A, states
+
+    states = call.with_zeros(states)  # what was there may be anything
+    mapped = [part.last for part in parts if part.behind]
+    maps, workspace, o, g_cumsum = _begin_forward(
+        **given | {"initial_state": states, "map_sequences": mapped, "output_g_cumsum": for_backward},
+    )
+    gathered = _start_gather(_of_parts(maps, behind), context)
+    if any(before):
+        gathered = _wait(gathered, context)
+        for part in parts:
+            if part.before:
+                states = call.with_row(states, part.first, call.fold(gathered[part.slot - part.before : part.slot]))
+    final_state = _finish_forward(
+        **given | {"initial_state": states, "workspace": workspace, "o": o, "g_cumsum": g_cumsum},
+    )
+    if not any(before):
+        _wait(gathered, context)
+    return o, final_state, g_cumsum if for_backward else None, None, states
+
+
+def _backward(context: CPContext, options: dict, *tensors) -> tuple:
+    """The gradients of q, k, v, g, beta, initial_state, A_log and dt_bias."""
+    q, k, v, g, beta, A, g_raw, initial_state, A_log, dt_bias, do, dht = tensors
+    parts, call = context._parts, _Call(context, q, v, options["state_v_first"])
+    behind, before = ([bool(getattr(part, name)) for part in parts] for name in ("behind", "before"))
+    q, k, v, do = (x.contiguous() for x in (q, k, v, torch.zeros_like(v) if do is None else do))
+    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A": A, "g_raw": g_raw, "do": do, "dht": dht}
+    given |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
+    if not any(behind) and not any(before):
+        gathered = _start_gather(call.zeros(call.maps_shape), context)
+        dq, dk, dv, db, dg, *sums = _op_bwd(**given)
+        _wait(gathered, context)
+        return dq, dk, dv, dg, db, *sums
+
+    mapped = [part.first for part in parts if part.before]
+    maps, workspace, dq, dk, dv, db, dg = _begin_backward(**given | {"map_sequences": mapped})
+    gathered = _start_gather(_of_parts(maps, before), context)
+    if any(behind):
+        gathered = _wait(gathered, context)
+        for part in parts:
+            if part.behind:
+                gradient = call.fold(gathered[part.slot + 1 : part.slot + part.behind + 1].flip(0))
+                dht = call.with_row(dht, part.last, gradient if dht is None else dht[part.last] + gradient)
+    given |= {"dht": dht, "workspace": workspace, "dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg}
+    dh0, dA_log, ddt_bias = _finish_backward(**given)
+    if not any(behind):
+        _wait(gathered, context)
+    return dq, dk, dv, dg, db, None if initial_state is None else call.with_zeros(dh0), dA_log, ddt_bias
+
+
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, o, final_state, q, k, v, g_cumsum, beta, context, state_v_first, *options):
-        ctx.save_for_backward(q, k, v, g_cumsum, beta)
-        ctx.context, ctx.state_v_first, ctx.options = context, state_v_first, options
+    def forward(ctx, context, options, *tensors):
+        tokens, of_heads = tensors[:5], dict(zip(_TENSORS, tensors[5:], strict=True))
+        o, final_state, g_cumsum, A, states = _forward(context, True, tokens, options | of_heads)
+        q, k, v, g, beta = tokens
+        g_raw = g if options["use_gate_in_kernel"] else None
+        ctx.save_for_backward(q, k, v, g_cumsum, beta, A, g_raw, states, of_heads["A_log"], of_heads["dt_bias"])
+        ctx.context, ctx.options = context, options
         ctx.set_materialize_grads(False)
-        return o.view_as(o), final_state.view_as(final_state)
+        if not options["output_final_state"]:
+            ctx.mark_non_differentiable(final_state)
+        return o, final_state
 
     @staticmethod
     def backward(ctx, do, dht):
-        tokens, context = ctx.saved_tensors, ctx.context
-        q, _, v, g_cumsum, _ = tokens
-        do = torch.zeros_like(v) if do is None else do
-        H_v, V, K = *v.shape[2:], q.shape[-1]
-
-        def v_first(state):
-            return state if ctx.state_v_first else state.mT
-
-        def map_of(part):
-            if part.before == 0:
-                return g_cumsum.new_zeros(H_v, V + K, K)
-            behind = None if dht is None else v_first(dht[part.first : part.first + 1])
-            own = (x[:, part.begin : part.first_end] for x in (*tokens, do))
-            return ops.gated_delta_rule_backward_map(*own, behind, *ctx.options)[0]
-
-        maps = _gather([map_of(part) for part in context._parts], context)
-        for part in context._parts:
-            if part.behind:
-                gradient = v_first(_fold(maps[part.slot + part.behind : part.slot : -1], V))
-                if dht is None:
-                    dht = gradient.new_zeros(context.num_seqs, *gradient.shape)
-                dht = dht.select_scatter(dht[part.last] + gradient, 0, part.last)
-        return do, dht, *(None,) * (len(ctx.needs_input_grad) - 2)
+        if do is None and dht is None:
+            return (None,) * len(ctx.needs_input_grad)
+        backward = functools.partial(_backward, ctx.context, ctx.options)
+        gradients = only_once(backward, *ctx.saved_tensors, do, dht)
+        needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(dx if is_needed else None for dx, is_needed in needed)
 
 
 def run(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor, torch.Tensor]:
     """The op chunk_gated_delta_rule, by its arguments, from the states that the ranks before leave."""
-    context, call = _as_ours(context), dict(zip(_OPTIONS, options, strict=True))
+    context, options = _as_ours(context), dict(zip(_OPTIONS, options, strict=True))
     for name, x in (("q", q), ("v", v)):
         _check_tokens(name, x, context)
         if x.dim() != 4:
             raise ValueError(f"{name} has {x.dim()} dimensions, expected 4 ([B, T, heads, dimension])")
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # maps have no autocast of their own
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # the halves have no autocast
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    H_v, V, K = *v.shape[2:], q.shape[-1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    initial_state, state_v_first = call["initial_state"], call["state_v_first"]
-
-    def v_first(state):
-        return state if state_v_first else state.mT
-
-    def map_of(part):
-        if part.behind == 0:
-            return q.new_zeros(H_v, V + K, K, dtype=dtype)
-        state = None
-        if initial_state is not None and not (part.before and part.first == part.last):
-            state = v_first(initial_state[part.last : part.last + 1])
-        own = (x[:, part.last_begin : part.end] for x in (q, k, v, g, beta))
-        return ops.gated_delta_rule_forward_map(*own, state, **{name: call[name] for name in _MAP_OPTIONS})[0]
-
-    states = initial_state
-    with torch.no_grad():
-        maps = _gather([map_of(part) for part in context._parts], context)
-    for part in context._parts:
-        if part.before:
-            with torch.no_grad():
-                state = v_first(_fold(maps[part.slot - part.before : part.slot], V))
-            if states is None:
-                states = state.new_zeros(context.num_seqs, *state.shape)
-            states = states.to(dtype).select_scatter(state, 0, part.first)
-
-    state_dtype = call["state_dtype"]
-    call |= {"initial_state": states, "cu_seqlens": context.cu_seqlens, "state_dtype": None}
-    given = (q, k, v, g, beta, initial_state, call["A_log"], call["dt_bias"])
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        call["output_final_state"] |= any(part.behind for part in context._parts)
-        g_cumsum, _, o, _, final_state = ops.chunk_gated_delta_rule_fwd(q, k, v, g, beta, **call)
-        options = (call[name] for name in _GRADIENT_OPTIONS)
-        o, final_state = _ExchangeGradients.apply(
-            o, final_state, q, k, v, g_cumsum, beta, context, state_v_first, *options
-        )
-    else:
-        o, final_state = ops.chunk_gated_delta_rule(q, k, v, g, beta, **call)
+    options["cu_seqlens"] = context.cu_seqlens
+    tokens, tensors = (q, k, v, g, beta), [options[name] for name in _TENSORS]
+    if context._world_size == 1 and not any(part.before for part in context._parts):
+        return ops.chunk_gated_delta_rule(*tokens, **options)
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *tensors))):
+        with torch.no_grad():
+            return _forward(context, False, tokens, options)[:2]
+    state_dtype = options["state_dtype"]
+    others = {name: x for name, x in options.items() if name not in _TENSORS} | {"state_dtype": None}
+    o, final_state = _Differentiable.apply(context, others, *tokens, *tensors)
     return o, final_state if state_dtype is None else final_state.to(state_dtype)
 
 

@@ -33,8 +33,10 @@ from flash_qla._layout import CHUNK  # noqa: E402  the build writes it beside th
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
-_forward_map = torch.ops.flash_qla.gated_delta_rule_forward_map.default
-_backward_map = torch.ops.flash_qla.gated_delta_rule_backward_map.default
+_forward_begin = torch.ops.flash_qla.gated_delta_rule_forward_begin.default
+_forward_finish = torch.ops.flash_qla.gated_delta_rule_forward_finish.default
+_backward_begin = torch.ops.flash_qla.gated_delta_rule_backward_begin.default
+_backward_finish = torch.ops.flash_qla.gated_delta_rule_backward_finish.default
 _prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
 _decode = torch.ops.flash_qla.decode_gated_delta_rule.default
 _decode_packed = torch.ops.flash_qla.decode_gated_delta_rule_packed.default
@@ -50,7 +52,8 @@ def _call_of(op):
 
 
 _ForwardCall, _LowLevelCall, _BackwardCall = map(_call_of, (_forward, _forward_low_level, _backward))
-_ForwardMapCall, _BackwardMapCall = map(_call_of, (_forward_map, _backward_map))
+_ForwardBeginCall, _ForwardFinishCall = map(_call_of, (_forward_begin, _forward_finish))
+_BackwardBeginCall, _BackwardFinishCall = map(_call_of, (_backward_begin, _backward_finish))
 _PrefillCall, _DecodeCall, _DecodePackedCall = map(_call_of, (_prefill, _decode, _decode_packed))
 
 
@@ -181,41 +184,77 @@ def _fake_low_level(call):
 def _fake_backward(call):
     state_shape, compute_dtype = _check_inputs(call, "initial_state", "dht")
     _check_shape(call, "A", (*call.g.shape, CHUNK), f"[B, T, H_v, {CHUNK}]")
+    return *_fake_gradients(call, compute_dtype), *_fake_sums(call, state_shape, compute_dtype)
+
+
+def _fake_gradients(call, compute_dtype):
+    """Of what has tokens."""
     _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
-    with_gate = call.use_gate_in_kernel
+    with_gate, q = call.use_gate_in_kernel, call.q
     _check(
         call, with_gate == (call.g_raw is not None), lambda: "g_raw is expected with use_gate_in_kernel, and only so"
     )
     if with_gate:
         _check_shape(call, "g_raw", call.g.shape, "[B, T, H_v]")
-    q, H_v = call.q, call.v.shape[2]
     return (
         q.new_empty(q.shape),
         q.new_empty(call.k.shape),
         q.new_empty(call.v.shape),
         q.new_empty(call.beta.shape, dtype=call.beta.dtype if call.use_beta_sigmoid_in_kernel else compute_dtype),
         q.new_empty(call.g.shape, dtype=call.g_raw.dtype if with_gate else compute_dtype),
+    )
+
+
+def _fake_sums(call, state_shape, compute_dtype):
+    q, H_v = call.q, call.v.shape[2]
+    return (
         q.new_empty((0,) if call.initial_state is None else state_shape, dtype=compute_dtype),
         q.new_empty((0,) if call.A_log is None else (H_v,), dtype=compute_dtype),
         q.new_empty((0,) if call.dt_bias is None else (H_v,), dtype=compute_dtype),
     )
 
 
-def _fake_map(call):
-    B, _, H_v, V = call.v.shape
-    K, dtype = call.q.shape[-1], torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    return call.q.new_empty((B, H_v, V + K, K), dtype=dtype)
+def _fake_begun(call, N, compute_dtype, dispatch, **shape):
+    """Maps and workspace: see csrc/halves.h. How much workspace a GPU's kernels take their dispatch says."""
+    q, (B, T, H_v, V) = call.q, call.v.shape
+    H_k, K = q.shape[2:]
+    maps = q.new_empty((len(call.map_sequences), H_v, V + K, K), dtype=compute_dtype)
+    size = 0
+    if q.device.type == "cuda" and B * T > 0 and N > 0:
+        from flash_qla import _C
+
+        shape |= {"auto_cp": call.auto_cp, "varlen": call.cu_seqlens is not None, "in_halves": True}
+        shape |= {"use_qk_l2norm": call.use_qk_l2norm_in_kernel, "K": int(K), "V": int(V)}
+        shape["sm_count"] = torch.cuda.get_device_properties(q.device).multi_processor_count
+        size = getattr(_C, dispatch)(*map(int, (B, T, N, H_k, H_v)), **shape).workspace_bytes
+    return maps, q.new_empty((size,), dtype=torch.uint8)
 
 
-def _fake_forward_map(call):
-    _check_inputs(_ForwardCall(**call._asdict(), state_v_first=True), "initial_state")
-    return _fake_map(call)
+def _fake_forward_begin(call):
+    state_shape, dtype = _check_inputs(call, "initial_state")
+    shape = {"low_level": call.output_g_cumsum, "fp16": call.q.dtype == torch.float16}
+    return (
+        *_fake_begun(call, state_shape[0], dtype, "forward_dispatch", **shape),
+        call.q.new_empty(call.v.shape),
+        call.q.new_empty(call.g.shape if call.output_g_cumsum else (0,), dtype=dtype),
+    )
 
 
-def _fake_backward_map(call):
-    _check_inputs(_BackwardCall(**call._asdict(), A=None, state_v_first=True), "dht")
-    _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
-    return _fake_map(call)
+def _fake_forward_finish(call):
+    state_shape, dtype = _check_inputs(call, "initial_state")
+    dtype = dtype if call.state_dtype is None else call.state_dtype
+    return call.q.new_empty(state_shape if call.output_final_state else (0,), dtype=dtype)
+
+
+def _fake_backward_begin(call):
+    state_shape, dtype = _check_inputs(call, "dht")
+    activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
+    begun = _fake_begun(call, state_shape[0], dtype, "backward_dispatch", activations=activations)
+    return *begun, *_fake_gradients(call, dtype)
+
+
+def _fake_backward_finish(call):
+    return _fake_sums(call, *_check_inputs(call, "initial_state", "dht"))
 
 
 def _check_pool(call, N, states, tables):
@@ -274,13 +313,15 @@ _register_fake(_decode, _DecodeCall, _fake_decode)
 _register_fake(_decode_packed, _DecodePackedCall, _fake_decode_packed)
 _register_fake(_forward_low_level, _LowLevelCall, _fake_low_level)
 _register_fake(_backward, _BackwardCall, _fake_backward)
-_register_fake(_forward_map, _ForwardMapCall, _fake_forward_map)
-_register_fake(_backward_map, _BackwardMapCall, _fake_backward_map)
+_register_fake(_forward_begin, _ForwardBeginCall, _fake_forward_begin)
+_register_fake(_forward_finish, _ForwardFinishCall, _fake_forward_finish)
+_register_fake(_backward_begin, _BackwardBeginCall, _fake_backward_begin)
+_register_fake(_backward_finish, _BackwardFinishCall, _fake_backward_finish)
 
 
 # Autograd. chunk_gated_delta_rule_fwd is what has a formula, because the backward needs its g_cumsum and A. Where
 # gradients are wanted chunk_gated_delta_rule calls it; elsewhere it stays what it is and makes neither. The results of
-# chunk_gated_delta_rule_bwd do not require gradients, nor do maps.
+# chunk_gated_delta_rule_bwd do not require gradients, nor do those of the halves, of which cp.py makes one that does.
 
 
 def _register_autograd(op, differentiable):
@@ -344,8 +385,7 @@ class _Differentiable(torch.autograd.Function):
         call = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
         call["do"] = torch.zeros_like(call["v"]) if do is None else do
         call["dht"] = dht
-        backward = _OnceDifferentiable.apply if torch.is_grad_enabled() else _backward
-        gradients = dict(zip(_DIFFERENTIATED, backward(*_backward_arguments_of(call)), strict=True))
+        gradients = dict(zip(_DIFFERENTIATED, only_once(_backward, *_backward_arguments_of(call)), strict=True))
         needed = zip(("keyset", *_LowLevelCall._fields), ctx.needs_input_grad, strict=False)
         return tuple([gradients.get(name) if is_needed else None for name, is_needed in needed])
 
@@ -363,15 +403,18 @@ def _forward_for_backward(keyset, *args):
     return o, final_state
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """chunk_gated_delta_rule_bwd for backward(create_graph=True): the error comes when the results are differentiated,
-    not when they are made, as the graph may be wanted for the sake of other parts of a model."""
+def only_once(backward, *args):
+    """The gradients backward(*args). With backward(create_graph=True) the error comes when they are differentiated, not
+    when they are made, as the graph may be wanted for the sake of other parts of a model."""
+    return _OnceDifferentiable.apply(backward, *args) if torch.is_grad_enabled() else backward(*args)
 
+
+class _OnceDifferentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args):
-        return _backward(*args)
+    def forward(backward, *args):
+        return backward(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -407,7 +450,8 @@ def _register_constant(op):
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-for _op in (_backward, _forward_map, _backward_map, _prefill, _decode, _decode_packed):
+_HALVES = (_forward_begin, _forward_finish, _backward_begin, _backward_finish)
+for _op in (_backward, *_HALVES, _prefill, _decode, _decode_packed):
     _register_constant(_op)
 
 

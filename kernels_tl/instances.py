@@ -26,8 +26,9 @@ INSTANCES = [
         for low_level in (False, True)
         if not (low_level and types["dtype"] == "float16")  # whose A takes more digits than this kernel's inverse has
     ),
-    *(Instance("forward.segment_maps", types) for types in TYPES),
+    *(Instance("forward.segment_maps", types | {"partial": partial}) for types in TYPES for partial in (False, True)),
     *(Instance("forward.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
+    *(Instance("forward.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
     *(Instance(f"backward.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
     *(Instance("backward.backward_maps", types) for types in TYPES),

@@ -1,4 +1,5 @@
-"""Every op of the library, called alike: for what holds for all of them, whatever they compute.
+"""Every op of the library, called alike: for what holds for all of them, whatever they compute. Ops that are halves of
+a pass have the name of the first one, and are called together.
 
 make_call(name, device) is a call on a few sequences, packed where the op takes cu_seqlens and rows of a batch
 elsewhere. It gives results by the names of the schema, and knows which part of an argument or a result is a sequence's.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import flash_qla  # noqa: F401  loads the ops
 NAMES = sorted(
     name.removeprefix("flash_qla::")
     for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("flash_qla::") and "." not in name
+    if re.match(r"flash_qla::[^_.][^.]*(?<!_finish)$", name)
 )
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
@@ -26,12 +28,36 @@ SLOTS = 9  # of the pool
 
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
 BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "db", "dg"}
-BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "map", "intermediate_states"}
+BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
 OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias"}
 
 
 def op_of(name: str):
     return getattr(torch.ops.flash_qla, name).default
+
+
+def names_of_arguments(name: str) -> list[str]:
+    """Of the op, or of both halves without what the first one makes for the second one."""
+    names = [x.name for x in op_of(name)._schema.arguments]
+    if name.endswith("_begin"):
+        made = {x.name for x in op_of(name)._schema.returns}
+        names += [x.name for x in op_of(finish_of(name))._schema.arguments if x.name not in {*made, *names}]
+    return names
+
+
+def finish_of(name: str) -> str:
+    return name.removesuffix("_begin") + "_finish"
+
+
+def run(name: str, arguments: dict) -> dict[str, torch.Tensor]:
+    """The op's results, and what it wrote in place, of copies; by name."""
+    schema = op_of(name)._schema
+    given = {x.name: arguments[x.name] for x in schema.arguments if x.name in arguments}
+    in_place = {x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write}
+    written = {x: given[x].clone() for x in in_place & given.keys()}
+    results = op_of(name)(**given | written)
+    results = (results,) if torch.is_tensor(results) else results
+    return {x.name: result for x, result in zip(schema.returns, results, strict=True)} | written
 
 
 @dataclasses.dataclass
@@ -42,16 +68,11 @@ class Call:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         """The results that there are, and what was written in place, of copies; by name."""
-        op = op_of(self.name)
-        written = {
-            x.name: self.arguments[x.name].clone()
-            for x in op._schema.arguments
-            if x.alias_info is not None and x.alias_info.is_write and x.name in self.arguments
-        }
-        results = op(**self.arguments | written)
-        results = (results,) if torch.is_tensor(results) else results
-        by_name = {x.name: result for x, result in zip(op._schema.returns, results, strict=True)}
-        return {name: x for name, x in by_name.items() if x.shape != (0,)} | written
+        results = run(self.name, self.arguments)
+        if self.name.endswith("_begin"):
+            results |= run(finish_of(self.name), self.arguments | results)
+            del results["workspace"]
+        return {name: x for name, x in results.items() if x.shape != (0,)}
 
     def on(self, device) -> Call:
         moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in self.arguments.items()}
@@ -71,6 +92,10 @@ class Call:
         if name == "checkpoints":
             kept = [length // 64 for length in self.lengths]
             return x[sum(kept[:n]) : sum(kept[: n + 1])]
+        if name == "maps":  # none of a sequence whose map is not asked for
+            mapped = self.arguments["map_sequences"]
+            i = mapped.index(n) if n in mapped else len(mapped)
+            return x[i : i + 1]
         if name == "state_pool":
             slot = self.arguments["state_indices"][n]
             return x[slot : slot + 1]
@@ -87,6 +112,8 @@ class Call:
                 arguments[name] = torch.tensor(offsets, dtype=x.dtype).to(x.device)
             elif name == "state_indices":
                 arguments[name] = x[list(order)]
+            elif name == "map_sequences":
+                arguments[name] = [order.index(n) for n in x if n in order]
             elif torch.is_tensor(x) and name != "state_pool" and self.part(name, x, 0) is not None:
                 along = 1 if name in BY_TOKEN and "cu_seqlens" in self.arguments else 0
                 arguments[name] = torch.cat([self.part(name, x, n) for n in order], along)
@@ -95,7 +122,7 @@ class Call:
 
 def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **options) -> Call:
     """Skips the test where the op does not run on the device. `options` are those of a Case."""
-    schema = [x.name for x in op_of(name)._schema.arguments]
+    schema = names_of_arguments(name)
     lengths = DECODED if name.startswith("decode") else LENGTHS
     if "cu_seqlens" not in schema:
         lengths = (70,) * len(LENGTHS)
@@ -104,12 +131,12 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
     case = Case(**shape | sizes | options, state_v_first="state_v_first" not in schema)
     known = make_inputs(case, device) | make_gradients(case, device)
     inputs = {x: value for x, value in known.items() if x not in ("do", "dht")}
-    if name.endswith(("_bwd", "backward_map")):
+    if name.endswith(("_bwd", "backward_begin")):
         g_cumsum, A = run_forward(inputs, output_h=False)[:2]
         if case.use_gate_in_kernel:
             known["g_raw"] = known["g"]
         known |= {"g": g_cumsum, "A": A}
-    known |= {"output_final_state": True, "output_h": True}
+    known |= {"output_final_state": True, "output_h": True, "output_g_cumsum": True, "map_sequences": [0, 3]}
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
 
     def states(*outer):

@@ -1,11 +1,13 @@
 """The ops under autograd and what builds on it: gradcheck, torch.compile, checkpointing, autocast, DDP."""
 
+import dataclasses
+
 import accuracy
 import pytest
 import torch
 from cases import GRADIENT_OF, Case, forward_mode, make_gradients, make_inputs, run_backward
 from dispatched import Ran
-from every_op import NAMES, make_call, op_of
+from every_op import NAMES, make_call
 from reference import one_thread
 from subprocesses import run_side_by_side
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -182,14 +184,15 @@ def test_forward_mode_says_that_it_is_missing(device):
 def test_ops_without_derivatives_say_so_in_forward_mode(device, name):
     """Otherwise they would pass for constants. Without a tangent nothing is wrong."""
     call = make_call(name, device)
+    message = rf"{name.removesuffix('_begin')}\w* has no forward-mode derivative"
     floating = [x for x, value in call.arguments.items() if torch.is_tensor(value) and value.is_floating_point()]
     for argument in floating:
         x = call.arguments[argument].clone()
 
         def run(x, argument=argument):
-            return op_of(name)(**call.arguments | {argument: x})
+            return dataclasses.replace(call, arguments=call.arguments | {argument: x})()
 
-        with pytest.raises(NotImplementedError, match=rf"{name} has no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match=message):
             torch.func.jvp(run, (x,), (x,))
         with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             run(forward_ad.make_dual(x, x))

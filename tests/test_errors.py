@@ -349,7 +349,7 @@ from every_op import make_call
 def fails(*_):
     raise RuntimeError("the reason")
 
-call = make_call("gated_delta_rule_forward_map", "cpu")
+call = make_call("gated_delta_rule_forward_begin", "cpu")
 library = torch.library.Library("aten", "IMPL")
 for operator in ("copy_", "fill_.Scalar", "zero_"):  # the last one that it calls first
     library.impl(operator, fails, "CPU")

@@ -63,7 +63,7 @@ def test_other_sequences_keep_their_bits(device, name, number, dtype):
         actual = dirty()
         assert_same_parts(call, actual, expected, [n for n in range(4) if n != bad])
         if number == "nan":
-            assert all(dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "map"))
+            assert all(dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "maps"))
 
 
 @every_op

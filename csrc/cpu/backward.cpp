@@ -92,10 +92,14 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
 
 }  // namespace
 
-BackwardOutputs backward_cpu(const BackwardCall& call) {
+void run_backward_cpu(const BackwardCall& call, const BackwardOutputs& out) {
   say_once_that_this_is_slow(call.op);
-  BackwardOutputs out = allocate_backward(call);
   with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, out); });
+}
+
+BackwardOutputs backward_cpu(const BackwardCall& call) {
+  BackwardOutputs out = allocate_backward(call);
+  run_backward_cpu(call, out);
   return out;
 }
 

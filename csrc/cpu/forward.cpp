@@ -16,6 +16,8 @@ void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences
   zero_from(forward.o, tokens, call.T, call.H_v * call.V);
   if (call.output_low_level) {
     zero_from(forward.g_cumsum, tokens, call.T, call.H_v);
+  }
+  if (forward.A != nullptr) {
     zero_from(forward.A, tokens, call.T, call.H_v * kChunk);
   }
   if (call.output_h) {
@@ -46,7 +48,7 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
       .initial_state = call.initial_state ? call.initial_state->const_data_ptr<CT>() : nullptr,
       .o = out.o.mutable_data_ptr<T>(),
       .g_cumsum = call.output_low_level ? out.g_cumsum.mutable_data_ptr<CT>() : nullptr,
-      .A = call.output_low_level ? out.A.mutable_data_ptr<T>() : nullptr,
+      .A = out.A.defined() ? out.A.mutable_data_ptr<T>() : nullptr,
       .h = call.output_h ? out.h.mutable_data_ptr<T>() : nullptr,
       .final_state = call.output_final_state ? out.final_state.mutable_data_ptr<CT>() : nullptr,
       .checkpoints = checkpoints,
@@ -56,7 +58,7 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
     clear_padding(call, sequences, forward);
   }
   torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
-    const cpu::Scratch<CT> scratch(call.K, call.V, call.output_low_level);
+    const cpu::Scratch<CT> scratch(call.K, call.V, forward.A != nullptr);
     for (int64_t i = begin; i < end; ++i) {
       cpu::run_sequence(forward, sequences[i / call.H_v], i % call.H_v, scratch);
     }
@@ -65,10 +67,14 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
 
 }  // namespace
 
-ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints) {
+void run_forward_cpu(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out) {
   say_once_that_this_is_slow(call.op);
-  ForwardOutputs out = allocate_forward(call);
   with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, checkpoints, out); });
+}
+
+ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints) {
+  ForwardOutputs out = allocate_forward(call);
+  run_forward_cpu(call, checkpoints, out);
   return out;
 }
 

@@ -20,6 +20,10 @@ void say_once_that_this_is_slow(const char* op);
 // forward_cpu, leaving checkpoints on the way.
 ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints);
 
+// The passes into these outputs. A is made where it is defined.
+void run_forward_cpu(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out);
+void run_backward_cpu(const BackwardCall& call, const BackwardOutputs& out);
+
 // In the order of their tokens; reads cu_seqlens, and throws unless its contents are right.
 std::vector<cpu::Sequence> list_sequences(const Call& call);
 

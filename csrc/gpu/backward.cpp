@@ -8,6 +8,7 @@
 #include "gpu/launch.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"
+#include "halves.h"
 #include "kernels.h"
 #include "passes.h"
 #include "tensors.h"
@@ -28,32 +29,56 @@ BackwardShape shape_of(const BackwardCall& call) {
           .use_qk_l2norm = call.use_qk_l2norm,
           .activations = call.use_gate || call.use_beta_sigmoid,
           .K = call.K,
-          .V = call.V};
+          .V = call.V,
+          .in_halves = call.in_halves};
 }
 
 // The launches of a call, each in a function of its name.
 class Backward {
  public:
-  Backward(const BackwardCall& call, const BackwardShape& shape, const BackwardOutputs& out)
-      : call_(call),
-        out_(out),
-        d_(dispatch_backward(shape)),
-        workspace_(shape, d_),
-        stream_(current_stream(call.q)),
-        dtype_(dtype_name(call.dtype)),
-        activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
+  Backward(const BackwardCall& call, const BackwardOutputs& out, const std::optional<Tensor>& workspace = {})
+      : Backward(call, shape_of(call), out) {
+    if (workspace) {
+      workspace_.adopt(call, *workspace);
+    } else {
+      workspace_.allocate(call);
+    }
+  }
 
   void run() {
-    workspace_.allocate(call_);
+    begin();
+    finish();
+  }
+
+  // What needs neither states nor their gradients.
+  void begin() {
     if (call_.use_qk_l2norm) {
       l2norm();
     }
     plan();
     chunk_matrices();
-    if (d_.uses_cp()) {
+    if (d_.has_maps()) {
       backward_maps();
-      segment_scan();
-      reverse_segment_scan();
+    }
+  }
+
+  // In halves: what begin leaves to finish.
+  const Tensor& workspace() const { return workspace_.storage(); }
+
+  Tensor maps() const {
+    Tensor maps = allocate_maps(call_);
+    if (maps.size(0) > 0) {
+      compose_maps(maps);
+    }
+    return maps;
+  }
+
+  void finish() {
+    if (d_.has_maps()) {  // in halves also for the wait: replay_states may read initial states early
+      const std::optional<Tensor> initial_state = states_or_zeros(call_, call_.initial_state);
+      const std::optional<Tensor> grad_final_state = states_or_zeros(call_, call_.grad_final_state);
+      segment_scan(initial_state);
+      reverse_segment_scan(grad_final_state);
     }
     replay_states();
     chunk_backward();
@@ -66,6 +91,15 @@ class Backward {
   }
 
  private:
+  Backward(const BackwardCall& call, const BackwardShape& shape, const BackwardOutputs& out)
+      : call_(call),
+        out_(out),
+        d_(dispatch_backward(shape)),
+        workspace_(shape, d_),
+        stream_(current_stream(call.q)),
+        dtype_(dtype_name(call.dtype)),
+        activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
+
   void l2norm() const {
     kernels::l2norm({.q = call_.q.const_data_ptr(),
                      .k = call_.k.const_data_ptr(),
@@ -86,8 +120,8 @@ class Backward {
   // Only whether there are any: the kernels have those of the gradients besides.
   States states() const {
     States found;
-    found.has_initial = call_.initial_state.has_value();
-    found.has_final = call_.grad_final_state.has_value();
+    found.has_initial = call_.in_halves || call_.initial_state.has_value();
+    found.has_final = call_.in_halves || call_.grad_final_state.has_value();
     found.slots = call_.N;
     return found;
   }
@@ -100,11 +134,18 @@ class Backward {
                .segments = workspace_[workspace_.segments],
                .segment_slots = d_.segments,
                .segment_chunks = d_.segment_chunks,
-               .cut_above = d_.cut_above},
+               .cut_above = d_.cut_above,
+               .map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
+               .dropped = SegmentFlag::kFirst},
               stream_);
   }
 
   int64_t state_size() const { return call_.H_v * call_.V * call_.K; }  // of a sequence's state
+
+  // Behind each segment. A first segment has a dZ where its map is wanted, and so a slot before it.
+  float* grad_states() const {
+    return workspace_[workspace_.grad_states] + (d_.in_halves ? state_rows(call_.H_v, call_.K, call_.V) : 0);
+  }
 
   uint16_t* block_rows(int64_t j) const { return flash_qla::block_rows(workspace_[workspace_.matrices], j); }
 
@@ -174,9 +215,9 @@ class Backward {
                             .matrices_1 = block_rows(1),
                             .matrices_2 = block_rows(2),
                             .matrices_3 = block_rows(3),
-                            .segments = workspace_[workspace_.segments],
+                            .segments = workspace_[d_.in_halves ? workspace_.map_segments : workspace_.segments],
                             .states = workspace_[workspace_.states],
-                            .grad_states = workspace_[workspace_.grad_states],
+                            .grad_states = grad_states(),
                             .maps = workspace_[workspace_.maps],
                             .skips = workspace_[workspace_.skips],
                             .reverse_skips = workspace_[workspace_.reverse_skips],
@@ -193,12 +234,39 @@ class Backward {
                            {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
-  void segment_scan() const {
+  void compose_maps(const Tensor& maps) const {
+    const auto [mapped_0, mapped_1] = mapped_sequences(call_);
+    kernels::compose_maps({.sequences = workspace_[workspace_.sequences],
+                           .segments = workspace_[workspace_.segments],
+                           .maps = workspace_[workspace_.maps],
+                           .skips = workspace_[workspace_.reverse_skips],
+                           .initial_state = data(call_.grad_final_state),
+                           .offsets = workspace_[workspace_.grad_states],  // of the segment before, which is one on
+                           .composed = maps.mutable_data_ptr(),
+                           .key_dim = call_.K,
+                           .value_dim = call_.V,
+                           .state_stride_v = call_.state_stride_v(),
+                           .state_stride_k = call_.state_stride_k(),
+                           .has_initial_state = call_.grad_final_state.has_value(),
+                           .mapped_0 = mapped_0,
+                           .mapped_1 = mapped_1,
+                           .N = call_.N,
+                           .segment_slots = d_.segments,
+                           .H_v = call_.H_v,
+                           .state_size = call_.state_size(),
+                           .value_rows = value_rows(call_.V),
+                           .mapped = maps.size(0),
+                           .map_rows = call_.V + call_.K,
+                           .key_channels = call_.K},
+                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = true}, stream_);
+  }
+
+  void segment_scan(const std::optional<Tensor>& initial_state) const {
     kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
                            .segments = workspace_[workspace_.segments],
                            .maps = workspace_[workspace_.maps],
                            .skips = workspace_[workspace_.skips],
-                           .initial_state = data(call_.initial_state),
+                           .initial_state = data(initial_state),
                            .states = workspace_[workspace_.states],
                            .key_dim = call_.K,
                            .value_dim = call_.V,
@@ -215,13 +283,13 @@ class Backward {
   }
 
   // The same in reverse, of the gradients.
-  void reverse_segment_scan() const {
+  void reverse_segment_scan(const std::optional<Tensor>& grad_final_state) const {
     kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
                            .segments = workspace_[workspace_.segments],
                            .maps = workspace_[workspace_.maps],
                            .skips = workspace_[workspace_.reverse_skips],
-                           .initial_state = data(call_.grad_final_state),
-                           .states = workspace_[workspace_.grad_states],
+                           .initial_state = data(grad_final_state),
+                           .states = grad_states(),
                            .key_dim = call_.K,
                            .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
@@ -278,7 +346,7 @@ class Backward {
                              .segments = workspace_[workspace_.segments],
                              .h = workspace_[workspace_.h],
                              .v_new = workspace_[workspace_.v_new],
-                             .grad_states = workspace_[workspace_.grad_states],
+                             .grad_states = grad_states(),
                              .dht = data(call_.grad_final_state),
                              .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
                              .turns = workspace_[workspace_.turns],
@@ -371,9 +439,28 @@ BackwardOutputs backward_cuda(const BackwardCall& call) {
   if (call.is_empty()) {
     pass_gradients_through(call, out);
   } else {
-    Backward(call, shape_of(call), out).run();
+    Backward(call, out).run();
   }
   return out;
+}
+
+Begun begin_backward_cuda(const BackwardCall& call, const BackwardOutputs& out) {
+  const DeviceGuard guard = make_current(call.q);
+  if (call.is_empty()) {
+    return {maps_of_nothing(call, call.grad_final_state), no_workspace(call)};
+  }
+  Backward backward(call, out);
+  backward.begin();
+  return {backward.maps(), backward.workspace()};
+}
+
+void finish_backward_cuda(const BackwardCall& call, const Tensor& workspace, BackwardOutputs& out) {
+  const DeviceGuard guard = make_current(call.q);
+  if (call.is_empty()) {
+    pass_gradients_through(call, out);
+  } else {
+    Backward(call, out, workspace).finish();
+  }
 }
 
 }  // namespace flash_qla

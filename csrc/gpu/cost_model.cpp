@@ -146,6 +146,12 @@ double scan_steps(const Schedule& s, double directions) {
   return std::max(1.0, sequences) * (s.parts - 1);
 }
 
+// compose_maps: as many steps, of V + K rows of the map of one sequence.
+double composition_us(const ForwardShape& shape, const Schedule& s) {
+  const double ctas = static_cast<double>(value_tiles(shape.V + shape.K, kScanColumns)) * s.H_v;
+  return shape.in_halves ? kScan * std::max(1.0, ctas / s.sms) * s.parts : 0;
+}
+
 // segment_maps and segment_scan.
 double maps_us(const Schedule& s) {
   const double later = later_segments(s);
@@ -188,6 +194,7 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
   if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * s.H_v * ((1 + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
   }
+  us += composition_us(shape, s);
   return cut ? us + maps_us(s) : us;
 }
 
@@ -200,6 +207,7 @@ double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengt
   if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * s.H_v * ((1 + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);
   }
+  us += composition_us(shape, s);
   return cut ? us + backward_maps_us(s) : us;
 }
 
@@ -228,7 +236,7 @@ double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
 }
 
 int64_t find_cut_above(Predict predict, const ForwardShape& shape, const Mode& mode) {
-  if (mode.segment_chunks == 0 || !device_knows_more(shape)) {
+  if (mode.segment_chunks == 0 || mode.always_cut || !device_knows_more(shape)) {
     return 0;
   }
   int64_t whole = mode.segment_chunks, cut = std::max(average_chunks(shape) * shape.N, whole);

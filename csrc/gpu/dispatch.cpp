@@ -72,6 +72,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.early = !shape.varlen || shape.N <= kMostSorted;
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
+  d.in_halves = shape.in_halves;
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
   d.predicted_us = us;
   return d;
@@ -87,6 +88,7 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   d.heads_per_cta = heads_per_cta(shape.forward(), d.chunk_slots);
   d.early_ctas = early_ctas(shape.forward());
   d.gate_gradients = shape.activations || value_tiles(shape.V) > 1;
+  d.in_halves = shape.in_halves;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   d.predicted_us = us;
   return d;

@@ -21,6 +21,7 @@ struct ForwardShape {
   int64_t K = 128, V = 128;
   bool batch_invariant = false;  // no segments and two kernels: their tiles do not change the bits
   bool checkpoints = false;      // states behind chunks are kept
+  bool in_halves = false;        // for ranks (halves.h): sequences are always cut, as that makes their maps
 
   int64_t group() const { return H_v / H_k; }  // value heads a query/key head
   bool operator==(const ForwardShape&) const = default;
@@ -48,10 +49,15 @@ struct ForwardDispatch {
   int64_t ctas;            // of the last launch
   std::array<Launch, 2> launches;
   int64_t launch_count;
+  bool in_halves;
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 
   bool uses_cp() const { return segment_chunks > 0; }
+  bool has_maps() const { return uses_cp() || in_halves; }
+  int64_t map_slots() const {
+    return has_maps() ? segments + in_halves : 0;
+  }  // of Z, as of a last segment it is behind
 };
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape);
@@ -64,6 +70,7 @@ struct BackwardShape {
   bool use_qk_l2norm;
   bool activations;  // of gate or beta inside
   int64_t K = 128, V = 128;
+  bool in_halves = false;  // as the forward's
 
   // Of the forward that goes through the same chunks.
   ForwardShape forward() const {
@@ -80,7 +87,8 @@ struct BackwardShape {
             .output_h = true,
             .fp16 = false,
             .K = K,
-            .V = V};
+            .V = V,
+            .in_halves = in_halves};
   }
   bool operator==(const BackwardShape&) const = default;
 };
@@ -93,10 +101,15 @@ struct BackwardDispatch {
   int64_t heads_per_cta;   // of chunk_matrices
   int64_t early_ctas;      // likewise
   bool gate_gradients;     // is launched: activations are inside, or tiles of the value rows have to be added up
+  bool in_halves;
   int64_t workspace_bytes;
   double predicted_us;  // by the cost model, on the GPU
 
   bool uses_cp() const { return segment_chunks > 0; }
+  bool has_maps() const { return uses_cp() || in_halves; }
+  int64_t map_slots() const {
+    return has_maps() ? segments + in_halves : 0;
+  }  // of dZ, as of a first segment it is before
 };
 
 BackwardDispatch dispatch_backward(const BackwardShape& shape);

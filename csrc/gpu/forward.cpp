@@ -8,8 +8,10 @@
 #include "gpu/plan.h"
 #include "gpu/states.h"
 #include "gpu/workspace.h"
+#include "halves.h"
 #include "kernels.h"
 #include "passes.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
@@ -31,37 +33,61 @@ ForwardShape shape_of(const Call& call, const States& states) {
           .K = call.K,
           .V = call.V,
           .batch_invariant = call.batch_invariant,
-          .checkpoints = states.checkpoint_every > 0};
+          .checkpoints = states.checkpoint_every > 0,
+          .in_halves = call.in_halves};
 }
 
 // The launches of a call, each in a function of its name.
 class Forward {
  public:
-  Forward(const Call& call, const States& states, const ForwardShape& shape, const ForwardOutputs& out)
-      : call_(call),
-        states_(states),
-        d_(dispatch_forward(shape)),
-        out_(out),
-        workspace_(shape, d_),
-        stream_(current_stream(call.q)),
-        dtype_(dtype_name(call.dtype)),
-        offset_words_((call.N + 1) * (call.wide_offsets ? 2 : 1)) {
-    workspace_.allocate(call);
+  Forward(const Call& call, const States& states, const ForwardOutputs& out,
+          const std::optional<Tensor>& workspace = {})
+      : Forward(call, states, shape_of(call, states), out) {
+    if (workspace) {
+      workspace_.adopt(call, *workspace);
+    } else {
+      workspace_.allocate(call);
+    }
   }
 
   void run() {
+    begin();
+    finish();
+  }
+
+  // What needs no states.
+  void begin() {
     if (d_.clear_h) {
       Tensor h = out_.h;
       zero(h);
     }
     plan();
     if (d_.fused) {
-      fused_forward(d_.launches[0]);
       return;
     }
     chunk_matrices();
-    if (d_.uses_cp()) {
+    if (d_.has_maps()) {
       segment_maps();
+    }
+  }
+
+  // In halves: what begin leaves to finish.
+  const Tensor& workspace() const { return workspace_.storage(); }
+
+  Tensor maps() const {
+    Tensor maps = allocate_maps(call_);
+    if (maps.size(0) > 0) {
+      compose_maps(maps);
+    }
+    return maps;
+  }
+
+  void finish() {
+    if (d_.fused) {
+      fused_forward(d_.launches[0]);
+      return;
+    }
+    if (d_.has_maps()) {  // in halves also for the wait: chunk_forward reads initial states early
       segment_scan();
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {
@@ -70,6 +96,16 @@ class Forward {
   }
 
  private:
+  Forward(const Call& call, const States& states, const ForwardShape& shape, const ForwardOutputs& out)
+      : call_(call),
+        states_(states),
+        d_(dispatch_forward(shape)),
+        out_(out),
+        workspace_(shape, d_),
+        stream_(current_stream(call.q)),
+        dtype_(dtype_name(call.dtype)),
+        offset_words_((call.N + 1) * (call.wide_offsets ? 2 : 1)) {}
+
   void plan() const {
     make_plan(call_, states_,
               {.sequences = workspace_[workspace_.sequences],
@@ -79,6 +115,8 @@ class Forward {
                .segment_slots = d_.segments,
                .segment_chunks = d_.segment_chunks,
                .cut_above = d_.cut_above,
+               .map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
+               .dropped = SegmentFlag::kLast,
                .checkpoints = workspace_[workspace_.checkpoints]},
               stream_);
   }
@@ -201,7 +239,7 @@ class Forward {
                            .matrices_1 = block_rows(1),
                            .matrices_2 = block_rows(2),
                            .matrices_3 = block_rows(3),
-                           .segments = workspace_[workspace_.segments],
+                           .segments = workspace_[d_.in_halves ? workspace_.map_segments : workspace_.segments],
                            .states = workspace_[workspace_.states],
                            .maps = workspace_[workspace_.maps],
                            .skips = workspace_[workspace_.skips],
@@ -214,7 +252,34 @@ class Forward {
                            .chunk_slots = d_.chunk_slots,
                            .segment_slots = d_.segments,
                            .value_rows = value_rows(call_.V)},
-                          {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
+                          {.dtype = dtype_, .K = instance_K(call_.K), .partial = d_.in_halves}, stream_);
+  }
+
+  void compose_maps(const Tensor& maps) const {
+    const auto [mapped_0, mapped_1] = mapped_sequences(call_);
+    kernels::compose_maps({.sequences = workspace_[workspace_.sequences],
+                           .segments = workspace_[workspace_.segments],
+                           .maps = workspace_[workspace_.maps],
+                           .skips = workspace_[workspace_.skips],
+                           .initial_state = data(call_.initial_state),
+                           .offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V),
+                           .composed = maps.mutable_data_ptr(),
+                           .key_dim = call_.K,
+                           .value_dim = call_.V,
+                           .state_stride_v = call_.state_stride_v(),
+                           .state_stride_k = call_.state_stride_k(),
+                           .has_initial_state = call_.initial_state.has_value(),
+                           .mapped_0 = mapped_0,
+                           .mapped_1 = mapped_1,
+                           .N = call_.N,
+                           .segment_slots = d_.segments,
+                           .H_v = call_.H_v,
+                           .state_size = call_.state_size(),
+                           .value_rows = value_rows(call_.V),
+                           .mapped = maps.size(0),
+                           .map_rows = call_.V + call_.K,
+                           .key_channels = call_.K},
+                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = false}, stream_);
   }
 
   void segment_scan() const {
@@ -295,7 +360,9 @@ void pass_states_through(const Call& call, ForwardOutputs& out) {
   zero(out.o);
   if (call.output_low_level) {
     for (Tensor* zeros : {&out.g_cumsum, &out.A, &out.h}) {
-      zero(*zeros);
+      if (zeros->defined()) {
+        zero(*zeros);
+      }
     }
   }
   if (call.output_final_state && call.initial_state) {
@@ -308,7 +375,7 @@ void pass_states_through(const Call& call, ForwardOutputs& out) {
 }  // namespace
 
 void run_forward(const Call& call, const States& states, const ForwardOutputs& out) {
-  Forward(call, states, shape_of(call, states), out).run();
+  Forward(call, states, out).run();
 }
 
 ForwardOutputs forward_cuda(const Call& call) {
@@ -320,6 +387,32 @@ ForwardOutputs forward_cuda(const Call& call) {
     run_forward(call, states_of(call, out), out);
   }
   return out;
+}
+
+Begun begin_forward_cuda(const Call& call, const ForwardOutputs& out) {
+  const DeviceGuard guard = make_current(call.q);
+  if (call.is_empty()) {
+    return {maps_of_nothing(call, call.initial_state), no_workspace(call)};
+  }
+  const States states = states_of(call, out);
+  Forward forward(call, states, out);
+  forward.begin();
+  return {forward.maps(), forward.workspace()};
+}
+
+void finish_forward_cuda(const Call& call, const Tensor& workspace, ForwardOutputs& out) {
+  const DeviceGuard guard = make_current(call.q);
+  if (call.is_empty()) {
+    pass_states_through(call, out);
+  } else {
+    const std::optional<Tensor> initial = states_or_zeros(call, call.initial_state);
+    const Tensor final =
+        call.output_final_state ? out.final_state : new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
+    States states = states_of(call, out);
+    states.initial = data(initial);
+    states.final = final.mutable_data_ptr();
+    Forward(call, states, out, workspace).finish();
+  }
 }
 
 }  // namespace flash_qla

@@ -19,15 +19,15 @@ constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 constexpr int64_t kMostSearched = 64;
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  return shape.V <= kWideTile && !shape.output_h && !(shape.low_level && shape.fp16) && !shape.batch_invariant &&
-         forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0;
+  return !shape.in_halves && shape.V <= kWideTile && !shape.output_h && !(shape.low_level && shape.fp16) &&
+         !shape.batch_invariant && forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0;
 }
 
 // With segments of this length; 0: none.
 void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, int64_t tile,
               int64_t segment_chunks) {
   const bool has_choice = segment_chunks > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
-  const bool always_cut = forced.always_cuts();
+  const bool always_cut = forced.always_cuts() || shape.in_halves;
   const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
   modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut});
   if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile) {  // whole sequences are fewer pieces
@@ -35,7 +35,7 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   }
 }
 
-// Chunks a segment, none first.
+// Chunks a segment, none first. In halves none only where there is nothing else: the maps are then of whole sequences.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (forced.segment_chunks >= 0) {
     return {forced.segment_chunks};
@@ -50,6 +50,9 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
     if (device_knows_more(shape) && 2 * parts <= all_chunks + 1) {
       found.push_back(ceil_div(all_chunks, parts));
     }
+  }
+  if (shape.in_halves && found.size() > 1) {
+    found.erase(found.begin());
   }
   return found;
 }
@@ -93,7 +96,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
 std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
   for (const int64_t segment_chunks : segmentations(shape.forward(), forced)) {
-    modes.push_back({kWideTile, kWideTile, segment_chunks, false, forced.always_cuts()});
+    modes.push_back({kWideTile, kWideTile, segment_chunks, false, forced.always_cuts() || shape.in_halves});
   }
   return modes;
 }

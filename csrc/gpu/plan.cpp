@@ -12,6 +12,12 @@ int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
   return varlen ? (T + (kChunk - 1) * (N + 1)) / kChunk : B * chunk_count(T);
 }
 
+std::array<int64_t, 2> mapped_sequences(const Call& call) {
+  std::array<int64_t, 2> mapped = {-1, -1};
+  std::ranges::copy(call.map_sequences, mapped.begin());
+  return mapped;
+}
+
 int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segment_chunks) {
   if (segment_chunks == 0) {
     return N;
@@ -21,15 +27,20 @@ int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segm
 }
 
 void make_plan(const Call& call, const States& states, const Plan& plan, cudaStream_t stream) {
+  const auto [mapped_0, mapped_1] = mapped_sequences(call);
   kernels::chunk_plan({.offsets = data(call.cu_seqlens),
                        .sequences = plan.sequences,
                        .chunks = plan.chunks,
                        .segments = plan.segments,
+                       .map_segments = plan.map_segments,
                        .tokens = call.tokens(),
                        .has_offsets = call.varlen,
                        .uniform_length = call.T,
                        .segment_chunks = plan.segment_chunks,
                        .cut_above = plan.cut_above,
+                       .mapped_0 = mapped_0,
+                       .mapped_1 = mapped_1,
+                       .dropped = plan.dropped,
                        .state_indices = states.slot_indices.numbers,
                        .has_state = states.has_state,
                        .checkpoint_indices = states.kept_indices.numbers,
@@ -50,7 +61,8 @@ void make_plan(const Call& call, const States& states, const Plan& plan, cudaStr
                        .offsets_size = call.N + 1,
                        .N = call.N,
                        .chunk_slots = plan.chunk_slots,
-                       .segment_slots = plan.segment_slots},
+                       .segment_slots = plan.segment_slots,
+                       .map_slots = plan.map_segments == nullptr ? 0 : plan.segment_slots},
                       {.offset_dtype = call.wide_offsets ? "int64" : "int32"}, stream);
 }
 

@@ -4,6 +4,7 @@
 
 #include "checks.h"
 #include "gpu/launch.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
@@ -17,13 +18,22 @@ States states_of(const Call& call, const ForwardOutputs& out) {
   States states;
   states.initial = data(call.initial_state);
   states.final = data_if(call.output_final_state, out.final_state);
-  states.has_initial = call.initial_state.has_value();
-  states.has_final = call.output_final_state;
+  states.has_initial = call.in_halves || call.initial_state.has_value();
+  states.has_final = call.in_halves || call.output_final_state;
   states.slots = call.N;
   states.slot_stride = call.H_v * call.V * call.K;
   states.stride_v = call.state_stride_v();
   states.stride_k = call.state_stride_k();
   return states;
+}
+
+std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tensor>& states) {
+  if (states || !call.in_halves) {
+    return states;
+  }
+  Tensor zeros = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
+  zero(zeros);
+  return zeros;
 }
 
 void check_states_on_gpu(const char* op, const char* name, const Tensor& tensor) {

@@ -40,6 +40,10 @@ struct States {
 // Of the op's own tensors.
 States states_of(const Call& call, const ForwardOutputs& out);
 
+// In halves the plan is made before it is known which states there will be, and says that sequences have all of them.
+// These are such that are read: those that are given, or zeros.
+std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tensor>& states);
+
 // What kernels take from the pools of inference engines. Throws, naming the argument, where they do not.
 void check_states_on_gpu(const char* op, const char* name, const Tensor& tensor);
 

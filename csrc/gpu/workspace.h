@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "call.h"
+#include "checks.h"
 #include "gpu/dispatch.h"
 #include "gpu/head_dims.h"
 #include "layout.h"
@@ -32,6 +33,15 @@ class Workspace {
     base_ = static_cast<char*>(storage_->mutable_data_ptr());
   }
 
+  // One that allocate has made, for a call of the same shapes.
+  void adopt(const Call& call, const Tensor& storage) {
+    check(storage.numel() == bytes_, call.op, "workspace has ", storage.numel(), " bytes, expected the ", bytes_,
+          " of the first half of a call of these shapes");
+    storage_ = storage;
+    base_ = static_cast<char*>(storage_->mutable_data_ptr());
+  }
+
+  const Tensor& storage() const { return *storage_; }
   int64_t bytes() const { return bytes_; }
 
   template <typename T>
@@ -51,6 +61,8 @@ inline uint16_t* block_rows(uint16_t* matrices, int64_t j) {
 }
 
 inline int64_t map_size(int64_t K) { return instance_K(K) * instance_K(K); }
+// Of the states of all heads that only kernels read.
+inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * value_rows(V) * instance_K(K); }
 
 // Below, K is the instance's and `rows` are value_rows.
 struct ForwardWorkspace : Workspace {
@@ -61,18 +73,21 @@ struct ForwardWorkspace : Workspace {
         checkpoints(reserve<int32_t>(shape.checkpoints ? d.chunk_slots : 0)),
         gates(reserve<float>(d.fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(d.fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
-        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
-        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
-        skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
+        states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
+        maps(reserve<uint16_t>(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
+        skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
+        map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments, checkpoints;  // the plan's tables
   // Unless fused.
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
-  // With context parallelism.
-  const Region<float> states;   // [segments, H_v, rows, K]: Z, then the state that the segment begins with
+  // With maps.
+  const Region<float> states;   // [map_slots, H_v, rows, K]: Z, then the state that the segment begins with
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
+  // In halves.
+  const Region<int32_t> map_segments;  // segments, without the ends whose maps are wanted
 };
 
 struct BackwardWorkspace : Workspace {
@@ -92,12 +107,12 @@ struct BackwardWorkspace : Workspace {
         counters(reserve<int32_t>(d.gate_gradients ? ceil_div(shape.H_v, kGateHeads) : 0)),
         normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
         rstd(reserve<float>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
-        states(reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
-        grad_states(
-            reserve<float>(d.uses_cp() ? d.segments * shape.H_v * value_rows(shape.V) * instance_K(shape.K) : 0)),
-        maps(reserve<uint16_t>(d.uses_cp() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
-        skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)),
-        reverse_skips(reserve<int32_t>(d.uses_cp() ? d.segments * shape.H_v : 0)) {}
+        states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
+        grad_states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
+        maps(reserve<uint16_t>(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
+        skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
+        reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
+        map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments;  // the plan's tables
   const Region<float> gates;                          // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
@@ -113,11 +128,14 @@ struct BackwardWorkspace : Workspace {
   // With the l2norm.
   const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys,
   const Region<float> rstd;           // [2, B * T, H_k]: and by which factors
-  // With context parallelism.
-  const Region<float> states;       // [segments, H_v, rows, K]: Z, then the state that the segment begins with
-  const Region<float> grad_states;  // [segments, H_v, rows, K]: the next one's dZ, then dS' behind the segment
-  const Region<uint16_t> maps;      // [segments, H_v, 2, K, K]: M in two parts
+  // With maps.
+  const Region<float> states;  // [map_slots, H_v, rows, K]: Z, then the state that the segment begins with
+  // [map_slots, H_v, rows, K], segments from the last on: the next one's dZ, then dS' behind the segment
+  const Region<float> grad_states;
+  const Region<uint16_t> maps;                 // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips, reverse_skips;  // [segments, H_v]: whether M is left out, for states and for gradients
+  // In halves.
+  const Region<int32_t> map_segments;  // segments, without the ends whose maps are wanted
 };
 
 }  // namespace flash_qla

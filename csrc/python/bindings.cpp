@@ -165,7 +165,7 @@ void add_functions(py::module_& module) {
   module.def(
       "forward_dispatch",
       [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool low_level, bool use_qk_l2norm, bool output_h, bool fp16, int64_t K, int64_t V) {
+         bool low_level, bool use_qk_l2norm, bool output_h, bool fp16, int64_t K, int64_t V, bool in_halves) {
         const ForwardShape shape{.B = B,
                                  .T = T,
                                  .N = N,
@@ -179,7 +179,8 @@ void add_functions(py::module_& module) {
                                  .output_h = output_h,
                                  .fp16 = fp16,
                                  .K = K,
-                                 .V = V};
+                                 .V = V,
+                                 .in_halves = in_halves};
         ForwardDispatch dispatch;
         raise(flash_qla_forward_dispatch(&shape, &dispatch));
         return dispatch;
@@ -187,11 +188,12 @@ void add_functions(py::module_& module) {
       strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
       strict("auto_cp") = true, strict("varlen") = true, strict("low_level") = false, strict("use_qk_l2norm") = false,
       strict("output_h") = false, strict("fp16") = false, strict("K") = 128, strict("V") = 128,
+      strict("in_halves") = false,
       R"(What a forward call of these shapes launches on a GPU with that many SMs.
 
 N is the number of sequences. low_level asks for chunk_gated_delta_rule_fwd, which returns A, too; use_qk_l2norm for the
 l2norm inside; output_h and fp16 say that it is to return h and what dtype q has: the one kernel makes no h, and A in
-bf16 only. Raises ValueError for a shape that no call has.)");
+bf16 only; in_halves is for a rank's call of context parallelism. Raises ValueError for a shape that no call has.)");
   module.def(
       "override_forward_dispatch",
       [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t whole_tile) {
@@ -208,7 +210,7 @@ mode that there is not.)");
   module.def(
       "backward_dispatch",
       [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool use_qk_l2norm, bool activations, int64_t K, int64_t V) {
+         bool use_qk_l2norm, bool activations, int64_t K, int64_t V, bool in_halves) {
         const BackwardShape shape{.B = B,
                                   .T = T,
                                   .N = N,
@@ -220,18 +222,19 @@ mode that there is not.)");
                                   .use_qk_l2norm = use_qk_l2norm,
                                   .activations = activations,
                                   .K = K,
-                                  .V = V};
+                                  .V = V,
+                                  .in_halves = in_halves};
         BackwardDispatch dispatch;
         raise(flash_qla_backward_dispatch(&shape, &dispatch));
         return dispatch;
       },
       strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
       strict("auto_cp") = true, strict("varlen") = true, strict("use_qk_l2norm") = false, strict("activations") = false,
-      strict("K") = 128, strict("V") = 128,
+      strict("K") = 128, strict("V") = 128, strict("in_halves") = false,
       R"(What a backward call of these shapes launches on a GPU with that many SMs.
 
-N is the number of sequences; use_qk_l2norm asks for the l2norm inside, activations for that of gate or beta. Raises
-ValueError for a shape that no call has.)");
+N is the number of sequences; use_qk_l2norm asks for the l2norm inside, activations for that of gate or beta;
+in_halves is the forward's. Raises ValueError for a shape that no call has.)");
   module.def(
       "override_backward_dispatch",
       [](int64_t segment_chunks, int64_t cut_above) {

@@ -64,7 +64,7 @@ def backward_maps(dtype, K):
     assert K == V, "M^T has K rows, a tile of Z^T and dZ^T has V, and the same warpgroups make each"
     assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
     CONSUMERS = consumers(V)
-    roles = map_roles(dtype, K, of_backward=True)
+    roles = map_roles(dtype, K, partial=True, of_backward=True)
 
     def make_tiles():
         return shared(

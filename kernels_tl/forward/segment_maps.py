@@ -7,7 +7,8 @@ Z^T is the recurrence (recurrence.py) run from S = 0 without outputs, M^T that r
     skips   [segment_slots, H_v] int32        1 where the gates make M negligible (device/segments.cuh): it is not made
                                               then, and Z is made from the last few chunks alone
 
-The last segment of a sequence needs no map. A CTA makes M or V rows of Z^T, a tile.
+A segment with the flag of a sequence's last needs no map. A CTA makes M or V rows of Z^T, a tile. `partial` is the
+kernel for tables that leave that flag out (chunk_plan's map_segments), so that last chunks may be partial ones.
 
 Launched on [segments * H_v * (1 + value tiles)].
 """
@@ -58,14 +59,16 @@ def make_barriers(rows):
     )
 
 
-def map_roles(dtype, K, of_backward=False):
-    """The roles of a CTA that makes M or Z. The backward's are exact, like its states, and it makes M of segments that
-    end a sequence, whose last chunk may be a partial one."""
+def map_roles(dtype, K, partial, of_backward=False):
+    """The roles of a CTA that makes M or Z. With `partial` the last chunk of a segment may be a partial one. The
+    backward's are exact, like its states; it makes M alone of segments that end a sequence."""
 
     @T.macro
-    def clear_keys_behind(tiles, s, valid):
+    def clear_behind(tiles, s, valid):
         if valid < C:
             clear_rows_behind(tiles.K, valid, s)
+            if not of_backward:
+                clear_rows_behind(tiles.V, valid, s)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, consumers(V))
 
@@ -84,8 +87,8 @@ def map_roles(dtype, K, of_backward=False):
         for c in T.serial(start, chunks):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
-            if of_backward:
-                clear_keys_behind(tiles, s, segment.length - c * C)
+            if partial:
+                clear_behind(tiles, s, segment.length - c * C)
             begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
             T.wait_wgmma(0)
             end_step(r, tiles, s)
@@ -122,12 +125,12 @@ def map_roles(dtype, K, of_backward=False):
     return SimpleNamespace(compute=compute, load=load)
 
 
-def segment_maps(dtype, K):
+def segment_maps(dtype, K, partial):
     tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
     key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
     assert K == V, "M^T has K rows and a tile of Z^T has V, and the same warpgroups make either"
     CONSUMERS = consumers(V)
-    roles = map_roles(dtype, K)
+    roles = map_roles(dtype, K, partial)
 
     def make_tiles():
         return shared(

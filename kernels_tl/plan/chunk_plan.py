@@ -12,6 +12,9 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
                                    sequences the longest come first. Unused slots have 0 tokens, no flags and no states.
                                    Written if segment_slots > 0
+    map_segments [map_slots, 8]    the same, but without the flag `dropped` in the sequences mapped_0 and mapped_1: so
+                                   that kernels which leave out the map of a sequence's last segment, or first, make it
+                                   there. Written if map_slots > 0, which then is segment_slots
     checkpoints [chunk_slots]      where the state behind each chunk goes, written if checkpoint_every > 0
 
 A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
@@ -109,39 +112,41 @@ def write_chunks(chunks, of, tx, n0, chunks_before, total, checkpoints, to):
 
 
 @T.macro
-def write_segments(
-    segments, segment_slots, n, slot, begin, end, first, parts, size, initial, final, on_pool, checkpoint_every
-):
+def write_segments(segments, n, slot, begin, end, first, parts, size, states, dropped=0):
     """A sequence's segments, by its thread."""
     for i in T.serial(parts):
-        if slot + i < segment_slots:
+        if slot + i < segments.shape[0]:
             segments[slot + i, SegmentColumn.ROW] = begin + i * size * C
             segments[slot + i, SegmentColumn.LENGTH] = T.min(end - begin - i * size * C, size * C)
             segments[slot + i, SegmentColumn.CHUNK] = first + i * size
             segments[slot + i, SegmentColumn.SEQUENCE] = n
-            segments[slot + i, SegmentColumn.FLAGS] = T.Select(i == 0, SegmentFlag.FIRST, 0) + T.Select(
-                i == parts - 1, SegmentFlag.LAST, 0
-            )
-            is_scanned = (i > 0) | ((on_pool != 0) & (parts > 1) & (initial != NOBODY))
-            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, SCANNED, initial)
-            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, final, NOBODY)
+            segments[slot + i, SegmentColumn.FLAGS] = T.Select(
+                (i == 0) & (dropped != SegmentFlag.FIRST), SegmentFlag.FIRST, 0
+            ) + T.Select((i == parts - 1) & (dropped != SegmentFlag.LAST), SegmentFlag.LAST, 0)
+            is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NOBODY))
+            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, SCANNED, states.initial)
+            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NOBODY)
             until = T.alloc_var("int32", init=WHOLE * C)
-            if checkpoint_every > 0:
-                until = checkpoint_every - T.truncmod(i * size * C, checkpoint_every)
+            if states.checkpoint_every > 0:
+                until = states.checkpoint_every - T.truncmod(i * size * C, states.checkpoint_every)
             segments[slot + i, SegmentColumn.UNTIL] = until
 
 
 @T.macro
-def write_unused(chunks, chunk_slots, chunks_before, segments, segment_slots, segments_before, tx, begin, tokens):
-    """What follows the last sequence's: padding and unused slots."""
-    for step in T.serial(T.ceildiv(segment_slots - segments_before, THREADS)):
+def write_unused_segments(segments, segments_before, tx):
+    for step in T.serial(T.ceildiv(segments.shape[0] - segments_before, THREADS)):
         slot = segments_before + step * THREADS + tx
-        if slot < segment_slots:
+        if slot < segments.shape[0]:
             for i in T.unroll(SegmentColumn.COUNT):
                 segments[slot, i] = 0
             segments[slot, SegmentColumn.INITIAL] = NOBODY
             segments[slot, SegmentColumn.FINAL] = NOBODY
             segments[slot, SegmentColumn.UNTIL] = WHOLE * C
+
+
+@T.macro
+def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
+    """What follows the last sequence's: padding and unused slots."""
     for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
         chunk = step * THREADS + tx
         if chunks_before + chunk < chunk_slots:
@@ -150,6 +155,7 @@ def write_unused(chunks, chunk_slots, chunks_before, segments, segment_slots, se
 
 def chunk_plan(offset_dtype):
     N, chunk_slots, segment_slots, offsets_size = dims("N", "chunk_slots", "segment_slots", "offsets_size")
+    (map_slots,) = dims("map_slots")
 
     @T.prim_func
     def main(
@@ -157,11 +163,15 @@ def chunk_plan(offset_dtype):
         sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
         chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
         segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
+        map_segments: T.Tensor([map_slots, SegmentColumn.COUNT], "int32"),
         tokens: T.int32,
         has_offsets: T.int32,
         uniform_length: T.int32,
         segment_chunks: T.int32,
         cut_above: T.int32,
+        mapped_0: T.int32,
+        mapped_1: T.int32,
+        dropped: T.int32,  # a SegmentFlag
         state_indices: T.Tensor([N], "int32"),  # on a pool; as these say int64, and strided
         has_state: T.Tensor([N], "int32"),  # bool, strided: whether a first state is read; on a pool, or none
         checkpoint_indices: T.Tensor([N], "int32"),  # [N, checkpoint_columns], as these say int64, and strided
@@ -280,27 +290,20 @@ def chunk_plan(offset_dtype):
                     final = T.Select(has_final != 0, own, NOBODY)
                     sequences[n, SequenceColumn.INITIAL] = initial
                     sequences[n, SequenceColumn.FINAL] = final
-                    write_segments(
-                        segments,
-                        segment_slots,
-                        n,
-                        slot,
-                        begin,
-                        T.Select(own == NOBODY, begin, end),
-                        first,
-                        part,
-                        size,
-                        initial,
-                        final,
-                        on_pool,
-                        checkpoint_every,
+                    own_end = T.Select(own == NOBODY, begin, end)
+                    states = SimpleNamespace(
+                        initial=initial, final=final, on_pool=on_pool, checkpoint_every=checkpoint_every
                     )
+                    write_segments(segments, n, slot, begin, own_end, first, part, size, states)
+                    if map_slots > 0:
+                        without = T.alloc_var("int32", init=T.Select((n == mapped_0) | (n == mapped_1), dropped, 0))
+                        write_segments(map_segments, n, slot, begin, own_end, first, part, size, states, without)
                 tokens_before = ends[THREADS - 1]
                 chunks_before += total
                 T.sync_threads()
 
-            write_unused(
-                chunks, chunk_slots, chunks_before, segments, segment_slots, segments_before, tx, tokens_before, tokens
-            )
+            write_unused_segments(segments, segments_before, tx)
+            write_unused_segments(map_segments, segments_before, tx)
+            write_unused_chunks(chunks, chunk_slots, chunks_before, tx, tokens_before, tokens)
 
     return main

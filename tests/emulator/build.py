@@ -177,7 +177,8 @@ def sources(out: Path) -> list[tuple]:
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
     found.remove((ROOT / "csrc/call.cpp",))
     found.remove((ROOT / "csrc/ops.cpp",))
-    passes = ("forward", "backward", "forward_map", "backward_map", "prefill", "decode")
+    halves = [f"{half}_{name}" for half in ("begin", "finish") for name in ("forward", "backward")]
+    passes = ("forward", "backward", *halves, "prefill", "decode")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
 

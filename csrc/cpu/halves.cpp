@@ -1,5 +1,6 @@
-// The maps on the CPU: the recurrence over V + K rows of a state, in place.
-#include "maps.h"
+// The halves on the CPU: the first makes the maps, by the recurrence over V + K rows of a state, in place, as V-first
+// rows of a state do not depend on each other: from [S; I], with v (do) zero in the rows of I. The second is the pass.
+#include "halves.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -12,6 +13,17 @@
 namespace flash_qla {
 
 namespace {
+
+// Those of which maps are wanted, numbered by these.
+std::vector<cpu::Sequence> mapped_sequences(const Call& call) {
+  const std::vector<cpu::Sequence> sequences = list_sequences(call);
+  std::vector<cpu::Sequence> mapped;
+  for (const int64_t n : call.map_sequences) {
+    mapped.push_back(sequences[n]);
+    mapped.back().index = static_cast<int64_t>(mapped.size()) - 1;
+  }
+  return mapped;
+}
 
 template <typename T, typename CT>
 void run_forward(const Call& call, CT* map) {
@@ -37,8 +49,9 @@ void run_forward(const Call& call, CT* map) {
       .final_state = map,
       .checkpoints = none,
   };
-  const std::vector<cpu::Sequence> sequences = list_sequences(call);
-  torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
+  const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
+  const auto count = static_cast<int64_t>(sequences.size()) * call.H_v;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     const cpu::Scratch<CT> scratch(forward.K, forward.V, false);
     for (int64_t i = begin; i < end; ++i) {
       cpu::run_sequence(forward, sequences[i / call.H_v], i % call.H_v, scratch);
@@ -72,9 +85,9 @@ void run_backward(const BackwardCall& call, CT* map) {
       .dh0 = map,
       .gate_sums = nullptr,
   };
-  const std::vector<cpu::Sequence> sequences = list_sequences(call);
-  const int64_t group = call.group();
-  torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
+  const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
+  const int64_t group = call.group(), count = static_cast<int64_t>(sequences.size()) * call.H_v;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     const cpu::BackwardScratch<CT> scratch(backward.K, backward.V, 0);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i % call.H_v;
@@ -85,18 +98,22 @@ void run_backward(const BackwardCall& call, CT* map) {
 
 }  // namespace
 
-Tensor forward_map_cpu(const Call& call) {
+Begun begin_forward_cpu(const Call& call, const ForwardOutputs&) {
   say_once_that_this_is_slow(call.op);
-  Tensor map = map_of_nothing(call, call.initial_state);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run_forward<T, CT>(call, map.mutable_data_ptr<CT>()); });
-  return map;
+  Tensor maps = maps_of_nothing(call, call.initial_state);
+  with_types(call.dtype, [&]<typename T, typename CT>() { run_forward<T, CT>(call, maps.mutable_data_ptr<CT>()); });
+  return {maps, no_workspace(call)};
 }
 
-Tensor backward_map_cpu(const BackwardCall& call) {
+void finish_forward_cpu(const Call& call, const Tensor&, ForwardOutputs& out) { run_forward_cpu(call, {}, out); }
+
+Begun begin_backward_cpu(const BackwardCall& call, const BackwardOutputs&) {
   say_once_that_this_is_slow(call.op);
-  Tensor map = map_of_nothing(call, call.grad_final_state);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run_backward<T, CT>(call, map.mutable_data_ptr<CT>()); });
-  return map;
+  Tensor maps = maps_of_nothing(call, call.grad_final_state);
+  with_types(call.dtype, [&]<typename T, typename CT>() { run_backward<T, CT>(call, maps.mutable_data_ptr<CT>()); });
+  return {maps, no_workspace(call)};
 }
+
+void finish_backward_cpu(const BackwardCall& call, const Tensor&, BackwardOutputs& out) { run_backward_cpu(call, out); }
 
 }  // namespace flash_qla

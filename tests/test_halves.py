@@ -1,0 +1,276 @@
+"""The ops that are halves of the two passes, and the affine maps of a state and of its gradient that the first ones
+give. How ranks put them together is in test_cp.py."""
+
+import accuracy
+import pytest
+import reference
+import torch
+from cases import (
+    ALL_GRADIENTS_OF,
+    ALL_INSIDE,
+    Case,
+    activated,
+    backward_mode,
+    covered_tokens,
+    equal,
+    forward_mode,
+    make_gradients,
+    make_inputs,
+    parametrize,
+    reference_gradients,
+    reference_of,
+    run_backward,
+    run_forward,
+)
+from poison import poisoned
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_qla
+
+ops = torch.ops.flash_qla
+BEGIN = ("gated_delta_rule_forward_begin", "gated_delta_rule_backward_begin")
+FINISH = ("gated_delta_rule_forward_finish", "gated_delta_rule_backward_finish")
+FP64 = dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "initial_state", "dht"), torch.float64)
+
+CASES = (
+    *(Case(B=2, T=T, K=16, V=24, **FP64, state_v_first=T > 1) for T in (0, 1, 64, 150)),
+    Case(T=70, H_k=1, H_v=3, K=13, V=5, dtype=torch.float32, gate="logsigmoid", scale=0.5, initial_state=None),
+    Case(
+        lengths=(30, 0, 100),
+        padding=2,
+        K=16,
+        V=8,
+        **FP64 | {"g_dtype": torch.bfloat16, "beta_dtype": torch.float16},
+        keys="raw",
+        use_qk_l2norm_in_kernel=True,
+        **ALL_INSIDE,
+    ),
+    Case(B=2, T=200, H_k=1, H_v=2, gate="logsigmoid"),
+    Case(lengths=(100, 150, 0, 33), H_k=1, H_v=2, gate="logsigmoid", padding=70),
+    Case(lengths=(150, 40), H_k=1, H_v=1, gate="tiny", dtype=torch.float16, K=64, V=96, state_v_first=True),
+    Case(lengths=(20, 130), H_k=1, H_v=1, gate="zero", beta="two", V=192, initial_state=None, dht=None),
+    Case(T=130, H_k=1, H_v=2, gate="logsigmoid", keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE),
+    Case(T=200, H_k=1, H_v=2, auto_cp=False, strides="heads_first", do_strides="heads_first"),
+)
+
+
+def for_device(case: Case, device: str):
+    if device == "cuda" and (case.K % 8 or case.V % 8 or case.dtype in (torch.float32, torch.float64)):
+        pytest.skip("the GPU has multiples of 8 as K and V, in bf16 and fp16")
+
+
+def by_name(op: str, arguments: dict):
+    names = [x.name for x in getattr(ops, op).default._schema.arguments]
+    return getattr(ops, op)(**{name: arguments[name] for name in names if name in arguments})
+
+
+def sequences_of(case: Case) -> list[list[int]]:
+    """Which may be asked for together: the last ones, the first ones, none."""
+    N = case.B if case.lengths is None else len(case.lengths)
+    return [[N - 1], [0, N - 1], []] if N > 1 else [[0], []]
+
+
+def run_halves(
+    arguments: dict, sequences: list[int], of_first: dict | None = None
+) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """The outputs of both passes by name, and the maps of the forward and of the backward. `of_first` is what the first
+    halves are given instead."""
+    of_first = of_first or {}
+    given = {"output_g_cumsum": True, "output_final_state": True, "map_sequences": sequences} | arguments
+    maps, workspace, o, g_cumsum = by_name(BEGIN[0], given | of_first)
+    found = {"workspace": workspace, "o": o, "g_cumsum": g_cumsum}
+    final_state = by_name(FINISH[0], given | found)
+    outputs = {"o": o, "g_cumsum": g_cumsum, "final_state": final_state}
+
+    given |= {"g": g_cumsum, "g_raw": arguments["g"] if arguments.get("use_gate_in_kernel") else None}
+    reverse_maps, workspace, *of_tokens = by_name(BEGIN[1], given | of_first)
+    gradients = dict(zip(("dq", "dk", "dv", "db", "dg"), of_tokens, strict=True))
+    sums = by_name(FINISH[1], given | gradients | {"workspace": workspace})
+    for name, x in zip(("dh0", "dA_log", "ddt_bias"), sums, strict=True):
+        if x.numel() or (name == "dh0" and arguments["initial_state"] is not None):
+            gradients[name] = x
+    return outputs | gradients, maps, reverse_maps
+
+
+def expected_maps(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all sequences, by the recurrence from [state; I], V-first [N, H_v, V + K, K]."""
+    inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
+    v, (N, K) = inputs["v"], (1, inputs["q"].shape[-1])
+    N = v.shape[0] if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
+    H_v, V = v.shape[2:]
+
+    def widened(x):
+        return torch.cat([x, x.new_zeros(*x.shape[:-1], K)], -1)
+
+    def with_identity(state):
+        identity = torch.eye(K, dtype=torch.float64, device=v.device).expand(N, H_v, K, K)
+        if state is None:
+            state = identity.new_zeros(N, H_v, V, K)
+        elif not arguments["state_v_first"]:
+            state = state.mT
+        return torch.cat([state.double(), identity], 2)
+
+    inputs |= {"v": widened(v), "state_v_first": True, "initial_state": with_identity(inputs["initial_state"])}
+    forward = reference_of(inputs).final_state
+    backward = reference_gradients(inputs, do=widened(arguments["do"]), dht=with_identity(arguments["dht"])).dh0
+    return forward, backward
+
+
+def check_maps(case: Case, maps: torch.Tensor, expected: torch.Tensor, bar: float, name: str):
+    """The rows of Z and of M, by heads. Of M, and through it of a state, less than 2^-24 may be dropped."""
+    assert maps.shape == expected.shape and maps.is_contiguous()
+    assert maps.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    dropped = 2.0**-24 * case.K**0.5 * (case.dtype not in (torch.float32, torch.float64))
+    for part, x, y in zip(
+        "ZM", maps.double().split([case.V, case.K], 2), expected.split([case.V, case.K], 2), strict=True
+    ):
+        error, norm = (z.flatten(2).norm(dim=2) for z in (x - y, y))
+        assert (error <= bar * norm + dropped).all(), f"{part} of the {name}: {error / norm}"
+
+
+@parametrize(*CASES)
+def test_against_the_recurrence(device, case):
+    """Maps, and all outputs of both passes: the halves put together are the pass."""
+    for_device(case, device)
+    arguments = make_inputs(case, device) | make_gradients(case, device)
+    inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
+    expected, gradients = reference_of(inputs), reference_gradients(inputs, do=arguments["do"], dht=arguments["dht"])
+    b = reference.chunk_cumsum(activated(inputs)["g"], inputs["cu_seqlens"])
+    wanted = expected_maps(arguments)
+    modes = [(-1, -1)] if device == "cpu" else [(-1, -1), (1, 1), (2, 0)]  # of the GPU also other segments
+    for (segments, reverse), sequences in ((x, y) for x in modes for y in sequences_of(case)):
+        with forward_mode(segment_chunks=segments), backward_mode(reverse), poisoned(device):
+            found, *maps = run_halves(arguments, sequences)
+        name = f"halves, segments of {segments} and {reverse}, {case}"
+        for x, y, what in zip(maps, wanted, ("forward", "backward"), strict=True):
+            bar = accuracy.BARS[case.dtype] if what == "forward" else accuracy.gradient_bar("dh0", case.dtype, b)
+            check_maps(case, x, y[sequences], accuracy.BLOCK_FACTOR * bar, f"{what}, {name}")
+        assert not any(x[:, covered_tokens(case) :].any() for x in (found["o"], found["dq"], found["dv"], found["dg"]))
+        for output in ("o", "final_state"):
+            accuracy.check(output, found.pop(output), getattr(expected, output), case.dtype, name)
+        accuracy.check("g_cumsum", found.pop("g_cumsum"), b, case.dtype, name)
+        assert found.keys() == {x for a, x in ALL_GRADIENTS_OF.items() if inputs.get(a) is not None}
+        accuracy.check_gradients(found, gradients, case.dtype, name, b)
+
+
+@parametrize(*CASES)
+def test_the_same_every_time(device, case):
+    for_device(case, device)
+    arguments = make_inputs(case, device) | make_gradients(case, device)
+    for sequences in sequences_of(case):
+        (found, *maps), (again, *others) = (run_halves(arguments, sequences) for _ in range(2))
+        assert equal(found, again) and all(torch.equal(x, y) for x, y in zip(maps, others, strict=True))
+        if device == "cpu":  # on the GPU the passes may run in other modes
+            inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
+            o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+            passes = {"o": o, "final_state": final_state, "g_cumsum": found["g_cumsum"]}
+            passes |= run_backward(inputs, arguments["do"], arguments["dht"])
+            assert equal(found, passes)
+
+
+@parametrize(CASES[2], CASES[6], CASES[8])
+def test_states_that_one_half_is_given(device, case):
+    """Outputs depend on what the second halves are given alone: a rank's first halves have no states of others."""
+    for_device(case, device)
+    arguments = make_inputs(case, device) | make_gradients(case, device)
+    states = {name: arguments[name] for name in ("initial_state", "dht")}
+    nothing = dict.fromkeys(states)
+    for of_first, of_second in ((nothing, states), (states, nothing)):
+        with poisoned(device):
+            expected, *_ = run_halves(arguments | of_second, [0])
+            found, *_ = run_halves(arguments | of_second, [0], of_first)
+            others, *_ = run_halves(arguments | of_second | {"output_final_state": False}, [0], of_first)
+        assert equal(found, expected)
+        assert others.pop("final_state").shape == (0,)
+        assert equal(others, {name: found[name] for name in others})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [1, 3])
+def test_nothing_is_left_of_decayed_states(segments):
+    """M is 0, to the last bit, where the gates of a segment make it negligible."""
+    case = Case(T=320, H_k=1, H_v=2, gate="underflow")
+    arguments = make_inputs(case, "cuda") | make_gradients(case, "cuda")
+    with forward_mode(segment_chunks=segments), backward_mode(segments):
+        _, *maps = run_halves(arguments, [0])
+    for x in maps:
+        assert not x[:, :, case.V :].any() and x[:, :, : case.V].any()
+
+
+# The ops
+
+
+def op_arguments(op: str, case: Case, device: str) -> dict:
+    arguments = make_inputs(case, device) | make_gradients(case, device)
+    arguments |= {"map_sequences": sequences_of(case)[0], "output_final_state": True, "output_g_cumsum": True}
+    if op in (BEGIN[1], FINISH[1]):
+        arguments["g_raw"] = arguments["g"] if case.use_gate_in_kernel else None
+        inputs = {name: x for name, x in arguments.items() if name in make_inputs(case, device)}
+        arguments["g"] = run_forward(inputs, output_h=False)[0]
+    if op == FINISH[0]:
+        arguments |= zip(("maps", "workspace", "o", "g_cumsum"), by_name(BEGIN[0], arguments), strict=True)
+    if op == FINISH[1]:
+        names = ("maps", "workspace", "dq", "dk", "dv", "db", "dg")
+        arguments |= zip(names, by_name(BEGIN[1], arguments), strict=True)
+    names = [x.name for x in getattr(ops, op).default._schema.arguments]
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+@pytest.mark.parametrize("op", (*BEGIN, *FINISH))
+@parametrize(CASES[2], *CASES[5:8])
+def test_opcheck(device, op, case):
+    for_device(case, device)
+    # The first halves leave part of what they allocate to the second ones, so its contents compare as nothing.
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    tests += ["test_aot_dispatch_dynamic"] * (op in FINISH)
+    torch.library.opcheck(getattr(ops, op).default, (), op_arguments(op, case, device), test_utils=tests)
+
+
+@pytest.mark.parametrize("op", (*BEGIN, *FINISH))
+@parametrize(*CASES)
+def test_fake_outputs_are_like_the_real_ones(device, op, case):
+    for_device(case, device)
+    arguments = op_arguments(op, case, device)
+    real = getattr(ops, op)(**arguments)
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        fake = getattr(ops, op)(**fakes)
+    for x, y in zip(*((z,) if isinstance(z, torch.Tensor) else z for z in (real, fake)), strict=True):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+        assert not x.requires_grad
+
+
+def reduced(x):
+    return x[:, :5]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "wrong"),
+    [
+        (BEGIN[0], "initial_state", lambda x: x[:, :, :5]),
+        (BEGIN[0], "v", reduced),
+        (BEGIN[0], "g", lambda x: x.long()),
+        (BEGIN[0], "map_sequences", lambda x: [2]),
+        (BEGIN[0], "map_sequences", lambda x: [-1]),
+        (BEGIN[0], "map_sequences", lambda x: [0, 0, 0]),
+        (BEGIN[1], "dht", lambda x: x[:, :1]),
+        (BEGIN[1], "do", lambda x: x[..., :8]),
+        (FINISH[0], "o", reduced),
+        (FINISH[0], "o", lambda x: x.float()),
+        (FINISH[0], "g_cumsum", reduced),
+        (FINISH[0], "workspace", lambda x: x.int()),
+        (FINISH[1], "dv", reduced),
+        (FINISH[1], "db", lambda x: x.mT.contiguous().mT),
+    ],
+)
+def test_errors_name_the_argument(device, op, name, wrong):
+    arguments = op_arguments(op, Case(B=2, T=70, K=64, V=128), device)
+    with pytest.raises(RuntimeError, match=rf"flash_qla::{op}: {name} .*expected"):
+        getattr(ops, op)(**arguments | {name: wrong(arguments[name])})
+
+
+@pytest.mark.gpu
+def test_a_workspace_of_another_call():
+    arguments = op_arguments(FINISH[0], Case(B=2, T=70), "cuda")
+    with pytest.raises(RuntimeError, match=r"workspace has .* bytes, expected the .* of the first half"):
+        getattr(ops, FINISH[0])(**arguments | {"workspace": arguments["workspace"][256:]})
