@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -227,10 +228,13 @@ def spread(times: list[float], prefix: str = "") -> dict[str, float]:
 
 def environment() -> dict:
     query = "--query-gpu=name,driver_version,clocks.max.sm,power.limit"
-    smi = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
+    gpu = None
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        gpu = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {
         "time": time.strftime("%F %T %Z"),
-        "gpu": smi.stdout.strip(),
+        "gpu": gpu,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,

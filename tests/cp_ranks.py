@@ -36,41 +36,56 @@ def rows_of(lengths: tuple[int, ...], parts: list[tuple[int, int]]) -> list[tupl
     return rows
 
 
-def cut(x: torch.Tensor, layout: str) -> torch.Tensor:
+def cut(x: torch.Tensor, layout: str, group=None) -> torch.Tensor:
     """This rank's tokens, of [1, T, ...]."""
-    parts = parts_of(x.shape[1], dist.get_world_size(), dist.get_rank(), layout)
+    group = group or dist.group.WORLD
+    parts = parts_of(x.shape[1], group.size(), group.rank(), layout)
     return torch.cat([x[:, begin:end] for begin, end in parts], 1)
 
 
-def local_case(case: Case, layout: str, device: str, kernel_size: int | None = None) -> tuple[dict, dict]:
+def local_case(case: Case, layout: str, device: str, kernel_size: int | None = None, group=None) -> tuple[dict, dict]:
     """The rank's share of the case's inputs, the context among them, and of its gradients. An initial state of a
     sequence that begins elsewhere is NaN."""
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     cu_seqlens = inputs.pop("cu_seqlens")
-    rows = rows_of(case.lengths, parts_of(sum(case.lengths), dist.get_world_size(), dist.get_rank(), layout))
+    group = group or dist.group.WORLD
+    rows = rows_of(case.lengths, parts_of(sum(case.lengths), group.size(), group.rank(), layout))
     numbers = [n for n, _, _ in rows]
     begins, ends = (torch.tensor(x, device=device)[:, None, None, None] for x in list(zip(*rows, strict=True))[1:])
     for name in ("q", "k", "v", "g", "beta"):
-        inputs[name] = cut(inputs[name], layout)
-    gradients["do"] = cut(gradients["do"], layout)
+        inputs[name] = cut(inputs[name], layout, group)
+    gradients["do"] = cut(gradients["do"], layout, group)
     if inputs["initial_state"] is not None:
         inputs["initial_state"] = inputs["initial_state"][numbers].where(begins, float("nan"))
     if gradients["dht"] is not None:
         gradients["dht"] = gradients["dht"][numbers].where(ends, 0)
-    inputs["cp_context"] = build_cp_context(cu_seqlens, None, kernel_size, layout=layout)
+    inputs["cp_context"] = build_cp_context(cu_seqlens, group, kernel_size, layout=layout)
     assert inputs["cp_context"].sequences == tuple(numbers)
     return inputs, gradients
 
 
-def run(inputs: dict, gradients: dict, function=flash_qla.chunk_gated_delta_rule) -> dict:
-    """o, the rank's final states and all gradients through autograd, by name."""
+def run_forward(inputs: dict, function=flash_qla.chunk_gated_delta_rule) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Leaves by name, o and the rank's final states."""
     names = [name for name in ALL_GRADIENTS_OF if inputs.get(name) is not None]
     leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names}
-    o, final_state = function(**inputs | leaves, output_final_state=True)
+    return leaves, *function(**inputs | leaves, output_final_state=True)
+
+
+def run_backward(
+    leaves: dict, o: torch.Tensor, final_state: torch.Tensor, gradients: dict, retain_graph: bool = False
+) -> dict:
+    """With all gradients."""
     used = [(o, gradients["do"])] + [(final_state, gradients["dht"])] * (gradients["dht"] is not None)
-    found = torch.autograd.grad([x for x, _ in used], list(leaves.values()), [dx for _, dx in used])
-    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(names, found, strict=True)}
+    found = torch.autograd.grad(
+        [x for x, _ in used], list(leaves.values()), [dx for _, dx in used], retain_graph=retain_graph
+    )
+    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(leaves, found, strict=True)}
     return {"o": o.detach(), "final_state": final_state.detach()} | named
+
+
+def run(inputs: dict, gradients: dict, function=flash_qla.chunk_gated_delta_rule) -> dict:
+    """o, the rank's final states and all gradients through autograd, by name."""
+    return run_backward(*run_forward(inputs, function), gradients)
 
 
 class CountGathers(TorchDispatchMode):

@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import test_decode
+import test_halves
 import test_prefill
 import torch
 from cases import (
@@ -90,6 +91,14 @@ for mode in ((64, 0), (128, 0), (128, 0, 1)):
     with forward_mode(*mode):
         assert finite(run_forwards(make_inputs(TURNS, "cuda")).values()), (TURNS, mode)
 print("done:", TURNS, flush=True)
+
+for case, sequences in (
+    (dataclasses.replace(SEGMENTED, dtype=dtype), [0, 2]) for dtype in (torch.bfloat16, torch.float16)
+):
+    arguments = make_inputs(case, "cuda") | make_gradients(case, "cuda")
+    outputs, *maps = test_halves.run_halves(arguments, sequences)
+    assert finite([*outputs.values(), *maps]), case
+    print("done: halves of", case, flush=True)
 
 case = dataclasses.replace(CASES[0], lengths=(100, 100, 100), padding=0)
 inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")

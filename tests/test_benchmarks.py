@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 common = importlib.import_module("common")
 backward = importlib.import_module("backward")
+context_parallelism = importlib.import_module("context_parallelism")
 decode = importlib.import_module("decode")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
@@ -414,3 +415,66 @@ def test_figure(results, tmp_path):
     command = [sys.executable, BENCHMARKS / "plot.py", results, figure]
     subprocess.run(command, check=True)
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+# Context parallelism over ranks
+
+SMALL = ("--device", "cpu", "--head-dims", "16x8", "--heads", "1x2", "--sequences", "1x1024", "--samples", "1")
+
+
+def small_options(*more: str):
+    return context_parallelism.make_parser().parse_args([*SMALL, *more])
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "contiguous"), (4, "contiguous"), (4, "zigzag")])
+def test_ranks_draw_the_same_tokens(monkeypatch, world_size, layout):
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    whole = context_parallelism.make_inputs((1, 2), 256, range(context_parallelism.BLOCKS), small_options())
+    all_blocks = []
+    for rank in range(world_size):
+        blocks = context_parallelism.blocks_of(rank, world_size, layout)
+        all_blocks += blocks
+        for name, x in context_parallelism.make_inputs((1, 2), 256, blocks, small_options()).items():
+            pieces = whole[name].tensor_split(context_parallelism.BLOCKS, 1)
+            assert torch.equal(x, torch.cat([pieces[block] for block in blocks], 1)), name
+    assert sorted(all_blocks) == list(range(context_parallelism.BLOCKS))
+
+
+def test_context_parallelism_on_two_ranks(tmp_path, capsys):
+    """On the CPU, with the same results on one rank and on two; FLA's cannot run there."""
+    program = BENCHMARKS / "context_parallelism.py"
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    files = [tmp_path / f"{name}.json" for name in ("one", "two", "parts")]
+    runs = ([], []), (ranks, ["--layout", "zigzag"]), ([], ["--parts", "2,4"])
+    for (before, behind), file in zip(runs, files, strict=True):
+        command = [sys.executable, *before, program, *SMALL, "--packages", "flash_qla", *behind, "--out", file]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (one,), (two,), parts = (json.loads(file.read_text())["cells"] for file in files)
+    assert (one["ranks"], two["ranks"], [x["parts_of"] for x in parts]) == (1, 2, [2, 4])
+    assert two["sketches"].keys() == {"o", "dq", "dk", "dv", "dg", "db"}
+    for name, x in two["sketches"].items():
+        assert context_parallelism.difference(x, one["sketches"][name]) < 1e-2, name
+    phases = {"begin", "collective", "fold", "finish"}
+    for of_rank in two["phases"]:
+        assert of_rank.keys() == phases | {f"reverse {name}" for name in phases}
+        assert all(ms > 0 for ms in of_rank.values())
+    context_parallelism.report([one, two, *parts], small_options())
+    printed = capsys.readouterr().out
+    assert "W=2    strong" in printed and "W=4    predicted" in printed and "differences o" in printed
+
+
+def test_prediction():
+    ms = {"begin": 1.0, "whole": 3.0, "reverse begin": 2.0, "reverse whole": 6.0, "fold": 0.7}
+    found = context_parallelism.predicted_ms({"parts_of": 9, "ms": ms, "map_bytes": 10**6}, hop_us=10, gbs=100)
+    hop = 0.01 + 0.01  # 1 MB at 100 GB/s
+    assert found["between"] == pytest.approx(8 * hop + 0.7) and found["tree"] == pytest.approx(4 * (hop + 0.1))
+    assert found["forward"] == pytest.approx(3 + found["between"])
+    assert found["step by tree"] == pytest.approx(9 + 2 * found["tree"])
+
+
+def test_differences_by_blocks():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 6400, 2, 8, generator=generator)
+    other = x + 1e-2 * torch.randn(x.shape, generator=generator)
+    sketches = [context_parallelism.sketches({"o": y}, range(64))["o"] for y in (other, x)]
+    assert 5e-3 < context_parallelism.difference(*sketches) < 2e-2

@@ -14,9 +14,11 @@ import reference
 import torch
 from cases import ALL_INSIDE, Case, activated, make_gradients, make_inputs, reference_gradients, reference_of
 from cp_ranks import LAYOUTS, parts_of, rows_of
+from poison import poisoned
 from ranks import outcomes_on_ranks, run_on_ranks
 
 import flash_qla
+from flash_qla import cp
 from flash_qla.cp import CPContext, build_cp_context, exchange_halo
 
 FP32, FP64 = torch.float32, torch.float64
@@ -142,6 +144,87 @@ def test_halos(world_size):
 
 def test_a_convolution_before_it():
     run_on_ranks(3, cp_ranks.convolved, ONE, 4)
+
+
+# One process that plays all ranks, which is how one GPU can
+
+
+class Played(Exception):
+    """A rank's turn ends where it would wait for the others."""
+
+
+class OneProcess:
+    """The all-gather of ranks that are played one after the other: first up to what each gives, then with all of it."""
+
+    def __init__(self, monkeypatch):
+        self.given, self.all = [], None
+        monkeypatch.setattr(cp, "_start_gather", self.gather)
+
+    def gather(self, rows: torch.Tensor, context: CPContext) -> torch.Tensor:
+        if self.all is None:
+            self.given.append(rows)
+            raise Played
+        return self.all
+
+    def play(self, calls: list) -> list:
+        self.given, self.all = [], None
+        for call in calls:
+            with pytest.raises(Played):
+                call(True)
+        self.all = torch.cat(self.given)
+        return [call(False) for call in calls]
+
+
+PLAYED = (
+    CASES[2],
+    CASES[6],
+    Case(lengths=(480,), H_k=1, H_v=2, gate="logsigmoid"),
+    Case(lengths=(100, 30, 350), H_k=1, H_v=2, V=64, gate="tiny", dtype=torch.float16, state_v_first=True),
+    Case(lengths=(70, 410), H_k=1, H_v=1, K=64, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", PLAYED, ids=str)
+@pytest.mark.parametrize("world_size", (2, 5))
+def test_ranks_in_one_process(device, monkeypatch, world_size, case, layout):
+    if device == "cuda" and case.dtype not in (torch.bfloat16, torch.float16):
+        pytest.skip("the GPU has bf16 and fp16")
+    ranks = OneProcess(monkeypatch)
+    groups = [Group(number=rank, world_size=world_size) for rank in range(world_size)]
+    local = [cp_ranks.local_case(case, layout, device, group=group) for group in groups]
+    with poisoned(device):
+        made = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
+        found = ranks.play(
+            [
+                lambda first, outputs=outputs, gradients=gradients: cp_ranks.run_backward(*outputs, gradients, first)
+                for outputs, (_, gradients) in zip(made, local, strict=True)
+            ]
+        )
+        with torch.inference_mode():
+            again = ranks.play(
+                [
+                    lambda first, inputs=inputs: flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+                    for inputs, _ in local
+                ]
+            )
+    for outputs, (o, final_state) in zip(found, again, strict=True):
+        assert device == "cuda" or (torch.equal(outputs["o"], o) and torch.equal(outputs["final_state"], final_state))
+    check(case, layout, [{(case, layout): {name: x.cpu() for name, x in of_rank.items()}} for of_rank in found])
+
+
+def test_what_is_negligible_is_dropped():
+    """Behind a rank that forgets, nothing older counts; in fp64 everything does."""
+    V, K = 8, 16
+    maps = torch.randn(3, 2, V + K, K, generator=torch.Generator().manual_seed(0))
+    maps[1, 0, V:] = 2.0**-24 / K * torch.eye(K)
+    maps[1, 1, V:] = 2.0**-23 / K**0.5 * torch.eye(K)
+    Z, M = maps.double().tensor_split([V], 2)
+    state = Z[0] @ M[1] + Z[1]
+    state[0] = Z[1, 0]
+    torch.testing.assert_close(cp._fold(maps, V), (state @ M[2] + Z[2]).float())
+    exact = cp._fold(maps.double(), V)
+    torch.testing.assert_close(exact, (Z[0] @ M[1] + Z[1]) @ M[2] + Z[2], rtol=1e-13, atol=1e-13)
 
 
 # Errors

@@ -164,6 +164,20 @@ def test_device_is_left_the_choice_of_the_value_tile():
     assert 16384 // CHUNK < found.cut_above < 28672 // CHUNK
 
 
+def test_halves_cut_whatever_can_be_cut():
+    """For maps of whole sequences, whatever the heads, in two kernels; auto_cp=False leaves sequences whole."""
+    for shape in SHAPES:
+        for function in (_C.forward_dispatch, _C.backward_dispatch):
+            found = function(**shape, in_halves=True)
+            chunks = chunks_of(shape["B"] * shape["T"]) // shape["N"]
+            assert found.cut_above == 0 and (chunks < 4 or found.segment_chunks > 0), shape
+            assert (
+                found.workspace_bytes > function(**shape, in_halves=True, auto_cp=False).workspace_bytes or chunks < 4
+            )
+            assert function(**shape, in_halves=True, auto_cp=False).segment_chunks == 0
+        assert not _C.forward_dispatch(**shape, in_halves=True).fused
+
+
 def test_context_parallelism_gives_every_sm_work():
     without = _C.forward_dispatch(1, 32768, 1, 2, 8, auto_cp=False)
     found = _C.forward_dispatch(1, 32768, 1, 2, 8)

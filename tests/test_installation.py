@@ -201,6 +201,17 @@ def test_paths_of_the_published_package():
     assert not hasattr(flash_qla.utils, "l3norm")
 
 
+WITH_TMA = (
+    "chunk_matrices",
+    "chunk_forward",
+    "segment_maps",
+    "segment_scan",
+    "compose_maps",
+    "backward_maps",
+    "replay_states",
+)
+
+
 @pytest.fixture(scope="module")
 def sass() -> dict[str, str]:
     """The instructions of each kernel."""
@@ -212,7 +223,7 @@ def sass() -> dict[str, str]:
 
 
 def test_kernels_use_tma_and_wgmma(sass):
-    for kernel in ("chunk_matrices", "chunk_forward", "segment_maps", "segment_scan", "backward_maps", "replay_states"):
+    for kernel in WITH_TMA:
         for dtype in ("bf16", "fp16"):
             bodies = [body for name, body in sass.items() if f"{kernel}_{dtype}" in name]
             assert bodies, list(sass)
@@ -224,7 +235,7 @@ def test_kernels_launched_early_wait_before_they_read(sass):
     plan's tables from L2 (load_early), nor the next kernel let go (PREEXIT) before that. The scan in reverse runs
     beside the one before it and waits at its end."""
     waiting = {name: body for name, body in sass.items() if "ACQBULK" in body}
-    for kernel in ("chunk_matrices", "chunk_forward", "segment_maps", "segment_scan", "backward_maps", "replay_states"):
+    for kernel in WITH_TMA:
         assert any(kernel in name for name in waiting), kernel
     for name, body in waiting.items():
         if re.search(r"segment_scan\w+(?<!no)_reverse", name):

@@ -13,7 +13,7 @@ registered here is FLA's backend for flash_qla, with all conditions but three:
 - K may be any multiple of 8 up to 128, V any multiple of 8 up to 512;
 - the activations are handed on to flash_qla's kernels. Gradients reach A_log, dt_bias and what the activations are
   given;
-- so is cp_context, where K + V is at most 512.
+- so is cp_context.
 
 It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_qla for one that runs on Blackwell.
 
@@ -85,11 +85,8 @@ class _Backend(FlashQLABackend):
                 f"{MOST_VALUE_DIM}, got K={K} and V={V}"
             )
         cp_context = call.pop("cp_context", None)
-        if cp_context is not None:
-            if K + V > MOST_VALUE_DIM:
-                return False, f"flash_qla with cp_context requires K + V up to {MOST_VALUE_DIM}, got K={K} and V={V}"
-            if cp_context.cu_seqlens_cpu is None:
-                return False, "flash_qla requires cu_seqlens_cpu in cp_context"
+        if cp_context is not None and cp_context.cu_seqlens_cpu is None:
+            return False, "flash_qla requires cu_seqlens_cpu in cp_context"
         call |= {name: _with_head_dim(call[name], _FLA_HEAD_DIM) for name in ("q", "k", "v")}
         if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
             return False, "use_gate_in_kernel requires A_log"
@@ -111,8 +108,8 @@ def use_flash_qla() -> None:
 
     It registers a backend in the place of FLA's own for flash_qla, by FLA's public registry, for the whole process.
     What it does not take runs in FLA's own kernels, as before: K above 128, which FLA's GatedDeltaNet layer has by
-    default, V above 512, head dimensions that are no multiples of 8, other dtypes than bf16 and fp16, cp_context with
-    K + V above 512, and GPUs other than Hopper's.
+    default, V above 512, head dimensions that are no multiples of 8, other dtypes than bf16 and fp16, and GPUs other
+    than Hopper's.
 
     Raises:
         ImportError: on import of this module, where FLA is not installed or has no backend for flash_qla.
