@@ -248,8 +248,20 @@ def _wait(rows: torch.Tensor, context: CPContext) -> torch.Tensor:
     return torch.cat([rows[::2], rows[1::2].flip(0)])  # the first ones of the ranks, then the others in reverse
 
 
-def _gather(parts: list[torch.Tensor], context: CPContext) -> list[torch.Tensor]:
-    return list(_wait(_start_gather(torch.stack(parts), context), context).unbind())
+@torch.library.custom_op("flash_qla::_copy_after", mutates_args=())
+def _copy_after(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@_copy_after.register_fake
+def _(x, other):
+    return torch.empty_like(x)
+
+
+def _after(other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x, which in a compiled graph depends on another tensor: a compiler moves what depends on no gradient from the
+    backward to the forward, a collective of zeros too, which then is not where the other ranks have it."""
+    return _copy_after(x, other) if torch.compiler.is_compiling() else x
 
 
 def _check_agreement(rows: torch.Tensor, context: CPContext) -> None:
@@ -281,6 +293,8 @@ def _of_parts(made: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
     """The maps that were made, which are those of the parts that are wanted; zeros for the others."""
     if all(wanted):
         return made
+    if not any(wanted):
+        return made.new_zeros(len(wanted), *made.shape[1:])
     rows, nothing = iter(made.unbind()), made.new_zeros(made.shape[1:])
     return torch.stack([next(rows) if is_wanted else nothing for is_wanted in wanted])
 
@@ -358,14 +372,14 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
     given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A": A, "g_raw": g_raw, "do": do, "dht": dht}
     given |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
     if not any(behind) and not any(before):
-        gathered = _start_gather(call.zeros(call.maps_shape), context)
+        gathered = _start_gather(_after(do, call.zeros(call.maps_shape)), context)
         dq, dk, dv, db, dg, *sums = _op_bwd(**given)
         _wait(gathered, context)
         return dq, dk, dv, dg, db, *sums
 
     mapped = [part.first for part in parts if part.before]
     maps, workspace, dq, dk, dv, db, dg = _begin_backward(**given | {"map_sequences": mapped})
-    gathered = _start_gather(_of_parts(maps, before), context)
+    gathered = _start_gather(_after(do, _of_parts(maps, before)), context)
     if any(behind):
         gathered = _wait(gathered, context)
         for part in parts:
@@ -438,7 +452,8 @@ class _ExchangeHalo(torch.autograd.Function):
     def forward(ctx, x, context):
         ctx.context, ctx.shape = context, x.shape
         size = context.conv1d_kernel_size - 1
-        tails = _gather([x[0, max(part.begin, part.end - size) : part.end] for part in context._parts], context)
+        tails = [x[0, max(part.begin, part.end - size) : part.end] for part in context._parts]
+        tails = _wait(_start_gather(torch.stack(tails), context), context)
         halos = []
         for part in context._parts:
             # A part has a token at least, so no more of them than that are needed.
@@ -450,7 +465,8 @@ class _ExchangeHalo(torch.autograd.Function):
     def backward(ctx, dhalo):
         context, dx = ctx.context, dhalo.new_zeros(ctx.shape)
         own = zip(dhalo.unbind(), context._parts, strict=True)
-        halos = _gather([_of_first_sequence(halo, part) for halo, part in own], context)
+        halos = torch.stack([_of_first_sequence(halo, part) for halo, part in own])
+        halos = _wait(_start_gather(_after(dhalo, halos), context), context)
         for part in context._parts:
             # A halo ends where its part begins, so it is about the parts before that as far as it reaches.
             tokens, reach = part.end - part.begin, dhalo.shape[1]

@@ -132,6 +132,20 @@ def compiled(case: Case, layout: str, device: str, backend: str) -> None:
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
+def compiled_halo(case: Case, layout: str, backend: str) -> None:
+    """The same of exchange_halo, in the middle of other things."""
+    inputs, _ = local_case(case, layout, "cpu", 4)
+
+    def function(x):
+        halo = exchange_halo(x * 2, inputs["cp_context"])
+        return (x * 3).sum() + halo.square().sum()
+
+    x = inputs["v"].requires_grad_()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    (found,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, function))
+    torch.testing.assert_close(found, expected)
+
+
 def captured(case: Case, layout: str) -> None:
     """A step in a CUDA graph: the same as without, and of other tokens when replayed with those."""
     device = f"cuda:{dist.get_rank()}"

@@ -132,9 +132,24 @@ def test_what_may_be_left_out():
     run_on_ranks(2, cp_ranks.partly, ONE)
 
 
+# It parts forward and backward as Inductor does, which moves what it can from one to the other.
+BACKEND = "aot_eager_decomp_partition"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled(layout):
-    run_on_ranks(2, cp_ranks.compiled, CASES[2], layout, "cpu", "aot_eager")
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    # Of three ranks one has its sequence for itself
+    [(2, CASES[2]), (3, Case(lengths=(160, 80), **SMALL))],
+    ids=str,
+)
+def test_compiled(world_size, case, layout):
+    run_on_ranks(world_size, cp_ranks.compiled, case, layout, "cpu", BACKEND)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_halo(layout):
+    run_on_ranks(2, cp_ranks.compiled_halo, ONE, layout, BACKEND)
 
 
 @pytest.mark.parametrize("world_size", (1, 3, 8))
@@ -395,7 +410,7 @@ def test_two_gpus(case, layout):
 @two_gpus
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus_compiled(layout):
-    run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], layout, "cuda", "aot_eager", backend="nccl")
+    run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], layout, "cuda", BACKEND, backend="nccl")
 
 
 @pytest.mark.gpu
