@@ -55,9 +55,8 @@ struct ForwardDispatch {
 
   bool uses_cp() const { return segment_chunks > 0; }
   bool has_maps() const { return uses_cp() || in_halves; }
-  int64_t map_slots() const {
-    return has_maps() ? segments + in_halves : 0;
-  }  // of Z, as of a last segment it is behind
+  // Of Z, as that of a last segment lies behind it.
+  int64_t map_slots() const { return has_maps() ? segments + in_halves : 0; }
 };
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape);
@@ -107,9 +106,8 @@ struct BackwardDispatch {
 
   bool uses_cp() const { return segment_chunks > 0; }
   bool has_maps() const { return uses_cp() || in_halves; }
-  int64_t map_slots() const {
-    return has_maps() ? segments + in_halves : 0;
-  }  // of dZ, as of a first segment it is before
+  // Of dZ, as that of a first segment lies before it.
+  int64_t map_slots() const { return has_maps() ? segments + in_halves : 0; }
 };
 
 BackwardDispatch dispatch_backward(const BackwardShape& shape);
