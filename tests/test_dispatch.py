@@ -123,7 +123,7 @@ def test_workspace_is_what_the_kernels_need():
             # The state before it; its map in two parts; whether it is skipped.
             of_segment = tiles_of(shape) * TILE * K * 4 + 2 * K * K * 2 + 4
             needed += found.segments * shape["H_v"] * of_segment
-        needed += 4 * (3 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
+        needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
         assert needed <= found.workspace_bytes <= needed + 8 * 256, shape
 
 
@@ -331,7 +331,7 @@ def test_backward_segments_and_workspace(segment_chunks):
             needed += 2 * shape["B"] * shape["T"] * shape["H_k"] * (shape.get("K", 128) * 2 + 4)
         if found.segment_chunks:  # the state before it, the gradient behind it; its map in two parts; what is skipped
             needed += found.segments * shape["H_v"] * (2 * rows * K * 4 + 2 * K * K * 2 + 2 * 4)
-        needed += 4 * (4 * shape["N"] + 3 * chunk_slots(shape) + 5 * found.segments)  # tables
+        needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
         # Of each tile dg and dbeta; what a chunk adds to dA_log and ddt_bias; counters.
         parts = 2 * tiles_of(shape) * shape["B"] * shape["T"] * shape["H_v"] * 4
         parts += chunk_slots(shape) * shape["H_v"] * 2 * 4 + -(-shape["H_v"] // 8) * 4
