@@ -93,7 +93,6 @@ def test_wrong_contents_are_reported():
     ("change", "text"),
     [
         ({"state_pool": torch.zeros(4, 4, 24, 16, dtype=FP64)}, "state_pool has dtype float64, expected float32"),
-        ({"state_pool": torch.zeros(4, 4 * 24 * 16 + 1)[:, 1:].unflatten(1, (4, 24, 16))}, "multiples of 16 bytes"),
         (
             {"checkpoint_every": 64, "checkpoints": torch.zeros(4, 4, 24, 16, dtype=FP64)},
             "checkpoints has dtype float64, expected float32",
@@ -104,6 +103,13 @@ def test_wrong_contents_are_reported():
 def test_not_on_the_gpu(change, text):
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)), device="cuda") | on_gpu(change)
     with pytest.raises(RuntimeError, match=re.escape(text)):
+        prefill_gated_delta_rule(**arguments)
+
+
+def test_misaligned_slots():
+    pool = torch.zeros(4, 4 * 24 * 16 + 1, device="cuda")[:, 1:].unflatten(1, (4, 24, 16))
+    arguments = make_arguments(Case(**SIZES, lengths=(70, 3)), device="cuda") | {"state_pool": pool}
+    with pytest.raises(RuntimeError, match="state_pool has states that do not start at multiples of 16 bytes"):
         prefill_gated_delta_rule(**arguments)
 
 

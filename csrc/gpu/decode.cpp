@@ -84,7 +84,7 @@ int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->
 // can have.
 int64_t groups_of(const DecodeCall& call) {
   const int64_t rows = 32 * kDecodeWarps * kDecodeLaneBytes / (instance_K(call.K) * bytes_of(call.state_pool));
-  const int64_t enough = gpu_of(call.q).sm_count * kDecodeCtas;
+  const int64_t enough = kDecodeCtas * gpu_of(call.q).sm_count;
   int64_t groups = 1;
   while (2 * groups * rows <= kDecodeTile && call.N * call.H_v * ceil_div(call.V, 2 * groups * rows) >= enough) {
     groups *= 2;

@@ -1,9 +1,6 @@
 // The prefill on a Hopper GPU: the forward, whose kernels read the states in the pool and write them there.
 #include "prefill.h"
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <limits>
 
 #include "checks.h"
@@ -81,7 +78,7 @@ void add_padding(PrefillCall& call) {
   one(call.beta, call.H_v, 1);
   one(call.q, call.H_k, call.K);
   call.cu_seqlens = new_empty(call.op, call.q, {call.N + 1}, ScalarType::Int);
-  torch::stable::zero_(*call.cu_seqlens);
+  zero(*call.cu_seqlens);
   call.B = call.T = 1;
   call.varlen = true;
   call.wide_offsets = false;
@@ -91,13 +88,13 @@ void add_padding(PrefillCall& call) {
 
 Tensor prefill_cuda(PrefillCall call) {
   check_supported(call);
-  const torch::stable::accelerator::DeviceGuard guard(call.q.get_device_index());
+  const DeviceGuard guard = make_current(call.q);
   if (call.checkpoint_indices && call.checkpoint_indices->stride(1) != 1) {
     make_contiguous(call.op, *call.checkpoint_indices, call.checkpoint_indices->scalar_type());
   }
   ForwardOutputs out = allocate_forward(call);
   if (call.N == 0) {
-    torch::stable::zero_(out.o);
+    zero(out.o);
   } else if (call.tokens() == 0) {
     add_padding(call);
     run_forward(call, states_of(call), allocate_forward(call));

@@ -120,6 +120,18 @@ struct Pieces {
   }
 };
 
+// 16 bytes of global to shared memory, or zeros. From L2: what is read once has no use for L1.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kInFlight groups of the thread's copies are there.
+template <int kInFlight>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+
 __device__ __forceinline__ float sum_over_warp(float x) {
 #pragma unroll
   for (int bit = 1; bit < kWarp; bit *= 2) {
@@ -199,6 +211,7 @@ class PreparedTokens {
 
   // Of all warps: the block of tokens that this one is of, whose first the warp has loaded.
   __device__ __forceinline__ void prepare(int block, Raw raw) {
+#pragma unroll 1
     for (int t = threadIdx.x / kWarp; t < kDecodeTokens && block * kDecodeTokens + t < count_; t += kWarps) {
       store(t, raw);
       raw = load(block * kDecodeTokens + t + kWarps);
@@ -275,21 +288,23 @@ class Decoder {
   __device__ __forceinline__ Decoder(int row, int first_row, int key_dim, int value_dim)
       : row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
 
-  // From L2: what is read once has no use for L1.
-  __device__ __forceinline__ void read(uint4 (&data)[kPieces], const State* from) const {
+  // To the thread's own places in shared memory, by copies that go on by themselves; zeros for what there is not.
+  template <int kThreads>
+  __device__ __forceinline__ void fetch(uint4 (&to)[kPieces][kThreads], const State* from) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int piece = 0; piece < P::kCount; ++piece) {
-        data[r * P::kCount + piece] =
-            has(r, piece) ? __ldcg(reinterpret_cast<const uint4*>(from + offset(r, piece))) : uint4{};
+        const bool there = has(r, piece);
+        copy_async(&to[r * P::kCount + piece][threadIdx.x], from + (there ? offset(r, piece) : 0), there);
       }
     }
   }
-  __device__ __forceinline__ void set(const uint4 (&data)[kPieces]) {
+  template <int kThreads>
+  __device__ __forceinline__ void set(const uint4 (&from)[kPieces][kThreads]) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      P::unpack_state(S_[i / P::kCount] + i % P::kCount * P::kSize, data[i]);
+      P::unpack_state(S_[i / P::kCount] + i % P::kCount * P::kSize, from[i][threadIdx.x]);
     }
   }
   __device__ __forceinline__ void write(State* to) const {
@@ -379,74 +394,118 @@ struct DecodeStates {
 // By a CTA of kThreads threads: `groups` times as many value rows as its lanes have, from first_row on, of sequence n;
 // o is at the head's row of the first token, `o_stride` from one token to the next.
 template <typename Element, typename State, int K, int kThreads, int kRows>
-__device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
-                                       void* outputs, int64_t o_stride, int first_row, int groups, int key_dim,
-                                       int value_dim, int n, int N) {
-  constexpr int kRowsOfGroup = kThreads / kDecodeLanes * kRows;
+class Decode {
+ public:
+  const DecodePlan& plan;
+  const DecodeTokens& tokens;
+  const DecodeStates& states;
+  Element* const o;
+  const int64_t o_stride;
+  const int first_row, groups, K_, V_, n, N;
+
+  __device__ __forceinline__ void run() const {
+    const int64_t begin = plan.begin(n), slot = plan.first_slot(n);
+    const int count = plan.count(n);
+    __shared__ Shared shared;
+    if (slot == kNobody) {
+      clear(begin, begin + count);
+    } else if (plan.parents || count > kDecodeTokens) {
+      go_through<true>(shared, begin, count, slot);
+    } else if (count > 0) {
+      go_through<false>(shared, begin, count, slot);
+    }
+    if (plan.offsets && n == N - 1) {  // rows that no sequence has
+      clear(begin + count, plan.tokens);
+    }
+  }
+
+ private:
   using D = Decoder<State, K, kRows>;
   using Prepared = PreparedTokens<Element, State, K, kThreads, kDecodeTile>;
-  __shared__ typename Prepared::Shared shared;
-  __shared__ uint4 at_start[D::kPieces][kThreads];  // for trees: each thread has its own
-  State* const pool = static_cast<State*>(states.pool);
-  State* const kept = static_cast<State*>(states.kept);
-  Element* const o = static_cast<Element*>(outputs);
-  const int64_t begin = plan.begin(n), slot = plan.first_slot(n);
-  const int count = plan.count(n);
-  const int row = threadIdx.x / kWarp * kRows * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
-  Prepared prepared(shared, tokens, begin, count, first_row, key_dim, value_dim);
-  typename Prepared::Raw raw = prepared.load(Prepared::first_of_warp());  // while the slot is on its way
-  for (int group = 0; group < groups; ++group) {
-    D decoder(group * kRowsOfGroup + row, first_row, key_dim, value_dim);
-    if (slot == kNobody) {
-      for (int t = 0; t < count; ++t) {
-        decoder.write_output(o + (begin + t) * o_stride, 0.f);
+  struct Shared {
+    typename Prepared::Shared tokens;
+    uint4 stages[kDecodeStages][D::kPieces][kThreads];  // of the state; each thread has its own
+  };
+
+  __device__ __forceinline__ D decoder_of(int group) const {
+    const int row = threadIdx.x / kWarp * kRows * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
+    return D(group * (kThreads / kDecodeLanes * kRows) + row, first_row, K_, V_);
+  }
+
+  __device__ __forceinline__ void clear(int64_t begin, int64_t end) const {
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group) {
+      for (int64_t t = begin; t < end; ++t) {
+        decoder_of(group).write_output(o + t * o_stride, 0.f);
       }
-    } else if (count > 0) {
-      uint4 data[D::kPieces];
-      decoder.read(data, pool + slot * states.slot_stride);
-      if (group == 0) {
-        prepared.prepare(0, raw);  // while the state is on its way
+    }
+  }
+
+  // While the tokens go through some rows of the state the next kDecodeStages - 1 times as many are on their way.
+  // kIsTree also takes more tokens than are made ready at a time, and a chain as a tree without branches.
+  template <bool kIsTree>
+  __device__ __forceinline__ void go_through(Shared& shared, int64_t begin, int count, int64_t slot) const {
+    State* const pool = static_cast<State*>(states.pool);
+    const auto fetch = [&](int group) {
+      if (group < groups) {
+        decoder_of(group).fetch(shared.stages[group % kDecodeStages], pool + slot * states.slot_stride);
       }
-      if (plan.parents) {
+      commit_copies();
+    };
+    Prepared prepared(shared.tokens, tokens, begin, count, first_row, K_, V_);
+    typename Prepared::Raw raw = prepared.load(Prepared::first_of_warp());
 #pragma unroll
-        for (int i = 0; i < D::kPieces; ++i) {
-          at_start[i][threadIdx.x] = data[i];
-        }
-      }
-      decoder.set(data);
-      const int64_t kept_row = plan.state_rows ? plan.state_rows(n) : n;
-      const bool is_kept = kept_row >= 0 && kept_row < states.rows;
+    for (int group = 0; group < kDecodeStages - 1; ++group) {
+      fetch(group);
+    }
+    prepared.prepare(0, raw);
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group) {
+      fetch(group + kDecodeStages - 1);
+      wait_for_copies<kDecodeStages - 1>();
+      const auto& at_start = shared.stages[group % kDecodeStages];
+      D decoder = decoder_of(group);
+      decoder.set(at_start);
+#pragma unroll 1
       for (int t = 0; t < count; ++t) {
-        int depth = 0;  // of t below the state that is there
-        if (plan.parents && plan.parent(n, t) != t - 1) {
-#pragma unroll
-          for (int i = 0; i < D::kPieces; ++i) {
-            data[i] = at_start[i][threadIdx.x];
-          }
-          decoder.set(data);
-          depth = plan.depth(n, t);
-        }
         float out;
-        for (; depth >= 0; --depth) {
-          const int token = plan.ancestor(n, t, depth);
-          prepared.want(token);
-          out = decoder.step(shared, token % kDecodeTokens);
+        if constexpr (kIsTree) {
+          int depth = 0;  // of t below the state that is there
+          if (plan.parent(n, t) != t - 1) {
+            decoder.set(at_start);
+            depth = plan.depth(n, t);
+          }
+#pragma unroll 1
+          for (; depth >= 0; --depth) {
+            const int token = plan.ancestor(n, t, depth);
+            prepared.want(token);
+            out = decoder.step(shared.tokens, token % kDecodeTokens);
+          }
+        } else {
+          out = decoder.step(shared.tokens, t);
         }
         decoder.write_output(o + (begin + t) * o_stride, out);
         if (const int64_t to = plan.slot_behind(n, t, count, slot); to != kNobody) {
           decoder.write(pool + to * states.slot_stride);
         }
-        if (is_kept && t < states.steps) {
-          decoder.write(kept + kept_row * states.row_stride + t * states.step_stride);
+        if (t < states.steps) {
+          const int64_t row = plan.state_rows ? plan.state_rows(n) : n;
+          if (row >= 0 && row < states.rows) {
+            decoder.write(static_cast<State*>(states.kept) + row * states.row_stride + t * states.step_stride);
+          }
         }
       }
     }
-    if (plan.offsets && n == N - 1) {  // rows that no sequence has
-      for (int64_t t = begin + count; t < plan.tokens; ++t) {
-        decoder.write_output(o + t * o_stride, 0.f);
-      }
-    }
   }
+};
+
+template <typename Element, typename State, int K, int kThreads, int kRows>
+__device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
+                                       void* outputs, int64_t o_stride, int first_row, int groups, int key_dim,
+                                       int value_dim, int n, int N) {
+  Decode<Element, State, K, kThreads, kRows>{
+      plan, tokens, states, static_cast<Element*>(outputs), o_stride, first_row, groups, key_dim, value_dim, n, N}
+      .run();
 }
 
 }  // namespace flash_qla::device

@@ -471,8 +471,8 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   }
   const float y[2] = {yq.x + between.x + betas.x * (f.x - x.x) - below[0],
                       yq.y + between.y + betas.y * (f.y - x.y) - below[1]};
-  // Of the lanes from this one on, and of those before it: added and subtracted again, the last token's z, which nothing
-  // decays, would take the digits of the others.
+  // Of the lanes from this one on, and of those before it: added and subtracted again, the last token's z, which
+  // nothing decays, would take the digits of the others.
   float suffix = y[0] + y[1], prefix = __shfl_up_sync(~0u, z.x + z.y, 1);
   prefix = lane > 0 ? prefix : 0.f;
 #pragma unroll

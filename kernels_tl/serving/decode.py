@@ -18,12 +18,13 @@ inside.
     state_rows     [N]
     parents        [N, columns]
 
-A lane has 128 bytes of a state: some of the channels of a few value rows, which 8 lanes share. So loads and stores are
-of 16 bytes, 128 of a row next to each other, and a product with S is a sum over 8 lanes. A state's memory is read and
-written once, whatever the number of tokens. What is the same for all value rows, normalised q and k and the activated
-gates, is made once a CTA, in shared memory, while the state is on its way; large batches have more value rows a CTA,
-`groups` times what its lanes hold. In a tree of tokens the states of ancestors are made again from the one at the
-start, which lies in shared memory.
+A lane has some of the channels of a few value rows of a state, which 8 lanes share. Loads and stores are of 16 bytes,
+128 of a row next to each other, and a product with S is a sum over 8 lanes. A state's memory is read and written once,
+whatever the number of tokens. It comes through shared memory, by asynchronous copies of each thread to its own places:
+while the tokens go through some value rows the next ones are on their way. What is the same for all value rows,
+normalised q and k and the activated gates, is made once a CTA. Large batches have more value rows a CTA, `groups` times
+what its lanes hold. In a tree of tokens the states of ancestors are made again from the one at the start, which is
+still in shared memory.
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
@@ -55,8 +56,7 @@ def decode(dtype, K, state_dtype):
         )
     }
     threads = DECODE_WARPS * WARP
-    lane_bytes_of_row = K // DECODE_LANES * (4 if state_dtype == "float32" else 2)
-    ROWS = DECODE_LANE_BYTES // lane_bytes_of_row  # of a lane
+    ROWS = DECODE_LANE_BYTES // (K // DECODE_LANES * (4 if state_dtype == "float32" else 2))  # of a lane
     GROUP = DECODE_WARPS * (WARP // DECODE_LANES) * ROWS  # value rows that a CTA's lanes have
     assert 2 * ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
 
