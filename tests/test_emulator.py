@@ -51,3 +51,57 @@ def test_in_emulation(package, file):
     assert result.returncode == 0, result.stdout
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed and int(passed.group(1)) > 0 and "failed" not in result.stdout, result.stdout
+
+
+# Two threads of a CTA, one after the other; what is between a write and a read decides.
+TWO_THREADS = """
+#include "emulator.h"
+using namespace emulator;
+int main(int, char** arguments) {
+  const int mode = arguments[1][0] - '0';
+  char* const byte = dynamic_shared + 64;
+  Meeting meeting;
+  const auto be = [](unsigned thread) { thread_index = {thread, 0, 0}; };
+  races::begin_cta(128);
+  be(0);
+  races::write(byte, 4);
+  if (mode == 2 || mode == 3) {
+    races::fence();
+  }
+  races::arrive(&meeting);
+  be(1);
+  races::arrive(&meeting);
+  races::complete(&meeting, 0);
+  if (mode != 0) {
+    races::pass(&meeting, 0);
+  }
+  if (mode == 1) {
+    races::read(byte, 4);
+  } else {
+    races::store(byte, 4);  // by TMA
+    races::commit(races::Engine::kStores);
+    if (mode == 2) {
+      races::wait(races::Engine::kStores, 0);
+    }
+    races::write(byte, 4);
+  }
+}
+"""
+RACES = ("not behind the write", None, None, "a write is not behind a read", "no fence between a write and")
+
+
+@pytest.mark.build
+def test_races(tmp_path):
+    """Found: a read without the barrier, a store without the fence, a write before the store has read."""
+    from build_tools.toolchain import find_toolkit
+
+    (tmp_path / "main.cpp").write_text(TWO_THREADS)
+    sources = [TESTS / "emulator/emulator.cpp", TESTS / "emulator/races.cpp", tmp_path / "main.cpp"]
+    folders = [TESTS / "emulator/include", *find_toolkit().include]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-w", "-DEMULATOR_RACES", "-DUSE_CUDA"]
+    command += [f"-I{folder}" for folder in folders]
+    subprocess.run([*command, *sources, "-ldl", "-lpthread", "-o", tmp_path / "main"], check=True)
+    for mode, race in enumerate(RACES):
+        result = subprocess.run([tmp_path / "main", str(mode)], stderr=subprocess.PIPE, text=True)
+        assert (result.returncode == 0) == (race is None), (mode, result)
+        assert race is None or race in result.stderr

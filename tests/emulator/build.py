@@ -27,6 +27,11 @@ ROOT = HERE.parent.parent
 KERNELS, DEVICE = ROOT / "build/kernels", ROOT / "kernels_tl/device"
 TORCH = Path(torch.__file__).parent
 
+
+def store_of(kind: str, coordinates: str) -> str:
+    return f"emulator::move_box(emulator::Box::{kind}, map, box, {{{coordinates}}}); tl::tma_store_arrive();"
+
+
 # By the beginning of an instruction: what its statement becomes, in the names of the place. An instruction that only
 # orders what the emulator does in order anyway becomes nothing.
 PTX = {
@@ -38,8 +43,8 @@ PTX = {
     "ld.shared.f32": "x = *factor;",
     "ld.acquire.gpu.global.s32": "now = *turn;",
     "st.release.gpu.global.s32": "*turn = own + 1;",
-    "bar.sync %0, 128": "emulator::meet(emulator::named_barrier(barrier), 128);",
-    "bar.sync %0, %1": "emulator::meet(emulator::named_barrier(NamedBarrier::kTeam + team), 32 * warps);",
+    "bar.sync %0, 128": "emulator::synchronize(emulator::named_barrier(barrier), 128);",
+    "bar.sync %0, %1": "emulator::synchronize(emulator::named_barrier(NamedBarrier::kTeam + team), 32 * warps);",
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16": "emulator::load_matrices(x, address, false);",
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": "emulator::load_matrices(x, address, true);",
     "stmatrix.sync.aligned.m8n8.x4.shared.b16": "emulator::store_matrices(address, {a, b, c, d}, false);",
@@ -50,20 +55,20 @@ PTX = {
         'emulator::wgmma({nullptr, a, b, x, 64, false, false, accumulate != 0, sizeof(type) == sizeof("bf16")})'
     ),
     "wgmma.fence": "",
-    "wgmma.commit_group": "",
-    "wgmma.wait_group": "",
-    "fence.proxy.async": "",
+    "wgmma.commit_group": "tl::warpgroup_commit_batch();",
+    "wgmma.wait_group": "tl::wait_wgmma<kInFlight>();",
+    "fence.proxy.async": "tl::fence_proxy_async();",
     "cp.async.cg.shared.global": "there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);",
     "cp.async.commit_group": "",
     "cp.async.wait_group": "",
-    "cp.async.bulk.wait_group": "",
-    "cp.async.bulk.tensor.3d": "emulator::move_box(emulator::Box::kStore, map, box, {x0, x1, x2});",
-    "cp.async.bulk.tensor.5d": "emulator::move_box(emulator::Box::kStore, map, box, {x0, x1, x2, x3, x4});",
-    "cp.reduce.async.bulk.tensor.3d": "emulator::move_box(emulator::Box::kAdd, map, box, {x0, x1, x2});",
+    "cp.async.bulk.wait_group": "tl::tma_store_wait<0, true>();",
+    "cp.async.bulk.tensor.3d": store_of("kStore", "x0, x1, x2"),
+    "cp.async.bulk.tensor.5d": store_of("kStore", "x0, x1, x2, x3, x4"),
+    "cp.reduce.async.bulk.tensor.3d": store_of("kAdd", "x0, x1, x2"),
     "mbarrier.expect_tx": "emulator::mbarrier(barrier).expect((rows + 31 - lane) / 32 * bytes);",
     "cp.async.bulk.shared::cluster.global": (
-        "std::memcpy(static_cast<char*>(to) + row * pitch, static_cast<const char*>(state) + row * stride, bytes);"
-        " emulator::mbarrier(barrier).complete(bytes);"
+        "emulator::load_bytes(emulator::mbarrier(barrier), static_cast<char*>(to) + row * pitch,"
+        " static_cast<const char*>(state) + row * stride, bytes);"
     ),
 }
 
@@ -131,7 +136,7 @@ def write_headers(folder: Path) -> None:
 
 
 class Compiler:
-    def __init__(self, out: Path, cuda_include: list[Path]):
+    def __init__(self, out: Path, cuda_include: list[Path], races: bool):
         self.out = out
         self.command = [
             os.environ.get("CXX", "g++"),
@@ -145,6 +150,7 @@ class Compiler:
         # As compilers of CUDA see it: pointers of all types to the same bytes
         self.command += ["-fno-strict-aliasing", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
         self.command += ['-DFLASH_QLA_VERSION="emulated"', '-DFLASH_QLA_TORCH_TARGET="2.10"']
+        self.command += ["-DEMULATOR_RACES"] if races else []
         folders = [out / "include", HERE / "include", ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
         for folder in folders:
             self.command += ["-I", folder]
@@ -166,15 +172,17 @@ class Compiler:
         return target
 
 
-def sources(out: Path) -> list[tuple]:
+def sources(out: Path, races: bool) -> list[tuple]:
     """Everything that the library is made of, each with its options."""
     registry, launchers = KERNELS / "registry.cpp", KERNELS / "launchers.cpp"
+    seen = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-g1") if races else ()
     kernels = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
     found = [
-        (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h")
+        (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h", *seen)
         for name in kernels
     ]
-    found += [(registry,), (launchers, f"-Wa,-I{KERNELS}"), (HERE / "emulator.cpp", "-O3", "-march=native")]
+    found += [(registry,), (launchers, f"-Wa,-I{KERNELS}")]
+    found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "races.cpp")]
     found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     as_gpu = ("-include", "host.h")
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
@@ -186,20 +194,20 @@ def sources(out: Path) -> list[tuple]:
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
 
 
-def build(out: Path) -> Path:
+def build(out: Path, races: bool = False) -> Path:
     """Returns the folder to import flash_qla from."""
     installed = next(iter(importlib.util.find_spec("flash_qla").submodule_search_locations))
     sys.path.append(str(ROOT))
     from build_tools.toolchain import find_toolkit, max_jobs
 
     write_headers(out / "include")
-    compiler = Compiler(out, find_toolkit().include)
+    compiler = Compiler(out, find_toolkit().include, races)
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
-        objects = list(pool.map(lambda source: compiler.compile(*source), sources(out)))
+        objects = list(pool.map(lambda source: compiler.compile(*source), sources(out, races)))
     package = out / "package/flash_qla"
     shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
     libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so")]
-    options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread"]
+    options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread", "-ldl"]
     subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", package / "libflash_qla.so"], check=True)
     return package.parent
 
@@ -207,4 +215,6 @@ def build(out: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    print(build(parser.parse_args().out.resolve()))
+    parser.add_argument("--races", action="store_true", help="look for races in shared memory, see races.cpp")
+    options = parser.parse_args()
+    print(build(options.out.resolve(), options.races))

@@ -74,6 +74,7 @@ void run_cta() {
   static char* const stacks = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
                                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
+  races::begin_cta(cta.threads);
   cta.alive = cta.threads;
   std::fill_n(cta.alive_of_warps, kMostThreads / 32, 32);
   for (auto* meetings : {cta.named, cta.warps, cta.warpgroups}) {
@@ -178,7 +179,9 @@ float operand(uint64_t descriptor, int row, int k, bool transposed, bool bf16) {
                           ? start + row / elements * leading + k / 8 * stride + k % 8 * width + row % elements * 2
                           : start + row / 8 * stride + row % 8 * width + k * 2;
   uint16_t bits;
-  std::memcpy(&bits, dynamic_shared + swizzled(address, mode), 2);
+  const char* const from = dynamic_shared + swizzled(address, mode);
+  std::memcpy(&bits, from, 2);
+  races::read_operand(from, 2);
   return number_of(bits, bf16);
 }
 
@@ -191,6 +194,7 @@ float& in_fragment(const Wgmma* all, int row, int column) {
 void multiply(const Wgmma* all) {
   const Wgmma& p = all[0];
   static float a[64][16], b[16][256];
+  races::begin_product();
   for (int t = 0; t < 128 && p.a != nullptr; ++t) {
     for (int i = 0; i < 8; ++i) {
       const int row = t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8, k = t % 4 * 2 + i / 4 * 8 + i % 2;
@@ -267,6 +271,7 @@ void exit_thread() {
   // Those that wait for it wait for the others only.
   const auto leave = [](Meeting& meeting, int& alive) {
     if (--alive > 0 && meeting.arrived == alive) {
+      races::complete(&meeting, meeting.generation);
       meeting.arrived = 0;
       ++meeting.generation;
     }
@@ -290,6 +295,7 @@ int lanes_alive() { return cta.alive_of_warps[thread_index.x / 32]; }
 
 void Mbarrier::end_phase() {
   if (pending == 0 && bytes == 0) {
+    races::complete(this, phase);
     phase ^= 1;
     pending = static_cast<int16_t>(count);
     ++progress;
@@ -299,6 +305,7 @@ void Mbarrier::arrive() {
   if (pending == 0) {
     fail("more arrivals than a barrier awaits");
   }
+  races::arrive(this);
   --pending;
   end_phase();
 }
@@ -316,7 +323,14 @@ int64_t box_bytes(const CUtensorMap& map) {
   return bytes;
 }
 
-void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates) {
+void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes) {
+  std::memcpy(to, from, bytes);
+  races::load(&barrier, to, bytes);
+  barrier.complete(bytes);
+}
+
+void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates,
+              const void* barrier) {
   const TensorMap& m = tensor_map(map);
   const int first = static_cast<int>(shared_address(shared));
   const int64_t bytes = box_bytes(map);
@@ -334,6 +348,11 @@ void move_box(Box move, const CUtensorMap& map, const void* shared, std::initial
       global += x * m.strides[i];
     }
     char* const here = dynamic_shared + swizzled(first + static_cast<int>(offset), m.swizzle);
+    if (move == Box::kLoad) {
+      races::load(barrier, here, m.element_bytes);
+    } else {
+      races::store(here, m.element_bytes);
+    }
     if (!is_inside) {
       if (move == Box::kLoad) {
         std::memset(here, 0, m.element_bytes);
@@ -359,9 +378,11 @@ void load_matrices(uint32_t (&x)[4], uint32_t address, bool transposed) {
   with_warp(address, [&](const uint32_t* rows) {
     for (int i = 0; i < 8; ++i) {
       const int row = lane() / 4, column = lane() % 4 * 2 + i % 2;
+      const char* const from =
+          shared_pointer(rows[i / 2 * 8 + (transposed ? column : row)]) + 2 * (transposed ? row : column);
       uint16_t element;
-      std::memcpy(&element,
-                  shared_pointer(rows[i / 2 * 8 + (transposed ? column : row)]) + 2 * (transposed ? row : column), 2);
+      std::memcpy(&element, from, 2);
+      races::read(from, 2);
       x[i / 2] = i % 2 == 0 ? element : x[i / 2] | static_cast<uint32_t>(element) << 16;
     }
     return 0;
@@ -373,8 +394,9 @@ void store_matrices(uint32_t address, const uint32_t (&x)[4], bool transposed) {
     for (int i = 0; i < 8; ++i) {
       const int row = lane() / 4, column = lane() % 4 * 2 + i % 2;
       const auto element = static_cast<uint16_t>(x[i / 2] >> i % 2 * 16);
-      std::memcpy(shared_pointer(rows[i / 2 * 8 + (transposed ? column : row)]) + 2 * (transposed ? row : column),
-                  &element, 2);
+      char* const to = shared_pointer(rows[i / 2 * 8 + (transposed ? column : row)]) + 2 * (transposed ? row : column);
+      std::memcpy(to, &element, 2);
+      races::write(to, 2);
     }
     return 0;
   });
@@ -412,6 +434,10 @@ void wgmma(const Wgmma& product) {
   static Wgmma all[kMostThreads];
   const int warpgroup = static_cast<int>(thread_index.x / 128);
   all[thread_index.x] = product;
+  races::give_to_product(product.c, product.N / 2 * static_cast<int>(sizeof(float)), true);
+  if (product.a != nullptr) {
+    races::give_to_product(product.a, 4 * sizeof(uint32_t), false);
+  }
   meet(cta.warpgroups[warpgroup], 128, [&] { multiply(all + 128 * warpgroup); });
 }
 

@@ -1,6 +1,6 @@
 // What kernels are on a CPU: a CTA's threads are fibers of one thread, which give way where they wait for one another.
 // CTAs run one after the other, in the order of their numbers. What is asynchronous on a GPU is done when it is issued:
-// so indices, layouts, counts of barriers and the arithmetic are tested here, and neither fences nor races.
+// so indices, layouts, counts of barriers and the arithmetic are tested here; fences and races as races.cpp says.
 #pragma once
 
 #include <cuda.h>
@@ -15,6 +15,8 @@
 #include <functional>
 #include <type_traits>
 #include <utility>
+
+#include "races.h"
 
 namespace emulator {
 
@@ -63,6 +65,20 @@ void meet(Meeting& meeting, int threads, Work work) {
 inline void meet(Meeting& meeting, int threads) {
   meet(meeting, threads, [] {});
 }
+// The same where what they did before is in order with what they do afterwards.
+template <typename Work>
+void synchronize(Meeting& meeting, int threads, Work work) {
+  const unsigned generation = meeting.generation;
+  races::arrive(&meeting);
+  meet(meeting, threads, [&] {
+    work();
+    races::complete(&meeting, generation);
+  });
+  races::pass(&meeting, generation);
+}
+inline void synchronize(Meeting& meeting, int threads) {
+  synchronize(meeting, threads, [] {});
+}
 int lanes_alive();  // of the warp
 inline void sync_warp() { meet(warp_meeting(), lanes_alive()); }
 
@@ -100,12 +116,16 @@ struct Mbarrier {
   int16_t pending;  // arrivals
   uint16_t count : 15, phase : 1;
 
-  void init(int arrivals) { *this = {0, static_cast<int16_t>(arrivals), static_cast<uint16_t>(arrivals), 0}; }
+  void init(int arrivals) {
+    races::is_barrier(this);
+    *this = {0, static_cast<int16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
+  }
   void arrive();
   void expect(int32_t more) { bytes += more; }
   void complete(int32_t some);
   void wait(unsigned parity) {
     wait_for([&] { return phase != (parity & 1); });
+    races::pass(this, parity);
   }
 
  private:
@@ -120,7 +140,10 @@ Mbarrier& mbarrier(Barrier& barrier) {
 // A box of TMA between a tensor and shared memory.
 enum class Box { kLoad, kStore, kAdd };
 int64_t box_bytes(const CUtensorMap& map);
-void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates);
+void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates,
+              const void* barrier = nullptr);  // of a load
+// Bytes of global memory to shared memory.
+void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes);
 
 // 8 x 8 matrices of 16-bit elements, four of them, between shared memory and the fragments of a warp.
 void load_matrices(uint32_t (&x)[4], uint32_t address, bool transposed);
@@ -238,14 +261,14 @@ inline unsigned __ballot_sync(unsigned, int x) {
 }
 inline int __all_sync(unsigned mask, int x) { return __ballot_sync(mask, x) == ~0u; }
 inline int __any_sync(unsigned mask, int x) { return __ballot_sync(mask, x) != 0; }
-inline void __syncwarp() { emulator::sync_warp(); }
-inline void __syncthreads() { emulator::meet(emulator::named_barrier(0), emulator::threads_alive()); }
+inline void __syncwarp() { emulator::synchronize(emulator::warp_meeting(), emulator::lanes_alive()); }
+inline void __syncthreads() { emulator::synchronize(emulator::named_barrier(0), emulator::threads_alive()); }
 inline int __syncthreads_or(int x) {
   static int any = 0;
   any |= x != 0;
   __syncthreads();
   const int found = any;
-  emulator::meet(emulator::named_barrier(0), emulator::threads_alive(), [] { any = 0; });
+  emulator::synchronize(emulator::named_barrier(0), emulator::threads_alive(), [] { any = 0; });
   return found;
 }
 inline void cudaGridDependencySynchronize() {}
@@ -300,10 +323,12 @@ void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, bool accumulate) {
 }
 template <typename T>
 void warpgroup_fence_operand(T*, int) {}
-inline void warpgroup_commit_batch() {}
+inline void warpgroup_commit_batch() { emulator::races::commit(emulator::races::Engine::kProducts); }
 inline void warpgroup_arrive() {}
-template <int>
-void wait_wgmma() {}
+template <int kInFlight>
+void wait_wgmma() {
+  emulator::races::wait(emulator::races::Engine::kProducts, kInFlight);
+}
 template <int>
 void warpgroup_reg_alloc() {}
 template <int>
@@ -311,7 +336,7 @@ void warpgroup_reg_dealloc() {}
 
 template <typename Barrier, typename... Coordinates>
 void tma_load(const CUtensorMap& map, Barrier& barrier, const void* shared, Coordinates... at) {
-  emulator::move_box(emulator::Box::kLoad, map, shared, {at...});
+  emulator::move_box(emulator::Box::kLoad, map, shared, {at...}, &barrier);
   emulator::mbarrier(barrier).complete(emulator::box_bytes(map));
 }
 template <typename... Coordinates>
@@ -319,11 +344,13 @@ void tma_store(const CUtensorMap& map, const void* shared, Coordinates... at) {
   emulator::move_box(emulator::Box::kStore, map, shared, {at...});
 }
 inline void prefetch_tma_descriptor(const CUtensorMap&) {}
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() { emulator::races::fence(); }
 inline void fence_barrier_init() {}
-inline void tma_store_arrive() {}
-template <int, bool>
-void tma_store_wait() {}
+inline void tma_store_arrive() { emulator::races::commit(emulator::races::Engine::kStores); }
+template <int kInFlight, bool>
+void tma_store_wait() {
+  emulator::races::wait(emulator::races::Engine::kStores, kInFlight);
+}
 
 template <int kThreads>
 bool tl_shuffle_elect() {
@@ -331,9 +358,11 @@ bool tl_shuffle_elect() {
 }
 template <int kNumber, int kThreads>
 void __sync_thread_partial() {
-  emulator::meet(emulator::named_barrier(kNumber), kThreads);
+  emulator::synchronize(emulator::named_barrier(kNumber), kThreads);
 }
-inline void __sync_thread_partial(int number, int threads) { emulator::meet(emulator::named_barrier(number), threads); }
+inline void __sync_thread_partial(int number, int threads) {
+  emulator::synchronize(emulator::named_barrier(number), threads);
+}
 
 }  // namespace tl
 

@@ -1,0 +1,426 @@
+// Races in shared memory. Every access of a kernel, which the compiler shows (-fsanitize=thread, whose functions are
+// here), has to come after the last write of what it reads, and a write after all reads: by barriers, not because the
+// emulator's threads happen to run in that order. Times are vector clocks, with a clock for each thread and for what
+// goes on by itself: of a barrier the loads that a phase waits for, of a thread its stores, of a warpgroup its
+// products. What threads write is seen by these engines behind a fence.proxy.async only, so a thread also knows which
+// writes are.
+#include "races.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "emulator.h"
+#undef threadIdx
+#undef blockIdx
+
+namespace emulator::races {
+
+namespace {
+
+#ifdef EMULATOR_RACES
+constexpr bool kOn = true;
+#else
+constexpr bool kOn = false;
+#endif
+
+constexpr int kSharedBytes = 227 << 10;
+constexpr int kGranule = 2;      // bytes
+constexpr int kMostLanes = 256;  // clocks of what is no thread
+
+// Of each clock how much has happened before, and how much of that engines see.
+struct Times {
+  std::vector<uint32_t> known, fenced;
+
+  void reset(int clocks) {
+    known.assign(clocks, 0);
+    fenced.assign(clocks, 0);
+  }
+  void join(const Times& other) {
+    for (size_t i = 0; i < known.size(); ++i) {
+      known[i] = std::max(known[i], other.known[i]);
+      fenced[i] = std::max(fenced[i], other.fenced[i]);
+    }
+  }
+  void meet(const Times& other) {
+    for (size_t i = 0; i < known.size(); ++i) {
+      known[i] = std::min(known[i], other.known[i]);
+      fenced[i] = std::min(fenced[i], other.fenced[i]);
+    }
+  }
+};
+
+struct Access {
+  int clock;
+  uint32_t time;
+  const void* place;  // in the program
+};
+
+struct Granule {
+  uint64_t cta = 0;
+  bool is_barrier = false;
+  Access writer = {-1, 0, nullptr};
+  std::vector<Access> readers;  // none of which happened before another
+};
+
+struct BarrierRecord {
+  Times arrived, ready[2];
+  int clock;  // of the loads that it waits for
+  uint32_t phases = 0;
+  Access made = {-1, 0, nullptr};  // if it lies in shared memory
+};
+
+int threads, lanes;
+uint64_t ctas = 0;
+std::vector<Times> of_thread;
+std::unordered_map<const void*, BarrierRecord> barriers;
+struct Groups {
+  int clock = -1;
+  uint32_t committed = 0;
+};
+// What a thread has given to a product: nobody may change factors, nor touch results, until it is over.
+struct Registers {
+  const char* begin;
+  int bytes;
+  uint32_t group;
+  bool is_result;
+};
+std::vector<Registers> in_products[1024];
+Groups groups[2][1024];
+Granule granules[kSharedBytes / kGranule];
+Times of_product;
+// What lanes of a warp write at once has to be the same: the bytes, as the one before wrote them.
+struct Same {
+  const char* bytes;
+  uint16_t value;
+  Access before, now;
+};
+std::vector<Same> written_at_once;
+
+int self() { return static_cast<int>(thread_index.x); }
+
+std::string name_of(int clock) { return clock < threads ? "thread " + std::to_string(clock) : "an engine"; }
+
+std::string place_of(const void* place) {
+  Dl_info info;
+  if (place == nullptr || dladdr(place, &info) == 0) {
+    return "the emulator";
+  }
+  char text[64];
+  std::snprintf(text, sizeof text, "%#tx", static_cast<const char*>(place) - static_cast<const char*>(info.dli_fbase));
+  return text;
+}
+
+void report(const char* what, int byte, const Access& before, const Access& now) {
+  std::fprintf(stderr, "emulator: race: %s, byte %d of shared memory, CTA %u %u %u: %s at %s, then %s at %s\n", what,
+               byte, block_index.x, block_index.y, block_index.z, name_of(before.clock).c_str(),
+               place_of(before.place).c_str(), name_of(now.clock).c_str(), place_of(now.place).c_str());
+  std::abort();
+}
+
+Access own_access(const void* place) { return {self(), of_thread[self()].known[self()], place}; }
+bool happened(const Access& access, const Times& times) { return times.known[access.clock] >= access.time; }
+
+int new_clock() {
+  if (lanes == kMostLanes) {
+    fail("more barriers and stores than races.cpp has clocks for");
+  }
+  return threads + lanes++;
+}
+
+BarrierRecord& barrier_record(const void* barrier) {
+  auto [found, is_new] = barriers.try_emplace(barrier);
+  if (is_new) {
+    BarrierRecord& record = found->second;
+    record.arrived.reset(threads + kMostLanes);
+    record.ready[0] = record.ready[1] = record.arrived;
+    record.clock = new_clock();
+  }
+  return found->second;
+}
+
+BarrierRecord& made_barrier(const void* barrier) {
+  BarrierRecord& record = barrier_record(barrier);
+  if (record.made.clock >= 0 && record.made.clock != self() && !happened(record.made, of_thread[self()])) {
+    report("a barrier is used before it is there", 0, record.made, own_access(nullptr));
+  }
+  return record;
+}
+
+// Products have one clock for each warpgroup, stores one for each thread that makes any.
+Groups& groups_of(Engine engine) {
+  Groups& found = groups[static_cast<int>(engine)][self()];
+  if (found.clock < 0) {
+    Groups& first = groups[static_cast<int>(engine)][engine == Engine::kProducts ? self() / 128 * 128 : self()];
+    if (first.clock < 0) {
+      first.clock = new_clock();
+    }
+    found.clock = first.clock;
+  }
+  return found;
+}
+
+// Registers lie on the emulator's stacks.
+void see_registers(const void* at, int bytes, bool is_write, const void* place) {
+  auto& all = in_products[self()];
+  if (all.empty()) {
+    return;
+  }
+  const int clock = groups_of(Engine::kProducts).clock;
+  for (const Registers& x : all) {
+    const char* const begin = static_cast<const char*>(at);
+    if (begin < x.begin + x.bytes && x.begin < begin + bytes && (is_write || x.is_result)) {
+      report("registers of a product that is not over", 0, {clock, x.group, nullptr}, own_access(place));
+    }
+  }
+}
+
+void check_written_at_once() {
+  for (const Same& same : written_at_once) {
+    if (std::memcmp(same.bytes, &same.value, sizeof same.value) != 0) {
+      report("lanes write different things at once", static_cast<int>(same.bytes - dynamic_shared), same.before,
+             same.now);
+    }
+  }
+  written_at_once.clear();
+}
+
+bool is_fenced(const Access& access, const Times& times) {
+  return access.clock >= threads || times.fenced[access.clock] >= access.time;
+}
+
+template <typename Use>
+void for_granules(const void* from, int bytes, Use use) {
+  const int64_t first = static_cast<const char*>(from) - dynamic_shared;
+  if (first < 0 || first >= kSharedBytes) {
+    return;
+  }
+  for (int64_t byte = first / kGranule * kGranule; byte < std::min<int64_t>(first + bytes, kSharedBytes);
+       byte += kGranule) {
+    Granule& granule = granules[byte / kGranule];
+    if (granule.cta != ctas) {
+      granule.cta = ctas;
+      granule.is_barrier = false;
+      granule.writer.clock = -1;
+      granule.readers.clear();
+    }
+    if (!granule.is_barrier) {
+      use(granule, static_cast<int>(byte));
+    }
+  }
+}
+
+void see_read(const void* from, int bytes, const Access& now, const Times& times, bool by_engine) {
+  for_granules(from, bytes, [&](Granule& granule, int byte) {
+    const Access& writer = granule.writer;
+    if (writer.clock >= 0 && !(writer.clock == now.clock && !by_engine)) {
+      if (!happened(writer, times)) {
+        report("a read is not behind the write", byte, writer, now);
+      } else if (by_engine && !is_fenced(writer, times)) {
+        report("no fence between a write and an engine's read", byte, writer, now);
+      }
+    }
+    std::erase_if(granule.readers, [&](const Access& x) { return x.clock == now.clock || happened(x, times); });
+    granule.readers.push_back(now);
+  });
+}
+
+void see_write(const void* to, int bytes, const Access& now, const Times& times, bool by_engine) {
+  for_granules(to, bytes, [&](Granule& granule, int byte) {
+    const Access& writer = granule.writer;
+    if (writer.clock >= 0 && (by_engine || writer.clock != now.clock)) {
+      const bool at_once = !by_engine && writer.clock / 32 == now.clock / 32 && writer.place == now.place;
+      if (!happened(writer, times) && at_once) {
+        Same same = {dynamic_shared + byte, 0, writer, now};
+        std::memcpy(&same.value, same.bytes, sizeof same.value);
+        written_at_once.push_back(same);
+      } else if (!happened(writer, times)) {
+        report("a write is not behind the last one", byte, writer, now);
+      } else if (by_engine && !is_fenced(writer, times)) {
+        report("no fence between a write and an engine's", byte, writer, now);
+      }
+    }
+    for (const Access& reader : granule.readers) {
+      if ((by_engine || reader.clock != now.clock) && !happened(reader, times)) {
+        report("a write is not behind a read", byte, reader, now);
+      }
+    }
+    granule.readers.clear();
+    granule.writer = now;
+  });
+}
+
+void read_at(const void* from, int bytes, const void* place) {
+  if (kOn && threads > 0) {
+    check_written_at_once();
+    see_registers(from, bytes, false, place);
+    see_read(from, bytes, own_access(place), of_thread[self()], false);
+  }
+}
+void write_at(const void* to, int bytes, const void* place) {
+  if (kOn && threads > 0) {
+    check_written_at_once();
+    see_registers(to, bytes, true, place);
+    see_write(to, bytes, own_access(place), of_thread[self()], false);
+  }
+}
+
+}  // namespace
+
+void begin_cta(int count) {
+  if (!kOn) {
+    return;
+  }
+  threads = count;
+  lanes = 0;
+  ++ctas;
+  barriers.clear();
+  for (auto& of_engine : groups) {
+    std::fill_n(of_engine, 1024, Groups());
+  }
+  for (auto& all : in_products) {
+    all.clear();
+  }
+  of_thread.resize(threads);
+  for (int i = 0; i < threads; ++i) {
+    of_thread[i].reset(threads + kMostLanes);
+    of_thread[i].known[i] = 1;
+  }
+}
+
+void arrive(const void* barrier) {
+  if (kOn) {
+    check_written_at_once();
+    Times& mine = of_thread[self()];
+    made_barrier(barrier).arrived.join(mine);
+    ++mine.known[self()];
+  }
+}
+
+void complete(const void* barrier, unsigned parity) {
+  if (kOn) {
+    BarrierRecord& record = barrier_record(barrier);
+    record.arrived.known[record.clock] = ++record.phases;
+    record.ready[parity & 1] = record.arrived;
+    record.arrived.reset(threads + kMostLanes);
+  }
+}
+
+void pass(const void* barrier, unsigned parity) {
+  if (kOn) {
+    of_thread[self()].join(made_barrier(barrier).ready[parity & 1]);
+  }
+}
+
+void is_barrier(const void* words) {
+  if (kOn) {
+    for_granules(words, 8, [](Granule& granule, int) { granule.is_barrier = true; });
+    barriers.erase(words);
+    barrier_record(words).made = own_access(nullptr);
+  }
+}
+
+void commit(Engine engine) {
+  if (kOn) {
+    ++groups_of(engine).committed;
+  }
+}
+
+void wait(Engine engine, int in_flight) {
+  if (kOn) {
+    const Groups& mine = groups_of(engine);
+    uint32_t& known = of_thread[self()].known[mine.clock];
+    known = std::max(known, mine.committed - std::min<uint32_t>(in_flight, mine.committed));
+    if (engine == Engine::kProducts) {
+      std::erase_if(in_products[self()], [&](const Registers& x) { return x.group <= known; });
+    }
+  }
+}
+
+void fence() {
+  if (kOn) {
+    Times& mine = of_thread[self()];
+    mine.fenced = mine.known;
+    ++mine.known[self()];
+  }
+}
+
+void load(const void* barrier, const void* to, int bytes) {
+  if (kOn) {
+    const BarrierRecord& record = barrier_record(barrier);
+    see_write(to, bytes, {record.clock, record.phases + 1, nullptr}, of_thread[self()], true);
+  }
+}
+
+void store(const void* from, int bytes) {
+  if (kOn) {
+    const Groups& mine = groups_of(Engine::kStores);
+    see_read(from, bytes, {mine.clock, mine.committed + 1, nullptr}, of_thread[self()], true);
+  }
+}
+
+void give_to_product(const void* registers, int bytes, bool is_result) {
+  if (kOn) {
+    const char* const begin = static_cast<const char*>(registers);
+    auto& all = in_products[self()];
+    std::erase_if(all, [&](const Registers& x) { return x.begin == begin && x.is_result == is_result; });
+    all.push_back({begin, bytes, groups_of(Engine::kProducts).committed + 1, is_result});
+  }
+}
+
+void begin_product() {
+  if (kOn) {
+    const int first = self() / 128 * 128;
+    of_product = of_thread[first];
+    for (int i = 1; i < 128; ++i) {
+      of_product.meet(of_thread[first + i]);
+    }
+  }
+}
+
+void read_operand(const void* from, int bytes) {
+  if (kOn) {
+    const Groups& mine = groups_of(Engine::kProducts);
+    see_read(from, bytes, {mine.clock, mine.committed + 1, nullptr}, of_product, true);
+  }
+}
+
+void read(const void* from, int bytes) { read_at(from, bytes, nullptr); }
+void write(const void* to, int bytes) { write_at(to, bytes, nullptr); }
+
+}  // namespace emulator::races
+
+// What code that was compiled with -fsanitize=thread calls.
+extern "C" {
+
+#define FLASH_QLA_ACCESS(bytes)                                                                               \
+  void __tsan_read##bytes(void* from) { emulator::races::read_at(from, bytes, __builtin_return_address(0)); } \
+  void __tsan_write##bytes(void* to) { emulator::races::write_at(to, bytes, __builtin_return_address(0)); }   \
+  void __tsan_unaligned_read##bytes(void* from) {                                                             \
+    emulator::races::read_at(from, bytes, __builtin_return_address(0));                                       \
+  }                                                                                                           \
+  void __tsan_unaligned_write##bytes(void* to) { emulator::races::write_at(to, bytes, __builtin_return_address(0)); }
+FLASH_QLA_ACCESS(1)
+FLASH_QLA_ACCESS(2)
+FLASH_QLA_ACCESS(4)
+FLASH_QLA_ACCESS(8)
+FLASH_QLA_ACCESS(16)
+#undef FLASH_QLA_ACCESS
+
+void __tsan_read_range(void* from, size_t bytes) {
+  emulator::races::read_at(from, static_cast<int>(bytes), __builtin_return_address(0));
+}
+void __tsan_write_range(void* to, size_t bytes) {
+  emulator::races::write_at(to, static_cast<int>(bytes), __builtin_return_address(0));
+}
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+
+}  // extern "C"
