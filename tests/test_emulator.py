@@ -93,6 +93,7 @@ RACES = ("not behind the write", None, None, "a write is not behind a read", "no
 @pytest.mark.build
 def test_races(tmp_path):
     """Found: a read without the barrier, a store without the fence, a write before the store has read."""
+    sys.path.append(str(TESTS.parent))
     from build_tools.toolchain import find_toolkit
 
     (tmp_path / "main.cpp").write_text(TWO_THREADS)
