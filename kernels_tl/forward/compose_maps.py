@@ -24,7 +24,8 @@ import tilelang.language as T
 
 from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
-from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier, SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.forward.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
+from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -33,19 +34,15 @@ PRELUDE = """
 #include "device/tiles.cuh"
 """
 
-ROWS = 64  # of S a warpgroup: the M of its WGMMA
-COLUMNS = SCAN_COLUMNS  # of S a CTA
-MAP_STAGES, STAGES = 2, 3  # of M; of Z
-BOX = 32  # floats: 128 bytes, what the swizzle takes
 PRODUCERS = 32  # a warp that loads
-Full = T.GemmWarpPolicy.FullRow
 
 
 def compose_maps(dtype, K, reverse):
     H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
     value_rows, mapped, map_rows = dims("value_rows", "mapped", "map_rows")
     (key_channels,) = dims("key_channels")
-    CONSUMERS = 128 * (K // ROWS)
+    CONSUMERS = consumers(K)
+    of_map = map_step(dtype, K, reverse)
 
     def make_tiles():
         return shared(
@@ -73,17 +70,6 @@ def compose_maps(dtype, K, reverse):
             initial.read_columns(S, n, hv, v0)
 
     @T.macro
-    def round_in_parts(S, S_16, rest, tiles, turn):
-        """S to shared memory, as a rounded part and the rest."""
-        T.copy(S, S_16)
-        for i, j in T.Parallel(K, COLUMNS):
-            rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
-        T.copy(S_16, tiles.S[turn % 2, 0, :, :])
-        T.copy(rest, tiles.S[turn % 2, 1, :, :])
-        T.fence_proxy_async()
-        T.sync_threads(NamedBarrier.SCAN_ROUNDED, CONSUMERS)
-
-    @T.macro
     def compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, r):
         """The consumers: S from segment to segment, and its end."""
         skip = T.alloc_var("int32", init=0)
@@ -97,21 +83,15 @@ def compose_maps(dtype, K, reverse):
             T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
             skip = tiles.skip[u]
             if skip == 0:
-                round_in_parts(S, S_16, rest, tiles, maps_used)
+                of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
             if is_M == 0:
                 extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
             else:
                 T.clear(S)
             T.barrier_arrive(ready.released[u])
             if skip == 0:
-                m = T.alloc_var("int32", init=maps_used % MAP_STAGES)
-                T.barrier_wait(ready.map_loaded[m], (maps_used // MAP_STAGES) % 2)
-                for a, b in ((0, 0), (0, 1), (1, 0)):
-                    T.wgmma_gemm(
-                        tiles.M[m, a, :, :], tiles.S[maps_used % 2, b, :, :], S, transpose_A=not reverse, policy=Full
-                    )
-                T.wait_wgmma(0)
-                T.barrier_arrive(ready.map_released[m])
+                m = maps_used % MAP_STAGES
+                of_map.add_product(S, tiles, ready, m, maps_used)
                 maps_used = maps_used + 1
         row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
         rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))
@@ -145,11 +125,8 @@ def compose_maps(dtype, K, reverse):
                     )
             T.barrier_arrive(ready.loaded[u])
             if skip == 0:
-                m = T.alloc_var("int32", init=maps_used % MAP_STAGES)
-                T.barrier_wait(ready.map_released[m], ((maps_used // MAP_STAGES) % 2) ^ 1)
-                for part in T.unroll(2):
-                    fetch(maps[slot, hv, part, :, :], tiles.M[m, part, :, :], ready.map_loaded[m])
-                T.barrier_arrive(ready.map_loaded[m])
+                m = maps_used % MAP_STAGES
+                of_map.load_map(maps, slot, hv, tiles, ready, m, maps_used)
                 maps_used = maps_used + 1
             slot = next_slot
 

@@ -33,15 +33,8 @@ import tilelang.language as T
 
 from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
-from kernels_tl.layout import (
-    NOBODY,
-    SCAN_COLUMNS,
-    SCANNED,
-    NamedBarrier,
-    SegmentColumn,
-    SegmentFlag,
-    SequenceColumn,
-)
+from kernels_tl.forward.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
+from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -50,18 +43,14 @@ PRELUDE = """
 #include "device/tiles.cuh"
 """
 
-ROWS = 64  # of S a warpgroup: the M of its WGMMA
-COLUMNS = SCAN_COLUMNS  # of S a CTA
-MAP_STAGES, STAGES = 2, 3  # of M; of Z
-BOX = 32  # floats: 128 bytes, what the swizzle takes
 PRODUCERS = 64  # a warp that loads and one that stores
 SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next one is the last on the way, without a map
-Full = T.GemmWarpPolicy.FullRow
 
 
 def segment_scan(dtype, K, reverse):
     H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
-    CONSUMERS = 128 * (K // ROWS)
+    CONSUMERS = consumers(K)
+    of_map = map_step(dtype, K, reverse)
     (value_rows,) = dims("value_rows")
     WAY = -1 if reverse else 1  # from a segment to the next one
 
@@ -101,17 +90,6 @@ def segment_scan(dtype, K, reverse):
         return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
 
     @T.macro
-    def round_in_parts(S, S_16, rest, tiles, turn):
-        """S to shared memory, as a rounded part and the rest."""
-        T.copy(S, S_16)
-        for i, j in T.Parallel(K, COLUMNS):
-            rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
-        T.copy(S_16, tiles.S[turn % 2, 0, :, :])
-        T.copy(rest, tiles.S[turn % 2, 1, :, :])
-        T.fence_proxy_async()
-        T.sync_threads(NamedBarrier.SCAN_ROUNDED, CONSUMERS)
-
-    @T.macro
     def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot, begin):
         """The consumers: S from segment to segment."""
         about = T.alloc_var("int32", init=begin)
@@ -131,17 +109,11 @@ def segment_scan(dtype, K, reverse):
             T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
             about = tiles.about[u]
             if about % END != SKIP:
-                round_in_parts(S, S_16, rest, tiles, maps_used)
+                of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
             extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
             if about % END != SKIP:
                 m = maps_used % MAP_STAGES
-                T.barrier_wait(ready.map_loaded[m], (maps_used // MAP_STAGES) % 2)
-                for a, b in ((0, 0), (0, 1), (1, 0)):
-                    T.wgmma_gemm(
-                        tiles.M[m, a, :, :], tiles.S[maps_used % 2, b, :, :], S, transpose_A=not reverse, policy=Full
-                    )
-                T.wait_wgmma(0)
-                T.barrier_arrive(ready.map_released[m])
+                of_map.add_product(S, tiles, ready, m, maps_used)
                 extern("write_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
                 T.fence_proxy_async()
                 maps_used = maps_used + 1
@@ -173,10 +145,7 @@ def segment_scan(dtype, K, reverse):
             T.barrier_arrive(ready.loaded[u])
             if skip == 0:
                 m = maps_used % MAP_STAGES
-                T.barrier_wait(ready.map_released[m], ((maps_used // MAP_STAGES) % 2) ^ 1)
-                for part in T.unroll(2):
-                    fetch(maps[slot, hv, part, :, :], tiles.M[m, part, :, :], ready.map_loaded[m])
-                T.barrier_arrive(ready.map_loaded[m])
+                of_map.load_map(maps, slot, hv, tiles, ready, m, maps_used)
                 maps_used = maps_used + 1
             step = step + 1
             slot = slot + WAY
