@@ -21,11 +21,14 @@ class Noise:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        random = torch.rand(x.shape, generator=self.generator, dtype=FP64, device=x.device)
-        y = torch.where(x.isinf(), x, x + x * (2 * random - 1) * (self.unit * self.scale))
-        y[0], y[1] = x[0], x[1].to(self.dtype).double()
+        off = self.unit * self.scale
+        y = torch.empty(x.shape, dtype=FP64, device=x.device).uniform_(1 - off, 1 + off, generator=self.generator)
+        y[0] = 1
         if self.dtype == FP64:  # as exact as the first: they differ by what both round
-            y[1] = torch.where(x[1].isinf(), x[1], x[1] + x[1] * (2 * random[1] - 1) * self.unit)
+            y[1].sub_(1).div_(self.scale).add_(1)
+        y *= x
+        if self.dtype != FP64:
+            y[1] = x[1].to(self.dtype)
         return y
 
 
@@ -54,12 +57,12 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
     N, longest = len(layout.lengths), max(1, *layout.lengths, 1)
     C, chunks = min(CHUNK, longest), -(-longest // CHUNK)
     starts, lengths, chunk_starts = (
-        torch.tensor(x, dtype=torch.int64, device=device)[:, None]
-        for x in (layout.starts, layout.lengths, layout.chunk_starts)
+        torch.tensor(x, dtype=torch.int64)[:, None] for x in (layout.starts, layout.lengths, layout.chunk_starts)
     )
-    position = torch.arange(chunks * C, device=device)
-    rows = torch.where(position < lengths, starts + position, B * T).unflatten(1, (chunks, C))
-    covered = (rows < B * T)[:, :, None]  # [N, chunks, 1, C]
+    position = torch.arange(chunks * C)
+    filled = position < lengths
+    tokens, places = (starts + position)[filled].to(device), filled.flatten().nonzero()[:, 0].to(device)
+    covered = filled.unflatten(1, (chunks, 1, C)).to(device)  # [N, chunks, 1, C]
 
     def rounded(x):
         return Rounded.apply(x, noise)
@@ -69,13 +72,14 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
 
     def split(x):  # [runs, B, T, H, ...] to [runs, N, chunks, H_v, C, ...]; zero beyond a sequence
         x = x.flatten(1, 2)
-        x = torch.cat([x, torch.zeros_like(x[:, :1]) if B * T else x.new_zeros(len(x), 1, *x.shape[2:])], 1)
-        return x[:, rows].transpose(3, 4).repeat_interleave(H_v // x.shape[2], 3)
+        zeros = x.new_zeros(len(x), N * chunks * C, *x.shape[2:])
+        x = zeros.index_copy(1, places, x.index_select(1, tokens)).unflatten(1, (N, chunks, C))
+        return x.transpose(3, 4).repeat_interleave(H_v // x.shape[4], 3)
 
     def join(x):
-        out = x.new_zeros(len(x), B * T + 1, *x.shape[3:4], *x.shape[5:])
-        out[:, rows] = x.transpose(3, 4)
-        return out[:, :-1].unflatten(1, (B, T))
+        x = x.detach().transpose(3, 4).flatten(1, 3)
+        out = x.new_zeros(len(x), B * T, *x.shape[2:])
+        return out.index_copy_(1, tokens, x.index_select(1, places)).unflatten(1, (B, T))
 
     q, k, v, g, beta = (split(leaves[name]) for name in ("q", "k", "v", "g", "beta"))
     flags = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
@@ -109,17 +113,18 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
     S = leaves.get("initial_state", v.new_zeros(noise.runs, N, H_v, K, V))
     S = S.mT if inputs["state_v_first"] and "initial_state" in leaves else S
     states, o = [S], []
-    for c in range(chunks):
-        u = beta[:, :, c, ..., None] * (v[:, :, c] - gamma[:, :, c] * product(k[:, :, c], S))
-        v_new = product(A[:, :, c] * D[:, :, c], u)
-        o.append(gamma[:, :, c] * product(q[:, :, c], S) + product(P[:, :, c], v_new))
-        S = gamma[:, :, c, :, -1:] * S + product((to_end[:, :, c] * k[:, :, c]).mT, v_new)
+    by_chunk = (x.unbind(2) for x in (q, k, v, beta[..., None], gamma, A * D, P, to_end * k))
+    for q_c, k_c, v_c, beta_c, gamma_c, A_c, P_c, k_to_end in zip(*by_chunk, strict=True):
+        u = beta_c * (v_c - gamma_c * product(k_c, S))
+        v_new = product(A_c, u)
+        o.append(gamma_c * product(q_c, S) + product(P_c, v_new))
+        S = gamma_c[..., -1:, :] * S + product(k_to_end.mT, v_new)
         states.append(S)
     scale = K**-0.5 if inputs["scale"] is None else inputs["scale"]
     o, states = rounded(scale * torch.stack(o, 2)), torch.stack(states, 2)
 
     h_chunks = layout.h_shape[0] * layout.h_shape[1]
-    at = torch.where(covered[:, :, 0, 0], chunk_starts + torch.arange(chunks, device=device), h_chunks)
+    at = torch.where(filled[:, ::C], chunk_starts + torch.arange(chunks), h_chunks).to(device)
     h = states.new_zeros(noise.runs, h_chunks + 1, *states.shape[3:])
     h[:, at] = states[:, :, :-1].detach()
     h = h[:, :-1].unflatten(1, layout.h_shape)
