@@ -1,7 +1,8 @@
-"""Random calls of every op, for a time: `python tests/fuzz.py --seconds 60 --seed 0 [--device cuda]`.
+"""Random calls of every op: `python tests/fuzz.py --seconds 60 --seed 0 [--cases 1000] [--jobs 4] [--device cuda]`.
 
-A seed and a number make a trial: shapes, dtypes, gates, strides, layouts, modes of the dispatch. Each runs twice over
-memory that holds NaN and must give the same bits; every output must be as near to the formula as its arithmetic allows.
+It ends after so many seconds or cases; jobs are processes that share them, and the device. A seed and a number make a
+trial, whatever the jobs: shapes, dtypes, gates, strides, layouts, modes of the dispatch. Each runs twice over memory
+that holds NaN and must give the same bits; every output must be as near to the formula as its arithmetic allows.
 
 How near that is no constant says: where keys come again, or gates underflow, results are what is left of larger
 numbers. So the expected outputs are made in several runs at once, by chunks, in fp64: one exact, one in which every
@@ -10,8 +11,13 @@ What these runs differ by is what rounding does to this output of these inputs; 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
 import random
 import sys
 import time
@@ -47,6 +53,7 @@ KEYS_AND_BETAS = (
     ("zero", "sigmoid"),
 )
 GATES = ("softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero", "resets", "hard_resets", "extreme")
+KEPT_BYTES = 4 << 30  # of the device's memory, from case to case
 HEAD_FACTOR, ROW_FACTOR = 6, 12  # of the runs' differences, to the norm of a head and to that of a token or state in it
 
 
@@ -137,7 +144,8 @@ def chunk(trial: Trial, device: str, noises: tuple) -> tuple:
             _, state = flash_qla.chunk_gated_delta_rule(**inputs, **options)
             return {**run_all(arguments), "rounded final_state": state}
 
-    return call, expect(inputs, *noises, arguments["do"], arguments["dht"]), {}
+    expected = expect(inputs, *noises, arguments["do"], arguments["dht"])
+    return call, expected | {"g_cumsum": cumulative_gates(inputs)}, {}
 
 
 class Pool:
@@ -281,8 +289,8 @@ def decode(trial: Trial, device: str, noises: tuple) -> tuple:
     runs = expect(inputs | tokens | {"initial_state": states, "state_v_first": True, "cu_seqlens": offsets}, *noises)
 
     o = runs["o"].new_zeros(len(runs["o"]), *inputs["v"].shape)
-    for i, (n, t, row) in enumerate(ends):
-        o.flatten(1, 2)[:, row] = runs["o"][:, 0, offsets[i + 1] - 1]
+    o.flatten(1, 2)[:, [row for _, _, row in ends]] = runs["o"][:, 0, offsets[1:] - 1]
+    for i, (n, t, _) in enumerate(ends):
         state = runs["final_state"][:, i]
         if style == "last" and t == lengths[n] - 1:
             pool.written[starts[n]] = state
@@ -304,32 +312,40 @@ def decode(trial: Trial, device: str, noises: tuple) -> tuple:
 HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(("db", "dg", "dA_log", "ddt_bias"), -1)}
 
 
-def check(
-    name: str, actual: torch.Tensor, runs: torch.Tensor, noise: Noise, compute: torch.dtype, segments: int = 0
-) -> float:
-    """The largest error of a head or of a row in it (a token, a state) over its bar; above 1 is wrong. States may be
-    handed on through so many segments' maps."""
-    assert actual.shape == runs.shape[1:], f"{name} has shape {tuple(actual.shape)}, expected {tuple(runs.shape[1:])}"
-    if actual.numel() == 0:
-        return 0.0
-    axis = HEAD_AXIS.get(name, -3)
-    kinds = torch.finfo(actual.dtype), torch.finfo(compute)
-    eps, tiny = max(kind.eps for kind in kinds), max(kind.tiny for kind in kinds)
+class Bars:
+    """Of an output: what its runs say of each head, and of each row in it (a token, a state)."""
 
-    def by_head(x):  # [heads, rows, elements]
+    def __init__(self, name: str, runs: torch.Tensor, noise: Noise):
+        self.name, self.shape, self.noise = name, runs.shape[1:], noise
+        if runs.numel() == 0:
+            return
+        self.expected, *others = (self.by_head(x) for x in runs)
+        self.size = self.expected.norm(dim=-1)
+        rounded, *at_random = ((x - self.expected).norm(dim=-1) for x in others)
+        spread = torch.maximum(rounded, torch.stack(at_random).square().mean(0).sqrt() / noise.scale)
+        self.rows = ROW_FACTOR * (spread + spread.square().mean(1, keepdim=True).sqrt())
+        self.heads = HEAD_FACTOR * spread.norm(dim=1)
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:  # [heads, rows, elements]
+        axis = HEAD_AXIS.get(self.name, -3)
         return x.movedim(axis, 0).reshape(x.shape[axis], -1, x.shape[axis + 1 :].numel() if axis < -1 else 1)
 
-    expected, *others = (by_head(x) for x in runs)
-    size = expected.norm(dim=-1)
-    rounded, *at_random = ((x - expected).norm(dim=-1) for x in others)
-    spread = torch.maximum(rounded, torch.stack(at_random).square().mean(0).sqrt() / noise.scale)
-    stored = eps * size + tiny * expected.shape[-1] ** 0.5
-    if actual.is_cuda:  # what auto_cp may leave out, and that maps have two parts of 16 bits, see docs/accuracy.md
-        stored = stored + (2**-22 + segments * (torch.finfo(noise.dtype).eps / 4) ** 2) * size.max()
-    error = (by_head(actual.double()) - expected).norm(dim=-1)
-    rows = error / (ROW_FACTOR * (spread + spread.square().mean(1, keepdim=True).sqrt()) + stored)
-    heads = error.norm(dim=1) / (HEAD_FACTOR * spread.norm(dim=1) + stored.norm(dim=1))
-    return max(rows.max().item(), heads.max().item()) if error.isfinite().all() else float("inf")
+    def check(self, actual: torch.Tensor, compute: torch.dtype, segments: int = 0) -> float:
+        """The largest error of a head or of a row over its bar; above 1 is wrong. States may be handed on through so
+        many segments' maps."""
+        shapes = tuple(actual.shape), tuple(self.shape)
+        assert actual.shape == self.shape, f"{self.name} has shape {shapes[0]}, expected {shapes[1]}"
+        if actual.numel() == 0:
+            return 0.0
+        kinds = torch.finfo(actual.dtype), torch.finfo(compute)
+        eps, tiny = max(kind.eps for kind in kinds), max(kind.tiny for kind in kinds)
+        stored = eps * self.size + tiny * self.expected.shape[-1] ** 0.5
+        if actual.is_cuda:  # what auto_cp may leave out, and that maps have two parts of 16 bits, see docs/accuracy.md
+            stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * self.size.max()
+        error = (self.by_head(actual.double()) - self.expected).norm(dim=-1)
+        rows = error / (self.rows + stored)
+        heads = error.norm(dim=1) / (self.heads + stored.norm(dim=1)).clamp_min(tiny)  # a norm may underflow
+        return torch.maximum(rows.max(), heads.max()).nan_to_num(torch.inf, torch.inf).item()
 
 
 @reference.one_thread()
@@ -345,18 +361,18 @@ def run(trial: Trial, device: str, spoil=None, runs: int = RUNS) -> dict[str, fl
     with poisoned(device):
         first, second = ((spoil or dict)(call()) for _ in range(2))
     assert equal(first, second), "another run gave other bits"
-    ratios = {}
+    ratios, bars = {}, {}
     for name, x in first.items():
         tensor = name.removeprefix("low-level ").removeprefix("autograd's ").removesuffix(" without h")
         tensor = tensor.removeprefix("rounded ")
         if name in same:
             assert torch.equal(x, same[name]), f"{name} was written"
         elif tensor == "g_cumsum":
-            check_accuracy(tensor, x, cumulative_gates(make_inputs(case, device)), case.dtype, name)
+            check_accuracy(tensor, x, expected[tensor], case.dtype, name)
         else:
-            ratios[tensor] = max(
-                ratios.get(tensor, 0.0), check(tensor, x, expected[tensor], noises[0], compute, segments)
-            )
+            if tensor not in bars:
+                bars[tensor] = Bars(tensor, expected[tensor], noises[0])
+            ratios[tensor] = max(ratios.get(tensor, 0.0), bars[tensor].check(x, compute, segments))
             padding = x[:, covered_tokens(case) :] if HEAD_AXIS.get(tensor, -3) > -3 and x.dim() > 2 else x[:0]
             assert not padding.any(), f"{name} is not zero where no sequence is"
     wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
@@ -366,34 +382,105 @@ def run(trial: Trial, device: str, spoil=None, runs: int = RUNS) -> dict[str, fl
     return ratios
 
 
+# Many trials
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    number: int
+    op: str = ""
+    ratios: dict | None = None  # None where the device has no such op yet
+    failure: str | None = None
+
+
+def run_when_there_is_memory(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
+    for _ in range(30 if given.jobs > 1 else 0):  # while others may have it
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            return run(trial, given.device)
+        torch.cuda.empty_cache()
+        time.sleep(1)
+    return run(trial, given.device)
+
+
+def results(given: argparse.Namespace, job: int = 0):
+    """Of the trials of a job, up to the first failure."""
+    last = math.inf if given.cases is None else given.cases
+    for number in itertools.count(job, given.jobs) if given.case is None else (given.case,):
+        if given.case is None and (number >= last or time.monotonic() > given.end):
+            return
+        trial = draw(given.seed, number, given.device)
+        try:
+            yield Result(number, trial.op, run_when_there_is_memory(trial, given))
+        except Exception as error:
+            missing = "not supported on the GPU yet" in str(error)
+            yield Result(number, trial.op, None, None if missing else f"{trial}\n{type(error).__name__}: {error}")
+            if not missing:
+                return
+        if given.device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:  # others need some, too
+            torch.cuda.empty_cache()
+
+
+def work(given: argparse.Namespace, job: int, sender) -> None:
+    torch.set_num_threads(1)
+    for result in results(given, job):
+        sender.send(result)
+
+
+def results_of_jobs(given: argparse.Namespace):
+    """Likewise of all jobs, each a process, as they come."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes
+    context = multiprocessing.get_context("spawn")
+    running, processes = {}, []  # receiver -> process, number it is at
+    try:
+        for job in range(given.jobs):
+            receiver, sender = context.Pipe(duplex=False)
+            processes.append(context.Process(target=work, args=(given, job, sender), daemon=True))
+            processes[-1].start()
+            sender.close()
+            running[receiver] = processes[-1], job
+        while running:
+            for receiver in multiprocessing.connection.wait(list(running)):
+                process, number = running.pop(receiver)
+                try:
+                    result = receiver.recv()
+                except EOFError:
+                    process.join()
+                    if process.exitcode:
+                        trial = draw(given.seed, number, given.device)
+                        yield Result(number, failure=f"{trial}\nits process ended with {process.exitcode}")
+                    continue
+                running[receiver] = process, result.number + given.jobs
+                yield result
+    finally:
+        for process in processes:
+            process.terminate()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--cases", type=int, help="at most so many")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one only, as a failure says it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
-    numbers = itertools.count() if given.case is None else (given.case,)
-    worst, count, missing, begin = {}, Counter(), Counter(), time.monotonic()
-    for number in numbers:
-        if time.monotonic() - begin > given.seconds and given.case is None:
-            break
-        trial = draw(given.seed, number, given.device)
-        try:
-            for name, ratio in run(trial, given.device).items():
-                worst[name] = max(worst.get(name, (0.0, 0)), (ratio, number))
-            count[trial.op] += 1
-        except Exception as error:
-            if "not supported on the GPU yet" in str(error):
-                missing[trial.op] += 1
-                continue
-            print(f"{trial}\n{type(error).__name__}: {error}")
-            print(f"python tests/fuzz.py --seed {given.seed} --case {number} --device {given.device}")
+    begin = time.monotonic()
+    given.end = begin + given.seconds
+    worst, count, missing = {}, Counter(), Counter()
+    for result in results(given) if given.jobs == 1 or given.case is not None else results_of_jobs(given):
+        if result.failure is not None:
+            print(result.failure)
+            print(f"python tests/fuzz.py --seed {given.seed} --case {result.number} --device {given.device}")
             return 1
+        (missing if result.ratios is None else count)[result.op] += 1
+        for name, ratio in (result.ratios or {}).items():
+            worst[name] = max(worst.get(name, (0.0, 0)), (ratio, result.number))
     seconds = time.monotonic() - begin
-    print(f"{count.total()} cases in {seconds:.0f} s, all right: {dict(count)}")
+    of = "" if given.cases is None or given.case is not None else f" of {given.cases}"
+    print(f"{count.total()}{of} cases in {seconds:.0f} s, all right: {dict(sorted(count.items()))}")
     if missing:
-        print(f"not run, as {given.device} has no such op yet: {dict(missing)}")
+        print(f"not run, as {given.device} has no such op yet: {dict(sorted(missing.items()))}")
     for name, (ratio, number) in sorted(worst.items()):
         print(f"{name:30} at most {ratio:.2f} of its bar, in case {number}")
     return 0

@@ -1,9 +1,17 @@
 """tests/fuzz.py finds faults, and nothing where there are none."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import fuzz
 import pytest
 import torch
 from cases import Case
+
+import flash_qla
 
 TRIAL = fuzz.Trial(
     "chunk",
@@ -117,3 +125,36 @@ def test_a_failure_says_how_to_repeat_it(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "3", "--case", "5", "--device", "cpu"])
     assert fuzz.main() == 1
     assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in capsys.readouterr().out
+
+
+def fuzz_in(folder, *options, change="pass"):
+    """fuzz.py in a process of its own, in which `change` comes first, as it does in its jobs."""
+    program = folder / "program.py"
+    program.write_text(f"import fuzz, os\n{change}\nif __name__ == '__main__':\n    raise SystemExit(fuzz.main())\n")
+    paths = os.pathsep.join([str(Path(fuzz.__file__).parent), str(Path(flash_qla.__file__).parents[1])])
+    command = [sys.executable, program, "--device", "cpu", "--seconds", "600", *options]
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_jobs_do_what_one_does(tmp_path):
+    one, two = (fuzz_in(tmp_path, "--cases", "9", "--jobs", jobs) for jobs in ("1", "2"))
+    assert one.returncode == two.returncode == 0, one.stdout + one.stderr + two.stdout + two.stderr
+    summaries = [re.sub(r"in \d+ s", "", x.stdout) for x in (one, two)]
+    assert summaries[0].startswith("9 of 9 cases") and summaries[0] == summaries[1]
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    (
+        ("f(t) if t != fuzz.draw(3, 5, 'cpu') else 1 / 0", "ZeroDivisionError"),
+        ("f(t) if t != fuzz.draw(3, 5, 'cpu') else os._exit(7)", "its process ended with 7"),
+    ),
+    ids=("error", "crash"),
+)
+def test_a_failure_in_a_job_stops_all(fault, said, tmp_path):
+    change = f"fuzz.run, f = lambda t, device: {fault}, lambda t: {{'o': 0.5}}"
+    found = fuzz_in(tmp_path, "--seed", "3", "--jobs", "2", change=change)
+    assert found.returncode == 1, found.stderr
+    assert said in found.stdout and str(fuzz.draw(3, 5, "cpu")) in found.stdout
+    assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in found.stdout
