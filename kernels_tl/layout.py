@@ -42,10 +42,10 @@ SCAN_COLUMNS = 32
 # gate_gradients: value heads a CTA, whose fp32 numbers of a token are a sector of 32 bytes, and tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 
-# decode: lanes that share a value row of a state, what a lane holds of a state, warps a CTA, and CTAs an SM; how many
-# such parts of a state are in shared memory, tokens that are made ready at a time, and the most value rows of a CTA.
-DECODE_LANES, DECODE_LANE_BYTES, DECODE_WARPS, DECODE_CTAS = 8, 64, 4, 4
-DECODE_STAGES, DECODE_TOKENS, DECODE_TILE = 4, 8, 128
+# decode: lanes that share a value row of a state, value rows a lane, warps a CTA; tokens that are made ready at a time,
+# and the most value rows of a CTA.
+DECODE_LANES, DECODE_LANE_ROWS, DECODE_WARPS = 8, 2, 4
+DECODE_TOKENS, DECODE_TILE = 8, 128
 
 # In shared memory: bytes behind a row of a state; floats from one inverted diagonal block to the next, and from one
 # diagonal block of K K^T to the next (two blocks' rows are read together, from different banks).
@@ -59,6 +59,9 @@ LEAST_BETA = 2.0**-40
 
 # Added to the squares' sum in the l2norm, as in transformers.
 NORM_EPS = 1e-6
+
+# Channels that a lane of l2norm and l2norm_backward has: 16 bytes.
+NORM_PIECE = 8
 
 
 class SequenceColumn:

@@ -106,7 +106,7 @@ class Backward {
                      .normalized = workspace_[workspace_.normalized],
                      .rstd = workspace_[workspace_.rstd],
                      .rows = call_.tokens() * call_.H_k,
-                     .key_dim = call_.K},
+                     .pieces = call_.K / kNormPiece},
                     {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 
@@ -406,7 +406,7 @@ class Backward {
                               .dq = out_.dq.mutable_data_ptr(),
                               .dk = out_.dk.mutable_data_ptr(),
                               .rows = call_.tokens() * call_.H_k,
-                              .key_dim = call_.K},
+                              .pieces = call_.K / kNormPiece},
                              {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
   }
 

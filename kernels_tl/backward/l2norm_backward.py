@@ -2,68 +2,66 @@
 
     dx = rstd (dy - y rowsum(y * dy))
 
-    normalized, rstd  [2, rows, key_dim], [2, rows] fp32    y and 1 / |x| of q and k, by l2norm; rows = tokens * H_k
-    dq, dk            [rows, key_dim]                       dy, then dx
+    normalized, rstd  [2, rows, pieces, 8], [2, rows] fp32    y and 1 / |x| of q and k, by l2norm
+    dq, dk            [rows, pieces, 8]                       dy, then dx
 
-A half-warp takes a row.
+A lane has a piece of a row.
 
-Launched on [rows / 16, 2].
+Launched on [rows / ROWS, 2].
 """
 
 import tilelang.language as T
 
+from kernels_tl.backward.l2norm import ROWS, sum_of_lanes
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims
-
-ROWS = 16  # of a CTA
-LANES = 16  # of a row
+from kernels_tl.layout import NORM_PIECE
 
 
 def l2norm_backward(dtype, K):
-    rows, key_dim = dims("rows", "key_dim")
-    CHANNELS = K // LANES  # of a lane: 16 bytes where K is 128
+    rows, pieces = dims("rows", "pieces")
+    LANES = K // NORM_PIECE  # of a row
 
     @T.macro
-    def replace(row, column, which, normalized, rstd, gradient):
-        y = T.alloc_local([CHANNELS], "float32")
-        dy = T.alloc_local([CHANNELS], "float32")
-        product = T.alloc_var("float32", init=0.0)
-        size = T.alloc_var("float32", init=0.0)
-        for i in T.unroll(CHANNELS):
+    def replace(row, piece, there, which, normalized, rstd, gradient):
+        y = T.alloc_local([NORM_PIECE], "float32")
+        dy = T.alloc_local([NORM_PIECE], "float32")
+        products = T.alloc_var("float32", init=0.0)
+        sizes = T.alloc_var("float32", init=0.0)
+        for i in T.unroll(NORM_PIECE):
             y[i] = 0.0
             dy[i] = 0.0
-        if column < T.Cast("int32", key_dim):
-            for i in T.vectorized(CHANNELS):
-                y[i] = normalized[which, row, column + i]
-            for i in T.vectorized(CHANNELS):
-                dy[i] = gradient[row, column + i]
-        factor = T.alloc_var("float32", init=rstd[which, row])
-        for i in T.unroll(CHANNELS):
-            product += y[i] * dy[i]
-            size += T.abs(dy[i])
-        for bit in T.unroll(LANES.bit_length() - 1):
-            product += T.shfl_xor(product, 1 << bit)
-            size += T.shfl_xor(size, 1 << bit)
+        if there:
+            for i in T.vectorized(NORM_PIECE):
+                y[i] = normalized[which, row, piece, i]
+            for i in T.vectorized(NORM_PIECE):
+                dy[i] = gradient[row, piece, i]
+        for i in T.unroll(NORM_PIECE):
+            products += y[i] * dy[i]
+            sizes += T.abs(dy[i])
+        product = T.alloc_var("float32", init=sum_of_lanes(products, LANES))
+        size = T.alloc_var("float32", init=sum_of_lanes(sizes, LANES))
         # Rows that no sequence covers have zeros, and anything, even NaN, in y.
-        if (size != 0.0) & (column < T.Cast("int32", key_dim)):
-            for i in T.unroll(CHANNELS):
+        if there & (size != 0.0):
+            factor = T.alloc_var("float32", init=rstd[which, row])
+            for i in T.unroll(NORM_PIECE):
                 dy[i] = factor * (dy[i] - y[i] * product)
-            for i in T.vectorized(CHANNELS):
-                gradient[row, column + i] = dy[i]
+            for i in T.vectorized(NORM_PIECE):
+                gradient[row, piece, i] = dy[i]
 
     @T.prim_func
     def main(
-        normalized: T.Tensor([2, rows, key_dim], dtype),
+        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], dtype),
         rstd: T.Tensor([2, rows], "float32"),
-        dq: T.Tensor([rows, key_dim], dtype),
-        dk: T.Tensor([rows, key_dim], dtype),
+        dq: T.Tensor([rows, pieces, NORM_PIECE], dtype),
+        dk: T.Tensor([rows, pieces, NORM_PIECE], dtype),
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
             row = cta * ROWS + T.get_thread_binding() // LANES
-            column = T.get_thread_binding() % LANES * CHANNELS
-            if row < rows:
-                if which == 0:
-                    replace(row, column, 0, normalized, rstd, dq)
-                else:
-                    replace(row, column, 1, normalized, rstd, dk)
+            piece = T.get_thread_binding() % LANES
+            there = (row < rows) & (piece < T.Cast("int32", pieces))
+            if which == 0:
+                replace(row, piece, there, 0, normalized, rstd, dq)
+            else:
+                replace(row, piece, there, 1, normalized, rstd, dk)
 
     return main
