@@ -45,6 +45,21 @@ class Rounded(torch.autograd.Function):
         return ctx.noise(dx), None
 
 
+class Decayed(torch.autograd.Function):
+    """decay * S; the gradient of the decay is a product of states, and rounded as such."""
+
+    @staticmethod
+    def forward(ctx, decay, S, noise):
+        ctx.save_for_backward(decay, S)
+        ctx.noise = noise
+        return decay * S
+
+    @staticmethod
+    def backward(ctx, dS):
+        decay, S = ctx.saved_tensors
+        return (ctx.noise(S) * ctx.noise(dS)).sum((-2, -1), keepdim=True), decay * dS, None
+
+
 @torch.enable_grad()
 def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) -> dict[str, torch.Tensor]:
     """Outputs and, with do, gradients of a call of chunk_gated_delta_rule_fwd, [RUNS, ...] each. `states` are those at
@@ -118,7 +133,7 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
         u = beta_c * (v_c - gamma_c * product(k_c, S))
         v_new = product(A_c, u)
         o.append(gamma_c * product(q_c, S) + product(P_c, v_new))
-        S = gamma_c[..., -1:, :] * S + product(k_to_end.mT, v_new)
+        S = Decayed.apply(gamma_c[..., -1:, :], S, noise) + product(k_to_end.mT, v_new)
         states.append(S)
     scale = K**-0.5 if inputs["scale"] is None else inputs["scale"]
     o, states = rounded(scale * torch.stack(o, 2)), torch.stack(states, 2)
