@@ -19,6 +19,7 @@ namespace {
 
 constexpr int64_t kPieceBytes = 16;  // of a state's row, or a query's or key's, that a lane takes at a time
 constexpr int64_t kMostSequences = 65535;
+constexpr int64_t kCtas = 4;  // that an SM should have
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
 
@@ -83,8 +84,8 @@ int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->
 // How many times the value rows that its lanes hold a CTA goes through: as many as leave every SM all the CTAs that it
 // can have.
 int64_t groups_of(const DecodeCall& call) {
-  const int64_t rows = 32 * kDecodeWarps * kDecodeLaneBytes / (instance_K(call.K) * bytes_of(call.state_pool));
-  const int64_t enough = kDecodeCtas * gpu_of(call.q).sm_count;
+  constexpr int64_t rows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;
+  const int64_t enough = kCtas * gpu_of(call.q).sm_count;
   int64_t groups = 1;
   while (2 * groups * rows <= kDecodeTile && call.N * call.H_v * ceil_div(call.V, 2 * groups * rows) >= enough) {
     groups *= 2;

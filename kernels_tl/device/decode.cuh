@@ -8,6 +8,7 @@
 namespace flash_qla::device {
 
 constexpr int kWarp = 32;
+constexpr int kDecodeThreads = kDecodeWarps * kWarp;
 constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
 
 __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
@@ -163,14 +164,14 @@ __device__ __forceinline__ float sum_and_scatter(float (&x)[kCount], int lane) {
 
 // What is the same for all value rows of a head, of kDecodeTokens tokens from `begin` on, and the CTA's part of v.
 // Each token is made by a warp.
-template <typename Element, typename State, int K, int kThreads, int kTile>
+template <typename Element, typename State, int K>
 class PreparedTokens {
  public:
   using P = Pieces<State, K>;
 
   struct Shared {
     float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];  // normalised, q scaled; in the order of Pieces::place
-    float4 v[kDecodeTokens][kTile / 4];
+    float4 v[kDecodeTokens][kDecodeTile / 4];
     float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
   };
   // A lane's part of a token, on its way: four channels of q and k, four rows of v.
@@ -200,7 +201,7 @@ class PreparedTokens {
         raw.q = load_four(tokens_.q, at * tokens_.q_stride + four);
         raw.k = load_four(tokens_.k, at * tokens_.k_stride + four);
       }
-      if (four < kTile && first_row_ + four < V_) {
+      if (four < kDecodeTile && first_row_ + four < V_) {
         raw.v = load_four(tokens_.v, at * tokens_.v_stride + first_row_ + four);
       }
       raw.a = load_bits(tokens_.a, tokens_.activations, Activation::kG, at * tokens_.a_stride + tokens_.head);
@@ -212,9 +213,9 @@ class PreparedTokens {
   // Of all warps: the block of tokens that this one is of, whose first the warp has loaded.
   __device__ __forceinline__ void prepare(int block, Raw raw) {
 #pragma unroll 1
-    for (int t = threadIdx.x / kWarp; t < kDecodeTokens && block * kDecodeTokens + t < count_; t += kWarps) {
+    for (int t = threadIdx.x / kWarp; t < kDecodeTokens && block * kDecodeTokens + t < count_; t += kDecodeWarps) {
       store(t, raw);
-      raw = load(block * kDecodeTokens + t + kWarps);
+      raw = load(block * kDecodeTokens + t + kDecodeWarps);
     }
     __syncthreads();
     block_ = block;
@@ -229,8 +230,7 @@ class PreparedTokens {
   __device__ __forceinline__ static int first_of_warp() { return threadIdx.x / kWarp; }
 
  private:
-  static constexpr int kWarps = kThreads / kWarp;
-  static_assert(K <= 4 * kWarp && kTile <= 4 * kWarp);
+  static_assert(K <= 4 * kWarp && kDecodeTile <= 4 * kWarp);
 
   __device__ __forceinline__ static uint2 load_four(const void* elements, int64_t offset) {
     return *reinterpret_cast<const uint2*>(static_cast<const Element*>(elements) + offset);
@@ -260,7 +260,7 @@ class PreparedTokens {
       shared_.q[t][P::place(4 * lane)] = times(q, q_factor);
       shared_.k[t][P::place(4 * lane)] = times(k, k_factor);
     }
-    if (lane < kTile / 4) {
+    if (lane < kDecodeTile / 4) {
       shared_.v[t][lane] = unpack_four(raw.v);
     }
     if (lane == 0) {
@@ -278,52 +278,48 @@ class PreparedTokens {
   int block_ = -1;
 };
 
-// A lane's part of kRows value rows of a state, kDecodeGroups apart from `row` of the CTA's on.
-template <typename State, int K, int kRows>
+// kDecodeGroups * kDecodeLaneRows value rows of a state in a warp, from `row` of the CTA's on: of kDecodeLaneRows of
+// them, kDecodeGroups apart, a lane has its pieces. To and from memory they go through shared memory, where they lie as
+// in the state, and in between by 512 bytes next to each other, which memory is faster with.
+template <typename State, int K>
 class Decoder {
  public:
   using P = Pieces<State, K>;
-  static constexpr int kPieces = kRows * P::kCount;
+  static constexpr int kPieces = kDecodeLaneRows * P::kCount;
+  using Tile = uint4[kPieces * kWarp];
 
   __device__ __forceinline__ Decoder(int row, int first_row, int key_dim, int value_dim)
       : row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
 
-  // To the thread's own places in shared memory, by copies that go on by themselves; zeros for what there is not.
-  template <int kThreads>
-  __device__ __forceinline__ void fetch(uint4 (&to)[kPieces][kThreads], const State* from) const {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int piece = 0; piece < P::kCount; ++piece) {
-        const bool there = has(r, piece);
-        copy_async(&to[r * P::kCount + piece][threadIdx.x], from + (there ? offset(r, piece) : 0), there);
-      }
-    }
+  // By copies that go on by themselves; zeros for what there is not.
+  __device__ __forceinline__ void fetch(Tile& to, const State* from) const {
+    for_all_pieces([&](int i, int offset, bool there) { copy_async(&to[i], from + (there ? offset : 0), there); });
   }
-  template <int kThreads>
-  __device__ __forceinline__ void set(const uint4 (&from)[kPieces][kThreads]) {
+  __device__ __forceinline__ void set(const Tile& from) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      P::unpack_state(S_[i / P::kCount] + i % P::kCount * P::kSize, from[i][threadIdx.x]);
+      P::unpack_state(S_[i / P::kCount] + i % P::kCount * P::kSize, from[place(i)]);
     }
   }
-  __device__ __forceinline__ void write(State* to) const {
+  __device__ __forceinline__ void write(State* to, Tile& tile) const {
+    __syncwarp();
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int piece = 0; piece < P::kCount; ++piece) {
-        if (has(r, piece)) {
-          __stcg(reinterpret_cast<uint4*>(to + offset(r, piece)), P::pack_state(S_[r] + piece * P::kSize));
-        }
-      }
+    for (int i = 0; i < kPieces; ++i) {
+      tile[place(i)] = P::pack_state(S_[i / P::kCount] + i % P::kCount * P::kSize);
     }
+    __syncwarp();
+    for_all_pieces([&](int i, int offset, bool there) {
+      if (there) {
+        __stcg(reinterpret_cast<uint4*>(to + offset), tile[i]);
+      }
+    });
   }
 
   // S' = decay S + (beta (v - decay S k)) k^T, and of o = S' q the row that the lane writes. Both products with S are
   // of the state before: S' q = decay S q + change (k q).
   template <typename Shared>
   __device__ __forceinline__ float step(const Shared& tokens, int t) {
-    float k[kChannels], sums[2 * kRows] = {};  // of S k, then of S q
+    float k[kChannels], sums[2 * kDecodeLaneRows] = {};  // of S k, then of S q
 #pragma unroll
     for (int four = 0; four < kChannels / 4; ++four) {
       const int place = P::place(four / P::kFours, four % P::kFours, lane());
@@ -331,11 +327,11 @@ class Decoder {
       const float q[4] = {q4.x, q4.y, q4.z, q4.w};
       k[4 * four] = k4.x, k[4 * four + 1] = k4.y, k[4 * four + 2] = k4.z, k[4 * four + 3] = k4.w;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           sums[r] += S_[r][4 * four + i] * k[4 * four + i];
-          sums[kRows + r] += S_[r][4 * four + i] * q[i];
+          sums[kDecodeLaneRows + r] += S_[r][4 * four + i] * q[i];
         }
       }
     }
@@ -343,10 +339,10 @@ class Decoder {
     const float other = __shfl_xor_sync(~0u, sum, kDecodeLanes / 2);
     const bool has_q = lane() >= kDecodeLanes / 2;
     const float Sk = has_q ? other : sum, Sq = has_q ? sum : other;
-    const float v = reinterpret_cast<const float*>(tokens.v[t])[row_ + own_row() * kDecodeGroups];
+    const float v = reinterpret_cast<const float*>(tokens.v[t])[row_of_lane()];
     const float change = tokens.beta[t] * (v - decay * Sk);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kDecodeLaneRows; ++r) {
       const float change_of_row = __shfl_sync(~0u, change, r * kLanesOfRow, kDecodeLanes);
 #pragma unroll
       for (int i = 0; i < kChannels; ++i) {
@@ -359,7 +355,7 @@ class Decoder {
   // `o` is of the head's first row.
   template <typename Element>
   __device__ __forceinline__ void write_output(Element* o, float out) const {
-    const int row = first_row_ + row_ + own_row() * kDecodeGroups;
+    const int row = first_row_ + row_of_lane();
     if (lane() < kDecodeLanes / 2 && lane() % kLanesOfRow == 0 && row < V_) {
       o[row] = from_float(Element(), out);
     }
@@ -367,21 +363,34 @@ class Decoder {
 
  private:
   static constexpr int kChannels = K / kDecodeLanes;
-  static constexpr int kLanesOfRow = kDecodeLanes / (2 * kRows);  // that have the same sum
+  static constexpr int kLanesOfRow = kDecodeLanes / (2 * kDecodeLaneRows);  // that have the same sum
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kDecodeLanes; }
-  // Of kRows, the one whose sums the lane has.
+  // Of kDecodeLaneRows, the one whose sums the lane has.
   __device__ __forceinline__ static int own_row() { return lane() % (kDecodeLanes / 2) / kLanesOfRow; }
-  __device__ __forceinline__ bool has(int r, int piece) const {
-    return first_row_ + row_ + r * kDecodeGroups < V_ && P::channel(piece, lane()) < K_;
+  static constexpr int kRowPieces = K / P::kSize;
+  // In a tile, of the lane's piece i.
+  __device__ __forceinline__ static int place(int i) {
+    const int row = i / P::kCount * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
+    return row * kRowPieces + i % P::kCount * kDecodeLanes + lane();
   }
-  // In a head's state.
-  __device__ __forceinline__ int offset(int r, int piece) const {
-    return (first_row_ + row_ + r * kDecodeGroups) * K_ + P::channel(piece, lane());
+  // use(place in a tile, offset in a head's state, whether there is such a piece), the lanes having pieces side by
+  // side.
+  template <typename Use>
+  __device__ __forceinline__ void for_all_pieces(Use use) const {
+#pragma unroll
+    for (int i = threadIdx.x % kWarp; i < kPieces * kWarp; i += kWarp) {
+      const int row = first_row_ + row_ + i / kRowPieces, channel = i % kRowPieces * P::kSize;
+      use(i, row * K_ + channel, row < V_ && channel < K_);
+    }
+  }
+  // Of the CTA, the row whose sums the lane has.
+  __device__ __forceinline__ int row_of_lane() const {
+    return row_ + own_row() * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
   }
 
   const int row_, first_row_, K_, V_;
-  float S_[kRows][kChannels];
+  float S_[kDecodeLaneRows][kChannels];
 };
 
 // Where states are: a pool, and rows of states behind tokens. Pointers are to the head's state of the first of them.
@@ -391,22 +400,25 @@ struct DecodeStates {
   int rows, steps;  // none, if states are not kept
 };
 
-// By a CTA of kThreads threads: `groups` times as many value rows as its lanes have, from first_row on, of sequence n;
+// By a CTA: `groups` times as many value rows as its lanes have, from first_row on, of sequence n;
 // o is at the head's row of the first token, `o_stride` from one token to the next.
-template <typename Element, typename State, int K, int kThreads, int kRows>
+template <typename Element, typename State, int K, int kStages>
 class Decode {
  public:
   const DecodePlan& plan;
   const DecodeTokens& tokens;
   const DecodeStates& states;
   Element* const o;
+  void* const tiles;  // in shared memory, kStages + 1 times a tile a warp
   const int64_t o_stride;
   const int first_row, groups, K_, V_, n, N;
 
   __device__ __forceinline__ void run() const {
     const int64_t begin = plan.begin(n), slot = plan.first_slot(n);
     const int count = plan.count(n);
-    __shared__ Shared shared;
+    __shared__ typename Prepared::Shared shared_tokens;
+    Tiles* const shared_tiles = static_cast<Tiles*>(tiles);
+    const Shared shared = {shared_tokens, shared_tiles, shared_tiles[kStages]};
     if (slot == kNobody) {
       clear(begin, begin + count);
     } else if (plan.parents || count > kDecodeTokens) {
@@ -420,16 +432,18 @@ class Decode {
   }
 
  private:
-  using D = Decoder<State, K, kRows>;
-  using Prepared = PreparedTokens<Element, State, K, kThreads, kDecodeTile>;
+  using D = Decoder<State, K>;
+  using Prepared = PreparedTokens<Element, State, K>;
+  using Tiles = typename D::Tile[kDecodeWarps];  // each warp has its own
   struct Shared {
-    typename Prepared::Shared tokens;
-    uint4 stages[kDecodeStages][D::kPieces][kThreads];  // of the state; each thread has its own
+    typename Prepared::Shared& tokens;
+    Tiles *stages, &written;  // of the state, kStages of them on their way in, one on its way out
   };
 
+  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
   __device__ __forceinline__ D decoder_of(int group) const {
-    const int row = threadIdx.x / kWarp * kRows * kDecodeGroups + threadIdx.x % kWarp / kDecodeLanes;
-    return D(group * (kThreads / kDecodeLanes * kRows) + row, first_row, K_, V_);
+    const int row = warp() * kDecodeLaneRows * kDecodeGroups;
+    return D(group * (kDecodeThreads / kDecodeLanes * kDecodeLaneRows) + row, first_row, K_, V_);
   }
 
   __device__ __forceinline__ void clear(int64_t begin, int64_t end) const {
@@ -441,29 +455,31 @@ class Decode {
     }
   }
 
-  // While the tokens go through some rows of the state the next kDecodeStages - 1 times as many are on their way.
+  // While the tokens go through some rows of the state the next kStages - 1 times as many are on their way.
   // kIsTree also takes more tokens than are made ready at a time, and a chain as a tree without branches.
   template <bool kIsTree>
-  __device__ __forceinline__ void go_through(Shared& shared, int64_t begin, int count, int64_t slot) const {
+  __device__ __forceinline__ void go_through(const Shared& shared, int64_t begin, int count, int64_t slot) const {
     State* const pool = static_cast<State*>(states.pool);
     const auto fetch = [&](int group) {
       if (group < groups) {
-        decoder_of(group).fetch(shared.stages[group % kDecodeStages], pool + slot * states.slot_stride);
+        decoder_of(group).fetch(shared.stages[group % kStages][warp()], pool + slot * states.slot_stride);
       }
       commit_copies();
     };
     Prepared prepared(shared.tokens, tokens, begin, count, first_row, K_, V_);
     typename Prepared::Raw raw = prepared.load(Prepared::first_of_warp());
 #pragma unroll
-    for (int group = 0; group < kDecodeStages - 1; ++group) {
+    for (int group = 0; group < kStages - 1; ++group) {
       fetch(group);
     }
     prepared.prepare(0, raw);
 #pragma unroll 1
     for (int group = 0; group < groups; ++group) {
-      fetch(group + kDecodeStages - 1);
-      wait_for_copies<kDecodeStages - 1>();
-      const auto& at_start = shared.stages[group % kDecodeStages];
+      __syncwarp();  // the place has been read
+      fetch(group + kStages - 1);
+      wait_for_copies<kStages - 1>();
+      __syncwarp();
+      const auto& at_start = shared.stages[group % kStages][warp()];
       D decoder = decoder_of(group);
       decoder.set(at_start);
 #pragma unroll 1
@@ -486,12 +502,13 @@ class Decode {
         }
         decoder.write_output(o + (begin + t) * o_stride, out);
         if (const int64_t to = plan.slot_behind(n, t, count, slot); to != kNobody) {
-          decoder.write(pool + to * states.slot_stride);
+          decoder.write(pool + to * states.slot_stride, shared.written[warp()]);
         }
         if (t < states.steps) {
           const int64_t row = plan.state_rows ? plan.state_rows(n) : n;
           if (row >= 0 && row < states.rows) {
-            decoder.write(static_cast<State*>(states.kept) + row * states.row_stride + t * states.step_stride);
+            decoder.write(static_cast<State*>(states.kept) + row * states.row_stride + t * states.step_stride,
+                          shared.written[warp()]);
           }
         }
       }
@@ -499,12 +516,13 @@ class Decode {
   }
 };
 
-template <typename Element, typename State, int K, int kThreads, int kRows>
+template <typename Element, typename State, int K, int kStages>
 __device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
-                                       void* outputs, int64_t o_stride, int first_row, int groups, int key_dim,
-                                       int value_dim, int n, int N) {
-  Decode<Element, State, K, kThreads, kRows>{
-      plan, tokens, states, static_cast<Element*>(outputs), o_stride, first_row, groups, key_dim, value_dim, n, N}
+                                       void* outputs, void* tiles, int64_t o_stride, int first_row, int groups,
+                                       int key_dim, int value_dim, int n, int N) {
+  Decode<Element, State, K, kStages>{plan,    tokens,    states,    static_cast<Element*>(outputs),
+                                     tiles,   o_stride,  first_row, groups,
+                                     key_dim, value_dim, n,         N}
       .run();
 }
 

@@ -18,10 +18,10 @@ inside.
     state_rows     [N]
     parents        [N, columns]
 
-A lane has some of the channels of a few value rows of a state, which 8 lanes share. Loads and stores are of 16 bytes,
-128 of a row next to each other, and a product with S is a sum over 8 lanes. A state's memory is read and written once,
-whatever the number of tokens. It comes through shared memory, by asynchronous copies of each thread to its own places:
-while the tokens go through some value rows the next ones are on their way. What is the same for all value rows,
+A lane has some of the channels of a few value rows of a state, which 8 lanes share: a product with S is a sum over 8
+lanes. A state's memory is read and written once, whatever the number of tokens, a warp having 512 bytes of it next to
+each other at a time. Both ways it goes through shared memory, where lanes find what is theirs; in by asynchronous
+copies: while the tokens go through some value rows the next ones are on their way. What is the same for all value rows,
 normalised q and k and the activated gates, is made once a CTA. Large batches have more value rows a CTA, `groups` times
 what its lanes hold. In a tree of tokens the states of ancestors are made again from the one at the start, which is
 still in shared memory.
@@ -34,7 +34,8 @@ Launched on [tiles of value rows, H_v, N], a tile being at most DECODE_TILE rows
 import tilelang.language as T
 
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
-from kernels_tl.layout import DECODE_CTAS, DECODE_LANE_BYTES, DECODE_LANES, DECODE_TILE, DECODE_WARPS, DecodeTable
+from kernels_tl.cta import BYTES
+from kernels_tl.layout import DECODE_LANE_ROWS, DECODE_LANES, DECODE_TILE, DECODE_WARPS, DecodeTable
 
 PRELUDE = """
 #include "device/decode.cuh"
@@ -56,9 +57,10 @@ def decode(dtype, K, state_dtype):
         )
     }
     threads = DECODE_WARPS * WARP
-    ROWS = DECODE_LANE_BYTES // (K // DECODE_LANES * (4 if state_dtype == "float32" else 2))  # of a lane
-    GROUP = DECODE_WARPS * (WARP // DECODE_LANES) * ROWS  # value rows that a CTA's lanes have
-    assert 2 * ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
+    GROUP = DECODE_WARPS * (WARP // DECODE_LANES) * DECODE_LANE_ROWS  # value rows that a CTA's lanes have
+    assert 2 * DECODE_LANE_ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
+    STAGES, CTAS = (2, 3) if state_dtype == "float32" else (3, 4)  # parts of a state on their way in; CTAs an SM
+    TILES = (STAGES + 1) * GROUP * K * BYTES[state_dtype]  # of a state, in shared memory: bytes
 
     def of_heads(heads, channels, name):
         return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
@@ -103,12 +105,13 @@ def decode(dtype, K, state_dtype):
         groups: T.int32,  # of value rows a CTA
     ):
         with T.Kernel(T.ceildiv(value_dim, GROUP * groups), H_v, N, threads=threads, prelude=PRELUDE) as (tile, hv, n):
-            T.annotate_min_blocks_per_sm(DECODE_CTAS)
+            T.annotate_min_blocks_per_sm(CTAS)
+            tiles = T.alloc_shared([TILES], "uint8")
             T.pdl_sync()
             T.pdl_trigger()
 
             extern(
-                f"decode<{element_type(dtype)}, {element_type(state_dtype)}, {K}, {threads}, {ROWS}>",
+                f"decode<{element_type(dtype)}, {element_type(state_dtype)}, {K}, {STAGES}>",
                 extern(
                     "DecodePlan",
                     table(DecodeTable.OFFSETS, wide_tables, offsets[0]),
@@ -149,6 +152,7 @@ def decode(dtype, K, state_dtype):
                     T.Cast("int32", steps),
                 ),
                 T.access_ptr(o[0, hv, 0], "w"),
+                T.access_ptr(tiles[0], "rw"),
                 T.Cast("int64", H_v) * value_dim,
                 tile * (GROUP * groups),
                 groups,
