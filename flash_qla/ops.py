@@ -348,28 +348,29 @@ _TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
 _OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
 _tensors_of, _options_of = operator.attrgetter(*_TENSORS), operator.attrgetter(*_OPTIONS)
 _DIFFERENTIATED = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")  # in the order of its results
+_differentiated_of = operator.attrgetter(*_DIFFERENTIATED)
 _backward_arguments_of = operator.itemgetter(*_BackwardCall._fields)
 
 
 class _Differentiable(torch.autograd.Function):
-    """chunk_gated_delta_rule_fwd with its formula. Autograd converts gradients to the dtypes of the arguments."""
+    """chunk_gated_delta_rule_fwd with its formula, of a call and, as autograd looks for them, of the tensors that have
+    gradients. Autograd converts gradients to the dtypes of these."""
 
     @classmethod
-    def apply(cls, *args):
+    def apply(cls, keyset, call):
         """At the level of torch.func's transforms where it is called, as the dispatcher calls it once at each. What
         Function has for them goes through the levels by itself."""
         if not torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
+            return super().apply(keyset, call, *_differentiated_of(call))
         with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, cls).apply(*args)
+            return super(torch.autograd.Function, cls).apply(keyset, call, *_differentiated_of(call))
 
     @staticmethod
-    def forward(ctx, keyset, *args):
+    def forward(ctx, keyset, call, *differentiated):
         # Function switches both modes off, but the levels outside, if there are any, have them too.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            outputs = _forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            outputs = _forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *call)
         g_cumsum, A, _, h, final_state = outputs
-        call = _LowLevelCall(*args)
         g_raw = call.g if call.use_gate_in_kernel else None
         ctx.save_for_backward(g_cumsum, A, g_raw, *_tensors_of(call))
         ctx.options = _options_of(call)
@@ -385,9 +386,9 @@ class _Differentiable(torch.autograd.Function):
         call = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
         call["do"] = torch.zeros_like(call["v"]) if do is None else do
         call["dht"] = dht
-        gradients = dict(zip(_DIFFERENTIATED, only_once(_backward, *_backward_arguments_of(call)), strict=True))
-        needed = zip(("keyset", *_LowLevelCall._fields), ctx.needs_input_grad, strict=False)
-        return tuple([gradients.get(name) if is_needed else None for name, is_needed in needed])
+        gradients = only_once(_backward, *_backward_arguments_of(call))
+        needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *[x if is_needed else None for x, is_needed in needed])
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -397,9 +398,12 @@ class _Differentiable(torch.autograd.Function):
         )
 
 
+def _low_level_for_backward(keyset, *args):
+    return _Differentiable.apply(keyset, _LowLevelCall(*args))
+
+
 def _forward_for_backward(keyset, *args):
-    low_level = _LowLevelCall(**_ForwardCall(*args)._asdict())
-    _, _, o, _, final_state = _Differentiable.apply(keyset, *low_level)
+    _, _, o, _, final_state = _Differentiable.apply(keyset, _LowLevelCall(**_ForwardCall(*args)._asdict()))
     return o, final_state
 
 
@@ -430,7 +434,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 _register_autograd(_forward, _forward_for_backward)
-_register_autograd(_forward_low_level, _Differentiable.apply)
+_register_autograd(_forward_low_level, _low_level_for_backward)
 
 
 # The other ops have no derivatives. Their results require no gradients; forward-mode AD, which would take them for

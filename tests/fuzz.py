@@ -54,7 +54,6 @@ KEYS_AND_BETAS = (
 )
 GATES = ("softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero", "resets", "hard_resets", "extreme")
 KEPT_BYTES = 4 << 30  # of the device's memory, from case to case
-BEYOND_RANGE = 2**-6  # of what rounding may carry beyond a dtype's range
 HEAD_FACTOR, ROW_FACTOR = 6, 12  # of the runs' differences, to the norm of a head and to that of a token or state in it
 
 
@@ -347,10 +346,8 @@ class Bars:
         if actual.is_cuda:  # what auto_cp may leave out, and that maps have two parts of 16 bits, see docs/accuracy.md
             carried = max(carried, self.size.max().item()) if self.name.startswith(STATES) else self.size.max()
             stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * carried
-        actual = self.by_head(actual.double())
-        beyond = self.expected.abs() > (1 - BEYOND_RANGE) * kinds[0].max  # of the dtype: inf, then
-        actual = torch.where(beyond & (actual == self.expected.sign() * torch.inf), self.expected, actual)
-        error = (actual - self.expected).norm(dim=-1)
+        most = kinds[0].max  # what is larger may be inf
+        error = (self.by_head(actual.double()).clamp(-most, most) - self.expected.clamp(-most, most)).norm(dim=-1)
         rows = error / (self.rows + stored)
         heads = error.norm(dim=1) / (self.heads + stored.norm(dim=1)).clamp_min(tiny)  # a norm may underflow
         return torch.maximum(rows.max(), heads.max()).nan_to_num(torch.inf, torch.inf).item()

@@ -28,7 +28,8 @@ class Noise:
             y[1].sub_(1).div_(self.scale).add_(1)
         y *= x
         if self.dtype != FP64:
-            y[1] = x[1].to(self.dtype)
+            near = x[1].to(self.dtype).to(FP64)
+            y[1] = torch.where(near.isinf(), x[1], near)  # beyond the dtype's range as if there were none
         return y
 
 
