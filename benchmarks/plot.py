@@ -1,6 +1,7 @@
 """Figure of what forward.py has measured: times of the peers over those of flash_qla, and its part of the floor.
 
     python benchmarks/plot.py FILE.json FIGURE.png [--gate trained]
+    python benchmarks/plot.py benchmarks/results/backward_h200.json FIGURE.png --title Backward
 
 Needs matplotlib, which nothing else but the examples and their tests does.
 """
@@ -27,13 +28,14 @@ def draw(rows: list, gate: str, title: str):
     found = {(row.heads, row.sequences): row for row in rows}
     columns = min(COLUMNS, len(heads))
     lines = math.ceil(len(heads) / columns)
+    peers = {peer: label for peer, label in PEERS.items() if any(peer in row.ratios for row in rows)}
     figure = Figure(figsize=(3.4 * columns + 0.6, 2.5 * lines + 0.36 * len(heads) + 2.2), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2.5 * lines + 1.0, 0.36 * len(heads) + 1.2])
 
     panels = upper.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
     positions = range(len(sequences))
     for panel, name in zip(panels, heads, strict=False):
-        for peer, label in PEERS.items():
+        for peer, label in peers.items():
             color, marker = STYLES[peer]
             ratios = [found[name, x].ratios.get(peer) if (name, x) in found else None for x in sequences]
             ratios = [math.nan if ratio is None else ratio for ratio in ratios]
@@ -57,7 +59,7 @@ def draw(rows: list, gate: str, title: str):
         panel.spines[["top", "right"]].set_visible(False)
     upper.suptitle(title, fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
-    upper.legend(handles, labels, loc="outside lower center", ncols=len(PEERS), fontsize=8, frameon=False)
+    upper.legend(handles, labels, loc="outside lower center", ncols=max(1, len(peers)), fontsize=8, frameon=False)
     upper.supylabel("time over flash_qla's", fontsize=8)
 
     floor = [[found[name, x].floor if (name, x) in found else math.nan for x in sequences] for name in heads]
@@ -79,6 +81,7 @@ def main() -> None:
     parser.add_argument("results", nargs="+", help="JSON of forward.py")
     parser.add_argument("figure", help="file to write")
     parser.add_argument("--gate", default="bench")
+    parser.add_argument("--title", default="Forward", help="what was timed")
     options = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("it needs matplotlib: pip install matplotlib")
@@ -89,7 +92,8 @@ def main() -> None:
     versions = dict.fromkeys(
         f"{PEERS[cell['package']]} {cell['version']}" for cell in cells if cell["package"] in PEERS
     )
-    title = f"Forward, gates '{options.gate}': times over flash_qla's, log scale ({', '.join(versions) or 'no peers'})"
+    peers = ", ".join(versions) or "no peers"
+    title = f"{options.title}, gates '{options.gate}': times over flash_qla's, log scale ({peers})"
     draw(rows, options.gate, title).savefig(options.figure, dpi=150)
 
 
