@@ -77,8 +77,8 @@ class Backward {
     if (d_.has_maps()) {  // in halves also for the wait: replay_states may read initial states early
       const std::optional<Tensor> initial_state = states_or_zeros(call_, call_.initial_state);
       const std::optional<Tensor> grad_final_state = states_or_zeros(call_, call_.grad_final_state);
-      segment_scan(initial_state);
-      reverse_segment_scan(grad_final_state);
+      segment_scan(false, initial_state);
+      segment_scan(true, grad_final_state);
     }
     replay_states();
     chunk_backward();
@@ -261,13 +261,14 @@ class Backward {
                           {.dtype = dtype_, .K = instance_K(call_.K), .reverse = true}, stream_);
   }
 
-  void segment_scan(const std::optional<Tensor>& initial_state) const {
+  // Of states, or in reverse of their gradients.
+  void segment_scan(bool reverse, const std::optional<Tensor>& first_states) const {
     kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
                            .segments = workspace_[workspace_.segments],
                            .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[workspace_.skips],
-                           .initial_state = data(initial_state),
-                           .states = workspace_[workspace_.states],
+                           .skips = workspace_[reverse ? workspace_.reverse_skips : workspace_.skips],
+                           .initial_state = data(first_states),
+                           .states = reverse ? grad_states() : workspace_[workspace_.states],
                            .key_dim = call_.K,
                            .value_dim = call_.V,
                            .state_stride_v = call_.state_stride_v(),
@@ -279,29 +280,7 @@ class Backward {
                            .H_v = call_.H_v,
                            .state_size = call_.state_size(),
                            .value_rows = value_rows(call_.V)},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = false}, stream_);
-  }
-
-  // The same in reverse, of the gradients.
-  void reverse_segment_scan(const std::optional<Tensor>& grad_final_state) const {
-    kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
-                           .segments = workspace_[workspace_.segments],
-                           .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[workspace_.reverse_skips],
-                           .initial_state = data(grad_final_state),
-                           .states = grad_states(),
-                           .key_dim = call_.K,
-                           .value_dim = call_.V,
-                           .state_stride_v = call_.state_stride_v(),
-                           .state_stride_k = call_.state_stride_k(),
-                           .slot_stride = state_size(),
-                           .state_dtype = Dtype::kFloat32,
-                           .N = call_.N,
-                           .segment_slots = d_.segments,
-                           .H_v = call_.H_v,
-                           .state_size = call_.state_size(),
-                           .value_rows = value_rows(call_.V)},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = true}, stream_);
+                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = reverse}, stream_);
   }
 
   void replay_states() const {
