@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kPieceBytes = 16;  // of a state's row, or a query's or key's, that a lane takes at a time
 constexpr int64_t kMostSequences = 65535;
-constexpr int64_t kCtas = 4;  // that an SM should have
+constexpr int64_t kCtas = 4;  // an SM, that a batch makes before they get more value rows; about what fits one
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
 
@@ -81,8 +81,7 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
-// How many times the value rows that its lanes hold a CTA goes through: as many as leave every SM all the CTAs that it
-// can have.
+// How many times the value rows that its lanes hold a CTA goes through: as many as leave every SM its CTAs.
 int64_t groups_of(const DecodeCall& call) {
   constexpr int64_t rows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;
   const int64_t enough = kCtas * gpu_of(call.q).sm_count;

@@ -1,0 +1,196 @@
+// What decoding has of a sequence's tokens, in memory and made ready for all value rows of a head; see
+// serving/decode.py.
+#pragma once
+
+#include "device/activations.cuh"
+
+namespace flash_qla::device {
+
+constexpr int kWarp = 32;
+constexpr int kDecodeThreads = kDecodeWarps * kWarp;
+constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
+
+// What the recurrence takes of a head's tokens: pointers to the first token's row of the head, and from one token to
+// the next.
+struct DecodeTokens {
+  const void *q, *k, *v;
+  const void *a, *b;
+  int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
+  int head;  // a, b and these are of all value heads
+  const void *A_log, *dt_bias;
+  int activations;
+  float scale;
+  bool normalize;
+};
+
+// Pieces of 16 bytes of a state's row: a lane has some of them, the lanes of a row 128 bytes next to each other. Lanes
+// behind the last channel, and so the channels that they have, are as good as zeros.
+template <typename State, int K>
+struct Pieces {
+  static constexpr int kSize = 16 / sizeof(State);           // channels
+  static constexpr int kCount = K / (kDecodeLanes * kSize);  // of a lane
+  static __device__ __forceinline__ int channel(int piece, int lane) { return (piece * kDecodeLanes + lane) * kSize; }
+
+  // Where four channels lie in shared memory, in fours: so that lanes next to each other read fours next to each other.
+  static constexpr int kFours = kSize / 4;  // of a piece
+  static __device__ __forceinline__ int place(int piece, int four, int lane) {
+    return (piece * kFours + four) * kDecodeLanes + lane;
+  }
+  static __device__ __forceinline__ int place(int channel) {
+    const int four = channel / 4;
+    return place(four / (kFours * kDecodeLanes), four % kFours, four / kFours % kDecodeLanes);
+  }
+
+  static __device__ __forceinline__ void unpack_state(float* x, uint4 data) {
+    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(State) == 4) {
+        x[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 pair = unpack(State(), words[i]);
+        x[2 * i] = pair.x;
+        x[2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ uint4 pack_state(const float* x) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(State) == 4) {
+        words[i] = __float_as_uint(x[i]);
+      } else {
+        words[i] = pack(State(), x[2 * i], x[2 * i + 1]);
+      }
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+};
+
+__device__ __forceinline__ float sum_over_warp(float x) {
+#pragma unroll
+  for (int bit = 1; bit < kWarp; bit *= 2) {
+    x += __shfl_xor_sync(~0u, x, bit);
+  }
+  return x;
+}
+
+// What is the same for all value rows of a head, of kDecodeTokens tokens from `begin` on, and the CTA's part of v.
+// Each token is made by a warp.
+template <typename Element, typename State, int K>
+class PreparedTokens {
+ public:
+  using P = Pieces<State, K>;
+
+  struct Shared {
+    float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];  // normalised, q scaled; in the order of Pieces::place
+    float4 v[kDecodeTokens][kDecodeTile / 4];
+    float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
+  };
+  // A lane's part of a token, on its way: four channels of q and k, four rows of v.
+  struct Raw {
+    uint2 q, k, v;
+    uint32_t a, b;
+  };
+
+  __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodeTokens& tokens, int64_t begin, int count,
+                                            int first_row, int key_dim, int value_dim)
+      : shared_(shared),
+        tokens_(tokens),
+        gate_(load_gate_bits(tokens.A_log, tokens.dt_bias, tokens.activations, tokens.head), tokens.activations),
+        begin_(begin),
+        count_(count),
+        first_row_(first_row),
+        K_(key_dim),
+        V_(value_dim) {}
+
+  // The warp's first token of a block. Of what is behind the sequence's last token nothing is read.
+  __device__ __forceinline__ Raw load(int token) const {
+    Raw raw = {};
+    if (token < count_) {
+      const int four = 4 * (threadIdx.x % kWarp);
+      const int64_t at = begin_ + token;
+      if (four < K_) {
+        raw.q = load_four(tokens_.q, at * tokens_.q_stride + four);
+        raw.k = load_four(tokens_.k, at * tokens_.k_stride + four);
+      }
+      if (four < kDecodeTile && first_row_ + four < V_) {
+        raw.v = load_four(tokens_.v, at * tokens_.v_stride + first_row_ + four);
+      }
+      raw.a = load_bits(tokens_.a, tokens_.activations, Activation::kG, at * tokens_.a_stride + tokens_.head);
+      raw.b = load_bits(tokens_.b, tokens_.activations, Activation::kBeta, at * tokens_.b_stride + tokens_.head);
+    }
+    return raw;
+  }
+
+  // Of all warps: the block of tokens that this one is of, whose first the warp has loaded.
+  __device__ __forceinline__ void prepare(int block, Raw raw) {
+#pragma unroll 1
+    for (int t = threadIdx.x / kWarp; t < kDecodeTokens && block * kDecodeTokens + t < count_; t += kDecodeWarps) {
+      store(t, raw);
+      raw = load(block * kDecodeTokens + t + kDecodeWarps);
+    }
+    __syncthreads();
+    block_ = block;
+  }
+  // The same in all threads of the CTA.
+  __device__ __forceinline__ void want(int token) {
+    if (const int block = token / kDecodeTokens; block != block_) {
+      __syncthreads();
+      prepare(block, load(block * kDecodeTokens + threadIdx.x / kWarp));
+    }
+  }
+  __device__ __forceinline__ static int first_of_warp() { return threadIdx.x / kWarp; }
+
+ private:
+  static_assert(K <= 4 * kWarp && kDecodeTile <= 4 * kWarp);
+
+  __device__ __forceinline__ static uint2 load_four(const void* elements, int64_t offset) {
+    return *reinterpret_cast<const uint2*>(static_cast<const Element*>(elements) + offset);
+  }
+  __device__ __forceinline__ static float4 unpack_four(uint2 data) {
+    const float2 low = unpack(Element(), data.x), high = unpack(Element(), data.y);
+    return {low.x, low.y, high.x, high.y};
+  }
+  __device__ __forceinline__ static float dot(float4 x, float4 y) {
+    return sum_over_warp(x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w);
+  }
+  __device__ __forceinline__ static float4 times(float4 x, float factor) {
+    return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+  }
+
+  __device__ __forceinline__ void store(int t, const Raw& raw) {
+    const int lane = threadIdx.x % kWarp;
+    const float4 q = unpack_four(raw.q), k = unpack_four(raw.k);
+    float q_factor = tokens_.scale, k_factor = 1.f;
+    if (tokens_.normalize) {
+      constexpr float kEps = static_cast<float>(kNormEps);
+      q_factor *= rsqrtf(dot(q, q) + kEps);
+      k_factor = rsqrtf(dot(k, k) + kEps);
+    }
+    const float qk = dot(q, k) * q_factor * k_factor;
+    if (lane < K / 4) {
+      shared_.q[t][P::place(4 * lane)] = times(q, q_factor);
+      shared_.k[t][P::place(4 * lane)] = times(k, k_factor);
+    }
+    if (lane < kDecodeTile / 4) {
+      shared_.v[t][lane] = unpack_four(raw.v);
+    }
+    if (lane == 0) {
+      shared_.decay[t] = expf(gate_(from_bits(raw.a, tokens_.activations, Activation::kG)));
+      shared_.beta[t] = activated_beta(from_bits(raw.b, tokens_.activations, Activation::kBeta), tokens_.activations);
+      shared_.qk[t] = qk;
+    }
+  }
+
+  Shared& shared_;
+  const DecodeTokens& tokens_;
+  const HeadGate gate_;
+  const int64_t begin_;
+  const int count_, first_row_, K_, V_;
+  int block_ = -1;
+};
+
+}  // namespace flash_qla::device
