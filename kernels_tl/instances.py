@@ -36,5 +36,9 @@ INSTANCES = [
     *(Instance("backward.chunk_backward", types, spill_budget=144) for types in TYPES),
     Instance("backward.gate_gradients", {}),
     # serving
-    *(Instance("serving.decode", types | {"state_dtype": dtype}) for types in TYPES for dtype in STATE_DTYPES),
+    *(
+        Instance("serving.decode", types | {"state_dtype": dtype}, spill_budget=0 if dtype == "float32" else 32)
+        for types in TYPES
+        for dtype in STATE_DTYPES
+    ),
 ]

@@ -409,7 +409,7 @@ def run_when_there_is_memory(trial: Trial, given: argparse.Namespace) -> dict[st
 
 
 def results(given: argparse.Namespace, job: int = 0):
-    """Of the trials of a job, up to the first failure."""
+    """Of the trials of a job, up to the first failure, unless it shall go on."""
     last = math.inf if given.cases is None else given.cases
     for number in itertools.count(job, given.jobs) if given.case is None else (given.case,):
         if given.case is None and (number >= last or time.monotonic() > given.end):
@@ -420,7 +420,7 @@ def results(given: argparse.Namespace, job: int = 0):
         except Exception as error:
             missing = "not supported on the GPU yet" in str(error)
             yield Result(number, trial.op, None, None if missing else f"{trial}\n{type(error).__name__}: {error}")
-            if not missing:
+            if not missing and not given.keep_going:
                 return
         if given.device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:  # others need some, too
             torch.cuda.empty_cache()
@@ -467,29 +467,34 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--cases", type=int, help="at most so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--keep-going", action="store_true", help="after a failure")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one only, as a failure says it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     begin = time.monotonic()
     given.end = begin + given.seconds
-    worst, count, missing = {}, Counter(), Counter()
+    worst, count, missing, failures = {}, Counter(), Counter(), 0
     for result in results(given) if given.jobs == 1 or given.case is not None else results_of_jobs(given):
         if result.failure is not None:
-            print(result.failure)
-            print(f"python tests/fuzz.py --seed {given.seed} --case {result.number} --device {given.device}")
+            again = f"python tests/fuzz.py --seed {given.seed} --case {result.number} --device {given.device}"
+            print(result.failure, again, sep="\n", flush=True)
+            failures += 1
+            if given.keep_going:
+                continue
             return 1
         (missing if result.ratios is None else count)[result.op] += 1
         for name, ratio in (result.ratios or {}).items():
             worst[name] = max(worst.get(name, (0.0, 0)), (ratio, result.number))
     seconds = time.monotonic() - begin
     of = "" if given.cases is None or given.case is not None else f" of {given.cases}"
-    print(f"{count.total()}{of} cases in {seconds:.0f} s, all right: {dict(sorted(count.items()))}")
+    failed = f" and {failures} that failed" if failures else ""
+    print(f"{count.total()}{of} cases in {seconds:.0f} s right{failed}: {dict(sorted(count.items()))}")
     if missing:
         print(f"not run, as {given.device} has no such op yet: {dict(sorted(missing.items()))}")
     for name, (ratio, number) in sorted(worst.items()):
         print(f"{name:30} at most {ratio:.2f} of its bar, in case {number}")
-    return 0
+    return min(failures, 1)
 
 
 if __name__ == "__main__":

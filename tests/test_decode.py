@@ -165,6 +165,8 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
     Case(T=2, dtype=FP64, state_dtype=FP64, gate_dtype=FP64, l2norm=False, scale=0.3),
     Case(dtype=FP16, gate_dtype=FP16, H_k=1, H_v=3),
     Case(lengths=(1, 0, 4, 2), padding=2),
+    Case(lengths=(3, 5, 6, 7, 8, 9), dtype=BF16, K=128, V=136),
+    Case(lengths=(2, 8, 3, 7), dtype=BF16, state_dtype=BF16, l2norm=False, K=64),
     Case(lengths=(1, 1, 1), dtype=BF16, state_dtype=BF16, gap=128, index_dtype=torch.int64),
     Case(lengths=(), padding=2),
     Case(B=0),

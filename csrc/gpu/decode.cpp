@@ -19,7 +19,6 @@ namespace {
 
 constexpr int64_t kPieceBytes = 16;  // of a state's row, or a query's or key's, that a lane takes at a time
 constexpr int64_t kMostSequences = 65535;
-constexpr int64_t kCtas = 4;  // an SM, that a batch makes before they get more value rows; about what fits one
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
 
@@ -81,15 +80,22 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
-// How many times the value rows that its lanes hold a CTA goes through: as many as leave every SM its CTAs.
+// How many times the value rows that its lanes hold a CTA goes through. Fewer CTAs begin less often, more of them are
+// spread more evenly: the choice has the least of what the SMs' turns take, beginning being half of a time through.
 int64_t groups_of(const DecodeCall& call) {
   constexpr int64_t rows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;
-  const int64_t enough = kCtas * gpu_of(call.q).sm_count;
-  int64_t groups = 1;
-  while (2 * groups * rows <= kDecodeTile && call.N * call.H_v * ceil_div(call.V, 2 * groups * rows) >= enough) {
-    groups *= 2;
+  const int64_t ctas_of_sm = bytes_of(call.state_pool) == sizeof(float) ? kDecodeCtas32 : kDecodeCtas16;
+  const auto cost = [&](int64_t groups) {
+    const int64_t ctas = call.N * call.H_v * ceil_div(call.V, groups * rows);
+    return ceil_div(ctas, ctas_of_sm * gpu_of(call.q).sm_count) * (1 + 2 * groups);
+  };
+  int64_t best = 1;
+  for (int64_t groups = 2; groups * rows <= kDecodeTile; groups *= 2) {
+    if (cost(groups) < cost(best)) {
+      best = groups;
+    }
   }
-  return groups;
+  return best;
 }
 
 int64_t activations_of(const DecodeCall& call) {

@@ -1,27 +1,12 @@
-// What decoding has of a sequence's tokens, in memory and made ready for all value rows of a head; see
+// What decoding has made ready of a sequence's tokens, for all value rows of a head; see
 // serving/decode.py.
 #pragma once
 
-#include "device/activations.cuh"
+#include "device/decode_plan.cuh"
 
 namespace flash_qla::device {
 
-constexpr int kWarp = 32;
-constexpr int kDecodeThreads = kDecodeWarps * kWarp;
 constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
-
-// What the recurrence takes of a head's tokens: pointers to the first token's row of the head, and from one token to
-// the next.
-struct DecodeTokens {
-  const void *q, *k, *v;
-  const void *a, *b;
-  int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
-  int head;  // a, b and these are of all value heads
-  const void *A_log, *dt_bias;
-  int activations;
-  float scale;
-  bool normalize;
-};
 
 // Pieces of 16 bytes of a state's row: a lane has some of them, the lanes of a row 128 bytes next to each other. Lanes
 // behind the last channel, and so the channels that they have, are as good as zeros.
@@ -88,6 +73,10 @@ class PreparedTokens {
     float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];  // normalised, q scaled; in the order of Pieces::place
     float4 v[kDecodeTokens][kDecodeTile / 4];
     float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
+    // Of the tokens of a block of kDecodeBlock, made by relate(): the decays from the block's first token to this one,
+    // and of token j before it, at j % kDecodeBlock, beta decay_j+1 ... decay_t (k_j k_t) and decay_j+1 ... decay_t
+    // (k_j q_t).
+    float since[kDecodeTokens], kk[kDecodeTokens][kDecodeBlock], kq[kDecodeTokens][kDecodeBlock];
   };
   // A lane's part of a token, on its way: four channels of q and k, four rows of v.
   struct Raw {
@@ -134,6 +123,33 @@ class PreparedTokens {
     }
     __syncthreads();
     block_ = block;
+  }
+  // Of the first block of prepare(), which is ready: what tokens are to those before them.
+  __device__ __forceinline__ void relate() {
+    const int lane = threadIdx.x % kWarp;
+    const auto four = [&](const float4(&x)[K / 4]) { return lane < K / 4 ? x[lane] : float4{}; };
+#pragma unroll 1
+    for (int t = threadIdx.x / kWarp; t < count_; t += kDecodeWarps) {
+      const float4 q = four(shared_.q[t]), k = four(shared_.k[t]);
+      float since = shared_.decay[t];
+#pragma unroll
+      for (int j = kDecodeBlock - 2; j >= 0; --j) {
+        if (j < t % kDecodeBlock) {
+          const int before = t - t % kDecodeBlock + j;
+          const float4 k_before = four(shared_.k[before]);
+          const float kk = dot(k_before, k) * since * shared_.beta[t], kq = dot(k_before, q) * since;
+          if (lane == 0) {
+            shared_.kk[t][j] = kk;
+            shared_.kq[t][j] = kq;
+          }
+          since *= shared_.decay[before];
+        }
+      }
+      if (lane == 0) {
+        shared_.since[t] = since;
+      }
+    }
+    __syncthreads();
   }
   // The same in all threads of the CTA.
   __device__ __forceinline__ void want(int token) {

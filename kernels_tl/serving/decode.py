@@ -23,8 +23,13 @@ lanes. A state's memory is read and written once, whatever the number of tokens,
 each other at a time. Both ways it goes through shared memory, where lanes find what is theirs; in by asynchronous
 copies: while the tokens go through some value rows the next ones are on their way. What is the same for all value rows,
 normalised q and k and the activated gates, is made once a CTA. Large batches have more value rows a CTA, `groups` times
-what its lanes hold. In a tree of tokens the states of ancestors are made again from the one at the start, which is
-still in shared memory.
+what its lanes hold.
+
+Of several tokens, where only the state behind the last one is wanted, up to four go through a state together: all
+products with a state are with the one before the first of them, and what the others' changes add comes by products of
+keys with keys and queries, made once a CTA. So their sums do not wait for each other. Otherwise tokens go through a
+state one by one; in a tree of tokens the states of ancestors are made again from the one at the start, which is still
+in shared memory.
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
@@ -35,7 +40,15 @@ import tilelang.language as T
 
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
 from kernels_tl.cta import BYTES
-from kernels_tl.layout import DECODE_LANE_ROWS, DECODE_LANES, DECODE_TILE, DECODE_WARPS, DecodeTable
+from kernels_tl.layout import (
+    DECODE_CTAS_16,
+    DECODE_CTAS_32,
+    DECODE_LANE_ROWS,
+    DECODE_LANES,
+    DECODE_TILE,
+    DECODE_WARPS,
+    DecodeTable,
+)
 
 PRELUDE = """
 #include "device/decode.cuh"
@@ -59,7 +72,8 @@ def decode(dtype, K, state_dtype):
     threads = DECODE_WARPS * WARP
     GROUP = DECODE_WARPS * (WARP // DECODE_LANES) * DECODE_LANE_ROWS  # value rows that a CTA's lanes have
     assert 2 * DECODE_LANE_ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
-    STAGES, CTAS = (2, 3) if state_dtype == "float32" else (3, 4)  # parts of a state on their way in; CTAs an SM
+    # Parts of a state on their way in; CTAs an SM.
+    STAGES, CTAS = (2, DECODE_CTAS_32) if state_dtype == "float32" else (3, DECODE_CTAS_16)
     TILES = (STAGES + 1) * GROUP * K * BYTES[state_dtype]  # of a state, in shared memory: bytes
 
     def of_heads(heads, channels, name):

@@ -1,0 +1,127 @@
+// Where decoding finds a sequence's tokens and states, and where states go; see serving/decode.py.
+#pragma once
+
+#include "device/activations.cuh"
+#include "device/table.cuh"
+#include "device/warp.cuh"
+
+namespace flash_qla::device {
+
+constexpr int kWarp = 32;
+constexpr int kDecodeThreads = kDecodeWarps * kWarp;
+
+__device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
+  return x < least ? least : x > most ? most : x;
+}
+
+// Where the tokens of a sequence are, and where its states come from and go to. What the tables hold may be anything:
+// nothing is read or written out of bounds.
+struct DecodePlan {
+  Table offsets, state_indices, accepted, write_indices, state_rows, parents;
+  int tokens;  // all of them
+  int length;  // of a sequence, without offsets
+  int64_t null_index, slots;
+  bool update_state;
+
+  __device__ __forceinline__ int64_t begin(int n) const {
+    return offsets ? clamp(offsets(n), 0, tokens) : static_cast<int64_t>(n) * length;
+  }
+  __device__ __forceinline__ int count(int n) const {
+    const int64_t first = begin(n);
+    return offsets ? static_cast<int>(clamp(offsets(n + 1), first, tokens) - first) : length;
+  }
+  __device__ __forceinline__ int64_t slot(int64_t index) const { return checked_slot(index, null_index, slots); }
+  __device__ __forceinline__ int64_t first_slot(int n) const {
+    const int column = accepted ? static_cast<int>(clamp(accepted(n), 1, state_indices.columns)) - 1 : 0;
+    return slot(state_indices(n, column));
+  }
+  __device__ __forceinline__ int64_t slot_behind(int n, int t, int count, int64_t first_slot) const {
+    if (write_indices) {
+      return t < write_indices.columns ? slot(write_indices(n, t)) : kNobody;
+    }
+    return update_state && t == count - 1 ? first_slot : kNobody;
+  }
+  // The token before t, or -1 for the state at the start.
+  __device__ __forceinline__ int parent(int n, int t) const {
+    return parents && t < parents.columns ? static_cast<int>(clamp(parents(n, t), -1, t - 1)) : t - 1;
+  }
+  __device__ __forceinline__ int ancestor(int n, int t, int generations) const {
+    for (; generations > 0; --generations) {
+      t = parent(n, t);
+    }
+    return t;
+  }
+  // Tokens between the state at the start and t.
+  __device__ __forceinline__ int depth(int n, int t) const {
+    int found = 0;
+    for (t = parent(n, t); t >= 0; t = parent(n, t)) {
+      ++found;
+    }
+    return found;
+  }
+};
+
+// What the recurrence takes of a head's tokens: pointers to the first token's row of the head, and from one token to
+// the next.
+struct DecodeTokens {
+  const void *q, *k, *v;
+  const void *a, *b;
+  int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
+  int head;  // a, b and these are of all value heads
+  const void *A_log, *dt_bias;
+  int activations;
+  float scale;
+  bool normalize;
+};
+
+// Where states are: a pool, and rows of states behind tokens. Pointers are to the head's state of the first of them.
+struct DecodeStates {
+  void *pool, *kept;
+  int64_t slot_stride, row_stride, step_stride;
+  int rows, steps;  // none, if states are not kept
+
+  template <typename State>
+  struct Places {
+    State *slot, *kept;  // or null
+
+    template <typename Use>
+    __device__ __forceinline__ void for_each(Use use) const {
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        if (State* const place = i == 0 ? slot : kept; place != nullptr) {
+          use(place);
+        }
+      }
+    }
+  };
+  // Of the head's state behind token t of sequence n.
+  template <typename State>
+  __device__ __forceinline__ Places<State> places(const DecodePlan& plan, int n, int t, int count,
+                                                  int64_t first_slot) const {
+    Places<State> found = {};
+    if (const int64_t slot = plan.slot_behind(n, t, count, first_slot); slot != kNobody) {
+      found.slot = static_cast<State*>(pool) + slot * slot_stride;
+    }
+    if (t < steps) {
+      const int64_t row = plan.state_rows ? plan.state_rows(n) : n;
+      if (row >= 0 && row < rows) {
+        found.kept = static_cast<State*>(kept) + row * row_stride + t * step_stride;
+      }
+    }
+    return found;
+  }
+};
+
+// 16 bytes of global to shared memory, or zeros. From L2: what is read once has no use for L1.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kInFlight groups of the thread's copies are there.
+template <int kInFlight>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+
+}  // namespace flash_qla::device
