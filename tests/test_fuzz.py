@@ -158,3 +158,26 @@ def test_a_failure_in_a_job_stops_all(fault, said, tmp_path):
     assert found.returncode == 1, found.stderr
     assert said in found.stdout and str(fuzz.draw(3, 5, "cpu")) in found.stdout
     assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "name, size, inf, right",
+    [
+        (
+            "dk",
+            1e5,
+            True,
+            True,
+        ),  # a row whose norm is beyond fp16's range may be inf, each of its elements being within
+        ("dk", 1e5, False, False),
+        ("dk", 1e3, True, False),
+        ("dv", 1e5, True, False),
+    ],
+)
+def test_beyond_the_range_of_fp16(name, size, inf, right):
+    noise = fuzz.Noise(torch.float16, "cpu", fuzz.RUNS, 0)
+    runs = torch.full((2 + fuzz.RUNS, 1, 3, 2, 64), size / 8, dtype=torch.float64)
+    runs[1:] *= 1 + 1e-3 * torch.randn(runs[1:].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = runs[0].to(torch.float16)
+    found[0, 1, 0] = torch.inf if inf else 1.1 * found[0, 1, 0]
+    assert (fuzz.Bars(name, runs, noise).check(found, torch.float32) <= 1) == right
