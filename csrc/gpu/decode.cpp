@@ -81,7 +81,8 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
 // How many times the value rows that its lanes hold a CTA goes through. Fewer CTAs begin less often, more of them are
-// spread more evenly: the choice has the least of what the SMs' turns take, beginning being half of a time through.
+// spread more evenly: the choice is that with the least turns of the SMs times what a CTA takes, half a group to begin
+// and then its groups (benchmarks/notes/decode.md).
 int64_t groups_of(const DecodeCall& call) {
   constexpr int64_t rows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;
   const int64_t ctas_of_sm = bytes_of(call.state_pool) == sizeof(float) ? kDecodeCtas32 : kDecodeCtas16;

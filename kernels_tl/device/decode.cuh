@@ -7,7 +7,7 @@
 namespace flash_qla::device {
 
 template <int kValue>
-struct Constant {
+struct Constant {  // a number that a generic lambda may take as a template argument
   static constexpr int value = kValue;
 };
 
@@ -71,13 +71,13 @@ class Decoder {
     });
   }
 
-  // Through kTokens tokens, the last ones that the lanes' state has not been through: with the state before them, S,
+  // Takes the lanes' state S through the next kTokens tokens of a chain, from `first` on:
   //
   //   S_t = decay_t S_t-1 + change_t k_t^T
   //   change_t = beta_t (v_t - since_t S k_t) - sum over j < t of kk_tj change_j
   //   o_t = since_t S q_t + sum over j <= t of kq_tj change_j
   //
-  // so that all products with a state are with S, and the last state is
+  // so that all products with a state are with S. Of one token since is decay. The last state is
   //
   //   decay_0 ... decay_T-1 S + sum over t of decay_t+1 ... decay_T-1 change_t k_t^T
   //
