@@ -39,7 +39,7 @@ from cases import (
 )
 from poison import poisoned
 from reference import CHUNK
-from rounded_runs import Noise, expect
+from rounded_runs import HEAD_AXIS, Bars, Noise, expect
 
 import flash_qla
 
@@ -54,7 +54,6 @@ KEYS_AND_BETAS = (
 )
 GATES = ("softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero", "resets", "hard_resets", "extreme")
 KEPT_BYTES = 4 << 30  # of the device's memory, from case to case
-HEAD_FACTOR, ROW_FACTOR = 6, 12  # of the runs' differences, to the norm of a head and to that of a token or state in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,49 +309,6 @@ def decode(trial: Trial, device: str, noises: tuple) -> tuple:
 
 
 # How near it must be
-
-STATES = ("final_state", "h", "dh0", "states of")
-HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(("db", "dg", "dA_log", "ddt_bias"), -1)}
-
-
-class Bars:
-    """Of an output: what its runs say of each head, and of each row in it (a token, a state)."""
-
-    def __init__(self, name: str, runs: torch.Tensor, noise: Noise):
-        self.name, self.shape, self.noise = name, runs.shape[1:], noise
-        if runs.numel() == 0:
-            return
-        self.expected, *others = (self.by_head(x) for x in runs)
-        self.size = self.expected.norm(dim=-1)
-        rounded, *at_random = ((x - self.expected).norm(dim=-1) for x in others)
-        spread = torch.maximum(rounded, torch.stack(at_random).square().mean(0).sqrt() / noise.scale)
-        self.rows = ROW_FACTOR * (spread + spread.square().mean(1, keepdim=True).sqrt())
-        self.heads = HEAD_FACTOR * spread.norm(dim=1)
-
-    def by_head(self, x: torch.Tensor) -> torch.Tensor:  # [heads, rows, elements]
-        axis = HEAD_AXIS.get(self.name, -3)
-        return x.movedim(axis, 0).reshape(x.shape[axis], -1, x.shape[axis + 1 :].numel() if axis < -1 else 1)
-
-    def check(self, actual: torch.Tensor, compute: torch.dtype, segments: int = 0, carried: float = 0.0) -> float:
-        """The largest error of a head or of a row over its bar; above 1 is wrong. States may be handed on through so
-        many segments' maps, the largest of them with the norm `carried`."""
-        shapes = tuple(actual.shape), tuple(self.shape)
-        assert actual.shape == self.shape, f"{self.name} has shape {shapes[0]}, expected {shapes[1]}"
-        if actual.numel() == 0:
-            return 0.0
-        kinds = torch.finfo(actual.dtype), torch.finfo(compute)
-        eps, tiny = max(kind.eps for kind in kinds), max(kind.tiny for kind in kinds)
-        stored = eps * self.size + tiny * self.expected.shape[-1] ** 0.5
-        if actual.is_cuda:  # what auto_cp may leave out, and that maps have two parts of 16 bits, see docs/accuracy.md
-            carried = max(carried, self.size.max().item()) if self.name.startswith(STATES) else self.size.max()
-            stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * carried
-        most, found = kinds[0].max, self.by_head(actual.double())  # what is larger may be inf
-        if self.name in ("dq", "dk"):  # also a product of two tokens on the way to their rows, see docs/support.md
-            found = torch.where(found.isinf() & (self.size > most)[..., None], self.expected, found)
-        error = (found.clamp(-most, most) - self.expected.clamp(-most, most)).norm(dim=-1)
-        rows = error / (self.rows + stored)
-        heads = error.norm(dim=1) / (self.heads + stored.norm(dim=1)).clamp_min(tiny)  # a norm may underflow
-        return torch.maximum(rows.max(), heads.max()).nan_to_num(torch.inf, torch.inf).item()
 
 
 @reference.one_thread()

@@ -160,19 +160,17 @@ def test_a_failure_in_a_job_stops_all(fault, said, tmp_path):
     assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in found.stdout
 
 
+def test_keep_going(tmp_path):
+    change = "fuzz.run, f = lambda t, device: f(t) if t != fuzz.draw(3, 5, 'cpu') else 1 / 0, lambda t: {'o': 0.5}"
+    found = fuzz_in(tmp_path, "--seed", "3", "--cases", "9", "--keep-going", change=change)
+    assert found.returncode == 1 and "ZeroDivisionError" in found.stdout, found.stdout + found.stderr
+    assert "8 of 9 cases" in found.stdout and "1 that failed" in found.stdout
+
+
+# Of a row whose norm is beyond fp16's range numbers may be inf, if they are within it, too.
 @pytest.mark.parametrize(
     "name, size, inf, right",
-    [
-        (
-            "dk",
-            1e5,
-            True,
-            True,
-        ),  # a row whose norm is beyond fp16's range may be inf, each of its elements being within
-        ("dk", 1e5, False, False),
-        ("dk", 1e3, True, False),
-        ("dv", 1e5, True, False),
-    ],
+    (("dk", 1e5, True, True), ("dk", 1e5, False, False), ("dk", 1e3, True, False), ("dv", 1e5, True, False)),
 )
 def test_beyond_the_range_of_fp16(name, size, inf, right):
     noise = fuzz.Noise(torch.float16, "cpu", fuzz.RUNS, 0)

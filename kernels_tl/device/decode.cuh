@@ -71,7 +71,8 @@ class Decoder {
     });
   }
 
-  // Takes the lanes' state S through the next kTokens tokens of a chain, from `first` on:
+  // Takes the lanes' state S through the next kTokens tokens of a chain, from `first` on, where a block begins if there
+  // are several:
   //
   //   S_t = decay_t S_t-1 + change_t k_t^T
   //   change_t = beta_t (v_t - since_t S k_t) - sum over j < t of kk_tj change_j
@@ -337,8 +338,8 @@ class Decode {
           while (t + kDecodeBlock <= count) {
             t = step(Constant<kDecodeBlock>(), t);
           }
-          if (t + 2 <= count) {
-            t = step(Constant<2>(), t);
+          if (t + kDecodeBlock / 2 <= count) {
+            t = step(Constant<kDecodeBlock / 2>(), t);
           }
         }
         if (t < count) {

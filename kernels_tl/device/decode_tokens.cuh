@@ -1,5 +1,4 @@
-// What decoding has made ready of a sequence's tokens, for all value rows of a head; see
-// serving/decode.py.
+// What decoding has made ready of a sequence's tokens, for all value rows of a head; see serving/decode.py.
 #pragma once
 
 #include "device/decode_plan.cuh"
@@ -14,7 +13,6 @@ template <typename State, int K>
 struct Pieces {
   static constexpr int kSize = 16 / sizeof(State);           // channels
   static constexpr int kCount = K / (kDecodeLanes * kSize);  // of a lane
-  static __device__ __forceinline__ int channel(int piece, int lane) { return (piece * kDecodeLanes + lane) * kSize; }
 
   // Where four channels lie in shared memory, in fours: so that lanes next to each other read fours next to each other.
   static constexpr int kFours = kSize / 4;  // of a piece
