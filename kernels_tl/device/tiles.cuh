@@ -369,6 +369,37 @@ __device__ __forceinline__ void read_state(float* fragment, const void* state, i
   }
 }
 
+// Of four lanes next to each other word i of lane t becomes word t of lane i. `lane` may be any thread's number.
+__device__ __forceinline__ uint4 transpose_words(uint4 x, int lane) {
+  const bool high = lane & 2, odd = lane & 1;
+  const uint32_t low_pair = __shfl_xor_sync(~0u, high ? x.x : x.z, 2);
+  const uint32_t high_pair = __shfl_xor_sync(~0u, high ? x.y : x.w, 2);
+  x = high ? uint4{low_pair, high_pair, x.z, x.w} : uint4{x.x, x.y, low_pair, high_pair};
+  const uint32_t first = __shfl_xor_sync(~0u, odd ? x.x : x.y, 1);
+  const uint32_t second = __shfl_xor_sync(~0u, odd ? x.z : x.w, 1);
+  return odd ? uint4{first, x.y, second, x.w} : uint4{x.x, first, x.z, second};
+}
+
+// From rows of S^T to those of a state of 16 bits, V first, of which word(i) is the i-th pair: of 32 columns four lanes
+// take 8 each. `thread` counts from that of the state's first row.
+template <int kK, typename Word>
+__device__ __forceinline__ void write_words(void* state, int thread, int stride, int rows, int columns, Word word) {
+  asm volatile("" : "+r"(thread), "+r"(stride), "+r"(rows), "+r"(columns));
+  const int row = 16 * (thread / 32) + thread % 32 / 4, column = 8 * (thread % 4);
+  uint16_t* const at = static_cast<uint16_t*>(state) + row * stride + column;
+#pragma unroll
+  for (int n = 0; n < kK / 8; n += 4) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 2 * n + half;
+      const uint4 piece = transpose_words({word(i), word(i + 2), word(i + 4), word(i + 6)}, thread);
+      if (row + 8 * half < rows && column + 8 * n < columns) {
+        *reinterpret_cast<uint4*>(at + 8 * half * stride + 8 * n) = piece;
+      }
+    }
+  }
+}
+
 // From rows of S^T to those of a state, likewise.
 template <int kK>
 __device__ __forceinline__ void write_state(const float* fragment, void* state, int dtype, bool v_first, int stride,
@@ -376,9 +407,8 @@ __device__ __forceinline__ void write_state(const float* fragment, void* state, 
   const float2* const pairs = reinterpret_cast<const float2*>(fragment);
   const auto nothing = [](int) {};
   const auto write_16 = [=]<typename T>(T type) {
-    for_pairs<kK>(
-        static_cast<T*>(state), true, stride, rows, columns,
-        [=](int i, T* at, T*) { *reinterpret_cast<uint32_t*>(at) = pack(type, pairs[i].x, pairs[i].y); }, nothing);
+    write_words<kK>(state, threadIdx.x, stride, rows, columns,
+                    [=](int i) { return pack(type, pairs[i].x, pairs[i].y); });
   };
   float* const floats = static_cast<float*>(state);
   if (dtype == Dtype::kBfloat16) {
@@ -400,24 +430,12 @@ __device__ __forceinline__ void write_state(const float* fragment, void* state, 
   }
 }
 
-// to[i * stride + j] = fragment[i][j], of 64 rows of kK 16-bit elements those before `rows` and `columns`, multiples of
-// 8, from the left factor of a register-sourced WGMMA, which has its registers in the order of an fp32 fragment's
-// pairs.
+// Likewise from the left factor of a register-sourced WGMMA, which has its registers in the order of an fp32 fragment's
+// pairs. By a warpgroup: 64 rows.
 template <int kK>
 __device__ __forceinline__ void store_state(const void* fragment, void* state, int stride, int rows, int columns) {
-  const int lane = lane_here(), row = 16 * warp_index() + lane / 4;
   const uint32_t* const pairs = static_cast<const uint32_t*>(fragment);
-  uint32_t* const to = static_cast<uint32_t*>(state) + row * (stride / 2) + lane % 4;
-  const bool all = rows >= 64 && columns == kK;
-#pragma unroll
-  for (int n = 0; n < kK / 8; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (all || (row + 8 * h < rows && 8 * n < columns)) {
-        to[h * 8 * (stride / 2) + 4 * n] = pairs[2 * n + h];
-      }
-    }
-  }
+  write_words<kK>(state, threadIdx.x % 128, stride, rows, columns, [=](int i) { return pairs[i]; });
 }
 
 }  // namespace flash_qla::device
