@@ -102,10 +102,14 @@ class CountGathers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def of_rank(device: str) -> str:
+    """The rank's GPU, which it shares where there are fewer."""
+    return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if device == "cuda" else device
+
+
 def all_cases(cases: list[Case], device: str) -> dict:
     """The outputs of each case in each layout."""
-    if device == "cuda":
-        device = f"cuda:{dist.get_rank()}"
+    device = of_rank(device)
     outputs = {}
     for case, layout in itertools.product(cases, LAYOUTS):
         inputs, gradients = local_case(case, layout, device)
@@ -124,8 +128,7 @@ def all_cases(cases: list[Case], device: str) -> dict:
 
 def compiled(case: Case, layout: str, device: str, backend: str) -> None:
     """In one graph, the same as without."""
-    if device == "cuda":
-        device = f"cuda:{dist.get_rank()}"
+    device = of_rank(device)
     inputs, gradients = local_case(case, layout, device)
     function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
     found, expected = run(inputs, gradients, function), run(inputs, gradients)
@@ -148,7 +151,7 @@ def compiled_halo(case: Case, layout: str, backend: str) -> None:
 
 def captured(case: Case, layout: str) -> None:
     """A step in a CUDA graph: the same as without, and of other tokens when replayed with those."""
-    device = f"cuda:{dist.get_rank()}"
+    device = of_rank("cuda")
     inputs, gradients = local_case(case, layout, device)
     expected = [run(inputs, gradients)]
     graph = torch.cuda.CUDAGraph()
@@ -219,8 +222,7 @@ def partly(case: Case) -> None:
 
 def halos(batches: list[tuple[int, ...]], widths: tuple[int, ...], device: str) -> None:
     """exchange_halo and its gradient, against all tokens in one place, for sequences of these lengths."""
-    if device == "cuda":
-        device = f"cuda:{dist.get_rank()}"
+    device = of_rank(device)
     for lengths in batches:
         check_halos(lengths, widths, device)
 

@@ -73,8 +73,7 @@ def expected_of(case: Case) -> tuple[dict, reference.Gradients, torch.Tensor]:
 
 
 @functools.cache
-def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> list[dict]:
-    backend = "gloo" if device == "cpu" else "nccl"
+def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu", backend: str = "gloo") -> list[dict]:
     return run_on_ranks(world_size, cp_ranks.all_cases, list(cases), device, backend=backend)
 
 
@@ -395,7 +394,19 @@ def test_autocast():
     assert torch.equal(o, expected)
 
 
-# Two GPUs
+# Two processes, on one GPU with gloo, on two with NCCL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_two_processes_on_a_gpu(case, layout):
+    check(case, layout, found_on(2, GPU_CASES, "cuda"))
+
+
+@pytest.mark.gpu
+def test_two_processes_on_a_gpu_exchange_halos():
+    run_on_ranks(2, cp_ranks.halos, [(7, 200, 33)], (4,), "cuda")
 
 
 @pytest.mark.gpu
@@ -403,7 +414,7 @@ def test_autocast():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_two_gpus(case, layout):
-    check(case, layout, found_on(2, GPU_CASES, "cuda"))
+    check(case, layout, found_on(2, GPU_CASES, "cuda", "nccl"))
 
 
 @pytest.mark.gpu

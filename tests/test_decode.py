@@ -167,6 +167,7 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
     Case(lengths=(1, 0, 4, 2), padding=2),
     Case(lengths=(3, 5, 6, 7, 8, 9), dtype=BF16, K=128, V=136),
     Case(lengths=(2, 8, 3, 7), dtype=BF16, state_dtype=BF16, l2norm=False, K=64),
+    Case(lengths=(4, 9, 1, 5), dtype=BF16, state_dtype=BF16, gate_dtype=BF16, K=128, V=136),
     Case(lengths=(1, 1, 1), dtype=BF16, state_dtype=BF16, gap=128, index_dtype=torch.int64),
     Case(lengths=(), padding=2),
     Case(B=0),
@@ -276,9 +277,10 @@ def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, device):
                 assert torch.equal(kept[row, t], kept_before[row, t])
 
 
-def test_tree_in_slots(device):
+@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+def test_tree_in_slots(state_dtype, device):
     """The slot at the start is overwritten by the first token, and still is where the third one starts from."""
-    inputs = make_inputs(for_device(Case(B=2, T=4), device), device)
+    inputs = make_inputs(for_device(Case(B=2, T=4, state_dtype=state_dtype), device), device)
     slots, others = inputs["state_indices"].cpu(), [(n + 20) % 40 for n in range(6)]
     writes = torch.tensor([[slots[0], *others[:3]], [slots[1], *others[3:]]])
     inputs |= moved({"write_indices": writes, "parents": torch.tensor([[-1, 0, -1, 2], [-1, -1, 1, 0]])}, device)
@@ -286,6 +288,36 @@ def test_tree_in_slots(device):
     expected, states = states_behind_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     check(inputs, {writes[n, t].item(): states[n][t + 1] for n in range(2) for t in range(4)}, o, expected, before)
+
+
+@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize(
+    ("T", "parents", "spoilt"),
+    [(4, None, 2), (6, None, 3), (4, (-1, 0, 0, 1), 2), (7, (-1, 0, 0, 2, 1, 4, 2), 2)],
+    ids=str,
+)
+def test_a_token_sees_its_ancestors_alone(T, parents, spoilt, state_dtype, device):
+    """NaN in one token leaves the bits of all that do not come behind it, outputs and states."""
+    case = for_device(Case(B=2, T=T, state_dtype=state_dtype), device)
+
+    def run(spoil: bool):
+        inputs = make_inputs(case, device) | {"update_state": False}
+        inputs["intermediate_states"] = make_pool(case, 2, T, device=device)
+        if parents:
+            inputs["parents"] = torch.tensor([parents] * 2).to(device)
+        if spoil:
+            for name in ("q", "k", "v", "a", "b"):
+                inputs[name][:, spoilt] = float("nan")
+        return decode_gated_delta_rule(**inputs), inputs["intermediate_states"]
+
+    behind = {spoilt}
+    for t in range(spoilt + 1, T):
+        if (parents[t] if parents else t - 1) in behind:
+            behind.add(t)
+    others = [t for t in range(T) if t not in behind]
+    for x, y in zip(run(spoil=False), run(spoil=True), strict=True):
+        assert torch.equal(x[:, others], y[:, others])
+        assert y[:, spoilt].isnan().all()
 
 
 def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:

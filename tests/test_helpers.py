@@ -21,6 +21,7 @@ from cases import (
     run_backward,
 )
 from poison import fill_free_cuda_blocks, poisoned
+from subprocesses import run_python
 
 import flash_qla
 
@@ -261,3 +262,8 @@ def test_poison_fills_free_cuda_blocks():
         del del_me
         fill_free_cuda_blocks()
         assert torch.empty(size, device="cuda").isnan().all()
+
+
+def test_a_crash_says_where():
+    with pytest.raises(AssertionError, match=r"ended by SIGSEGV\n.*Segmentation fault(?s:.*)in string_at"):
+        run_python("import ctypes; ctypes.string_at(0)")

@@ -80,23 +80,35 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
+constexpr int64_t kGroupRows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;  // that a CTA's lanes hold
+
+int64_t ctas_at_a_time(const DecodeCall& call) {
+  return gpu_of(call.q).sm_count * (bytes_of(call.state_pool) == sizeof(float) ? kDecodeCtas32 : kDecodeCtas16);
+}
+
 // How many times the value rows that its lanes hold a CTA goes through. Fewer CTAs begin less often, more of them are
 // spread more evenly: the choice is that with the least turns of the SMs times what a CTA takes, half a group to begin
 // and then its groups (benchmarks/notes/decode.md).
 int64_t groups_of(const DecodeCall& call) {
-  constexpr int64_t rows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;
-  const int64_t ctas_of_sm = bytes_of(call.state_pool) == sizeof(float) ? kDecodeCtas32 : kDecodeCtas16;
   const auto cost = [&](int64_t groups) {
-    const int64_t ctas = call.N * call.H_v * ceil_div(call.V, groups * rows);
-    return ceil_div(ctas, ctas_of_sm * gpu_of(call.q).sm_count) * (1 + 2 * groups);
+    const int64_t ctas = call.N * call.H_v * ceil_div(call.V, groups * kGroupRows);
+    return ceil_div(ctas, ctas_at_a_time(call)) * (1 + 2 * groups);
   };
   int64_t best = 1;
-  for (int64_t groups = 2; groups * rows <= kDecodeTile; groups *= 2) {
+  for (int64_t groups = 2; groups * kGroupRows <= kDecodeTile; groups *= 2) {
     if (cost(groups) < cost(best)) {
       best = groups;
     }
   }
   return best;
+}
+
+// The first sequences, whose CTAs may be there before the grid ahead has ended, and then have their states brought to
+// L2. In longer calls that takes 2 % more (benchmarks/notes/decode.md).
+int64_t early_sequences(const DecodeCall& call, int64_t groups) {
+  constexpr int64_t kTurns = 2;
+  const int64_t ctas_of_sequence = call.H_v * ceil_div(call.V, groups * kGroupRows), ctas = ctas_at_a_time(call);
+  return call.N * ctas_of_sequence <= kTurns * ctas ? ceil_div(ctas, ctas_of_sequence) : 0;
 }
 
 int64_t activations_of(const DecodeCall& call) {
@@ -129,6 +141,7 @@ void launch(DecodeCall& call, const Tensor& o) {
   const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, wide);
   const void* const parents = table(call.op, call.parents, DecodeTable::kParents, wide);
   const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
+  const int64_t groups = groups_of(call);
   kernels::decode({.q = call.q.const_data_ptr(),
                    .k = call.k.const_data_ptr(),
                    .v = call.v.const_data_ptr(),
@@ -153,7 +166,8 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .activations = activations_of(call),
                    .scale = static_cast<float>(*call.scale),
                    .normalize = call.use_qk_l2norm,
-                   .groups = groups_of(call),
+                   .groups = groups,
+                   .early = early_sequences(call, groups),
                    .tokens = call.tokens(),
                    .H_k = call.H_k,
                    .key_dim = call.K,

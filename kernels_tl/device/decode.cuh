@@ -2,6 +2,9 @@
 // serving/decode.py.
 #pragma once
 
+#include <type_traits>
+
+#include "device/decode_mma.cuh"
 #include "device/decode_tokens.cuh"
 
 namespace flash_qla::device {
@@ -228,17 +231,21 @@ class Decode {
   const int first_row, groups, K_, V_, n, N;
 
   __device__ __forceinline__ void run() const {
-    const int64_t begin = plan.begin(n), slot = plan.first_slot(n);
+    const int64_t begin = plan.begin(n), slot = plan.first_slots(n);
     const int count = plan.count(n);
-    __shared__ typename Prepared::Shared shared;
+    __shared__ Shared shared;
     if (slot == kNobody) {
       clear(begin, begin + count);
+    } else if (kTensorCores && count > 1 && count <= kDecodeBlock) {
+      by_tensor_cores<kDecodeBlock>(shared.few, begin, count, slot);
+    } else if (kTensorCores && count > 1 && count <= kDecodeTokens) {
+      by_tensor_cores<kDecodeTokens>(shared.more, begin, count, slot);
     } else if (plan.parents || plan.write_indices || states.steps > 0 || count > kDecodeTokens) {
-      go_through<Path::kOneByOne>(shared, begin, count, slot);
+      go_through<Path::kOneByOne>(shared.prepared, begin, count, slot);
     } else if (count > 1) {
-      go_through<Path::kBlocks>(shared, begin, count, slot);
+      go_through<Path::kBlocks>(shared.prepared, begin, count, slot);
     } else if (count == 1) {
-      go_through<Path::kOneToken>(shared, begin, count, slot);
+      go_through<Path::kOneToken>(shared.prepared, begin, count, slot);
     }
     if (plan.offsets && n == N - 1) {  // rows that no sequence has
       clear(begin + count, plan.tokens);
@@ -253,6 +260,15 @@ class Decode {
   // behind tokens, and more tokens than are made ready at a time.
   enum class Path { kOneToken, kBlocks, kOneByOne };
 
+  // Where tokens and states are factors as they come.
+  static constexpr bool kTensorCores =
+      std::is_same<Element, __nv_bfloat16>::value && std::is_same<State, __nv_bfloat16>::value;
+  union Shared {
+    typename Prepared::Shared prepared;
+    MmaTokens<kDecodeBlock, K> few;
+    MmaTokens<kDecodeTokens, K> more;
+  };
+
   static constexpr int kGroupRows = kDecodeThreads / kDecodeLanes * kDecodeLaneRows;
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
@@ -266,6 +282,49 @@ class Decode {
     for (int group = 0; group < groups; ++group) {
       for (int64_t t = begin; t < end; ++t) {
         decoder_of(group).template write_output<1>(o + t * o_stride, o_stride, 0.f);
+      }
+    }
+  }
+
+  // All tokens go through the state together, whatever becomes of the states behind them.
+  template <int kTokens>
+  __device__ __forceinline__ void by_tensor_cores(MmaTokens<kTokens, K>& shared, int64_t begin, int count,
+                                                  int64_t slot) const {
+    if constexpr (kTensorCores) {
+      using Decoder = MmaDecoder<kTokens, K>;
+      constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // of a warp, at most
+      auto* const tile = static_cast<typename Decoder::Tile*>(tiles);
+      const State* const state = static_cast<const State*>(states.pool) + slot * states.slot_stride;
+      const int rows = groups * kGroupRows;
+      const auto unit = [](int turn) { return turn * kDecodeWarps + warp(); };
+      shared.fetch(tokens, begin, count, first_row, rows, K_, V_);
+      commit_copies();
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (unit(turn) * kMmaRows < rows) {
+          Decoder(unit(turn) * kMmaRows, first_row, K_, V_).fetch(tile[unit(turn)], state);
+        }
+        commit_copies();
+      }
+      const auto own = shared.prepare_gates(plan, tokens, states, n, begin, count, slot);
+      wait_for_copies<kTurns>();
+      __syncthreads();
+      shared.prepare(tokens, own);
+#pragma unroll 1
+      for (int turn = 0; turn < kTurns && unit(turn) * kMmaRows < rows; ++turn) {
+        turn == 0 ? wait_for_copies<kTurns - 1>() : wait_for_copies<0>();
+        __syncwarp();
+        Decoder decoder(unit(turn) * kMmaRows, first_row, K_, V_);
+        decoder.set(tile[unit(turn)], shared);
+        decoder.write_outputs(shared, o + begin * o_stride, o_stride, count);
+#pragma unroll 1
+        for (int t = 0; t < count; ++t) {
+          const auto places = shared.of_warp().places[t];
+          if (places.slot != nullptr || places.kept != nullptr) {
+            decoder.make_state(tile[unit(turn)], shared, t);
+          }
+          places.for_each([&](State* to) { decoder.write(to, tile[unit(turn)]); });
+        }
       }
     }
   }

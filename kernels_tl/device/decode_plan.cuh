@@ -14,13 +14,26 @@ __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most)
   return x < least ? least : x > most ? most : x;
 }
 
+// The slots where sequences' states are at the start: of a row of a table the first one or, where it is said how many
+// tokens were accepted, that of the last of these.
+struct FirstSlots {
+  Table indices, accepted;
+  int64_t null_index, slots;
+
+  __device__ __forceinline__ int64_t checked(int64_t index) const { return checked_slot(index, null_index, slots); }
+  __device__ __forceinline__ int64_t operator()(int n) const {
+    const int column = accepted ? static_cast<int>(clamp(accepted.fresh(n), 1, indices.columns)) - 1 : 0;
+    return checked(indices.fresh(n, column));
+  }
+};
+
 // Where the tokens of a sequence are, and where its states come from and go to. What the tables hold may be anything:
 // nothing is read or written out of bounds.
 struct DecodePlan {
-  Table offsets, state_indices, accepted, write_indices, state_rows, parents;
+  FirstSlots first_slots;
+  Table offsets, write_indices, state_rows, parents;
   int tokens;  // all of them
   int length;  // of a sequence, without offsets
-  int64_t null_index, slots;
   bool update_state;
 
   __device__ __forceinline__ int64_t begin(int n) const {
@@ -30,14 +43,9 @@ struct DecodePlan {
     const int64_t first = begin(n);
     return offsets ? static_cast<int>(clamp(offsets(n + 1), first, tokens) - first) : length;
   }
-  __device__ __forceinline__ int64_t slot(int64_t index) const { return checked_slot(index, null_index, slots); }
-  __device__ __forceinline__ int64_t first_slot(int n) const {
-    const int column = accepted ? static_cast<int>(clamp(accepted(n), 1, state_indices.columns)) - 1 : 0;
-    return slot(state_indices(n, column));
-  }
   __device__ __forceinline__ int64_t slot_behind(int n, int t, int count, int64_t first_slot) const {
     if (write_indices) {
-      return t < write_indices.columns ? slot(write_indices(n, t)) : kNobody;
+      return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNobody;
     }
     return update_state && t == count - 1 ? first_slot : kNobody;
   }
@@ -122,6 +130,21 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int kInFlight>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+
+// Before the wait for the grid ahead: so many value rows of a state into L2, `pool` being the head's first slot. The
+// grid ahead may still write the table, or the state, so nothing is read that counts: with another slot it is for
+// nothing, and what is written later is written to L2, too.
+template <typename State>
+__device__ __forceinline__ void prefetch_state(const FirstSlots& slots, const void* pool, int64_t slot_stride,
+                                               int first_row, int rows, int key_dim, int value_dim, int n) {
+  if (threadIdx.x == 0) {
+    if (const int64_t slot = slots(n); slot != kNobody) {
+      const State* const from = static_cast<const State*>(pool) + slot * slot_stride + first_row * key_dim;
+      const int bytes = min(rows, value_dim - first_row) * key_dim * static_cast<int>(sizeof(State));
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+    }
+  }
 }
 
 }  // namespace flash_qla::device

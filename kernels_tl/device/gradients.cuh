@@ -8,13 +8,6 @@ namespace flash_qla::device {
 
 constexpr int kRowBytes = 128;  // of a panel
 
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Of the lane's row for ldmatrix and stmatrix: matrices 0, 1 are rows 0 to 7 and 8 to 15 of the warp's 16 rows at a
 // piece of 16 bytes; 2, 3 at the next one. The swizzle of a piece needs the row.
 struct MatrixRow {

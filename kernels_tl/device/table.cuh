@@ -25,6 +25,11 @@ struct Table {
     const int64_t at = row * row_stride + column;
     return wide ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
   }
+  // From L2: before the wait for the grid ahead, and behind it where L1 may hold what was read before.
+  __device__ __forceinline__ int64_t fresh(int64_t row, int column = 0) const {
+    const int64_t at = row * row_stride + column;
+    return wide ? __ldcg(static_cast<const long long*>(numbers) + at) : __ldcg(static_cast<const int*>(numbers) + at);
+  }
 };
 
 // An index that is a slot of so many, and not nobody's, or kNobody.

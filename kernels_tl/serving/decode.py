@@ -31,6 +31,13 @@ keys with keys and queries, made once a CTA. So their sums do not wait for each 
 state one by one; in a tree of tokens the states of ancestors are made again from the one at the start, which is still
 in shared memory.
 
+With tokens and states in bf16, two to eight tokens go by tensor cores (device/decode_mma.cuh), whatever becomes of the
+states behind them: a warp has 16 value rows of the state at the start, a left factor as it comes, for the products with
+all keys and queries, and any state is one product more with the keys, whose left factor, the changes, is in two parts
+of 16 bits.
+
+The first sequences of a call have their states brought to L2 while the grid ahead is still running.
+
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
 Launched on [tiles of value rows, H_v, N], a tile being at most DECODE_TILE rows.
@@ -82,6 +89,15 @@ def decode(dtype, K, state_dtype):
     def table(which, wide_tables, numbers, columns=1):
         return extern("Table", T.access_ptr(numbers, "r"), wide_tables >> which & 1, T.Cast("int32", columns))
 
+    def first_slots(wide_tables, state_indices, accepted, null_index):
+        return extern(
+            "FirstSlots",
+            table(DecodeTable.STATES, wide_tables, state_indices[0, 0], state_columns),
+            table(DecodeTable.ACCEPTED, wide_tables, accepted[0]),
+            null_index,
+            T.Cast("int64", slots),
+        )
+
     state_strides = (value_dim * key_dim, key_dim, 1)
 
     @T.prim_func
@@ -117,10 +133,23 @@ def decode(dtype, K, state_dtype):
         scale: T.float32,
         normalize: T.int32,
         groups: T.int32,  # of value rows a CTA
+        early: T.int32,  # sequences whose CTAs may begin before the grid ahead has ended
     ):
         with T.Kernel(T.ceildiv(value_dim, GROUP * groups), H_v, N, threads=threads, prelude=PRELUDE) as (tile, hv, n):
             T.annotate_min_blocks_per_sm(CTAS)
             tiles = T.alloc_shared([TILES], "uint8")
+            if n < early:
+                extern(
+                    f"prefetch_state<{element_type(state_dtype)}>",
+                    first_slots(wide_tables, state_indices, accepted, null_index),
+                    T.access_ptr(state_pool[0, hv, 0, 0], "r"),
+                    strides["slot_stride"],
+                    tile * (GROUP * groups),
+                    GROUP * groups,
+                    T.Cast("int32", key_dim),
+                    T.Cast("int32", value_dim),
+                    n,
+                )
             T.pdl_sync()
             T.pdl_trigger()
 
@@ -128,16 +157,13 @@ def decode(dtype, K, state_dtype):
                 f"decode<{element_type(dtype)}, {element_type(state_dtype)}, {K}, {STAGES}>",
                 extern(
                     "DecodePlan",
+                    first_slots(wide_tables, state_indices, accepted, null_index),
                     table(DecodeTable.OFFSETS, wide_tables, offsets[0]),
-                    table(DecodeTable.STATES, wide_tables, state_indices[0, 0], state_columns),
-                    table(DecodeTable.ACCEPTED, wide_tables, accepted[0]),
                     table(DecodeTable.WRITES, wide_tables, write_indices[0, 0], write_columns),
                     table(DecodeTable.ROWS, wide_tables, state_rows[0]),
                     table(DecodeTable.PARENTS, wide_tables, parents[0, 0], parent_columns),
                     T.Cast("int32", tokens),
                     length,
-                    null_index,
-                    T.Cast("int64", slots),
                     update_state != 0,
                 ),
                 extern(

@@ -61,6 +61,7 @@ PTX = {
     "cp.async.cg.shared.global": "there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);",
     "cp.async.commit_group": "",
     "cp.async.wait_group": "",
+    "cp.async.bulk.prefetch.L2.global": "",
     "cp.async.bulk.wait_group": "tl::tma_store_wait<0, true>();",
     "cp.async.bulk.tensor.3d": store_of("kStore", "x0, x1, x2"),
     "cp.async.bulk.tensor.5d": store_of("kStore", "x0, x1, x2, x3, x4"),
