@@ -82,6 +82,7 @@ def check_as_if_cut(case: Case, device: str):
     dht_of_pieces = torch.cat([dht.new_zeros(len(RESETS), *dht.shape[1:]), dht])
     wanted = reference_gradients(pieces, gradients["do"], dht_of_pieces)
     check_gradients(case, inputs, gradients, dataclasses.replace(wanted, dh0=wanted.dh0[:1]))
+    assert not run_autograd(inputs, **gradients)["dg"][:, list(RESETS)].any()
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32, FP64), ids=str)

@@ -22,7 +22,7 @@ With S the state at a chunk's start (h), dS' the gradient of the state behind it
             E = G * Q K^T + diag(beta) F * K K^T                pairs of tokens that the gate of t parts
 
 Every term of dg carries the decay across t, so that it is accurate, however strong the decay is; for that products of
-tokens stay in fp32. The diagonal of G * Q K^T would cancel and is left out.
+tokens stay in fp32. The diagonal of G * Q K^T would cancel and is left out. Where e^g is 0, so is dg.
 
 dbeta is made of the diagonal, which is there already, as V_new has beta as a factor; where it has lost its digits for
 that (in fp16, and where beta is next to 0) of V.
@@ -541,8 +541,7 @@ def chunk_backward(dtype, K):
                 T.access_ptr(tiles.sums[p, 0, 0], "r"),
                 T.access_ptr(tiles.columns[p, 0, 0], "r"),
                 T.access_ptr(tiles.products[p, 0], "r"),
-                gates(tiles, s, BackwardGate.BETA),
-                gate(tiles, s, BackwardGate.GAMMA, C - 1),
+                T.access_ptr(tiles.gates[s, 0, 0], "r"),
                 T.access_ptr(db[piece.tile, row, hv], "w"),
                 T.access_ptr(dg[piece.tile, row, hv], "w"),
                 T.Cast("int32", H_v),

@@ -440,11 +440,13 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
   }
 }
 
-// By a warp: dbeta and dg of a chunk, see chunk_backward, from the rows of TokenSum. Lane l has tokens 2l and 2l + 1.
+constexpr float kForgotten = -150.f;  // log2 of a decay that is 0
+
+// By a warp: dbeta and dg of a chunk, see chunk_backward, from the rows of TokenSum and BackwardGate. Lane l has tokens
+// 2l and 2l + 1.
 template <typename T>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
-                                                     const float* beta, float total_decay, float* db, float* dg,
-                                                     int stride, int valid) {
+                                                     const float* gates, float* db, float* dg, int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
   const float2 yq = pair(sums + TokenSum::kQuery * kChunk), z = pair(sums + TokenSum::kKey * kChunk);
@@ -454,7 +456,7 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
     return float2{a.x + b.x, a.y + b.y};
   };
   const float2 between = both(TokenSum::kBetween), f = both(TokenSum::kBeta);
-  const float2 betas = pair(beta);
+  const float2 betas = pair(gates + BackwardGate::kBeta * kChunk);
   float below[2] = {};
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
@@ -479,7 +481,7 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   for (int i = 0; i < 8; ++i) {
     state += products[i];
   }
-  state *= total_decay;
+  state *= load_factor(gates + BackwardGate::kGamma * kChunk + kChunk - 1);
   const float gradient[2] = {suffix + prefix + state, suffix - y[0] + prefix + z.x + state};
   const float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
                                    needs_V(T(), betas.y) ? uv.y - x.y + f.y : uv.y};
@@ -487,8 +489,11 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   for (int i = 0; i < 2; ++i) {
     const int token = 2 * lane + i;
     if (token < valid) {
+      // One that forgets all before it has no dg, and what the sums leave would count a thousand times in dA_log.
+      const float* const log = gates + BackwardGate::kLog * kChunk + token;
+      const bool forgets = load_factor(log) - (token > 0 ? load_factor(log - 1) : 0.f) < kForgotten;
       db[token * stride] = betas_gradient[i];
-      dg[token * stride] = gradient[i];
+      dg[token * stride] = forgets ? 0.f : gradient[i];
     }
   }
 }
