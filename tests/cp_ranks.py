@@ -102,14 +102,10 @@ class CountGathers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def of_rank(device: str) -> str:
-    """The rank's GPU, which it shares where there are fewer."""
-    return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if device == "cuda" else device
-
-
 def all_cases(cases: list[Case], device: str) -> dict:
     """The outputs of each case in each layout."""
-    device = of_rank(device)
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
     outputs = {}
     for case, layout in itertools.product(cases, LAYOUTS):
         inputs, gradients = local_case(case, layout, device)
@@ -128,7 +124,8 @@ def all_cases(cases: list[Case], device: str) -> dict:
 
 def compiled(case: Case, layout: str, device: str, backend: str) -> None:
     """In one graph, the same as without."""
-    device = of_rank(device)
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
     inputs, gradients = local_case(case, layout, device)
     function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
     found, expected = run(inputs, gradients, function), run(inputs, gradients)
@@ -151,7 +148,7 @@ def compiled_halo(case: Case, layout: str, backend: str) -> None:
 
 def captured(case: Case, layout: str) -> None:
     """A step in a CUDA graph: the same as without, and of other tokens when replayed with those."""
-    device = of_rank("cuda")
+    device = f"cuda:{dist.get_rank()}"
     inputs, gradients = local_case(case, layout, device)
     expected = [run(inputs, gradients)]
     graph = torch.cuda.CUDAGraph()
@@ -222,7 +219,8 @@ def partly(case: Case) -> None:
 
 def halos(batches: list[tuple[int, ...]], widths: tuple[int, ...], device: str) -> None:
     """exchange_halo and its gradient, against all tokens in one place, for sequences of these lengths."""
-    device = of_rank(device)
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
     for lengths in batches:
         check_halos(lengths, widths, device)
 

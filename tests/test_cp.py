@@ -73,7 +73,8 @@ def expected_of(case: Case) -> tuple[dict, reference.Gradients, torch.Tensor]:
 
 
 @functools.cache
-def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu", backend: str = "gloo") -> list[dict]:
+def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> list[dict]:
+    backend = "gloo" if device == "cpu" else "nccl"
     return run_on_ranks(world_size, cp_ranks.all_cases, list(cases), device, backend=backend)
 
 
@@ -394,19 +395,7 @@ def test_autocast():
     assert torch.equal(o, expected)
 
 
-# Two processes, on one GPU with gloo, on two with NCCL
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_two_processes_on_a_gpu(case, layout):
-    check(case, layout, found_on(2, GPU_CASES, "cuda"))
-
-
-@pytest.mark.gpu
-def test_two_processes_on_a_gpu_exchange_halos():
-    run_on_ranks(2, cp_ranks.halos, [(7, 200, 33)], (4,), "cuda")
+# Two GPUs
 
 
 @pytest.mark.gpu
@@ -414,7 +403,7 @@ def test_two_processes_on_a_gpu_exchange_halos():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_two_gpus(case, layout):
-    check(case, layout, found_on(2, GPU_CASES, "cuda", "nccl"))
+    check(case, layout, found_on(2, GPU_CASES, "cuda"))
 
 
 @pytest.mark.gpu
