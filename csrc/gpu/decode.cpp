@@ -104,7 +104,7 @@ int64_t groups_of(const DecodeCall& call) {
 }
 
 // The first sequences, whose CTAs may be there before the grid ahead has ended, and then have their states brought to
-// L2. In longer calls that takes 2 % more (benchmarks/notes/decode.md).
+// L2. Longer calls would take 2 % more with it (benchmarks/notes/decode.md).
 int64_t early_sequences(const DecodeCall& call, int64_t groups) {
   constexpr int64_t kTurns = 2;
   const int64_t ctas_of_sequence = call.H_v * ceil_div(call.V, groups * kGroupRows), ctas = ctas_at_a_time(call);
