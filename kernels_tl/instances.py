@@ -38,9 +38,10 @@ INSTANCES = [
     Instance("backward.gate_gradients", {}),
     # serving
     *(
-        # In 16 bits around the wait for the grid ahead, once a CTA.
-        Instance("serving.decode", types | {"state_dtype": dtype}, spill_budget=0 if dtype == "float32" else 136)
+        # In 16 bits across the wait for the grid ahead, once a CTA.
+        Instance("serving.decode", types | {"state_dtype": dtype}, spill_budget=budget)
         for types in TYPES
         for dtype in STATE_DTYPES
+        for budget in [0 if dtype == "float32" else 32 if types["dtype"] == dtype == "bfloat16" else 136]
     ),
 ]
