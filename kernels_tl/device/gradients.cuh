@@ -449,6 +449,12 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
                                                      const float* gates, float* db, float* dg, int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
+  // A token that forgets all before it has no dg, and what the sums leave would count a thousand times in dA_log. Bits
+  // of lanes, since registers are short.
+  const float2 logs = pair(gates + BackwardGate::kLog * kChunk);
+  const float before = __shfl_up_sync(~0u, logs.y, 1);
+  const unsigned bits[2] = {__ballot_sync(~0u, logs.x - (lane > 0 ? before : 0.f) < kForgotten),
+                            __ballot_sync(~0u, logs.y - logs.x < kForgotten)};
   const float2 yq = pair(sums + TokenSum::kQuery * kChunk), z = pair(sums + TokenSum::kKey * kChunk);
   const float2 x = pair(sums + TokenSum::kState * kChunk), uv = pair(sums + TokenSum::kValue * kChunk);
   const auto both = [&](int row) {
@@ -482,6 +488,7 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
     state += products[i];
   }
   state *= load_factor(gates + BackwardGate::kGamma * kChunk + kChunk - 1);
+  const bool forgets[2] = {(bits[0] >> lane & 1) != 0, (bits[1] >> lane & 1) != 0};
   const float gradient[2] = {suffix + prefix + state, suffix - y[0] + prefix + z.x + state};
   const float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,
                                    needs_V(T(), betas.y) ? uv.y - x.y + f.y : uv.y};
@@ -489,11 +496,8 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   for (int i = 0; i < 2; ++i) {
     const int token = 2 * lane + i;
     if (token < valid) {
-      // One that forgets all before it has no dg, and what the sums leave would count a thousand times in dA_log.
-      const float* const log = gates + BackwardGate::kLog * kChunk + token;
-      const bool forgets = load_factor(log) - (token > 0 ? load_factor(log - 1) : 0.f) < kForgotten;
       db[token * stride] = betas_gradient[i];
-      dg[token * stride] = forgets ? 0.f : gradient[i];
+      dg[token * stride] = forgets[i] ? 0.f : gradient[i];
     }
   }
 }
