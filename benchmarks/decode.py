@@ -1,4 +1,4 @@
-"""Decoding from a pool of states by flash_qla, FLA, SGLang and vLLM on one GPU, same inputs, a process per package.
+"""Decoding from a pool of states by flash_qla, FLA, SGLang, vLLM and attn-gym, same inputs, a process per package.
 
     python benchmarks/decode.py --out benchmarks/results/decode_h200.json
     python benchmarks/decode.py --tokens 4 --heads 16x32 --batches 64,256 --packages flash_qla,sglang
@@ -207,7 +207,31 @@ def vllm_calls(case: Case) -> dict[str, Callable]:
     }
 
 
-CALLS = {"flash_qla": flash_qla_calls, "fla": fla_calls, "sglang": sglang_calls, "vllm": vllm_calls}
+def attn_gym_calls(case: Case) -> dict[str, Callable]:
+    from attn_gym.linear import recurrent_gdn_decode
+
+    if case.tokens > 1:
+        return {}
+    options = {
+        "packed_qkv": case.mixed,
+        "raw_gate": case.packed("a")[None],
+        "raw_beta": case.packed("b")[None],
+        "A_log": case.A_log,
+        "dt_bias": case.dt_bias,
+        "state_indices": case.slots,
+        "scale": K**-0.5,
+        "out": case.o.flatten(0, 1)[None],
+    }
+    return {"packed": lambda i: recurrent_gdn_decode(state_cache=case.pool[i], **options)}
+
+
+CALLS = {
+    "flash_qla": flash_qla_calls,
+    "fla": fla_calls,
+    "sglang": sglang_calls,
+    "vllm": vllm_calls,
+    "attn_gym": attn_gym_calls,
+}
 
 
 @torch.no_grad()

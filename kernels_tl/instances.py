@@ -42,6 +42,6 @@ INSTANCES = [
         Instance("serving.decode", types | {"state_dtype": dtype}, spill_budget=budget)
         for types in TYPES
         for dtype in STATE_DTYPES
-        for budget in [0 if dtype == "float32" else 32 if types["dtype"] == dtype == "bfloat16" else 136]
+        for budget in [0 if dtype == "float32" else 8 if types["dtype"] == dtype == "bfloat16" else 68]
     ),
 ]

@@ -141,13 +141,23 @@ def test_graph():
         assert torch.equal(inputs["state_pool"], x["state_pool"])
 
 
-def test_many():
-    """A full card, and the same bits a second time."""
-    inputs = make_inputs(Case(B=64, T=4, H_k=4, H_v=16, K=128, V=128, dtype=BF16, state_dtype=BF16, slots=80), "cuda")
+@pytest.mark.parametrize("V", [128, 136])  # half of a tile may lie outside
+@pytest.mark.parametrize(
+    ("state_dtype", "T", "B"),
+    [(BF16, 4, 64), *((dtype, T, B) for dtype in (FP32, BF16) for T in (1, 4) for B in (16, 24))],
+)
+def test_many(state_dtype, T, B, V):
+    """A full card; of some sizes two CTAs share a tile of the last sequences. The same bits a second time, and of the
+    last sequence alone."""
+    inputs = make_inputs(
+        Case(B=B, T=T, H_k=4, H_v=16, K=128, V=V, dtype=BF16, state_dtype=state_dtype, slots=80), "cuda"
+    )
     before = inputs["state_pool"].clone()
     expected, states = states_behind_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     slots = inputs["state_indices"].tolist()
     check(inputs, {slot: s[-1] for slot, s in zip(slots, states, strict=True)}, o, expected, before)
+    last = {name: inputs[name][-1:] for name in ("q", "k", "v", "a", "b", "state_indices")}
+    assert torch.equal(decode_gated_delta_rule(**inputs | last | {"state_pool": before.clone()}), o[-1:])
     assert torch.equal(decode_gated_delta_rule(**inputs | {"state_pool": before}), o)
     assert torch.equal(before, inputs["state_pool"])

@@ -82,33 +82,57 @@ int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->
 
 constexpr int64_t kGroupRows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;  // that a CTA's lanes hold
 
+bool has_fp32_states(const DecodeCall& call) { return bytes_of(call.state_pool) == sizeof(float); }
+
 int64_t ctas_at_a_time(const DecodeCall& call) {
-  return gpu_of(call.q).sm_count * (bytes_of(call.state_pool) == sizeof(float) ? kDecodeCtas32 : kDecodeCtas16);
+  return gpu_of(call.q).sm_count * (has_fp32_states(call) ? kDecodeCtas32 : kDecodeCtas16);
 }
 
-// How many times the value rows that its lanes hold a CTA goes through. Fewer CTAs begin less often, more of them are
-// spread more evenly: the choice is that with the least turns of the SMs times what a CTA takes, half a group to begin
-// and then its groups (benchmarks/notes/decode.md).
-int64_t groups_of(const DecodeCall& call) {
-  const auto cost = [&](int64_t groups) {
-    const int64_t ctas = call.N * call.H_v * ceil_div(call.V, groups * kGroupRows);
-    return ceil_div(ctas, ctas_at_a_time(call)) * (1 + 2 * groups);
+// How value rows are given to CTAs: of the first `whole` sequences a CTA has `groups` times what its lanes hold, of the
+// others two CTAs share that. `places` are what the grid has for sequences, two for each of the others.
+struct Shares {
+  int64_t groups, whole, places;
+};
+
+// Of a sequence, of so many groups each.
+int64_t ctas_of(const DecodeCall& call, int64_t groups) { return call.H_v * ceil_div(call.V, groups * kGroupRows); }
+
+// CTAs of more groups begin less often, smaller ones are spread more evenly: the choice is that with the least turns of
+// the SMs, each as long as a group to begin and then a CTA's groups, half of that where no SM has a second CTA. What is
+// left for the last turn is halved if that pays. With one token on fp32 states to begin is hidden by the bytes on their
+// way, and tiles are smaller (benchmarks/notes/decode.md).
+Shares shares_of(const DecodeCall& call) {
+  const int64_t sm_count = gpu_of(call.q).sm_count, at_a_time = ctas_at_a_time(call);
+  const auto half_turns = [&](int64_t ctas) {
+    return 0 < ctas && ctas <= sm_count ? 1 : 2 * ceil_div(ctas, at_a_time);
   };
-  int64_t best = 1;
-  for (int64_t groups = 2; groups * kGroupRows <= kDecodeTile; groups *= 2) {
-    if (cost(groups) < cost(best)) {
-      best = groups;
+  Shares best = {};
+  int64_t least = INT64_MAX;
+  const auto consider = [&](int64_t groups, int64_t whole) {
+    const int64_t ctas = ctas_of(call, groups), rest = 2 * (call.N - whole);
+    const int64_t cost = half_turns(whole * ctas) * (1 + groups) + half_turns(rest * ctas) * (1 + groups / 2);
+    if (cost < least && whole + rest <= kMostSequences) {
+      least = cost;
+      best = {groups, whole, whole + rest};
+    }
+  };
+  const int64_t tile = has_fp32_states(call) && call.tokens() <= call.N ? kDecodeTile / 2 : kDecodeTile;
+  for (int64_t groups = 1; groups * kGroupRows <= tile; groups *= 2) {
+    consider(groups, call.N);
+    if (groups > 1) {
+      const int64_t ctas = ctas_of(call, groups);
+      consider(groups, call.N * ctas / at_a_time * at_a_time / ctas);  // in full turns
     }
   }
   return best;
 }
 
-// The first sequences, whose CTAs may be there before the grid ahead has ended, and then have their states brought to
-// L2. Longer calls would take 2 % more with it (benchmarks/notes/decode.md).
-int64_t early_sequences(const DecodeCall& call, int64_t groups) {
+// The first places, whose CTAs may be there before the grid ahead has ended, and then have their states brought to L2.
+// Longer calls would take 2 % more with it (benchmarks/notes/decode.md).
+int64_t early_places(const DecodeCall& call, const Shares& shares) {
   constexpr int64_t kTurns = 2;
-  const int64_t ctas_of_sequence = call.H_v * ceil_div(call.V, groups * kGroupRows), ctas = ctas_at_a_time(call);
-  return call.N * ctas_of_sequence <= kTurns * ctas ? ceil_div(ctas, ctas_of_sequence) : 0;
+  const int64_t ctas = ctas_of(call, shares.groups), at_a_time = ctas_at_a_time(call);
+  return shares.places * ctas <= kTurns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
 
 int64_t activations_of(const DecodeCall& call) {
@@ -141,7 +165,7 @@ void launch(DecodeCall& call, const Tensor& o) {
   const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, wide);
   const void* const parents = table(call.op, call.parents, DecodeTable::kParents, wide);
   const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
-  const int64_t groups = groups_of(call);
+  const Shares shares = shares_of(call);
   kernels::decode({.q = call.q.const_data_ptr(),
                    .k = call.k.const_data_ptr(),
                    .v = call.v.const_data_ptr(),
@@ -166,8 +190,11 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .activations = activations_of(call),
                    .scale = static_cast<float>(*call.scale),
                    .normalize = call.use_qk_l2norm,
-                   .groups = groups,
-                   .early = early_sequences(call, groups),
+                   .groups = shares.groups,
+                   .whole = shares.whole,
+                   .halvings = 1,
+                   .places = shares.places,
+                   .early = early_places(call, shares),
                    .tokens = call.tokens(),
                    .H_k = call.H_k,
                    .key_dim = call.K,

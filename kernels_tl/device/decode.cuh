@@ -217,8 +217,7 @@ class Decoder {
   float S_[kDecodeLaneRows][kChannels];
 };
 
-// By a CTA: `groups` times as many value rows as its lanes have, from first_row on, of sequence n;
-// o is at the head's row of the first token, `o_stride` from one token to the next.
+// By a CTA; o is at the head's row of the first token, `o_stride` from one token to the next.
 template <typename Element, typename State, int K, int kStages>
 class Decode {
  public:
@@ -228,7 +227,7 @@ class Decode {
   Element* const o;
   void* const tiles;  // in shared memory, kStages + 1 times a tile a warp
   const int64_t o_stride;
-  const int first_row, groups, K_, V_, n, N;
+  const int n, first_row, groups, K_, V_, N;
 
   __device__ __forceinline__ void run() const {
     const int64_t begin = plan.begin(n), slot = plan.first_slots(n);
@@ -269,12 +268,10 @@ class Decode {
     MmaTokens<kDecodeTokens, K> more;
   };
 
-  static constexpr int kGroupRows = kDecodeThreads / kDecodeLanes * kDecodeLaneRows;
-
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
   __device__ __forceinline__ D decoder_of(int group) const {
     const int row = warp() * kDecodeLaneRows * kDecodeGroups;
-    return D(group * kGroupRows + row, first_row, K_, V_);
+    return D(group * kDecodeGroupRows + row, first_row, K_, V_);
   }
 
   __device__ __forceinline__ void clear(int64_t begin, int64_t end) const {
@@ -295,7 +292,7 @@ class Decode {
       constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // of a warp, at most
       auto* const tile = static_cast<typename Decoder::Tile*>(tiles);
       const State* const state = static_cast<const State*>(states.pool) + slot * states.slot_stride;
-      const int rows = groups * kGroupRows;
+      const int rows = groups * kDecodeGroupRows;
       const auto unit = [](int turn) { return turn * kDecodeWarps + warp(); };
       shared.fetch(tokens, begin, count, first_row, rows, K_, V_);
       commit_copies();
@@ -415,11 +412,11 @@ class Decode {
 
 template <typename Element, typename State, int K, int kStages>
 __device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
-                                       void* outputs, void* tiles, int64_t o_stride, int first_row, int groups,
-                                       int key_dim, int value_dim, int n, int N) {
-  Decode<Element, State, K, kStages>{plan,    tokens,    states,    static_cast<Element*>(outputs),
-                                     tiles,   o_stride,  first_row, groups,
-                                     key_dim, value_dim, n,         N}
+                                       void* outputs, void* tiles, int64_t o_stride, const DecodeShare& share,
+                                       int key_dim, int value_dim, int N) {
+  Decode<Element, State, K, kStages>{plan,         tokens,   states,    static_cast<Element*>(outputs),
+                                     tiles,        o_stride, share.n,   share.first_row,
+                                     share.groups, key_dim,  value_dim, N}
       .run();
 }
 

@@ -9,6 +9,7 @@ namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
+constexpr int kDecodeGroupRows = kDecodeThreads / kDecodeLanes * kDecodeLaneRows;  // value rows that a CTA's lanes have
 
 __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
@@ -26,6 +27,20 @@ struct FirstSlots {
     return checked(indices.fresh(n, column));
   }
 };
+
+// What a CTA does: `groups` times as many value rows as its lanes have, from first_row on, of sequence n.
+struct DecodeShare {
+  int n, first_row, groups;
+};
+
+// Of the first `whole` sequences a tile is `groups` groups of value rows and a CTA's; of the others it is halved so
+// often. By shifts that a launch says, so that it is made again wherever it is needed: a register more would be
+// spilled.
+__device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
+  const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
+  const int part = later & ((1 << shift) - 1);
+  return {(later >> shift) + whole, (tile * groups + part * own) * kDecodeGroupRows, own};
+}
 
 // Where the tokens of a sequence are, and where its states come from and go to. What the tables hold may be anything:
 // nothing is read or written out of bounds.
@@ -137,11 +152,12 @@ __device__ __forceinline__ void wait_for_copies() {
 // nothing, and what is written later is written to L2, too.
 template <typename State>
 __device__ __forceinline__ void prefetch_state(const FirstSlots& slots, const void* pool, int64_t slot_stride,
-                                               int first_row, int rows, int key_dim, int value_dim, int n) {
-  if (threadIdx.x == 0) {
-    if (const int64_t slot = slots(n); slot != kNobody) {
-      const State* const from = static_cast<const State*>(pool) + slot * slot_stride + first_row * key_dim;
-      const int bytes = min(rows, value_dim - first_row) * key_dim * static_cast<int>(sizeof(State));
+                                               const DecodeShare& share, int key_dim, int value_dim) {
+  const int rows = min(share.groups * kDecodeGroupRows, value_dim - share.first_row);
+  if (threadIdx.x == 0 && rows > 0) {
+    if (const int64_t slot = slots(share.n); slot != kNobody) {
+      const State* const from = static_cast<const State*>(pool) + slot * slot_stride + share.first_row * key_dim;
+      const int bytes = rows * key_dim * static_cast<int>(sizeof(State));
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
     }
   }

@@ -40,7 +40,8 @@ The first sequences of a call have their states brought to L2 while the grid ahe
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
-Launched on [tiles of value rows, H_v, N], a tile being at most DECODE_TILE rows.
+Launched on [tiles of value rows, H_v, places of sequences], a tile being at most DECODE_TILE rows. The last sequences
+may have several places each, and their tiles as many CTAs, so that SMs end at the same time.
 """
 
 import tilelang.language as T
@@ -133,22 +134,29 @@ def decode(dtype, K, state_dtype):
         scale: T.float32,
         normalize: T.int32,
         groups: T.int32,  # of value rows a CTA
-        early: T.int32,  # sequences whose CTAs may begin before the grid ahead has ended
+        whole: T.int32,  # sequences of which that holds
+        halvings: T.int32,  # of the others a CTA's share is halved so often
+        places: T.int32,  # of sequences: one for each of the first, one a part for each of the others
+        early: T.int32,  # places whose CTAs may begin before the grid ahead has ended
     ):
-        with T.Kernel(T.ceildiv(value_dim, GROUP * groups), H_v, N, threads=threads, prelude=PRELUDE) as (tile, hv, n):
+        with T.Kernel(
+            T.ceildiv(value_dim, GROUP * groups),
+            H_v,
+            places,
+            threads=threads,
+            prelude=PRELUDE,
+        ) as (tile, hv, place):
             T.annotate_min_blocks_per_sm(CTAS)
             tiles = T.alloc_shared([TILES], "uint8")
-            if n < early:
+            if place < early:
                 extern(
                     f"prefetch_state<{element_type(state_dtype)}>",
                     first_slots(wide_tables, state_indices, accepted, null_index),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    tile * (GROUP * groups),
-                    GROUP * groups,
+                    extern("decode_share", tile, place, groups, whole, halvings),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
-                    n,
                 )
             T.pdl_sync()
             T.pdl_trigger()
@@ -194,11 +202,9 @@ def decode(dtype, K, state_dtype):
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw"),
                 T.Cast("int64", H_v) * value_dim,
-                tile * (GROUP * groups),
-                groups,
+                extern("decode_share", tile, place, groups, whole, halvings),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
-                n,
                 T.Cast("int32", N),
             )
 
