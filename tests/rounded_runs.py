@@ -123,9 +123,10 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
     to_end = (b[..., -1:] - b).masked_fill(ended | (resets != resets[..., -1:]), -torch.inf).exp()
     to_end = (to_end + ended)[..., None]
 
-    L = identity + rounded((beta[..., None] * product(k, k.mT)).tril(-1))
+    QK, KK = product(q, k.mT), product(k, k.mT)
+    L = identity + rounded((beta[..., None] * KK).tril(-1))
     A = rounded(torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False, unitriangular=True))
-    P = product(q, k.mT).tril() * D
+    P = QK.tril() * D
     S = leaves.get("initial_state", v.new_zeros(noise.runs, N, H_v, K, V))
     S = S.mT if inputs["state_v_first"] and "initial_state" in leaves else S
     states, o = [S], []
@@ -155,8 +156,16 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
     outputs = {name: x.detach() for name, x in outputs.items()}
     if do is not None:
         loss = (o * split(do.double()[None])).sum() + (0 if dht is None else (flip(S) * dht.double()).sum())
-        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        *gradients, dq, dk, dQK, dKK = torch.autograd.grad(
+            loss, [*leaves.values(), q, k, QK, KK], materialize_grads=True
+        )
         outputs |= {ALL_GRADIENTS_OF[name]: x for name, x in zip(leaves, gradients, strict=True)}
+        pairs = torch.maximum(dQK.abs(), dKK.abs())
+        pairs = join(torch.maximum(pairs.amax(-1), pairs.amax(-2))[..., None])[0, ..., 0]
+        for name, x in (("dq", dq), ("dk", dk)):
+            H_k = inputs[name[1]].shape[-2]
+            normalized = join(x.unflatten(3, (H_k, -1)).sum(4))[0].norm(dim=-1)
+            outputs[f"on the way to {name}"] = torch.maximum(normalized, pairs.unflatten(-1, (H_k, -1)).amax(-1))
     return outputs
 
 
@@ -168,12 +177,17 @@ HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(
 class Bars:
     """Of an output: what its runs say of each head, and of each row in it (a token, a state)."""
 
-    def __init__(self, name: str, runs: torch.Tensor, noise: Noise):
+    def __init__(self, name: str, runs: torch.Tensor, noise: Noise, on_the_way: torch.Tensor | None = None):
+        """Of the output `name`, from its runs. on_the_way: how large what a row is made of is in the same dtype, in the
+        shape of the output's rows."""
         self.name, self.shape, self.noise = name, runs.shape[1:], noise
         if runs.numel() == 0:
             return
         self.expected, *others = (self.by_head(x) for x in runs)
         self.size = self.expected.norm(dim=-1)
+        self.largest = self.size
+        if on_the_way is not None:
+            self.largest = self.size.maximum(self.by_head(on_the_way[..., None])[..., 0])
         rounded, *at_random = ((x - self.expected).norm(dim=-1) for x in others)
         spread = torch.maximum(rounded, torch.stack(at_random).square().mean(0).sqrt() / noise.scale)
         self.rows = ROW_FACTOR * (spread + spread.square().mean(1, keepdim=True).sqrt())
@@ -197,8 +211,8 @@ class Bars:
             carried = max(carried, self.size.max().item()) if self.name.startswith(STATES) else self.size.max()
             stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * carried
         most, found = kinds[0].max, self.by_head(actual.double())  # what is larger may be inf
-        if self.name in ("dq", "dk"):  # also a product of two tokens on the way to their rows, see docs/support.md
-            found = torch.where(found.isinf() & (self.size > most)[..., None], self.expected, found)
+        if self.name in ("dq", "dk"):  # and what is made of larger numbers nan, see docs/support.md
+            found = torch.where(~found.isfinite() & (self.largest > most)[..., None], self.expected, found)
         error = (found.clamp(-most, most) - self.expected.clamp(-most, most)).norm(dim=-1)
         rows = error / (self.rows + stored)
         heads = error.norm(dim=1) / (self.heads + stored.norm(dim=1)).clamp_min(tiny)  # a norm may underflow

@@ -117,11 +117,10 @@ Shares shares_of(const DecodeCall& call) {
     }
   };
   const int64_t tile = has_fp32_states(call) && call.tokens() <= call.N ? kDecodeTile / 2 : kDecodeTile;
-  for (int64_t groups = 1; groups * kGroupRows <= tile; groups *= 2) {
-    consider(groups, call.N);
-    if (groups > 1) {
-      const int64_t ctas = ctas_of(call, groups);
-      consider(groups, call.N * ctas / at_a_time * at_a_time / ctas);  // in full turns
+  for (const bool all : {true, false}) {
+    for (int64_t groups = all ? 1 : 2; groups * kGroupRows <= tile; groups *= 2) {
+      const int64_t ctas = ctas_of(call, groups), in_full_turns = call.N * ctas / at_a_time * at_a_time / ctas;
+      consider(groups, all ? call.N : in_full_turns);
     }
   }
   return best;
