@@ -39,9 +39,14 @@ INSTANCES = [
     # serving
     *(
         # In 16 bits across the wait for the grid ahead, once a CTA.
-        Instance("serving.decode", types | {"state_dtype": dtype}, spill_budget=budget)
+        Instance("serving.decode", types | {"state_dtype": dtype, "one_token": False}, spill_budget=budget)
         for types in TYPES
         for dtype in STATE_DTYPES
         for budget in [0 if dtype == "float32" else 8 if types["dtype"] == dtype == "bfloat16" else 68]
+    ),
+    *(
+        Instance("serving.decode", types | {"state_dtype": "float32", "one_token": True}, spill_budget=budget)
+        for types in TYPES
+        for budget in [40 if types["dtype"] == "float16" else 0]
     ),
 ]

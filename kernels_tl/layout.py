@@ -44,10 +44,10 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 
 # decode: lanes that share a value row of a state, value rows a lane, warps a CTA; tokens that are made ready at a time,
 # those that go through a state together, and the most value rows of a CTA; CTAs that an SM holds at a time, with
-# states of 32 and of 16 bits.
+# states of 32 and of 16 bits, and with one token of each sequence on states of 32 bits.
 DECODE_LANES, DECODE_LANE_ROWS, DECODE_WARPS = 8, 2, 4
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
-DECODE_CTAS_32, DECODE_CTAS_16 = 3, 4
+DECODE_CTAS_32, DECODE_CTAS_16, DECODE_CTAS_ONE = 3, 4, 7
 
 # In shared memory: bytes behind a row of a state; floats from one inverted diagonal block to the next, and from one
 # diagonal block of K K^T to the next (two blocks' rows are read together, from different banks).

@@ -114,13 +114,20 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
     steps = torch.arange(1, C + 1, device=device)
     size = b.detach().abs() + (1024 * resets + 1 if device.type == "cuda" else steps)
     b = Rounded.apply(b + (noise_of_sums(size) - size), noise_of_sums)  # the gradients of b are summed up as well
+
+    def decay(exponent):  # in the rounded run 0 where it has no digits of its own left
+        x = exponent.exp()
+        flushed = x.detach() < torch.finfo(noise_of_sums.dtype).tiny
+        flushed[0], flushed[2:] = False, False
+        return x.masked_fill(flushed, 0)
+
     below = torch.ones(C, C, dtype=torch.bool, device=device).tril(-1)
     apart = ~below | (resets[..., :, None] != resets[..., None, :])
     identity = torch.eye(C, dtype=FP64, device=device)
-    D = identity + (b[..., :, None] - b[..., None, :]).masked_fill(apart, -torch.inf).exp()
-    gamma = b.masked_fill(resets > 0, -torch.inf).exp()[..., None]
+    D = identity + decay((b[..., :, None] - b[..., None, :]).masked_fill(apart, -torch.inf))
+    gamma = decay(b.masked_fill(resets > 0, -torch.inf))[..., None]
     ended = ~F.pad(covered[..., 1:], (0, 1))  # 1, and not e^(b - b), whose derivatives cancel in rounding only
-    to_end = (b[..., -1:] - b).masked_fill(ended | (resets != resets[..., -1:]), -torch.inf).exp()
+    to_end = decay((b[..., -1:] - b).masked_fill(ended | (resets != resets[..., -1:]), -torch.inf))
     to_end = (to_end + ended)[..., None]
 
     QK, KK = product(q, k.mT), product(k, k.mT)

@@ -84,8 +84,13 @@ constexpr int64_t kGroupRows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneR
 
 bool has_fp32_states(const DecodeCall& call) { return bytes_of(call.state_pool) == sizeof(float); }
 
+// Each sequence one, on states for which there is a kernel of its own.
+bool is_one_token(const DecodeCall& call) { return call.T == 1 && !call.cu_seqlens && has_fp32_states(call); }
+
 int64_t ctas_at_a_time(const DecodeCall& call) {
-  return gpu_of(call.q).sm_count * (has_fp32_states(call) ? kDecodeCtas32 : kDecodeCtas16);
+  return gpu_of(call.q).sm_count * (is_one_token(call)      ? kDecodeCtasOne
+                                    : has_fp32_states(call) ? kDecodeCtas32
+                                                            : kDecodeCtas16);
 }
 
 // How value rows are given to CTAs: of the first `whole` sequences a CTA has `groups` times what its lanes hold, of the
@@ -102,6 +107,9 @@ int64_t ctas_of(const DecodeCall& call, int64_t groups) { return call.H_v * ceil
 // left for the last turn is halved if that pays. With one token on fp32 states to begin is hidden by the bytes on their
 // way, and tiles are smaller (benchmarks/notes/decode.md).
 Shares shares_of(const DecodeCall& call) {
+  if (is_one_token(call)) {
+    return {1, call.N, call.N};
+  }
   const int64_t sm_count = gpu_of(call.q).sm_count, at_a_time = ctas_at_a_time(call);
   const auto half_turns = [&](int64_t ctas) {
     return 0 < ctas && ctas <= sm_count ? 1 : 2 * ceil_div(ctas, at_a_time);
@@ -129,9 +137,9 @@ Shares shares_of(const DecodeCall& call) {
 // The first places, whose CTAs may be there before the grid ahead has ended, and then have their states brought to L2.
 // Longer calls would take 2 % more with it (benchmarks/notes/decode.md).
 int64_t early_places(const DecodeCall& call, const Shares& shares) {
-  constexpr int64_t kTurns = 2;
+  const int64_t turns = is_one_token(call) ? 1 : 2;
   const int64_t ctas = ctas_of(call, shares.groups), at_a_time = ctas_at_a_time(call);
-  return shares.places * ctas <= kTurns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
+  return shares.places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
 
 int64_t activations_of(const DecodeCall& call) {
@@ -219,7 +227,8 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .parent_columns = columns(call.parents)},
                   {.dtype = dtype_name(call.dtype),
                    .K = instance_K(call.K),
-                   .state_dtype = dtype_name(call.state_pool.scalar_type())},
+                   .state_dtype = dtype_name(call.state_pool.scalar_type()),
+                   .one_token = is_one_token(call)},
                   current_stream(call.q));
 }
 

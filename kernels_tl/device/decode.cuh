@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "device/decode_mma.cuh"
+#include "device/decode_one.cuh"
 #include "device/decode_tokens.cuh"
 
 namespace flash_qla::device {
@@ -13,27 +14,6 @@ template <int kValue>
 struct Constant {  // a number that a generic lambda may take as a template argument
   static constexpr int value = kValue;
 };
-
-// Of kCount sums over a row's lanes this lane's, number lane / (kDecodeLanes / kCount). Every step halves what a lane
-// still has to add up.
-template <int kCount>
-__device__ __forceinline__ float sum_and_scatter(float (&x)[kCount], int lane) {
-  int count = kCount;
-#pragma unroll
-  for (int bit = kDecodeLanes / 2; bit > 0; bit /= 2) {
-    if (count == 1) {
-      x[0] += __shfl_xor_sync(~0u, x[0], bit);
-    } else {
-      count /= 2;
-#pragma unroll
-      for (int i = 0; i < count; ++i) {
-        const float low = x[i], high = x[i + count];
-        x[i] = (lane & bit ? high : low) + __shfl_xor_sync(~0u, lane & bit ? low : high, bit);
-      }
-    }
-  }
-  return x[0];
-}
 
 // kDecodeGroups * kDecodeLaneRows value rows of a state in a warp, from `row` of the CTA's on: of kDecodeLaneRows of
 // them, kDecodeGroups apart, a lane has its pieces. To and from memory they go through shared memory, where they lie as
@@ -108,8 +88,8 @@ class Decoder {
     const int own = first + Own::token(lane());
     const float since = kTokens == 1 ? tokens.decay[own] : tokens.since[own];
     const float v = reinterpret_cast<const float*>(tokens.v[own])[row_ + Own::row(lane()) * kDecodeGroups + group()];
-    const float alone = tokens.beta[own] * (v - since * sum_and_scatter(Sk, lane()));
-    float out = since * sum_and_scatter(Sq, lane());
+    const float alone = tokens.beta[own] * (v - since * sum_and_scatter<kDecodeLanes>(Sk, lane()));
+    float out = since * sum_and_scatter<kDecodeLanes>(Sq, lane());
     float change[kDecodeLaneRows][kTokens];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -239,6 +219,8 @@ class Decode {
       by_tensor_cores<kDecodeBlock>(shared.few, begin, count, slot);
     } else if (kTensorCores && count > 1 && count <= kDecodeTokens) {
       by_tensor_cores<kDecodeTokens>(shared.more, begin, count, slot);
+    } else if (kByRows && count == 1) {
+      go_through<Path::kOneToken>(shared.prepared, begin, count, slot);
     } else if (plan.parents || plan.write_indices || states.steps > 0 || count > kDecodeTokens) {
       go_through<Path::kOneByOne>(shared.prepared, begin, count, slot);
     } else if (count > 1) {
@@ -259,6 +241,8 @@ class Decode {
   // behind tokens, and more tokens than are made ready at a time.
   enum class Path { kOneToken, kBlocks, kOneByOne };
 
+  // Where one token is OneToken's, as it is in calls that have no other.
+  static constexpr bool kByRows = std::is_same<State, float>::value;
   // Where tokens and states are factors as they come.
   static constexpr bool kTensorCores =
       std::is_same<Element, __nv_bfloat16>::value && std::is_same<State, __nv_bfloat16>::value;
@@ -326,6 +310,19 @@ class Decode {
     }
   }
 
+  __device__ __forceinline__ void one_token(const typename Prepared::Shared& shared, const typename D::Tile& tile,
+                                            int group, int64_t begin, int64_t slot) const {
+    static_assert(OneToken::kRows == kDecodeLaneRows * kDecodeGroups);
+    const int row = group * kDecodeGroupRows + warp() * OneToken::kRows, lane = threadIdx.x % kWarp;
+    const int own = row + OneToken::own_row();
+    const int place = D::P::place(4 * lane);
+    OneToken rows(first_row + row, K_, V_);
+    rows.set(tile);
+    const PreparedToken token = {shared.q[0][place], shared.k[0][place], shared.decay[0], shared.beta[0], shared.qk[0]};
+    rows.write_output(o + begin * o_stride, rows.step(token, reinterpret_cast<const float*>(shared.v[0])[own]));
+    states.template places<float>(plan, n, 0, 1, slot).for_each([&](float* to) { rows.write(to); });
+  }
+
   // While the tokens go through some rows of the state the next kStages - 1 times as many are on their way.
   template <Path kPath>
   __device__ __forceinline__ void go_through(typename Prepared::Shared& shared, int64_t begin, int count,
@@ -356,6 +353,10 @@ class Decode {
       wait_for_copies<kStages - 1>();
       __syncwarp();
       const auto& at_start = stages[group % kStages][warp()];
+      if constexpr (kByRows && kPath == Path::kOneToken) {
+        one_token(shared, at_start, group, begin, slot);
+        continue;
+      }
       D decoder = decoder_of(group);
       decoder.set(at_start);
       const auto outputs_of = [&](int t) { return o + (begin + t) * o_stride; };

@@ -60,6 +60,63 @@ __device__ __forceinline__ float sum_over_warp(float x) {
   return x;
 }
 
+// A token on its way: a lane's four channels of q and k, and the raw gate and beta.
+struct RawToken {
+  uint2 q = {}, k = {};
+  uint32_t a = 0, b = 0;
+};
+
+template <typename Element>
+__device__ __forceinline__ uint2 load_four(const void* elements, int64_t offset) {
+  return *reinterpret_cast<const uint2*>(static_cast<const Element*>(elements) + offset);
+}
+template <typename Element>
+__device__ __forceinline__ float4 unpack_four(uint2 data) {
+  const float2 low = unpack(Element(), data.x), high = unpack(Element(), data.y);
+  return {low.x, low.y, high.x, high.y};
+}
+__device__ __forceinline__ float dot_of_lane(float4 x, float4 y) {
+  return x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+}
+__device__ __forceinline__ float dot(float4 x, float4 y) { return sum_over_warp(dot_of_lane(x, y)); }
+__device__ __forceinline__ float4 times(float4 x, float factor) {
+  return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+}
+
+template <typename Element>
+__device__ __forceinline__ void load_queries_and_keys(RawToken& raw, const DecodeTokens& tokens, int64_t at,
+                                                      int key_dim) {
+  if (const int channel = 4 * (threadIdx.x % kWarp); channel < key_dim) {
+    raw.q = load_four<Element>(tokens.q, at * tokens.q_stride + channel);
+    raw.k = load_four<Element>(tokens.k, at * tokens.k_stride + channel);
+  }
+}
+__device__ __forceinline__ void load_gates(RawToken& raw, const DecodeTokens& tokens, int64_t at) {
+  raw.a = load_bits(tokens.a, tokens.activations, Activation::kG, at * tokens.a_stride + tokens.head);
+  raw.b = load_bits(tokens.b, tokens.activations, Activation::kBeta, at * tokens.b_stride + tokens.head);
+}
+
+// By a warp: what normalises q, and scales it, and k; and the product of what comes out.
+struct Factors {
+  float q, k, qk;
+
+  __device__ __forceinline__ Factors(const DecodeTokens& tokens, float4 q_raw, float4 k_raw) : q(tokens.scale), k(1.f) {
+    if (tokens.normalize) {
+      constexpr float kEps = static_cast<float>(kNormEps);
+      q *= rsqrtf(dot(q_raw, q_raw) + kEps);
+      k = rsqrtf(dot(k_raw, k_raw) + kEps);
+    }
+    qk = dot(q_raw, k_raw) * q * k;
+  }
+};
+
+__device__ __forceinline__ float decay_of(const DecodeTokens& tokens, const HeadGate& gate, const RawToken& raw) {
+  return expf(gate(from_bits(raw.a, tokens.activations, Activation::kG)));
+}
+__device__ __forceinline__ float beta_of(const DecodeTokens& tokens, const RawToken& raw) {
+  return activated_beta(from_bits(raw.b, tokens.activations, Activation::kBeta), tokens.activations);
+}
+
 // What is the same for all value rows of a head, of kDecodeTokens tokens from `begin` on, and the CTA's part of v.
 // Each token is made by a warp.
 template <typename Element, typename State, int K>
@@ -76,10 +133,8 @@ class PreparedTokens {
     // (k_j q_t).
     float since[kDecodeTokens], kk[kDecodeTokens][kDecodeBlock], kq[kDecodeTokens][kDecodeBlock];
   };
-  // A lane's part of a token, on its way: four channels of q and k, four rows of v.
-  struct Raw {
-    uint2 q, k, v;
-    uint32_t a, b;
+  struct Raw : RawToken {
+    uint2 v = {};  // four rows of a lane
   };
 
   __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodeTokens& tokens, int64_t begin, int count,
@@ -95,19 +150,15 @@ class PreparedTokens {
 
   // The warp's first token of a block. Of what is behind the sequence's last token nothing is read.
   __device__ __forceinline__ Raw load(int token) const {
-    Raw raw = {};
+    Raw raw;
     if (token < count_) {
       const int four = 4 * (threadIdx.x % kWarp);
       const int64_t at = begin_ + token;
-      if (four < K_) {
-        raw.q = load_four(tokens_.q, at * tokens_.q_stride + four);
-        raw.k = load_four(tokens_.k, at * tokens_.k_stride + four);
-      }
+      load_queries_and_keys<Element>(raw, tokens_, at, K_);
       if (four < kDecodeTile && first_row_ + four < V_) {
-        raw.v = load_four(tokens_.v, at * tokens_.v_stride + first_row_ + four);
+        raw.v = load_four<Element>(tokens_.v, at * tokens_.v_stride + first_row_ + four);
       }
-      raw.a = load_bits(tokens_.a, tokens_.activations, Activation::kG, at * tokens_.a_stride + tokens_.head);
-      raw.b = load_bits(tokens_.b, tokens_.activations, Activation::kBeta, at * tokens_.b_stride + tokens_.head);
+      load_gates(raw, tokens_, at);
     }
     return raw;
   }
@@ -161,41 +212,21 @@ class PreparedTokens {
  private:
   static_assert(K <= 4 * kWarp && kDecodeTile <= 4 * kWarp);
 
-  __device__ __forceinline__ static uint2 load_four(const void* elements, int64_t offset) {
-    return *reinterpret_cast<const uint2*>(static_cast<const Element*>(elements) + offset);
-  }
-  __device__ __forceinline__ static float4 unpack_four(uint2 data) {
-    const float2 low = unpack(Element(), data.x), high = unpack(Element(), data.y);
-    return {low.x, low.y, high.x, high.y};
-  }
-  __device__ __forceinline__ static float dot(float4 x, float4 y) {
-    return sum_over_warp(x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w);
-  }
-  __device__ __forceinline__ static float4 times(float4 x, float factor) {
-    return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
-  }
-
   __device__ __forceinline__ void store(int t, const Raw& raw) {
     const int lane = threadIdx.x % kWarp;
-    const float4 q = unpack_four(raw.q), k = unpack_four(raw.k);
-    float q_factor = tokens_.scale, k_factor = 1.f;
-    if (tokens_.normalize) {
-      constexpr float kEps = static_cast<float>(kNormEps);
-      q_factor *= rsqrtf(dot(q, q) + kEps);
-      k_factor = rsqrtf(dot(k, k) + kEps);
-    }
-    const float qk = dot(q, k) * q_factor * k_factor;
+    const float4 q = unpack_four<Element>(raw.q), k = unpack_four<Element>(raw.k);
+    const Factors factors(tokens_, q, k);
     if (lane < K / 4) {
-      shared_.q[t][P::place(4 * lane)] = times(q, q_factor);
-      shared_.k[t][P::place(4 * lane)] = times(k, k_factor);
+      shared_.q[t][P::place(4 * lane)] = times(q, factors.q);
+      shared_.k[t][P::place(4 * lane)] = times(k, factors.k);
     }
     if (lane < kDecodeTile / 4) {
-      shared_.v[t][lane] = unpack_four(raw.v);
+      shared_.v[t][lane] = unpack_four<Element>(raw.v);
     }
     if (lane == 0) {
-      shared_.decay[t] = expf(gate_(from_bits(raw.a, tokens_.activations, Activation::kG)));
-      shared_.beta[t] = activated_beta(from_bits(raw.b, tokens_.activations, Activation::kBeta), tokens_.activations);
-      shared_.qk[t] = qk;
+      shared_.decay[t] = decay_of(tokens_, gate_, raw);
+      shared_.beta[t] = beta_of(tokens_, raw);
+      shared_.qk[t] = factors.qk;
     }
   }
 

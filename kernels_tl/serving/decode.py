@@ -36,6 +36,10 @@ states behind them: a warp has 16 value rows of the state at the start, a left f
 all keys and queries, and any state is one product more with the keys, whose left factor, the changes, is in two parts
 of 16 bits.
 
+Where every sequence has one token, on fp32 states, a kernel of its own has eight value rows a warp and nothing shared
+(device/decode_one.cuh): rows go straight between memory and registers, a lane has four channels of each, and many more
+warps are on an SM. Sequences of one token among others take the same sums in the kernel for all.
+
 The first sequences of a call have their states brought to L2 while the grid ahead is still running.
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
@@ -51,6 +55,7 @@ from kernels_tl.cta import BYTES
 from kernels_tl.layout import (
     DECODE_CTAS_16,
     DECODE_CTAS_32,
+    DECODE_CTAS_ONE,
     DECODE_LANE_ROWS,
     DECODE_LANES,
     DECODE_TILE,
@@ -65,7 +70,7 @@ PRELUDE = """
 WARP = 32  # threads
 
 
-def decode(dtype, K, state_dtype):
+def decode(dtype, K, state_dtype, one_token):
     tokens, H_k, key_dim, H_v, value_dim, slots, N = dims("tokens", "H_k", "key_dim", "H_v", "value_dim", "slots", "N")
     rows, steps, state_columns, write_columns, parent_columns = dims(
         "rows", "steps", "state_columns", "write_columns", "parent_columns"
@@ -82,7 +87,13 @@ def decode(dtype, K, state_dtype):
     assert 2 * DECODE_LANE_ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
     # Parts of a state on their way in; CTAs an SM.
     STAGES, CTAS = (2, DECODE_CTAS_32) if state_dtype == "float32" else (3, DECODE_CTAS_16)
+    if one_token:
+        assert state_dtype == "float32" and K == 4 * WARP
+        CTAS = DECODE_CTAS_ONE
     TILES = (STAGES + 1) * GROUP * K * BYTES[state_dtype]  # of a state, in shared memory: bytes
+
+    element, state_element = element_type(dtype), element_type(state_dtype)
+    function = f"decode_one<{element}>" if one_token else f"decode<{element}, {state_element}, {K}, {STAGES}>"
 
     def of_heads(heads, channels, name):
         return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
@@ -147,10 +158,11 @@ def decode(dtype, K, state_dtype):
             prelude=PRELUDE,
         ) as (tile, hv, place):
             T.annotate_min_blocks_per_sm(CTAS)
-            tiles = T.alloc_shared([TILES], "uint8")
+            if not one_token:
+                tiles = T.alloc_shared([TILES], "uint8")
             if place < early:
                 extern(
-                    f"prefetch_state<{element_type(state_dtype)}>",
+                    f"prefetch_state<{state_element}>",
                     first_slots(wide_tables, state_indices, accepted, null_index),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
@@ -162,7 +174,7 @@ def decode(dtype, K, state_dtype):
             T.pdl_trigger()
 
             extern(
-                f"decode<{element_type(dtype)}, {element_type(state_dtype)}, {K}, {STAGES}>",
+                function,
                 extern(
                     "DecodePlan",
                     first_slots(wide_tables, state_indices, accepted, null_index),
@@ -200,12 +212,12 @@ def decode(dtype, K, state_dtype):
                     T.Cast("int32", steps),
                 ),
                 T.access_ptr(o[0, hv, 0], "w"),
-                T.access_ptr(tiles[0], "rw"),
+                *([] if one_token else [T.access_ptr(tiles[0], "rw")]),
                 T.Cast("int64", H_v) * value_dim,
                 extern("decode_share", tile, place, groups, whole, halvings),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
-                T.Cast("int32", N),
+                *([] if one_token else [T.Cast("int32", N)]),
             )
 
     return main
