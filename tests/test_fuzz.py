@@ -167,15 +167,24 @@ def test_keep_going(tmp_path):
     assert "8 of 9 cases" in found.stdout and "1 that failed" in found.stdout
 
 
-# Of a row whose norm is beyond fp16's range numbers may be inf, if they are within it, too.
+# Of a row whose norm is beyond fp16's range, or what it is made of, numbers may be inf or nan, if they are within it.
 @pytest.mark.parametrize(
-    "name, size, inf, right",
-    (("dk", 1e5, True, True), ("dk", 1e5, False, False), ("dk", 1e3, True, False), ("dv", 1e5, True, False)),
+    "name, size, between, found, right",
+    (
+        ("dk", 1e5, None, torch.inf, True),
+        ("dk", 1e5, None, "wrong", False),
+        ("dk", 1e3, None, torch.inf, False),
+        ("dk", 1e3, 7e4, torch.nan, True),
+        ("dk", 1e3, 7e4, "wrong", False),
+        ("dk", 1e3, 6e4, torch.nan, False),
+        ("dv", 1e5, None, torch.inf, False),
+    ),
 )
-def test_beyond_the_range_of_fp16(name, size, inf, right):
+def test_beyond_the_range_of_fp16(name, size, between, found, right):
     noise = fuzz.Noise(torch.float16, "cpu", fuzz.RUNS, 0)
     runs = torch.full((2 + fuzz.RUNS, 1, 3, 2, 64), size / 8, dtype=torch.float64)
     runs[1:] *= 1 + 1e-3 * torch.randn(runs[1:].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = runs[0].to(torch.float16)
-    found[0, 1, 0] = torch.inf if inf else 1.1 * found[0, 1, 0]
-    assert (fuzz.Bars(name, runs, noise).check(found, torch.float32) <= 1) == right
+    actual = runs[0].to(torch.float16)
+    actual[0, 1, 0] = 1.1 * actual[0, 1, 0] if found == "wrong" else found
+    on_the_way = None if between is None else torch.full((1, 3, 2), between, dtype=torch.float64)
+    assert (fuzz.Bars(name, runs, noise, on_the_way).check(actual, torch.float32) <= 1) == right

@@ -108,7 +108,7 @@ int64_t ctas_of(const DecodeCall& call, int64_t groups) { return call.H_v * ceil
 // way, and tiles are smaller (benchmarks/notes/decode.md).
 Shares shares_of(const DecodeCall& call) {
   if (is_one_token(call)) {
-    return {1, call.N, call.N};
+    return {1, call.N, call.N};  // its warps begin by themselves
   }
   const int64_t sm_count = gpu_of(call.q).sm_count, at_a_time = ctas_at_a_time(call);
   const auto half_turns = [&](int64_t ctas) {
