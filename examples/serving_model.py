@@ -127,7 +127,7 @@ class Step:
             to = torch.cat([self.checkpoints, self.slots[:, :1]], 1)
         self.kept, self.write_slots = kept.flatten().clamp(0, T - 1), to.flatten()
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, **_):
         """What transformers' attention asks its cache for: the step's keys and values [1, H, T, D] are kept, and all
         that there are come back, of which the mask shows each token its own."""
         pages = [x[self.pool.place[layer]] for x in (self.pool.keys, self.pool.values)]
@@ -194,7 +194,7 @@ def next_tokens(model: torch.nn.Module, step: Step) -> torch.Tensor:
         if layer.block_type == "linear_attention":
             h = gated_delta_net(layer.linear_attn, h, step.pool.states[:, place], step.pool.convs[:, place], step)
         else:
-            h = layer.self_attn(h, rotary, step.mask, past_key_values=step)[0]
+            h = layer.self_attn(h, rotary, step.mask, step)[0]
         x = x + h
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model.lm_head(model.model.norm(x))[0].argmax(-1)
