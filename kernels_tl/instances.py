@@ -10,6 +10,16 @@ KEY_DIMS = (128,)
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # of most kernels
 
+
+def decode_paths(dtype, state_dtype):
+    """Tensor cores take tokens and states that are factors as they come, blocks states that no lane has to convert."""
+    if dtype == state_dtype == "bfloat16":
+        return ("one_token", "tensor_cores")
+    return ("one_token", "rows", "blocks") if state_dtype == "float32" else ("one_token", "rows")
+
+
+DECODE_SPILLS = {"rows": 128, "tensor_cores": 64}  # mostly once a CTA
+
 INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
     # forward
@@ -38,15 +48,11 @@ INSTANCES = [
     Instance("backward.gate_gradients", {}),
     # serving
     *(
-        # In 16 bits across the wait for the grid ahead, once a CTA.
-        Instance("serving.decode", types | {"state_dtype": dtype, "one_token": False}, spill_budget=budget)
+        Instance(
+            "serving.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=DECODE_SPILLS.get(path, 0)
+        )
         for types in TYPES
         for dtype in STATE_DTYPES
-        for budget in [0 if dtype == "float32" else 8 if types["dtype"] == dtype == "bfloat16" else 68]
-    ),
-    *(
-        Instance("serving.decode", types | {"state_dtype": "float32", "one_token": True}, spill_budget=budget)
-        for types in TYPES
-        for budget in [40 if types["dtype"] == "float16" else 0]
+        for path in decode_paths(types["dtype"], dtype)
     ),
 ]

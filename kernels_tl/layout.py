@@ -42,12 +42,14 @@ SCAN_COLUMNS = 32
 # gate_gradients: value heads a CTA, whose fp32 numbers of a token are a sector of 32 bytes, and tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 
-# decode: lanes that share a value row of a state, value rows a lane, warps a CTA; tokens that are made ready at a time,
-# those that go through a state together, and the most value rows of a CTA; CTAs that an SM holds at a time, with
-# states of 32 and of 16 bits, and with one token of each sequence on states of 32 bits.
-DECODE_LANES, DECODE_LANE_ROWS, DECODE_WARPS = 8, 2, 4
+# decode: warps a CTA and value rows of a state that a warp has at a time; tokens that are made ready at a time, those
+# of a block, and the most value rows of a CTA where tokens go through a state together; lanes of a value row there,
+# without tensor cores, and value rows of a lane; CTAs that an SM holds at a time, by path, and with one token on states
+# of 16 bits.
+DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
-DECODE_CTAS_32, DECODE_CTAS_16, DECODE_CTAS_ONE = 3, 4, 7
+DECODE_LANES, DECODE_LANE_ROWS = 8, 2
+DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_ONE_16 = 7, 3, 4, 8
 
 # In shared memory: bytes behind a row of a state; floats from one inverted diagonal block to the next, and from one
 # diagonal block of K K^T to the next (two blocks' rows are read together, from different banks).

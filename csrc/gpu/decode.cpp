@@ -80,21 +80,48 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
-constexpr int64_t kGroupRows = kDecodeWarps * (32 / kDecodeLanes) * kDecodeLaneRows;  // that a CTA's lanes hold
+constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // that a CTA's warps have at a time
 
-bool has_fp32_states(const DecodeCall& call) { return bytes_of(call.state_pool) == sizeof(float); }
+bool has_fp32_states(const DecodeCall& call) { return has_dtype(call.state_pool, ScalarType::Float); }
 
-// Each sequence one, on states for which there is a kernel of its own.
-bool is_one_token(const DecodeCall& call) { return call.T == 1 && !call.cu_seqlens && has_fp32_states(call); }
+// The kernel that takes a call: DecodePath in kernels_tl/device/decode.cuh.
+enum class Path { kOneToken, kRows, kBlocks, kTensorCores };
 
-int64_t ctas_at_a_time(const DecodeCall& call) {
-  return gpu_of(call.q).sm_count * (is_one_token(call)      ? kDecodeCtasOne
-                                    : has_fp32_states(call) ? kDecodeCtas32
-                                                            : kDecodeCtas16);
+Path path_of(const DecodeCall& call) {
+  if (call.T == 1 && !call.cu_seqlens) {
+    return Path::kOneToken;
+  }
+  if (has_dtype(call.q, ScalarType::BFloat16) && has_dtype(call.state_pool, ScalarType::BFloat16)) {
+    return Path::kTensorCores;
+  }
+  const bool last_state_only = !call.write_indices && !call.intermediate_states && !call.parents;
+  return last_state_only && has_fp32_states(call) ? Path::kBlocks : Path::kRows;
 }
 
-// How value rows are given to CTAs: of the first `whole` sequences a CTA has `groups` times what its lanes hold, of the
-// others two CTAs share that. `places` are what the grid has for sequences, two for each of the others.
+// Of its kernel: what it is called, CTAs that an SM holds, whether a CTA may have several groups of value rows.
+struct PathTraits {
+  const char* name;
+  int64_t ctas;
+  bool has_groups;
+};
+
+PathTraits traits_of(const DecodeCall& call) {
+  switch (path_of(call)) {
+    case Path::kOneToken:
+      return {"one_token", has_fp32_states(call) ? kDecodeCtasRows : kDecodeCtasOne16, false};
+    case Path::kRows:
+      return {"rows", kDecodeCtasRows, false};
+    case Path::kBlocks:
+      return {"blocks", kDecodeCtasBlocks, true};
+    default:
+      return {"tensor_cores", kDecodeCtasMma, true};
+  }
+}
+
+int64_t ctas_at_a_time(const DecodeCall& call) { return gpu_of(call.q).sm_count * traits_of(call).ctas; }
+
+// How value rows are given to CTAs: of the first `whole` sequences a CTA has `groups` groups of value rows, of the
+// others two CTAs share these. `places` are what the grid has for sequences, two for each of the others.
 struct Shares {
   int64_t groups, whole, places;
 };
@@ -104,11 +131,11 @@ int64_t ctas_of(const DecodeCall& call, int64_t groups) { return call.H_v * ceil
 
 // CTAs of more groups begin less often, smaller ones are spread more evenly: the choice is that with the least turns of
 // the SMs, each as long as a group to begin and then a CTA's groups, half of that where no SM has a second CTA. What is
-// left for the last turn is halved if that pays. With one token on fp32 states to begin is hidden by the bytes on their
-// way, and tiles are smaller (benchmarks/notes/decode.md).
+// left for the last turn is halved if that pays (benchmarks/notes/decode.md). Without tensor cores warps begin by
+// themselves, and CTAs are as small as they can be.
 Shares shares_of(const DecodeCall& call) {
-  if (is_one_token(call)) {
-    return {1, call.N, call.N};  // its warps begin by themselves
+  if (!traits_of(call).has_groups) {
+    return {1, call.N, call.N};
   }
   const int64_t sm_count = gpu_of(call.q).sm_count, at_a_time = ctas_at_a_time(call);
   const auto half_turns = [&](int64_t ctas) {
@@ -124,9 +151,8 @@ Shares shares_of(const DecodeCall& call) {
       best = {groups, whole, whole + rest};
     }
   };
-  const int64_t tile = has_fp32_states(call) && call.tokens() <= call.N ? kDecodeTile / 2 : kDecodeTile;
   for (const bool all : {true, false}) {
-    for (int64_t groups = all ? 1 : 2; groups * kGroupRows <= tile; groups *= 2) {
+    for (int64_t groups = all ? 1 : 2; groups * kGroupRows <= kDecodeTile; groups *= 2) {
       const int64_t ctas = ctas_of(call, groups), in_full_turns = call.N * ctas / at_a_time * at_a_time / ctas;
       consider(groups, all ? call.N : in_full_turns);
     }
@@ -137,7 +163,7 @@ Shares shares_of(const DecodeCall& call) {
 // The first places, whose CTAs may be there before the grid ahead has ended, and then have their states brought to L2.
 // Longer calls would take 2 % more with it (benchmarks/notes/decode.md).
 int64_t early_places(const DecodeCall& call, const Shares& shares) {
-  const int64_t turns = is_one_token(call) ? 1 : 2;
+  const int64_t turns = has_fp32_states(call) && !traits_of(call).has_groups ? 1 : 2;
   const int64_t ctas = ctas_of(call, shares.groups), at_a_time = ctas_at_a_time(call);
   return shares.places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
@@ -228,7 +254,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                   {.dtype = dtype_name(call.dtype),
                    .K = instance_K(call.K),
                    .state_dtype = dtype_name(call.state_pool.scalar_type()),
-                   .one_token = is_one_token(call)},
+                   .path = traits_of(call).name},
                   current_stream(call.q));
 }
 

@@ -65,7 +65,7 @@ struct MmaTokens {
     OfWarp& here = warps[threadIdx.x / kWarp];
     const int activations = tokens.activations, t = lane() % kTokens;
     const bool there = t < count;
-    const GateBits bits = load_gate_bits(tokens.A_log, tokens.dt_bias, activations, tokens.head);
+    const GateBits bits = load_gate_bits(tokens.A_log, tokens.dt_bias, activations, as_of_lane(tokens.head));
     uint32_t a = 0, b = 0;
     if (there) {
       a = load_bits(tokens.a, activations, Activation::kG, (begin + t) * tokens.a_stride + tokens.head);

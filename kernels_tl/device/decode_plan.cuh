@@ -9,7 +9,7 @@ namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
-constexpr int kDecodeGroupRows = kDecodeThreads / kDecodeLanes * kDecodeLaneRows;  // value rows that a CTA's lanes have
+constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;  // value rows that a CTA's warps have at a time
 
 __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;

@@ -23,6 +23,11 @@ __device__ __forceinline__ int lane_here() {
   return lane;
 }
 
+// x, as a value that may differ between lanes for all that the compiler knows. What is loaded from one address for all
+// lanes it moves to a register of the warp, and waits for it there, before the next load: so several are not on their
+// way together.
+__device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= blockDim.x); }
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -18,34 +18,37 @@ inside.
     state_rows     [N]
     parents        [N, columns]
 
-A lane has some of the channels of a few value rows of a state, which 8 lanes share: a product with S is a sum over 8
-lanes. A state's memory is read and written once, whatever the number of tokens, a warp having 512 bytes of it next to
-each other at a time. Both ways it goes through shared memory, where lanes find what is theirs; in by asynchronous
-copies: while the tokens go through some value rows the next ones are on their way. What is the same for all value rows,
-normalised q and k and the activated gates, is made once a CTA. Large batches have more value rows a CTA, `groups` times
-what its lanes hold.
+A state's memory is read and written once, whatever the number of tokens, a warp having 512 bytes of it next to each
+other at a time. There are four paths, each a kernel.
 
-Of several tokens, where only the state behind the last one is wanted, up to four go through a state together: all
-products with a state are with the one before the first of them, and what the others' changes add comes by products of
-keys with keys and queries, made once a CTA. So their sums do not wait for each other. Otherwise tokens go through a
-state one by one; in a tree of tokens the states of ancestors are made again from the one at the start, which is still
-in shared memory.
+one_token: each sequence has one. A warp has eight value rows, a lane 16 bytes of each of its rows, straight between
+memory and registers, and shares nothing (device/decode_rows.cuh), so that many warps are on an SM.
 
-With tokens and states in bf16, two to eight tokens go by tensor cores (device/decode_mma.cuh), whatever becomes of the
-states behind them: a warp has 16 value rows of the state at the start, a left factor as it comes, for the products with
-all keys and queries, and any state is one product more with the keys, whose left factor, the changes, is in two parts
-of 16 bits.
+rows: tokens go through the same rows one by one, and whatever becomes of the states behind them. What is the same for
+all value rows, normalised q and k and the activated gates, is made once a CTA, in shared memory
+(device/decode_tokens.cuh). In a tree of tokens the states of ancestors are made again from the one at the start, which
+is still in shared memory.
 
-Where every sequence has one token, on fp32 states, a kernel of its own has eight value rows a warp and nothing shared
-(device/decode_one.cuh): rows go straight between memory and registers, a lane has four channels of each, and many more
-warps are on an SM. Sequences of one token among others take the same sums in the kernel for all.
+blocks, on fp32 states, where only the state behind the last token is wanted: up to four tokens go through a state
+together (device/decode_blocks.cuh): all products with a state are with the one before the first of them, and what the
+others' changes add comes by products of keys with keys and queries, made once a CTA. So their sums do not wait for each
+other. While tokens go through some value rows of a CTA the next ones are on their way.
+
+tensor_cores, with tokens and states in bf16: two to eight tokens go by tensor cores (device/decode_mma.cuh), whatever
+becomes of the states behind them: a warp has 16 value rows of the state at the start, a left factor as it comes, for
+the products with all keys and queries, and any state is one product more with the keys, whose left factor, the changes,
+is in two parts of 16 bits.
+
+In all of them a sequence of one token takes the sums of the first path, and one of more tokens than a block or the
+tensor cores have those of the second.
 
 The first sequences of a call have their states brought to L2 while the grid ahead is still running.
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
-Launched on [tiles of value rows, H_v, places of sequences], a tile being at most DECODE_TILE rows. The last sequences
-may have several places each, and their tiles as many CTAs, so that SMs end at the same time.
+Launched on [tiles of value rows, H_v, places of sequences]. In the last two paths a tile has `groups` times the rows
+that a CTA's warps have at a time, DECODE_TILE at most, and the last sequences may have several places each, and their
+tiles as many CTAs, so that SMs end at the same time.
 """
 
 import tilelang.language as T
@@ -53,12 +56,12 @@ import tilelang.language as T
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
 from kernels_tl.cta import BYTES
 from kernels_tl.layout import (
-    DECODE_CTAS_16,
-    DECODE_CTAS_32,
-    DECODE_CTAS_ONE,
-    DECODE_LANE_ROWS,
-    DECODE_LANES,
+    DECODE_CTAS_BLOCKS,
+    DECODE_CTAS_MMA,
+    DECODE_CTAS_ONE_16,
+    DECODE_CTAS_ROWS,
     DECODE_TILE,
+    DECODE_WARP_ROWS,
     DECODE_WARPS,
     DecodeTable,
 )
@@ -68,9 +71,20 @@ PRELUDE = """
 """
 
 WARP = 32  # threads
+GROUP = DECODE_WARPS * DECODE_WARP_ROWS  # value rows that a CTA's warps have at a time
+assert DECODE_TILE % GROUP == 0
+
+# What device/decode.cuh calls it, CTAs an SM, rows of a state in shared memory; in blocks these are two groups on their
+# way in and one on its way out.
+PATHS = {
+    "one_token": ("kOneToken", DECODE_CTAS_ROWS, 0),
+    "rows": ("kRows", DECODE_CTAS_ROWS, GROUP),
+    "blocks": ("kBlocks", DECODE_CTAS_BLOCKS, 3 * GROUP),
+    "tensor_cores": ("kTensorCores", DECODE_CTAS_MMA, DECODE_TILE),
+}
 
 
-def decode(dtype, K, state_dtype, one_token):
+def decode(dtype, K, state_dtype, path):
     tokens, H_k, key_dim, H_v, value_dim, slots, N = dims("tokens", "H_k", "key_dim", "H_v", "value_dim", "slots", "N")
     rows, steps, state_columns, write_columns, parent_columns = dims(
         "rows", "steps", "state_columns", "write_columns", "parent_columns"
@@ -83,17 +97,13 @@ def decode(dtype, K, state_dtype, one_token):
         )
     }
     threads = DECODE_WARPS * WARP
-    GROUP = DECODE_WARPS * (WARP // DECODE_LANES) * DECODE_LANE_ROWS  # value rows that a CTA's lanes have
-    assert 2 * DECODE_LANE_ROWS <= DECODE_LANES and DECODE_TILE % GROUP == 0
-    # Parts of a state on their way in; CTAs an SM.
-    STAGES, CTAS = (2, DECODE_CTAS_32) if state_dtype == "float32" else (3, DECODE_CTAS_16)
-    if one_token:
-        assert state_dtype == "float32" and K == 4 * WARP
-        CTAS = DECODE_CTAS_ONE
-    TILES = (STAGES + 1) * GROUP * K * BYTES[state_dtype]  # of a state, in shared memory: bytes
+    name, CTAS, TILE = PATHS[path]
+    if path == "one_token" and BYTES[state_dtype] == 2:
+        CTAS = DECODE_CTAS_ONE_16
+    TILE_BYTES = TILE * K * BYTES[state_dtype]  # of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
-    function = f"decode_one<{element}>" if one_token else f"decode<{element}, {state_element}, {K}, {STAGES}>"
+    function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
 
     def of_heads(heads, channels, name):
         return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
@@ -158,8 +168,8 @@ def decode(dtype, K, state_dtype, one_token):
             prelude=PRELUDE,
         ) as (tile, hv, place):
             T.annotate_min_blocks_per_sm(CTAS)
-            if not one_token:
-                tiles = T.alloc_shared([TILES], "uint8")
+            if TILE_BYTES:
+                tiles = T.alloc_shared([TILE_BYTES], "uint8")
             if place < early:
                 extern(
                     f"prefetch_state<{state_element}>",
@@ -212,12 +222,12 @@ def decode(dtype, K, state_dtype, one_token):
                     T.Cast("int32", steps),
                 ),
                 T.access_ptr(o[0, hv, 0], "w"),
-                *([] if one_token else [T.access_ptr(tiles[0], "rw")]),
+                T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),
                 T.Cast("int64", H_v) * value_dim,
                 extern("decode_share", tile, place, groups, whole, halvings),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
-                *([] if one_token else [T.Cast("int32", N)]),
+                T.Cast("int32", N),
             )
 
     return main
