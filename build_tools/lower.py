@@ -88,7 +88,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     prim_func = getattr(module, instance.kernel)(**instance.params)
     target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
     pass_configs = getattr(module, "PASS_CONFIGS", {})
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target, _fences(module):
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target, _needed_passes(module):
         artifact = tilelang.lower(prim_func, target=target)
 
     device_functions = list(artifact.device_mod.functions.items())
@@ -125,15 +125,25 @@ def lower(package: str, instance: Instance) -> Lowered:
     )
 
 
-def _fences(module):
-    """Of a kernel that says EXPLICIT_FENCES, TileLang shall not add fences between generic and asynchronous accesses to
-    shared memory of its own: it puts one before almost every WGMMA and TMA copy, and each waits for all of the thread's
-    outstanding accesses to memory."""
-    if not getattr(module, "EXPLICIT_FENCES", False):
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def _needed_passes(module):
+    """TileLang's passes but for two:
+
+    - LegalizeNegativeIndex, for indices that count from the end, which no kernel has. To find out takes a third of the
+      time of lowering.
+    - InjectFenceProxy, where a kernel says EXPLICIT_FENCES: it puts a fence between generic and asynchronous accesses
+      to shared memory before almost every WGMMA and TMA copy, and each waits for all of the thread's outstanding
+      accesses to memory.
+    """
     import tilelang.cuda.transform
 
-    return mock.patch.object(tilelang.cuda.transform, "InjectFenceProxy", lambda: lambda mod: mod)
+    left_out = [(tilelang.transform, "LegalizeNegativeIndex")]
+    if getattr(module, "EXPLICIT_FENCES", False):
+        left_out.append((tilelang.cuda.transform, "InjectFenceProxy"))
+    with contextlib.ExitStack() as stack:
+        for where, name in left_out:
+            stack.enter_context(mock.patch.object(where, name, lambda: lambda mod: mod))
+        yield
 
 
 def _uniform_warpgroups(source: str) -> str:
