@@ -129,7 +129,7 @@ for name in NAMES:
     print("done:", name, flush=True)
 
 # Decoding: drafts, a tree, and indices that are outside
-for dtype, state_dtype, T in itertools.product((torch.bfloat16, torch.float16), test_decode.BARS, (3, 7)):
+for dtype, state_dtype, T in itertools.product((torch.bfloat16, torch.float16), test_decode.BARS, (1, 3, 7)):
     if state_dtype == torch.float64:
         continue
     case = test_decode.Case(T=T, K=96, V=136, dtype=dtype, state_dtype=state_dtype, gap=8)

@@ -131,8 +131,8 @@ int64_t ctas_of(const DecodeCall& call, int64_t groups) { return call.H_v * ceil
 
 // CTAs of more groups begin less often, smaller ones are spread more evenly: the choice is that with the least turns of
 // the SMs, each as long as a group to begin and then a CTA's groups, half of that where no SM has a second CTA. What is
-// left for the last turn is halved if that pays (benchmarks/notes/decode.md). Without tensor cores warps begin by
-// themselves, and CTAs are as small as they can be.
+// left for the last turn is halved if that pays (benchmarks/notes/decode.md). Where tokens go through a state one by
+// one CTAs are as small as they can be.
 Shares shares_of(const DecodeCall& call) {
   if (!traits_of(call).has_groups) {
     return {1, call.N, call.N};
