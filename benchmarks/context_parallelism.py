@@ -156,6 +156,7 @@ PHASES = {
     "_begin_forward": "begin",
     "_finish_forward": "finish",
     "_begin_backward": "reverse begin",
+    "_replay_backward": "replay",
     "_finish_backward": "reverse finish",
     "_start_gather": "start",
     "_wait": "wait",
@@ -287,8 +288,9 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
         ops.gated_delta_rule_forward_finish(*own, *made, **state)
 
     def reverse_whole():
-        _, *made = reverse_begin()
-        ops.gated_delta_rule_backward_finish(*reverse_own, *made, dht=state["initial_state"], **state)
+        _, workspace, *made = reverse_begin()
+        ops.gated_delta_rule_backward_replay(*reverse_own, workspace, **state)
+        ops.gated_delta_rule_backward_finish(*reverse_own, workspace, *made, dht=state["initial_state"], **state)
 
     all_maps = maps.expand(world_size - 1, -1, -1, -1).contiguous()
     calls = {"begin": begin, "whole": whole, "reverse begin": reverse_begin, "reverse whole": reverse_whole}

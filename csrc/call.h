@@ -30,7 +30,9 @@ struct Arguments {
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
   bool output_final_state = false;
-  bool output_low_level = false;  // no argument: the results of chunk_gated_delta_rule_fwd, g_cumsum, A and, perhaps, h
+  // No arguments of all ops: of the results of chunk_gated_delta_rule_fwd, h being one that it may leave out.
+  bool output_g_cumsum = false;
+  bool output_A = false;
   bool output_h = false;
   bool use_qk_l2norm = false;
   bool state_v_first = false;

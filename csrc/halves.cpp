@@ -16,16 +16,16 @@ void check_made(const Call& call, const char* name, const Tensor& tensor, Scalar
   check_shape(call.op, name, tensor, shape, "as the first half made it");
 }
 
+}  // namespace
+
 void check_workspace(const Call& call, const Tensor& workspace) {
   check_made(call, "workspace", workspace, ScalarType::Byte, {workspace.numel()});
 }
 
-}  // namespace
-
 void check_begun(const Call& c, const Tensor& workspace, const ForwardOutputs& out) {
   check_workspace(c, workspace);
   check_made(c, "o", out.o, c.dtype, {c.B, c.T, c.H_v, c.V});
-  if (c.output_low_level) {
+  if (c.output_g_cumsum) {
     check_made(c, "g_cumsum", out.g_cumsum, c.compute_dtype, {c.B, c.T, c.H_v});
   }
 }

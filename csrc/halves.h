@@ -2,6 +2,7 @@
 // state from elsewhere, and gives the maps of some sequences: the affine map that a sequence's tokens make of its
 // state, S' = M S + Z, and of the gradient in reverse, dS = M^T dS' + dZ. Ranks exchange those, fold them into the
 // states that their own sequences begin with, or into the gradients behind them, and the second half does the rest.
+// Between the halves of the backward, while the gradients are on their way, replay makes the states again.
 //
 // Maps are a tensor [map_sequences, H_v, V + K, K], compute dtype: V rows of Z^T (dZ^T), then K rows of M^T (M). So for
 // a state, or a gradient, that is V-first: after = before @ map[V:] + map[:V]. Where the sequence has an initial state
@@ -20,18 +21,21 @@ struct Begun {
   Tensor workspace;
 };
 
-// The first halves take outputs that have tokens, and fill in what they make of them; the second ones, which overwrite
-// the workspace, the others. Calls are in_halves, and only the first half reads map_sequences.
+// The first halves take outputs that have tokens, and fill in what they make of them; the second ones, which like
+// replay overwrite the workspace, the others. Calls are in_halves, and only the first half reads map_sequences.
 Begun begin_forward_cpu(const Call& call, const ForwardOutputs& out);
 Begun begin_forward_cuda(const Call& call, const ForwardOutputs& out);
 void finish_forward_cpu(const Call& call, const Tensor& workspace, ForwardOutputs& out);
 void finish_forward_cuda(const Call& call, const Tensor& workspace, ForwardOutputs& out);
 Begun begin_backward_cpu(const BackwardCall& call, const BackwardOutputs& out);
 Begun begin_backward_cuda(const BackwardCall& call, const BackwardOutputs& out);
+void replay_backward_cpu(const BackwardCall& call, const Tensor& workspace);
+void replay_backward_cuda(const BackwardCall& call, const Tensor& workspace);
 void finish_backward_cpu(const BackwardCall& call, const Tensor& workspace, BackwardOutputs& out);
 void finish_backward_cuda(const BackwardCall& call, const Tensor& workspace, BackwardOutputs& out);
 
-// What finish writes has to be what begin made, by shapes and dtypes.
+// What the others write has to be what begin made, by shapes and dtypes.
+void check_workspace(const Call& call, const Tensor& workspace);
 void check_begun(const Call& call, const Tensor& workspace, const ForwardOutputs& out);
 void check_begun(const BackwardCall& call, const Tensor& workspace, const BackwardOutputs& out);
 

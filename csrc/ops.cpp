@@ -76,7 +76,7 @@ constexpr const char* kChunkGatedDeltaRuleFwd =
 template <auto Forward>
 void chunk_gated_delta_rule_fwd(const Stack& stack) {
   Arguments a;
-  a.output_low_level = true;
+  a.output_g_cumsum = a.output_A = true;
   stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h,
              a.auto_cp, a.state_v_first, a.use_qk_l2norm, a.state_dtype, a.use_gate, a.A_log, a.dt_bias,
              a.use_beta_sigmoid, a.allow_neg_eigval);
@@ -120,14 +120,14 @@ template <auto Begin>
 void gated_delta_rule_forward_begin(const Stack& stack) {
   Arguments a;
   a.in_halves = true;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, a.map_sequences, a.scale, a.initial_state, a.output_low_level, a.use_qk_l2norm,
+  stack.take(a.q, a.k, a.v, a.g, a.beta, a.map_sequences, a.scale, a.initial_state, a.output_g_cumsum, a.use_qk_l2norm,
              a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
              a.allow_neg_eigval);
   const Call call = make_call("flash_qla::gated_delta_rule_forward_begin", std::move(a));
   ForwardOutputs out = allocate_forward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.o),
-             std::move(call.output_low_level ? out.g_cumsum : out.final_state));
+             std::move(call.output_g_cumsum ? out.g_cumsum : out.final_state));
 }
 
 constexpr const char* kGatedDeltaRuleForwardFinish =
@@ -147,7 +147,7 @@ void gated_delta_rule_forward_finish(const Stack& stack) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, workspace, out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
              a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate, a.A_log, a.dt_bias,
              a.use_beta_sigmoid, a.allow_neg_eigval);
-  a.output_low_level = out.g_cumsum.dim() == 3;
+  a.output_g_cumsum = out.g_cumsum.dim() == 3;
   const Call call = make_call("flash_qla::gated_delta_rule_forward_finish", std::move(a));
   check_begun(call, workspace, out);
   out.final_state = allocate_final_state(call);
@@ -177,6 +177,31 @@ void gated_delta_rule_backward_begin(const Stack& stack) {
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
              std::move(out.db), std::move(out.dg));
+}
+
+constexpr const char* kGatedDeltaRuleBackwardReplay =
+    "gated_delta_rule_backward_replay(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, "
+    "Tensor(a!) workspace, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
+    "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
+    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
+    "Tensor? g_raw=None) "
+    "-> ()";
+
+template <auto Replay>
+void gated_delta_rule_backward_replay(const Stack& stack) {
+  Arguments a;
+  a.in_halves = true;
+  Gradients d;
+  d.has_A = false;
+  Tensor workspace = undefined_tensor();
+  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, workspace, a.scale, a.initial_state, a.cu_seqlens, a.state_v_first,
+             a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval,
+             d.g_raw);
+  const BackwardCall call =
+      make_backward_call("flash_qla::gated_delta_rule_backward_replay", std::move(a), std::move(d));
+  check_workspace(call, workspace);
+  Replay(call, workspace);
+  stack.give();
 }
 
 constexpr const char* kGatedDeltaRuleBackwardFinish =
@@ -264,8 +289,8 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
 }
 
-template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto FinishBackward,
-          auto Prefill, auto Decode>
+template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
+          auto FinishBackward, auto Prefill, auto Decode>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
   m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
@@ -273,6 +298,7 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("gated_delta_rule_forward_begin", boxed<gated_delta_rule_forward_begin<BeginForward>>);
   m.impl("gated_delta_rule_forward_finish", boxed<gated_delta_rule_forward_finish<FinishForward>>);
   m.impl("gated_delta_rule_backward_begin", boxed<gated_delta_rule_backward_begin<BeginBackward>>);
+  m.impl("gated_delta_rule_backward_replay", boxed<gated_delta_rule_backward_replay<ReplayBackward>>);
   m.impl("gated_delta_rule_backward_finish", boxed<gated_delta_rule_backward_finish<FinishBackward>>);
   m.impl("prefill_gated_delta_rule", boxed<prefill_gated_delta_rule<Prefill>>);
   m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
@@ -290,6 +316,7 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kGatedDeltaRuleForwardBegin);
   m.def(flash_qla::kGatedDeltaRuleForwardFinish);
   m.def(flash_qla::kGatedDeltaRuleBackwardBegin);
+  m.def(flash_qla::kGatedDeltaRuleBackwardReplay);
   m.def(flash_qla::kGatedDeltaRuleBackwardFinish);
   m.def(flash_qla::kPrefillGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRule);
@@ -299,11 +326,13 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
   flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
                                  flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
-                                 flash_qla::finish_backward_cpu, flash_qla::prefill_cpu, flash_qla::decode_cpu>(m);
+                                 flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
+                                 flash_qla::decode_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
   flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda,
                                  flash_qla::finish_forward_cuda, flash_qla::begin_backward_cuda,
-                                 flash_qla::finish_backward_cuda, flash_qla::prefill_cuda, flash_qla::decode_cuda>(m);
+                                 flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
+                                 flash_qla::prefill_cuda, flash_qla::decode_cuda>(m);
 }

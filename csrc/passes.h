@@ -7,7 +7,7 @@
 namespace flash_qla {
 
 // h and final_state, where they were not asked for, are empty tensors of shape [0] with the dtype and device that they
-// would have had. g_cumsum, A and h are undefined unless output_low_level.
+// would have had. g_cumsum and A are undefined where they are not wanted, h without A.
 struct ForwardOutputs {
   Tensor g_cumsum = undefined_tensor();  // [B, T, H_v], compute dtype: inclusive sum of g within each chunk
   Tensor A = undefined_tensor();  // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1, K after

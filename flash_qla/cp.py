@@ -39,12 +39,14 @@ def _by_name(op):
 _op, _op_fwd, _op_bwd = map(
     _by_name, (ops.chunk_gated_delta_rule, ops.chunk_gated_delta_rule_fwd, ops.chunk_gated_delta_rule_bwd)
 )
-_begin_forward, _finish_forward, _begin_backward, _finish_backward = map(
+_begin_forward, _finish_forward = map(
+    _by_name, (ops.gated_delta_rule_forward_begin, ops.gated_delta_rule_forward_finish)
+)
+_begin_backward, _replay_backward, _finish_backward = map(
     _by_name,
     (
-        ops.gated_delta_rule_forward_begin,
-        ops.gated_delta_rule_forward_finish,
         ops.gated_delta_rule_backward_begin,
+        ops.gated_delta_rule_backward_replay,
         ops.gated_delta_rule_backward_finish,
     ),
 )
@@ -380,6 +382,7 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
     mapped = [part.first for part in parts if part.before]
     maps, workspace, dq, dk, dv, db, dg = _begin_backward(**given | {"map_sequences": mapped})
     gathered = _start_gather(_after(do, _of_parts(maps, before)), context)
+    _replay_backward(**given | {"workspace": workspace})
     if any(behind):
         gathered = _wait(gathered, context)
         for part in parts:

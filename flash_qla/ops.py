@@ -36,6 +36,7 @@ _backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
 _forward_begin = torch.ops.flash_qla.gated_delta_rule_forward_begin.default
 _forward_finish = torch.ops.flash_qla.gated_delta_rule_forward_finish.default
 _backward_begin = torch.ops.flash_qla.gated_delta_rule_backward_begin.default
+_backward_replay = torch.ops.flash_qla.gated_delta_rule_backward_replay.default
 _backward_finish = torch.ops.flash_qla.gated_delta_rule_backward_finish.default
 _prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
 _decode = torch.ops.flash_qla.decode_gated_delta_rule.default
@@ -53,7 +54,8 @@ def _call_of(op):
 
 _ForwardCall, _LowLevelCall, _BackwardCall = map(_call_of, (_forward, _forward_low_level, _backward))
 _ForwardBeginCall, _ForwardFinishCall = map(_call_of, (_forward_begin, _forward_finish))
-_BackwardBeginCall, _BackwardFinishCall = map(_call_of, (_backward_begin, _backward_finish))
+_BackwardBeginCall, _BackwardReplayCall = map(_call_of, (_backward_begin, _backward_replay))
+_BackwardFinishCall = _call_of(_backward_finish)
 _PrefillCall, _DecodeCall, _DecodePackedCall = map(_call_of, (_prefill, _decode, _decode_packed))
 
 
@@ -232,9 +234,8 @@ def _fake_begun(call, N, compute_dtype, dispatch, **shape):
 
 def _fake_forward_begin(call):
     state_shape, dtype = _check_inputs(call, "initial_state")
-    shape = {"low_level": call.output_g_cumsum, "fp16": call.q.dtype == torch.float16}
     return (
-        *_fake_begun(call, state_shape[0], dtype, "forward_dispatch", **shape),
+        *_fake_begun(call, state_shape[0], dtype, "forward_dispatch"),
         call.q.new_empty(call.v.shape),
         call.q.new_empty(call.g.shape if call.output_g_cumsum else (0,), dtype=dtype),
     )
@@ -251,6 +252,10 @@ def _fake_backward_begin(call):
     activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
     begun = _fake_begun(call, state_shape[0], dtype, "backward_dispatch", activations=activations)
     return *begun, *_fake_gradients(call, dtype)
+
+
+def _fake_backward_replay(call):
+    _check_inputs(call, "initial_state")
 
 
 def _fake_backward_finish(call):
@@ -316,6 +321,7 @@ _register_fake(_backward, _BackwardCall, _fake_backward)
 _register_fake(_forward_begin, _ForwardBeginCall, _fake_forward_begin)
 _register_fake(_forward_finish, _ForwardFinishCall, _fake_forward_finish)
 _register_fake(_backward_begin, _BackwardBeginCall, _fake_backward_begin)
+_register_fake(_backward_replay, _BackwardReplayCall, _fake_backward_replay)
 _register_fake(_backward_finish, _BackwardFinishCall, _fake_backward_finish)
 
 
@@ -454,7 +460,7 @@ def _register_constant(op):
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-_HALVES = (_forward_begin, _forward_finish, _backward_begin, _backward_finish)
+_HALVES = (_forward_begin, _forward_finish, _backward_begin, _backward_replay, _backward_finish)
 for _op in (_backward, *_HALVES, _prefill, _decode, _decode_packed):
     _register_constant(_op)
 

@@ -20,7 +20,7 @@ import flash_qla  # noqa: F401  loads the ops
 NAMES = sorted(
     name.removeprefix("flash_qla::")
     for name in torch._C._dispatch_get_all_op_names()
-    if re.match(r"flash_qla::[^_.][^.]*(?<!_finish)$", name)
+    if re.match(r"flash_qla::[^_.][^.]*(?<!_replay)(?<!_finish)$", name)
 )
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
@@ -37,16 +37,20 @@ def op_of(name: str):
 
 
 def names_of_arguments(name: str) -> list[str]:
-    """Of the op, or of both halves without what the first one makes for the second one."""
+    """Of the op, and of those that continue it without what the first one makes for them."""
     names = [x.name for x in op_of(name)._schema.arguments]
-    if name.endswith("_begin"):
-        made = {x.name for x in op_of(name)._schema.returns}
-        names += [x.name for x in op_of(finish_of(name))._schema.arguments if x.name not in {*made, *names}]
+    made = {x.name for x in op_of(name)._schema.returns}
+    for later in later_ops(name):
+        names += [x.name for x in op_of(later)._schema.arguments if x.name not in {*made, *names}]
     return names
 
 
-def finish_of(name: str) -> str:
-    return name.removesuffix("_begin") + "_finish"
+def later_ops(name: str) -> list[str]:
+    """Those that continue the first half of a pass."""
+    if not name.endswith("_begin"):
+        return []
+    names = (name.removesuffix("begin") + later for later in ("replay", "finish"))
+    return [later for later in names if hasattr(torch.ops.flash_qla, later)]
 
 
 def run(name: str, arguments: dict) -> dict[str, torch.Tensor]:
@@ -56,7 +60,8 @@ def run(name: str, arguments: dict) -> dict[str, torch.Tensor]:
     in_place = {x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write}
     written = {x: given[x].clone() for x in in_place & given.keys()}
     results = op_of(name)(**given | written)
-    results = (results,) if torch.is_tensor(results) else results
+    if not isinstance(results, tuple):
+        results = () if results is None else (results,)
     return {x.name: result for x, result in zip(schema.returns, results, strict=True)} | written
 
 
@@ -69,9 +74,9 @@ class Call:
     def __call__(self) -> dict[str, torch.Tensor]:
         """The results that there are, and what was written in place, of copies; by name."""
         results = run(self.name, self.arguments)
-        if self.name.endswith("_begin"):
-            results |= run(finish_of(self.name), self.arguments | results)
-            del results["workspace"]
+        for later in later_ops(self.name):
+            results |= run(later, self.arguments | results)
+        results.pop("workspace", None)
         return {name: x for name, x in results.items() if x.shape != (0,)}
 
     def on(self, device) -> Call:

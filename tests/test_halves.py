@@ -29,7 +29,9 @@ import flash_qla
 
 ops = torch.ops.flash_qla
 BEGIN = ("gated_delta_rule_forward_begin", "gated_delta_rule_backward_begin")
+REPLAY = "gated_delta_rule_backward_replay"
 FINISH = ("gated_delta_rule_forward_finish", "gated_delta_rule_backward_finish")
+IN_PLACE = (REPLAY, *FINISH)
 FP64 = dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "initial_state", "dht"), torch.float64)
 
 CASES = (
@@ -85,6 +87,7 @@ def run_halves(
     given |= {"g": g_cumsum, "g_raw": arguments["g"] if arguments.get("use_gate_in_kernel") else None}
     reverse_maps, workspace, *of_tokens = by_name(BEGIN[1], given | of_first)
     gradients = dict(zip(("dq", "dk", "dv", "db", "dg"), of_tokens, strict=True))
+    by_name(REPLAY, given | {"workspace": workspace})
     sums = by_name(FINISH[1], given | gradients | {"workspace": workspace})
     for name, x in zip(("dh0", "dA_log", "ddt_bias"), sums, strict=True):
         if x.numel() or (name == "dh0" and arguments["initial_state"] is not None):
@@ -222,30 +225,32 @@ def test_in_a_cuda_graph():
 def op_arguments(op: str, case: Case, device: str) -> dict:
     arguments = make_inputs(case, device) | make_gradients(case, device)
     arguments |= {"map_sequences": sequences_of(case)[0], "output_final_state": True, "output_g_cumsum": True}
-    if op in (BEGIN[1], FINISH[1]):
+    if op in (BEGIN[1], REPLAY, FINISH[1]):
         arguments["g_raw"] = arguments["g"] if case.use_gate_in_kernel else None
         inputs = {name: x for name, x in arguments.items() if name in make_inputs(case, device)}
         arguments["g"] = run_forward(inputs, output_h=False)[0]
     if op == FINISH[0]:
         arguments |= zip(("maps", "workspace", "o", "g_cumsum"), by_name(BEGIN[0], arguments), strict=True)
-    if op == FINISH[1]:
+    if op in (REPLAY, FINISH[1]):
         names = ("maps", "workspace", "dq", "dk", "dv", "db", "dg")
         arguments |= zip(names, by_name(BEGIN[1], arguments), strict=True)
+    if op == FINISH[1]:
+        by_name(REPLAY, arguments)
     names = [x.name for x in getattr(ops, op).default._schema.arguments]
     return {name: arguments[name] for name in names if name in arguments}
 
 
-@pytest.mark.parametrize("op", (*BEGIN, *FINISH))
+@pytest.mark.parametrize("op", (*BEGIN, *IN_PLACE))
 @parametrize(CASES[5], CASES[7])
 def test_opcheck(device, op, case):
     for_device(case, device)
     # The first halves leave part of what they allocate to the second ones, so its contents compare as nothing.
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    tests += ["test_aot_dispatch_dynamic"] * (op in FINISH)
+    tests += ["test_aot_dispatch_dynamic"] * (op in IN_PLACE)
     torch.library.opcheck(getattr(ops, op).default, (), op_arguments(op, case, device), test_utils=tests)
 
 
-@pytest.mark.parametrize("op", (*BEGIN, *FINISH))
+@pytest.mark.parametrize("op", (*BEGIN, *IN_PLACE))
 @parametrize(*CASES)
 def test_fake_outputs_are_like_the_real_ones(device, op, case):
     for_device(case, device)
@@ -254,7 +259,10 @@ def test_fake_outputs_are_like_the_real_ones(device, op, case):
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
         fake = getattr(ops, op)(**fakes)
-    for x, y in zip(*((z,) if isinstance(z, torch.Tensor) else z for z in (real, fake)), strict=True):
+    for x, y in zip(*(z if isinstance(z, tuple) else (z,) for z in (real, fake)), strict=True):
+        if op == REPLAY:
+            assert x is y is None
+            continue
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
         assert not x.requires_grad
 
@@ -274,6 +282,8 @@ def reduced(x):
         (BEGIN[0], "map_sequences", lambda x: [0, 0, 0]),
         (BEGIN[1], "dht", lambda x: x[:, :1]),
         (BEGIN[1], "do", lambda x: x[..., :8]),
+        (REPLAY, "initial_state", lambda x: x[:, :1]),
+        (REPLAY, "workspace", lambda x: x.int()),
         (FINISH[0], "o", reduced),
         (FINISH[0], "o", lambda x: x.float()),
         (FINISH[0], "g_cumsum", reduced),
@@ -289,7 +299,8 @@ def test_errors_name_the_argument(device, op, name, wrong):
 
 
 @pytest.mark.gpu
-def test_a_workspace_of_another_call():
-    arguments = op_arguments(FINISH[0], Case(B=2, T=70), "cuda")
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_a_workspace_of_another_call(op):
+    arguments = op_arguments(op, Case(B=2, T=70), "cuda")
     with pytest.raises(RuntimeError, match=r"workspace has .* bytes, expected the .* of the first half"):
-        getattr(ops, FINISH[0])(**arguments | {"workspace": arguments["workspace"][256:]})
+        getattr(ops, op)(**arguments | {"workspace": arguments["workspace"][256:]})

@@ -14,10 +14,10 @@ template <typename T, typename CT>
 void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences, const cpu::Forward<T, CT>& forward) {
   const int64_t tokens = covered_tokens(sequences);
   zero_from(forward.o, tokens, call.T, call.H_v * call.V);
-  if (call.output_low_level) {
+  if (call.output_g_cumsum) {
     zero_from(forward.g_cumsum, tokens, call.T, call.H_v);
   }
-  if (forward.A != nullptr) {
+  if (call.output_A) {
     zero_from(forward.A, tokens, call.T, call.H_v * kChunk);
   }
   if (call.output_h) {
@@ -47,8 +47,8 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
       .gates = activations_of<CT>(call, call.g),
       .initial_state = call.initial_state ? call.initial_state->const_data_ptr<CT>() : nullptr,
       .o = out.o.mutable_data_ptr<T>(),
-      .g_cumsum = call.output_low_level ? out.g_cumsum.mutable_data_ptr<CT>() : nullptr,
-      .A = out.A.defined() ? out.A.mutable_data_ptr<T>() : nullptr,
+      .g_cumsum = call.output_g_cumsum ? out.g_cumsum.mutable_data_ptr<CT>() : nullptr,
+      .A = call.output_A ? out.A.mutable_data_ptr<T>() : nullptr,
       .h = call.output_h ? out.h.mutable_data_ptr<T>() : nullptr,
       .final_state = call.output_final_state ? out.final_state.mutable_data_ptr<CT>() : nullptr,
       .checkpoints = checkpoints,
@@ -58,7 +58,7 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
     clear_padding(call, sequences, forward);
   }
   torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
-    const cpu::Scratch<CT> scratch(call.K, call.V, forward.A != nullptr);
+    const cpu::Scratch<CT> scratch(call.K, call.V, call.output_A);
     for (int64_t i = begin; i < end; ++i) {
       cpu::run_sequence(forward, sequences[i / call.H_v], i % call.H_v, scratch);
     }

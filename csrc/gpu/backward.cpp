@@ -47,7 +47,12 @@ class Backward {
 
   void run() {
     begin();
-    finish();
+    if (d_.has_maps()) {  // one beside the other
+      scan_states();
+      scan_gradients();
+    }
+    replay_states();
+    input_gradients();
   }
 
   // What needs neither states nor their gradients.
@@ -73,21 +78,15 @@ class Backward {
     return maps;
   }
 
-  void finish() {
-    if (d_.has_maps()) {  // in halves also for the wait: replay_states may read initial states early
-      const std::optional<Tensor> initial_state = states_or_zeros(call_, call_.initial_state);
-      const std::optional<Tensor> grad_final_state = states_or_zeros(call_, call_.grad_final_state);
-      segment_scan(false, initial_state);
-      segment_scan(true, grad_final_state);
-    }
+  // In halves, what needs states but no gradients of them.
+  void replay() {
+    scan_states();  // also for the wait: replay_states may read initial states early
     replay_states();
-    chunk_backward();
-    if (d_.gate_gradients) {
-      gate_gradients();
-    }
-    if (call_.use_qk_l2norm) {
-      l2norm_backward();
-    }
+  }
+
+  void finish() {
+    scan_gradients();
+    input_gradients();
   }
 
  private:
@@ -99,6 +98,19 @@ class Backward {
         stream_(current_stream(call.q)),
         dtype_(dtype_name(call.dtype)),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
+
+  void scan_states() const { segment_scan(false, states_or_zeros(call_, call_.initial_state)); }
+  void scan_gradients() const { segment_scan(true, states_or_zeros(call_, call_.grad_final_state)); }
+
+  void input_gradients() const {
+    chunk_backward();
+    if (d_.gate_gradients) {
+      gate_gradients();
+    }
+    if (call_.use_qk_l2norm) {
+      l2norm_backward();
+    }
+  }
 
   void l2norm() const {
     kernels::l2norm({.q = call_.q.const_data_ptr(),
@@ -178,7 +190,8 @@ class Backward {
                              .group = call_.group(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
-                             .low_level = false,
+                             .has_g_cumsum = false,
+                             .has_A = false,
                              .activations = activations_,
                              .cumulative = true,
                              .has_backward_gates = true,
@@ -431,6 +444,14 @@ Begun begin_backward_cuda(const BackwardCall& call, const BackwardOutputs& out) 
   Backward backward(call, out);
   backward.begin();
   return {backward.maps(), backward.workspace()};
+}
+
+void replay_backward_cuda(const BackwardCall& call, const Tensor& workspace) {
+  const DeviceGuard guard = make_current(call.q);
+  if (!call.is_empty()) {
+    const BackwardOutputs none;
+    Backward(call, none, workspace).replay();
+  }
 }
 
 void finish_backward_cuda(const BackwardCall& call, const Tensor& workspace, BackwardOutputs& out) {

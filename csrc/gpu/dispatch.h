@@ -15,7 +15,7 @@ struct ForwardShape {
   bool varlen;
   int sm_count;
   bool auto_cp;
-  bool low_level;  // g_cumsum and A are wanted
+  bool low_level;  // A is wanted
   bool use_qk_l2norm;
   bool output_h, fp16;  // the fused kernel makes no h, and A in bf16 only
   int64_t K = 128, V = 128;

@@ -4,8 +4,8 @@
     matrices   [chunk_slots, H_v, 2, TRIANGLE]     L^T and P^T, L = A * D - I, A = (I + stril(diag(beta) K K^T))^-1,
                                                    P = scale tril(Q K^T) * D: by rows of blocks, of each those from the
                                                    diagonal on (common.block_row)
-    A          [tokens, H_v, C]                    if wanted (low_level): row i of a chunk's A at token i
-    g_cumsum   [tokens, H_v] fp32                  likewise, b_i = g_1 + ... + g_i
+    A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
+    g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b_i = g_1 + ... + g_i
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
     turns      [chunk_slots, H_k]                  likewise: zeros, for chunk_backward to count in
     counters   [H_v / 8]                           likewise, for gate_gradients
@@ -124,15 +124,15 @@ def chunk_matrices(dtype, K, normalize):
         return extern("clear_rows", place, T.Cast("int64", heads) * columns, T.Cast("int32", columns), chunk.length)
 
     @T.macro
-    def clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, gate_gradients, out):
+    def clear_padding(chunk, first, heads, hk, leads, has_g_cumsum, has_A, has_backward_gates, gate_gradients, out):
         """Zeros in the outputs of rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
             clear_rows(out.o, chunk, first + l)
-            if low_level != 0:
+            if has_A != 0:
                 clear_rows(out.A, chunk, first + l)
-                if tx < chunk.length:
-                    out.g_cumsum[chunk.row + tx, first + l] = 0.0
+            if (has_g_cumsum != 0) & (tx < chunk.length):
+                out.g_cumsum[chunk.row + tx, first + l] = 0.0
             if (has_backward_gates > gate_gradients) & (tx < chunk.length):
                 out.db[chunk.row + tx, first + l] = 0.0
                 out.dg[chunk.row + tx, first + l] = 0.0
@@ -141,7 +141,7 @@ def chunk_matrices(dtype, K, normalize):
             clear_rows(out.dk, chunk, hk)
 
     @T.macro
-    def load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative):
+    def load(tiles, ready, chunk, warp, first, hk, heads, q, k, inside, g_cumsum, has_g_cumsum, cumulative):
         """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
         become zeros."""
         T.tma_copy(k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
@@ -184,7 +184,7 @@ def chunk_matrices(dtype, K, normalize):
                     H_v,
                     heads,
                     chunk.length,
-                    valid,
+                    T.if_then_else(has_g_cumsum != 0, chunk.length, 0),
                 )
         if (warp == 1) & (inside.activations == 0):
             extern(
@@ -258,7 +258,7 @@ def chunk_matrices(dtype, K, normalize):
         extern("team_sync", team.head, team.warps)
 
     @T.macro
-    def make_columns(tiles, team, slot, hv, chunk, valid, matrices, A):
+    def make_columns(tiles, team, slot, hv, chunk, has_A, matrices, A):
         """The block columns of the matrices that are the warp's, from shared memory out."""
         extern(
             f"make_columns<{element}>",
@@ -275,7 +275,7 @@ def chunk_matrices(dtype, K, normalize):
             hv,
             chunk.row,
             H_v,
-            valid,
+            T.if_then_else(has_A != 0, chunk.length, 0),
         )
 
     @T.prim_func
@@ -307,7 +307,8 @@ def chunk_matrices(dtype, K, normalize):
         group: T.int32,  # H_v / H_k
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
-        low_level: T.int32,
+        has_g_cumsum: T.int32,
+        has_A: T.int32,
         activations: T.int32,  # Activation
         cumulative: T.int32,  # g is b, in fp32
         has_backward_gates: T.int32,
@@ -341,7 +342,6 @@ def chunk_matrices(dtype, K, normalize):
                 uniform_length,
                 (state_indices, wide_indices, index_stride, null_index, slots),
             )
-            valid = T.alloc_var("int32", init=T.if_then_else(low_level != 0, chunk.length, 0))  # rows of A and g_cumsum
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))
@@ -350,10 +350,12 @@ def chunk_matrices(dtype, K, normalize):
                 T.pdl_sync()
                 T.pdl_trigger()
                 out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg)
-                clear_padding(chunk, first, heads, hk, leads, low_level, has_backward_gates, gate_gradients, out)
+                clear_padding(
+                    chunk, first, heads, hk, leads, has_g_cumsum, has_A, has_backward_gates, gate_gradients, out
+                )
             else:
                 inside = SimpleNamespace(g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, activations=activations)
-                load(tiles, ready, chunk, valid, warp, first, hk, heads, q, k, inside, g_cumsum, cumulative)
+                load(tiles, ready, chunk, warp, first, hk, heads, q, k, inside, g_cumsum, has_g_cumsum, cumulative)
                 factors = make_products(tiles, scale)
                 if (has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     turns[slot, hk] = 0
@@ -375,7 +377,7 @@ def chunk_matrices(dtype, K, normalize):
                             )
                     invert_diagonal(tiles, team)
                     matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                    make_columns(tiles, team, slot, hv, chunk, valid, matrices, A)
+                    make_columns(tiles, team, slot, hv, chunk, has_A, matrices, A)
             if (gate_gradients != 0) & (slot == 0) & (T.get_thread_binding() == 0):
                 counters[T.truncdiv(first, GATE_HEADS)] = 0
 

@@ -190,7 +190,7 @@ def sources(out: Path, races: bool) -> list[tuple]:
     found.remove((ROOT / "csrc/call.cpp",))
     found.remove((ROOT / "csrc/ops.cpp",))
     halves = [f"{half}_{name}" for half in ("begin", "finish") for name in ("forward", "backward")]
-    passes = ("forward", "backward", *halves, "prefill", "decode")
+    passes = ("forward", "backward", *halves, "replay_backward", "prefill", "decode")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
 
