@@ -263,8 +263,8 @@ def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, 
 
 
 def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, options, clock: Clock) -> dict:
-    """One GPU with the tokens of a rank in the middle of so many: the first half and the whole of both passes, and the
-    fold of the maps of all the others."""
+    """One GPU with the tokens of a rank in the middle of so many, from a pass's beginning to the end of its first half,
+    in the backward of the states again, and of all of it; the fold of the maps of all the others, and of two."""
     from flash_qla import cp
 
     ops, V = torch.ops.flash_qla, options.head_dims[1]
@@ -287,14 +287,20 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
         _, *made = begin()
         ops.gated_delta_rule_forward_finish(*own, *made, **state)
 
-    def reverse_whole():
+    def reverse_replay():
         _, workspace, *made = reverse_begin()
         ops.gated_delta_rule_backward_replay(*reverse_own, workspace, **state)
-        ops.gated_delta_rule_backward_finish(*reverse_own, workspace, *made, dht=state["initial_state"], **state)
+        return workspace, *made
 
-    all_maps = maps.expand(world_size - 1, -1, -1, -1).contiguous()
-    calls = {"begin": begin, "whole": whole, "reverse begin": reverse_begin, "reverse whole": reverse_whole}
-    calls["fold"] = lambda: cp._fold(all_maps, V)
+    def reverse_whole():
+        made = reverse_replay()
+        ops.gated_delta_rule_backward_finish(*reverse_own, *made, dht=state["initial_state"], **state)
+
+    all_maps = maps.expand(max(world_size - 1, 2), -1, -1, -1).contiguous()
+    calls = {"begin": begin, "whole": whole}
+    calls |= {"reverse begin": reverse_begin, "reverse replay": reverse_replay, "reverse whole": reverse_whole}
+    calls["fold"] = lambda: cp._fold(all_maps[: world_size - 1], V)
+    calls["product"] = lambda: cp._fold(all_maps[:2], V)
     cell = {"package": "flash_qla", "version": version_of("flash_qla"), "heads": "{}x{}".format(*heads)}
     cell |= common.head_dims_field(options.head_dims) | {"sequences": sequences, "parts_of": world_size}
     cell["map_bytes"] = maps.numel() * maps.element_size()
@@ -305,23 +311,19 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
 
 
 def predicted_ms(parts: dict, hop_us: float, gbs: float) -> dict[str, float]:
-    """Of a cell of measure_parts: a rank's forward and step, and of either's time what lies between the halves, by the
+    """Of a cell of measure_parts: a rank's forward and step, and what lies between the halves of a pass, by the
     all-gather around a ring and the fold of all maps, and by a scan over the ranks in log2 W rounds, each of which
-    exchanges a map and composes two."""
+    exchanges a map and composes two. In the backward the states are made again meanwhile."""
     W, ms = parts["parts_of"], parts["ms"]
     hop = hop_us / 1e3 + parts["map_bytes"] / gbs / 1e6
-    product = ms["fold"] / max(W - 2, 1)
     between = (W - 1) * hop + ms["fold"]
-    tree = (W - 1).bit_length() * (hop + product)
-    step = ms["whole"] + ms["reverse whole"]
-    return {
-        "forward": ms["whole"] + between,
-        "step": step + 2 * between,
-        "between": between,
-        "tree": tree,
-        "forward by tree": ms["whole"] + tree,
-        "step by tree": step + 2 * tree,
-    }
+    tree = (W - 1).bit_length() * (hop + ms["product"])
+    found = {"between": between, "tree": tree}
+    for wait, by in ((between, ""), (tree, " by tree")):
+        found[f"forward{by}"] = ms["whole"] + wait
+        hidden = ms["reverse replay"] - ms["reverse begin"]
+        found[f"step{by}"] = found[f"forward{by}"] + ms["reverse whole"] + max(0, wait - hidden)
+    return found
 
 
 def report(cells: list[dict], options) -> None:

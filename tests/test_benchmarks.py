@@ -456,7 +456,7 @@ def test_context_parallelism_on_two_ranks(tmp_path, capsys):
         assert context_parallelism.difference(x, one["sketches"][name]) < 1e-2, name
     phases = {"begin", "collective", "fold", "finish"}
     for of_rank in two["phases"]:
-        assert of_rank.keys() == phases | {f"reverse {name}" for name in phases}
+        assert of_rank.keys() == phases | {"replay"} | {f"reverse {name}" for name in phases}
         assert all(ms > 0 for ms in of_rank.values())
     context_parallelism.report([one, two, *parts], small_options())
     printed = capsys.readouterr().out
@@ -464,12 +464,14 @@ def test_context_parallelism_on_two_ranks(tmp_path, capsys):
 
 
 def test_prediction():
-    ms = {"begin": 1.0, "whole": 3.0, "reverse begin": 2.0, "reverse whole": 6.0, "fold": 0.7}
+    ms = {"begin": 1.0, "whole": 3.0, "fold": 0.7, "product": 0.1}
+    ms |= {"reverse begin": 2.0, "reverse replay": 2.6, "reverse whole": 6.0}
     found = context_parallelism.predicted_ms({"parts_of": 9, "ms": ms, "map_bytes": 10**6}, hop_us=10, gbs=100)
     hop = 0.01 + 0.01  # 1 MB at 100 GB/s
     assert found["between"] == pytest.approx(8 * hop + 0.7) and found["tree"] == pytest.approx(4 * (hop + 0.1))
     assert found["forward"] == pytest.approx(3 + found["between"])
-    assert found["step by tree"] == pytest.approx(9 + 2 * found["tree"])
+    assert found["step"] == pytest.approx(9 + 2 * found["between"] - 0.6)
+    assert found["step by tree"] == pytest.approx(9 + found["tree"])  # all of it in the backward beside the states
 
 
 def test_differences_by_blocks():
