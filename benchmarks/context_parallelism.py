@@ -340,7 +340,7 @@ def report(cells: list[dict], options) -> None:
                         base[f"{what}_ms"] / cell[f"{what}_ms"] * (cell["ranks"] if cell["scaling"] == "weak" else 1)
                     )
                     line += f", {times:5.2f} times one"
-            if base and cell["scaling"] == "strong":
+            if base and cell["scaling"] == "strong" and "sketches" in base:
                 found = {x: difference(y, base["sketches"][x]) for x, y in cell["sketches"].items()}
                 line += "  differences " + " ".join(f"{x} {y:.1e}" for x, y in found.items())
             print(line)
