@@ -29,6 +29,7 @@ import multiprocessing.connection
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -57,6 +58,8 @@ BUILD_SOURCES = [
 ]
 # What both sides of the kernels share, and the header that is made of it.
 LAYOUT, LAYOUT_HEADER = "layout.py", "layout.h"
+# The preamble of all kernels, while they are built, and from how many of them on it pays
+PRECOMPILED, WORTH_PRECOMPILING = "preamble.pch", 4
 # ptxas remarks that cost speed and would otherwise pass unseen.
 REMARKS = ("Potential Performance Loss", "setmaxnreg")
 
@@ -66,6 +69,7 @@ class Builder:
         self.kernels, self.out = kernels.resolve(), out.resolve()
         self.tilelang = check_tilelang()
         self.toolkit: Toolkit = find_toolkit()
+        self.compiler = nvrtc.Compiler(self.toolkit, [self.kernels, self.out])
         self.out.mkdir(parents=True, exist_ok=True)
         if (self.kernels / LAYOUT).is_file():
             write(self.out / LAYOUT_HEADER, layout.header(self.package))
@@ -147,7 +151,7 @@ class Builder:
 
         start = time.monotonic()
         try:
-            cubin, said = nvrtc.compile_source(self.toolkit, source, [self.kernels, self.out])
+            cubin, said = self.compiler.compile(source)
         except nvrtc.CompileError as error:
             log.write_text(str(error))
             lines = str(error).splitlines()
@@ -254,6 +258,18 @@ def run(builder: Builder, instance: Instance, errors: multiprocessing.connection
         errors.send(f"kernel {instance.name}: {traceback.format_exc()}")
 
 
+def prepare(builder: Builder, instances: int) -> None:
+    """TileLang and the preamble, side by side, once for all processes that inherit them."""
+    precompiling = threading.Thread(target=builder.compiler.precompile, args=(builder.out / PRECOMPILED,))
+    if instances >= WORTH_PRECOMPILING:
+        precompiling.start()
+    print("importing TileLang", flush=True)
+    import tilelang  # noqa: F401
+
+    if instances >= WORTH_PRECOMPILING:
+        precompiling.join()
+
+
 def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
     """Builds what is out of date, MAX_JOBS at a time.
 
@@ -280,8 +296,7 @@ def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
             done += 1
             report(instance, "cached")
     if pending:
-        print("importing TileLang", flush=True)
-        import tilelang  # noqa: F401  the processes below inherit it
+        prepare(builder, len(pending))
 
     fork = multiprocessing.get_context("fork")
     running, failures = {}, []
@@ -337,7 +352,10 @@ def main() -> int:
         instances = select(load_instances(options.kernels), options.only)
         lock(options.out)
         builder = Builder(options.kernels, options.out)
-        compiled = build_all(builder, instances)
+        try:
+            compiled = build_all(builder, instances)
+        finally:
+            (options.out / PRECOMPILED).unlink(missing_ok=True)
         check_spills(compiled)
         if options.only is None:
             builder.write_library(compiled)

@@ -8,6 +8,7 @@ from pathlib import Path
 from build_tools.toolchain import ARCH, Toolkit, package_root
 
 PREAMBLE = Path(__file__).resolve().parent / "rtc_include/preamble.h"
+PRECOMPILED_HEAP = 512 << 20  # bytes that the precompiled preamble may take; it takes 247 MiB
 
 # The fixed options; the include paths differ between machines and come on top.
 OPTIONS = [
@@ -18,38 +19,61 @@ OPTIONS = [
     # TileLang declares variables that it does not always use, and annotates defaulted functions; CUDA's headers for the
     # device include what they warn of.
     "--diag-suppress=177,20012,1105",
+    f"--pre-include={PREAMBLE.name}",
 ]
+# The end of what is precompiled, which is the preamble; lines of the source behind it keep their numbers
+HEADERS_END = "#pragma nv_hdrstop\n#line 1\n"
 
 
 class CompileError(Exception):
     """The message is what the compiler said."""
 
 
-def compile_source(toolkit: Toolkit, source: Path, include: list[Path]) -> tuple[bytes, str]:
-    """The cubin, and what the compiler said."""
-    tilelang = package_root("tilelang")
-    folders = [PREAMBLE.parent, *include, tilelang / "src", tilelang / "3rdparty/cutlass/include", *toolkit.include]
-    options = [*OPTIONS, f"--pre-include={PREAMBLE.name}", *(f"-I{folder}" for folder in folders)]
+class Compiler:
+    """One for all sources that have the same folders of headers."""
 
-    nvrtc = ctypes.CDLL(str(toolkit.nvrtc))
-    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-    program = ctypes.c_void_p()
+    def __init__(self, toolkit: Toolkit, include: list[Path]):
+        tilelang = package_root("tilelang")
+        folders = [PREAMBLE.parent, *include, tilelang / "src", tilelang / "3rdparty/cutlass/include", *toolkit.include]
+        self.options = [*OPTIONS, *(f"-I{folder}" for folder in folders)]
+        self.library = ctypes.CDLL(str(toolkit.nvrtc))
+        self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
-    def check(status: int, said: str = "") -> None:
-        if status != 0:
-            raise CompileError(said.strip() or f"error: {nvrtc.nvrtcGetErrorString(status).decode()}")
+    def precompile(self, file: Path) -> None:
+        """The preamble, once for all sources that this process and its forks compile: what is precompiled has to be at
+        the same addresses. Where there is no room for it, sources are compiled without, to the same code."""
+        self.library.nvrtcSetPCHHeapSize(ctypes.c_size_t(PRECOMPILED_HEAP))
+        program = self._create(HEADERS_END, "preamble.cu")
+        self._compile(program, (f"--create-pch={file}",))
+        if self.library.nvrtcGetPCHCreateStatus(program) == 0:
+            self.options.append(f"--use-pch={file}")
 
-    def read(what: str) -> bytes:
+    def compile(self, source: Path) -> tuple[bytes, str]:
+        """The cubin, and what the compiler said."""
+        program = self._create(HEADERS_END + source.read_text(), source.name)
+        status = self._compile(program)
+        said = self._read(program, "ProgramLog").rstrip(b"\0").decode()
+        self._check(status, said)
+        return self._read(program, "CUBIN"), said
+
+    def _create(self, text: str, name: str) -> ctypes.c_void_p:
+        program = ctypes.c_void_p()
+        created = self.library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+        self._check(created)
+        return program
+
+    def _compile(self, program: ctypes.c_void_p, more: tuple[str, ...] = ()) -> int:
+        options = [*self.options, *more]
+        given = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        return self.library.nvrtcCompileProgram(program, len(options), given)
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        check(nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+        self._check(self.library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
         data = ctypes.create_string_buffer(size.value)
-        check(nvrtc[f"nvrtcGet{what}"](program, data))
+        self._check(self.library[f"nvrtcGet{what}"](program, data))
         return data.raw
 
-    text, name = source.read_bytes(), source.name.encode()
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
-    given = (ctypes.c_char_p * len(options))(*map(str.encode, options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    said = read("ProgramLog").rstrip(b"\0").decode()
-    check(status, said)
-    return read("CUBIN"), said
+    def _check(self, status: int, said: str = "") -> None:
+        if status != 0:
+            raise CompileError(said.strip() or f"error: {self.library.nvrtcGetErrorString(status).decode()}")
