@@ -319,7 +319,8 @@ class _Call:
     def with_row(self, states: torch.Tensor | None, row: int, state: torch.Tensor) -> torch.Tensor:
         """States [N, ...], zeros if there are none, with another one in a row."""
         if self.states_shape[0] == 1:
-            return state[None].contiguous()
+            # One kernel in the place of three, and none of the others' maps is kept for the backward
+            return state[None].clone(memory_format=torch.contiguous_format)
         states = self.zeros(self.states_shape) if states is None else states.to(state.dtype)
         return states.select_scatter(state, 0, row)
 
