@@ -77,8 +77,9 @@ class CMakeBuild(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        python, abi, _ = super().get_tag()
-        return python, abi, glibc.platform_tag(PACKAGE.glob("*.so"))
+        python, abi, platform = super().get_tag()
+        libraries = list(PACKAGE.glob("*.so"))  # none in a fresh tree, as an editable wheel is named before it is built
+        return python, abi, glibc.platform_tag(libraries) if libraries else platform
 
 
 try:
