@@ -78,6 +78,7 @@ class Lowered:
     block: list[int]
     shared_bytes: int
     waits_for_predecessor: bool  # calls T.pdl_sync: safe to launch before its predecessor ends
+    early: dict  # EARLY of the kernel's module, see kernels_tl/common.py; empty unless it waits
 
 
 def lower(package: str, instance: Instance) -> Lowered:
@@ -112,6 +113,14 @@ def lower(package: str, instance: Instance) -> Lowered:
     tensor_maps = [_tensor_map(name, descriptors[value]) for name, value in passed.items() if value in descriptors]
     extents = attributes["thread_extent"]
 
+    waits = "has_cuda_pdl_sync" in attributes
+    early = getattr(module, "EARLY", {}) if waits else {}
+    names = [param.name for param in prim_func.params] + [x.data.name for x in prim_func.buffer_map.values()]
+    for name, what in early.items():
+        for parameter in (name, *([what.where] if what.where else [])):
+            if parameter not in names:
+                raise LoweringError(f"EARLY names {parameter}, which is no parameter")
+
     return Lowered(
         source=_uniform_warpgroups(artifact.kernel_source),
         symbol=symbol,
@@ -121,7 +130,8 @@ def lower(package: str, instance: Instance) -> Lowered:
         grid=[_cpp(extents.get(f"blockIdx.{axis}", 1)) for axis in "xyz"],
         block=[_constant(extents.get(f"threadIdx.{axis}", 1), "block size") for axis in "xyz"],
         shared_bytes=int(attributes.get("dyn_shared_memory_buf", 0)),
-        waits_for_predecessor="has_cuda_pdl_sync" in attributes,
+        waits_for_predecessor=waits,
+        early=early,
     )
 
 

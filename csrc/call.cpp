@@ -172,7 +172,7 @@ void prepare(Call& call, ScalarType g_dtype) {
 void make_gradients_canonical(BackwardCall& call) {
   make_aligned(call.op, call.grad_o, call.dtype);
   if (call.grad_final_state) {
-    make_contiguous(call.op, *call.grad_final_state, call.compute_dtype);
+    make_aligned(call.op, *call.grad_final_state, call.compute_dtype);
   }
   if (call.g_raw) {
     make_contiguous(call.op, *call.g_raw, call.g_raw->scalar_type());

@@ -14,6 +14,8 @@ void check_made(const Call& call, const char* name, const Tensor& tensor, Scalar
         dtype_string(tensor.scalar_type()), tensor.is_contiguous() ? "" : " and is not contiguous",
         ", expected a contiguous ", dtype_string(dtype), " tensor");
   check_shape(call.op, name, tensor, shape, "as the first half made it");
+  check(!tensor.is_cuda() || is_aligned(tensor), call.op, name,
+        " does not start at a multiple of 16 bytes, which the tensor of the first half does");
 }
 
 }  // namespace

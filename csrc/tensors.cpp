@@ -154,6 +154,8 @@ Tensor to_cpu(const Tensor& tensor) {
   return with_reason(tensor, [&] { return torch::stable::to(tensor, torch::stable::Device("cpu")); });
 }
 
+bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
 void make_contiguous(const char* op, Tensor& tensor, ScalarType dtype) {
   if (!is_contiguous_as(tensor, dtype)) {
     replace_by_copy(op, tensor, dtype);
@@ -161,7 +163,7 @@ void make_contiguous(const char* op, Tensor& tensor, ScalarType dtype) {
 }
 
 void make_aligned(const char* op, Tensor& tensor, ScalarType dtype) {
-  if (!is_contiguous_as(tensor, dtype) || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) {
+  if (!is_contiguous_as(tensor, dtype) || !is_aligned(tensor)) {
     replace_by_copy(op, tensor, dtype);
   }
 }

@@ -44,8 +44,11 @@ torch::stable::Tensor to_cpu(const torch::stable::Tensor& tensor);
 torch::stable::Tensor view(const torch::stable::Tensor& tensor, torch::headeronly::IntHeaderOnlyArrayRef shape,
                            torch::headeronly::IntHeaderOnlyArrayRef strides, int64_t offset = 0);
 
-// Replaces a tensor by a contiguous copy of this dtype, unless it is one already; make_aligned also if it does not
-// start at a multiple of 16 bytes, which is where TMA reads.
+// Whether a tensor starts at a multiple of 16 bytes, as TMA and vector loads need.
+bool is_aligned(const torch::stable::Tensor& tensor);
+
+// Replaces a tensor by a contiguous copy of this dtype, unless it is one already; make_aligned also if it is not
+// aligned.
 void make_contiguous(const char* op, torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 void make_aligned(const char* op, torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 

@@ -15,6 +15,7 @@ number of tiles.
 """
 
 import math
+from typing import NamedTuple
 
 import tilelang
 import tilelang.language as T
@@ -103,6 +104,27 @@ def descriptor(buffer, box, swizzle):
 def extern(name, *args, returns="handle"):
     """A call of a function in device/."""
     return T.call_extern(returns, f"flash_qla::device::{name}", *args)
+
+
+# A kernel that calls pdl_sync may start before the kernel ahead of it has ended. EARLY of its module names the
+# parameters that it touches before pdl_sync, and after which kernels, or whom, that is right:
+#
+#   the name of a kernel   its last launch before this one has ended
+#   CALLER                 all that ran before the call has ended: the caller's tensors are there, new memory is free
+#   HINT                   what is read does not change results
+#
+# A condition is an integer parameter: unless its argument is 0 the kernel does so. The emulator checks each launch by
+# this declaration and, with --races, each access (tests/emulator/launches.h).
+CALLER, HINT = "caller", "hint"
+
+
+class Early(NamedTuple):
+    kernels: tuple[str, ...]
+    where: str | None = None  # the condition
+
+
+def after(*kernels, where=None):
+    return Early(kernels, where)
 
 
 def load_early(number):

@@ -124,6 +124,19 @@ class BackwardGate:
     COUNT = 5
 
 
+class TableKind:
+    """A table of indices that a call may have: none, or the width of its numbers. A table without elements has a null
+    pointer too, so the pointer does not say whether there is a table."""
+
+    NONE, INT32, INT64 = range(3)
+
+
+class FirstStates:
+    """Which sequences start from a state rather than from zero: none, all with a slot, those that a flag names."""
+
+    NONE, ALL, FLAGGED = range(3)
+
+
 class Dtype:
     """Of what a kernel reads and writes in any floating dtype."""
 
@@ -140,9 +153,9 @@ class Activation:
 
 
 class DecodeTable:
-    """decode's tables of indices: the bit of each in the number that says which are int64, and not int32."""
+    """decode's tables of indices: the first of two bits that each table's TableKind has in one number."""
 
-    OFFSETS, STATES, ACCEPTED, WRITES, ROWS, PARENTS = range(6)
+    OFFSETS, STATES, ACCEPTED, WRITES, ROWS, PARENTS = range(0, 12, 2)
 
 
 class TokenSum:

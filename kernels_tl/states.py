@@ -6,9 +6,9 @@ from kernels_tl.common import extern
 from kernels_tl.layout import Dtype
 
 
-def slots_of(state_indices, wide, stride, null_index, slots):
+def slots_of(state_indices, kind, stride, null_index, slots):
     """The slots of the sequences' states, for functions of device/plan.cuh."""
-    return extern("Slots", T.access_ptr(state_indices[0], "r"), wide, stride, null_index, slots)
+    return extern("Slots", T.access_ptr(state_indices[0], "r"), kind, stride, null_index, slots)
 
 
 class States:

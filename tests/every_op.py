@@ -53,12 +53,18 @@ def later_ops(name: str) -> list[str]:
     return [later for later in names if hasattr(torch.ops.flash_qla, later)]
 
 
+def at_offset(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same numbers, contiguous, at a storage offset of so many elements."""
+    moved = x.new_empty(x.numel() + elements)[elements:].view(x.shape)
+    return moved.copy_(x)
+
+
 def run(name: str, arguments: dict) -> dict[str, torch.Tensor]:
     """The op's results, and what it wrote in place, of copies; by name."""
     schema = op_of(name)._schema
     given = {x.name: arguments[x.name] for x in schema.arguments if x.name in arguments}
     in_place = {x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write}
-    written = {x: given[x].clone() for x in in_place & given.keys()}
+    written = {x: at_offset(given[x], given[x].storage_offset()) for x in in_place & given.keys()}
     results = op_of(name)(**given | written)
     if not isinstance(results, tuple):
         results = () if results is None else (results,)
@@ -133,7 +139,8 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
         lengths = (70,) * len(LENGTHS)
     shape = {"lengths": lengths} if "cu_seqlens" in schema else {"B": len(lengths), "T": lengths[0]}
     sizes = {"H_k": 1, "H_v": 2, "K": 64, "V": 96, "dtype": dtype, "gate": "logsigmoid", "seed": seed}
-    case = Case(**shape | sizes | options, state_v_first="state_v_first" not in schema)
+    sizes["state_v_first"] = "state_v_first" not in schema
+    case = Case(**shape | sizes | options)
     known = make_inputs(case, device) | make_gradients(case, device)
     inputs = {x: value for x, value in known.items() if x not in ("do", "dht")}
     if name.endswith(("_bwd", "backward_begin")):

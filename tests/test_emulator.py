@@ -97,7 +97,7 @@ def test_races(tmp_path):
     from build_tools.toolchain import find_toolkit
 
     (tmp_path / "main.cpp").write_text(TWO_THREADS)
-    sources = [TESTS / "emulator/emulator.cpp", TESTS / "emulator/races.cpp", tmp_path / "main.cpp"]
+    sources = [*(TESTS / "emulator").glob("*.cpp"), tmp_path / "main.cpp"]
     folders = [TESTS / "emulator/include", *find_toolkit().include]
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-w", "-DEMULATOR_RACES", "-DUSE_CUDA"]
     command += [f"-I{folder}" for folder in folders]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ALL_INSIDE, backward_mode, equal, forward_mode
-from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, make_call, op_of
+from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, at_offset, make_call, names_of_arguments, op_of
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -64,6 +64,48 @@ def test_other_sequences_keep_their_bits(device, name, number, dtype):
         assert_same_parts(call, actual, expected, [n for n in range(4) if n != bad])
         if number == "nan":
             assert all(dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "maps"))
+
+
+IN_PLACE = ("state_pool", "checkpoints", "intermediate_states")
+OFFSETS = (1, 2, 3, 4, 8)  # elements
+
+
+def at_offsets(call, elements: int, device: str):
+    """Every tensor of the call at this storage offset. States that are written where they lie begin at multiples of 16
+    bytes on a GPU."""
+    moved = dict(call.arguments)
+    for argument, x in call.arguments.items():
+        if torch.is_tensor(x):
+            whole = device == "cpu" or argument not in IN_PLACE or elements * x.element_size() % 16 == 0
+            moved[argument] = at_offset(x, elements if whole else 0)
+            assert moved[argument].storage_offset() == (elements if whole else 0)
+    return dataclasses.replace(call, arguments=moved)
+
+
+@every_op
+@pytest.mark.parametrize("inside", (False, True), ids=("ready", "inside"))
+def test_any_storage_offset(device, name, inside):
+    """The same bits, wherever tensors begin in their storage, in both layouts of states. (In the emulator loads of
+    vectors are checked, too.)"""
+    raw = {"g_dtype": torch.bfloat16, "beta_dtype": torch.float16, "A_log": torch.bfloat16, "dt_bias": torch.float16}
+    options = ALL_INSIDE | raw if inside else {}
+    for layout in ({"state_v_first": True}, {}) if "state_v_first" in names_of_arguments(name) else ({},):
+        call = make_call(name, device, **options, **layout)
+        expected = call()
+        for elements in OFFSETS:
+            assert equal(at_offsets(call, elements, device)(), expected), (layout, elements)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_POOL)
+def test_states_between_pieces_are_refused(name):
+    """States in place are not copied, so on a GPU they must begin at multiples of 16 bytes."""
+    call = make_call(name, "cuda")
+    for argument in IN_PLACE:
+        if argument in call.arguments:
+            moved = {argument: at_offset(call.arguments[argument], 1)}
+            with pytest.raises(RuntimeError, match=rf"{argument} has states that do not start at multiples of 16"):
+                dataclasses.replace(call, arguments=call.arguments | moved)()
 
 
 @every_op

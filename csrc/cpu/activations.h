@@ -5,6 +5,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -66,13 +67,17 @@ CT sigmoid_derivative(CT x) {
 
 constexpr double kSoftplusThreshold = 20;  // PyTorch's: above it softplus is the identity
 
-// What a value head makes of its numbers, and the derivatives; i is an index into g and beta.
+// What a value head makes of its numbers, and the derivatives; i is an index into g and beta. With x = g + dt_bias,
+//
+//   -exp(A_log) softplus(x) = -exp(A_log + min(x, 0)) softplus(x) exp(-min(x, 0))
+//
+// because exp(A_log) may overflow where the product is small.
 template <typename CT>
 class HeadActivations {
  public:
   HeadActivations(const Activations<CT>& all, int64_t head) : all_(all) {
     if (all.use_gate) {
-      rate_ = std::exp(all.A_log.template get<CT>(head));
+      A_log_ = all.A_log.template get<CT>(head);
       bias_ = all.dt_bias ? all.dt_bias.template get<CT>(head) : CT(0);
     }
   }
@@ -82,7 +87,11 @@ class HeadActivations {
       return all_.g.template get<CT>(i);
     }
     const CT x = gate_input(i);
-    return -rate_ * (x > CT(kSoftplusThreshold) ? x : std::log1p(std::exp(x)));
+    if (x > CT(0)) {
+      return -rate(x) * (x > CT(kSoftplusThreshold) ? x : std::log1p(std::exp(x)));
+    }
+    const CT e = std::exp(x);
+    return -rate(x) * (e > CT(0) ? std::log1p(e) / e : CT(1));
   }
 
   CT g_derivative(int64_t i) const {
@@ -90,7 +99,7 @@ class HeadActivations {
       return 1;
     }
     const CT x = gate_input(i);
-    return -rate_ * (x > CT(kSoftplusThreshold) ? CT(1) : sigmoid(x));
+    return -rate(x) / (x > CT(kSoftplusThreshold) ? CT(1) : CT(1) + std::exp(-std::abs(x)));
   }
 
   CT beta(int64_t i) const {
@@ -104,9 +113,10 @@ class HeadActivations {
 
  private:
   CT gate_input(int64_t i) const { return all_.g.template get<CT>(i) + bias_; }
+  CT rate(CT x) const { return std::exp(A_log_ + std::min(x, CT(0))); }
 
   const Activations<CT>& all_;
-  CT rate_ = 0, bias_ = 0;  // exp(A_log), dt_bias
+  CT A_log_ = 0, bias_ = 0;
 };
 
 }  // namespace flash_qla::cpu

@@ -47,9 +47,9 @@ class Backward {
 
   void run() {
     begin();
-    if (d_.has_maps()) {  // one beside the other
+    if (d_.has_maps()) {
       scan_states();
-      scan_gradients();
+      scan_gradients(/*beside=*/true);
     }
     replay_states();
     input_gradients();
@@ -85,7 +85,7 @@ class Backward {
   }
 
   void finish() {
-    scan_gradients();
+    scan_gradients(/*beside=*/false);
     input_gradients();
   }
 
@@ -99,8 +99,9 @@ class Backward {
         dtype_(dtype_name(call.dtype)),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
-  void scan_states() const { segment_scan(false, states_or_zeros(call_, call_.initial_state)); }
-  void scan_gradients() const { segment_scan(true, states_or_zeros(call_, call_.grad_final_state)); }
+  void scan_states() const { segment_scan(false, states_or_zeros(call_, call_.initial_state), false); }
+  // `beside` the scan of states, which was the launch before this one.
+  void scan_gradients(bool beside) const { segment_scan(true, states_or_zeros(call_, call_.grad_final_state), beside); }
 
   void input_gradients() const {
     chunk_backward();
@@ -132,7 +133,7 @@ class Backward {
   // Only whether there are any: the kernels have those of the gradients besides.
   States states() const {
     States found;
-    found.has_initial = call_.in_halves || call_.initial_state.has_value();
+    found.first_states = call_.in_halves || call_.initial_state ? FirstStates::kAll : FirstStates::kNone;
     found.has_final = call_.in_halves || call_.grad_final_state.has_value();
     found.slots = call_.N;
     return found;
@@ -201,7 +202,7 @@ class Backward {
                              .wide_offsets = call_.wide_offsets,
                              .uniform_length = call_.T,
                              .state_indices = nullptr,
-                             .wide_indices = false,
+                             .index_kind = TableKind::kNone,
                              .index_stride = 0,
                              .null_index = -1,
                              .slots = call_.N,
@@ -275,7 +276,7 @@ class Backward {
   }
 
   // Of states, or in reverse of their gradients.
-  void segment_scan(bool reverse, const std::optional<Tensor>& first_states) const {
+  void segment_scan(bool reverse, const std::optional<Tensor>& first_states, bool beside) const {
     kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
                            .segments = workspace_[workspace_.segments],
                            .maps = workspace_[workspace_.maps],
@@ -288,6 +289,7 @@ class Backward {
                            .state_stride_k = call_.state_stride_k(),
                            .slot_stride = state_size(),
                            .state_dtype = Dtype::kFloat32,
+                           .beside = beside,
                            .N = call_.N,
                            .segment_slots = d_.segments,
                            .H_v = call_.H_v,

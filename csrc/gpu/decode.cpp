@@ -22,10 +22,6 @@ constexpr int64_t kMostSequences = 65535;
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
 
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0;
-}
-
 // Elements from one token to the next; the dimensions of batch and token are as good as one.
 int64_t token_stride(const Tensor& tensor) { return tensor.size(1) == 1 ? tensor.stride(0) : tensor.stride(1); }
 
@@ -68,13 +64,13 @@ void check_supported(const DecodeCall& call) {
   }
 }
 
-// A table of indices as the kernel reads it. wide gets its bit where it is int64.
-const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_t& wide) {
+// A table of indices as the kernel reads it. `kinds` gets its TableKind from `bit` on.
+const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_t& kinds) {
   if (!tensor) {
     return nullptr;
   }
   make_contiguous(op, *tensor, tensor->scalar_type());
-  wide |= static_cast<int64_t>(has_dtype(*tensor, ScalarType::Long)) << bit;
+  kinds |= table_kind(*tensor) << bit;
   return tensor->const_data_ptr();
 }
 
@@ -190,13 +186,13 @@ void launch(DecodeCall& call, const Tensor& o) {
     make_contiguous(call.op, *call.dt_bias, call.dt_bias->scalar_type());
   }
   std::optional<Tensor> state_indices = call.state_indices;
-  int64_t wide = 0;
-  const void* const offsets = table(call.op, call.cu_seqlens, DecodeTable::kOffsets, wide);
-  const void* const states = table(call.op, state_indices, DecodeTable::kStates, wide);
-  const void* const accepted = table(call.op, call.num_accepted_tokens, DecodeTable::kAccepted, wide);
-  const void* const writes = table(call.op, call.write_indices, DecodeTable::kWrites, wide);
-  const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, wide);
-  const void* const parents = table(call.op, call.parents, DecodeTable::kParents, wide);
+  int64_t kinds = 0;
+  const void* const offsets = table(call.op, call.cu_seqlens, DecodeTable::kOffsets, kinds);
+  const void* const states = table(call.op, state_indices, DecodeTable::kStates, kinds);
+  const void* const accepted = table(call.op, call.num_accepted_tokens, DecodeTable::kAccepted, kinds);
+  const void* const writes = table(call.op, call.write_indices, DecodeTable::kWrites, kinds);
+  const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, kinds);
+  const void* const parents = table(call.op, call.parents, DecodeTable::kParents, kinds);
   const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
   const Shares shares = shares_of(call);
   kernels::decode({.q = call.q.const_data_ptr(),
@@ -215,7 +211,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .write_indices = writes,
                    .state_rows = state_rows,
                    .parents = parents,
-                   .wide_tables = wide,
+                   .tables = kinds,
                    .length = call.T,
                    .null_index = call.null_index,
                    .update_state = call.writes_back(),

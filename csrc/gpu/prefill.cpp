@@ -31,7 +31,7 @@ void check_supported(const PrefillCall& call) {
 // Of a table whose rows are contiguous.
 IndexTable table_of(const Tensor& tensor) {
   return {.numbers = tensor.const_data_ptr(),
-          .wide = has_dtype(tensor, ScalarType::Long),
+          .kind = table_kind(tensor),
           .row_stride = tensor.stride(0),
           .columns = tensor.dim() > 1 ? tensor.size(1) : 1};
 }
@@ -40,7 +40,8 @@ States states_of(const PrefillCall& call) {
   States states;
   states.initial = call.state_pool.const_data_ptr();
   states.final = call.state_pool.mutable_data_ptr();
-  states.has_initial = states.has_final = true;
+  states.first_states = call.has_initial_state ? FirstStates::kFlagged : FirstStates::kAll;
+  states.has_final = true;
   states.slots = call.state_pool.size(0);
   states.slot_stride = call.state_pool.stride(0);
   states.stride_v = call.K;

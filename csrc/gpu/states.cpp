@@ -14,11 +14,15 @@ constexpr int64_t kPieceBytes = 16;  // what a lane takes, or TMA
 
 }  // namespace
 
+int64_t table_kind(const Tensor& tensor) {
+  return has_dtype(tensor, ScalarType::Long) ? TableKind::kInt64 : TableKind::kInt32;
+}
+
 States states_of(const Call& call, const ForwardOutputs& out) {
   States states;
   states.initial = data(call.initial_state);
   states.final = data_if(call.output_final_state, out.final_state);
-  states.has_initial = call.in_halves || call.initial_state.has_value();
+  states.first_states = call.in_halves || call.initial_state ? FirstStates::kAll : FirstStates::kNone;
   states.has_final = call.in_halves || call.output_final_state;
   states.slots = call.N;
   states.slot_stride = call.H_v * call.V * call.K;

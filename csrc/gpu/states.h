@@ -5,21 +5,26 @@
 #include <optional>
 
 #include "call.h"
+#include "layout.h"
 #include "passes.h"
 
 namespace flash_qla {
 
-// Indices [rows, columns], a row's side by side, int32 or int64; perhaps none.
+// Indices [rows, columns], a row's side by side.
 struct IndexTable {
   const void* numbers = nullptr;
-  bool wide = false;
+  int64_t kind = TableKind::kNone;
   int64_t row_stride = 1, columns = 1;
 };
+
+// The TableKind of a table that a call has.
+int64_t table_kind(const Tensor& tensor);
 
 struct States {
   const void* initial = nullptr;  // slots, of which sequences have one each: those of slot_indices or, without, their
   void* final = nullptr;          // own numbers
-  bool has_initial = false, has_final = false;
+  int64_t first_states = FirstStates::kNone;
+  bool has_final = false;
   int64_t slots = 0, slot_stride = 0, stride_v = 0, stride_k = 0;  // strides in elements
   int64_t dtype = 0;                                               // Dtype; of 16 bits V-first only
 
@@ -27,7 +32,7 @@ struct States {
   bool on_pool = false;  // `initial` and `final` are the same slots
   IndexTable slot_indices;
   int64_t null_index = -1;
-  const void* has_state = nullptr;  // bool, of each sequence; none: all
+  const void* has_state = nullptr;  // bool, of each sequence, if first_states is kFlagged
   int64_t has_state_stride = 1;
 
   // Checkpoints: V-first. To slots of kept_indices or, without, in the order of the sequences.

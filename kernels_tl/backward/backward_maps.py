@@ -27,6 +27,7 @@ from kernels_tl.backward.reverse_recurrence import begin_step, end_step, registe
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
+    after,
     block_row,
     block_rows,
     dims,
@@ -50,6 +51,7 @@ from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentCo
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "device/segments.cuh"
 #include "device/tiles.cuh"

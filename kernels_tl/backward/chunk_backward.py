@@ -55,6 +55,7 @@ from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     SWIZZLE_128B,
     C,
+    after,
     block_row,
     block_rows,
     descriptor,
@@ -69,6 +70,7 @@ from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "device/descriptors.cuh"
 #include "device/gradients.cuh"

@@ -63,8 +63,8 @@ __device__ __forceinline__ float from_bits(uint32_t bits, int activations, int b
   return x[0];
 }
 
-// log(1 + e), 0 <= e <= 1; relative error 2^-22. The polynomial was fitted to that error.
-__device__ __forceinline__ float log1p_of_fraction(float e) {
+// log(1 + e) / e, 0 <= e <= 1; relative error 2^-22. The polynomial was fitted to that error.
+__device__ __forceinline__ float log1p_ratio(float e) {
   constexpr float kCoefficients[] = {0.0052326242f, -0.029504957f, 0.078225493f, -0.13663207f, 0.19105989f,
                                      -0.24842978f,  0.33319095f,   -0.49999493f, 0.99999994f};
   float x = 0.f;
@@ -72,12 +72,8 @@ __device__ __forceinline__ float log1p_of_fraction(float e) {
   for (const float coefficient : kCoefficients) {
     x = x * e + coefficient;
   }
-  return x * e;
+  return x;
 }
-
-// From PyTorch's threshold of 20 on the second term is lost, as there. Without branches, which would keep a thread's
-// tokens apart.
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1p_of_fraction(expf(-fabsf(x))); }
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
 
@@ -86,8 +82,6 @@ __device__ __forceinline__ float sigmoid_slope(float x) {
   const float e = expf(-fabsf(x)), r = __fdividef(1.f, 1.f + e);
   return e * r * r;
 }
-
-__device__ __forceinline__ float softplus_slope(float x) { return sigmoid(x); }
 
 // Of a stronger decay nothing would be left either: e^-1024 is 0. So g = -inf forgets the state, and the sums over a
 // chunk keep enough digits for the tokens behind.
@@ -109,17 +103,36 @@ __device__ __forceinline__ GateBits load_gate_bits(const void* A_log, const void
   return bits;
 }
 
-// g of what comes, and its derivative.
+// g = -exp(A_log) softplus(y), y = x + dt_bias, and its derivative. With e = exp(-|y|),
+//
+//   softplus(y) = max(y, 0) + log(1 + e),    its derivative is exp(min(y, 0)) / (1 + e)
+//
+// exp(A_log) and exp(min(y, 0)) are one power, because the first may overflow where the product is small. Above
+// PyTorch's threshold of 20 log(1 + e) is lost, as in PyTorch. No branches: they would keep a thread's tokens apart.
 struct HeadGate {
-  float rate, bias;
+  float A_log, bias;
 
-  __device__ __forceinline__ HeadGate(float rate, float bias) : rate(rate), bias(bias) {}
+  __device__ __forceinline__ HeadGate(float A_log, float bias) : A_log(A_log), bias(bias) {}
   __device__ __forceinline__ HeadGate(const GateBits& bits, int activations)
-      : rate(-expf(from_bits(bits.A_log, activations, Activation::kALog))),
+      : A_log(from_bits(bits.A_log, activations, Activation::kALog)),
         bias(activations & Activation::kBias ? from_bits(bits.dt_bias, activations, Activation::kDtBias) : 0.f) {}
 
-  __device__ __forceinline__ float operator()(float x) const { return limit_decay(rate * softplus(x + bias)); }
-  __device__ __forceinline__ float slope(float x) const { return rate * softplus_slope(x + bias); }
+  __device__ __forceinline__ float operator()(float x) const {
+    const float y = x + bias, e = expf(-fabsf(y)), ratio = log1p_ratio(e);
+    return limit_decay(-rate(y) * (y > 0.f ? y + e * ratio : ratio));
+  }
+  __device__ __forceinline__ float slope(float x) const {
+    const float y = x + bias;
+    return -rate(y) * __fdividef(1.f, 1.f + expf(-fabsf(y)));
+  }
+
+ private:
+  // exp(A_log + min(y, 0)). Finite, because the slope of a token that forgets everything meets a gradient of 0.
+  __device__ __forceinline__ float rate(float y) const {
+    constexpr float kMost = 3.402823466e38f;
+    const float found = expf(A_log + fminf(y, 0.f));
+    return found > kMost ? kMost : found;
+  }
 };
 
 __device__ __forceinline__ float beta_factor(int activations) { return activations & Activation::kTwice ? 2.f : 1.f; }

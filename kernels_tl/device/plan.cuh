@@ -39,8 +39,10 @@ __device__ __forceinline__ void put_padding(int* row, int begin, int tokens, int
 
 __device__ __forceinline__ int slot_of(const Slots& slots, int n) { return slots(n); }
 
-__device__ __forceinline__ bool is_set(const void* flags, int64_t stride, int n) {
-  return flags == nullptr || static_cast<const bool*>(flags)[n * stride];
+// Whether sequence n starts from a state: see FirstStates. Flags are read for kFlagged only.
+__device__ __forceinline__ bool has_first_state(int first_states, const void* flags, int64_t stride, int n) {
+  return first_states == FirstStates::kFlagged ? static_cast<const bool*>(flags)[n * stride]
+                                               : first_states == FirstStates::kAll;
 }
 
 // Where the state behind a chunk goes: behind `every` tokens of a sequence, twice as many and so on, to the slots that

@@ -8,27 +8,29 @@
 
 namespace flash_qla::device {
 
-// [rows, columns] of int32 or int64, a row's numbers side by side; perhaps none.
+// [rows, columns] of int32 or int64, a row's numbers side by side; with TableKind::kNone there is no table.
 struct Table {
   const void* numbers;
-  bool wide;
+  int kind;
   int64_t row_stride;
   int columns;
 
-  __device__ __forceinline__ Table(const void* numbers, int wide, int64_t row_stride, int columns)
-      : numbers(numbers), wide(wide != 0), row_stride(row_stride), columns(columns) {}
-  __device__ __forceinline__ Table(const void* numbers, int wide, int columns)
-      : Table(numbers, wide, columns, columns) {}
+  __device__ __forceinline__ Table(const void* numbers, int kind, int64_t row_stride, int columns)
+      : numbers(numbers), kind(kind), row_stride(row_stride), columns(columns) {}
+  __device__ __forceinline__ Table(const void* numbers, int kind, int columns)
+      : Table(numbers, kind, columns, columns) {}
 
-  __device__ __forceinline__ explicit operator bool() const { return numbers != nullptr; }
+  __device__ __forceinline__ explicit operator bool() const { return kind != TableKind::kNone; }
+  __device__ __forceinline__ bool is_wide() const { return kind == TableKind::kInt64; }
   __device__ __forceinline__ int64_t operator()(int64_t row, int column = 0) const {
     const int64_t at = row * row_stride + column;
-    return wide ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
+    return is_wide() ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
   }
   // From L2: before the wait for the grid ahead, and behind it where L1 may hold what was read before.
   __device__ __forceinline__ int64_t fresh(int64_t row, int column = 0) const {
     const int64_t at = row * row_stride + column;
-    return wide ? __ldcg(static_cast<const long long*>(numbers) + at) : __ldcg(static_cast<const int*>(numbers) + at);
+    return is_wide() ? __ldcg(static_cast<const long long*>(numbers) + at)
+                     : __ldcg(static_cast<const int*>(numbers) + at);
   }
 };
 
@@ -42,8 +44,8 @@ struct Slots {
   Table indices;
   int64_t null_index, slots;
 
-  __device__ __forceinline__ Slots(const void* indices, int wide, int64_t stride, int64_t null_index, int64_t slots)
-      : indices(indices, wide, stride, 1), null_index(null_index), slots(slots) {}
+  __device__ __forceinline__ Slots(const void* indices, int kind, int64_t stride, int64_t null_index, int64_t slots)
+      : indices(indices, kind, stride, 1), null_index(null_index), slots(slots) {}
 
   __device__ __forceinline__ int operator()(int n) const {
     return indices ? static_cast<int>(checked_slot(indices(n), null_index, slots)) : n;

@@ -20,8 +20,10 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.common import (
+    CALLER,
     EXPLICIT_PASS_CONFIGS,
     C,
+    after,
     block_row,
     block_rows,
     dims,
@@ -36,6 +38,8 @@ from kernels_tl.states import States, chosen, is_checkpoint
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
+EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 PRELUDE = """
 #include "device/tiles.cuh"
 """

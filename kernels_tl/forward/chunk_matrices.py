@@ -34,12 +34,14 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.common import (
+    CALLER,
     EXPLICIT_PASS_CONFIGS,
     SWIZZLE_32B,
     SWIZZLE_64B,
     SWIZZLE_128B,
     SWIZZLE_NONE,
     C,
+    after,
     block_row,
     descriptor,
     dims,
@@ -63,6 +65,9 @@ from kernels_tl.states import slots_of
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+# The first CTAs. g_cumsum is written
+EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
+EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
 PRELUDE = """
 #include "device/chunk_matrices.cuh"
 #include "device/plan.cuh"
@@ -318,7 +323,7 @@ def chunk_matrices(dtype, K, normalize):
         wide_offsets: T.int32,  # of 64 bits
         uniform_length: T.int32,
         state_indices: T.Tensor([N], "int32"),  # of the sequences' states: see chunk_plan.py
-        wide_indices: T.int32,
+        index_kind: T.int32,  # TableKind
         index_stride: T.int64,
         null_index: T.int64,
         slots: T.int64,
@@ -340,7 +345,7 @@ def chunk_matrices(dtype, K, normalize):
                 has_offsets,
                 wide_offsets,
                 uniform_length,
-                (state_indices, wide_indices, index_stride, null_index, slots),
+                (state_indices, index_kind, index_stride, null_index, slots),
             )
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team

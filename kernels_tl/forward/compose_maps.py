@@ -22,7 +22,7 @@ Launched on [mapped * H_v * (value_dim / 32 + key_dim / 32)].
 
 import tilelang.language as T
 
-from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
+from kernels_tl.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
 from kernels_tl.forward.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
@@ -30,6 +30,7 @@ from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 PRELUDE = """
 #include "device/tiles.cuh"
 """

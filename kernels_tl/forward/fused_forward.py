@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.common import EXPLICIT_PASS_CONFIGS, C, dims, element_type, extern
+from kernels_tl.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, dims, element_type, extern
 from kernels_tl.cta import Walk, barriers, fetch, shared, store_rows
 from kernels_tl.forward import place as at_place
 from kernels_tl.forward.place import next_chunk, phase, stage, value_phase, value_stage
@@ -50,6 +50,9 @@ from kernels_tl.states import States, chosen, is_checkpoint, slots_of
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+# The loader and the gates' warp of a CTA that finds its first segment itself. g_cumsum is written
+EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+EARLY |= {"g_cumsum": after(CALLER)}
 PRELUDE = """
 #include "device/fused_forward.cuh"
 #include "device/plan.cuh"
@@ -430,7 +433,7 @@ def fused_forward(dtype, K, normalize, low_level):
         activations: T.int32,  # Activation
         scale: T.float32,
         state_indices: T.Tensor([N], "int32"),  # of the sequences' states: see chunk_plan.py
-        wide_indices: T.int32,
+        index_kind: T.int32,  # TableKind
         index_stride: T.int64,
         null_index: T.int64,
         slots: T.int64,
@@ -463,7 +466,7 @@ def fused_forward(dtype, K, normalize, low_level):
                         T.Cast("int32", N),
                         T.Cast("int32", tokens),
                         uniform_length,
-                        slots_of(state_indices, wide_indices, index_stride, null_index, slots),
+                        slots_of(state_indices, index_kind, index_stride, null_index, slots),
                     )
                 else:
                     T.pdl_sync()

@@ -20,6 +20,7 @@ import tilelang.language as T
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
+    after,
     block_row,
     block_rows,
     dims,
@@ -31,6 +32,7 @@ from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentColum
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "device/segments.cuh"
 #include "device/tiles.cuh"

@@ -15,7 +15,8 @@ With `reverse`, for the backward, the gradient of the state behind each segment,
 final state, behind a sequence's last segment, and `skips` are those of the reverse. What is said of S here is then said
 of dS', and of Z of dZ.
 
-It is launched behind the forward's scan and runs beside it: that one waits for the maps before it lets this one begin.
+With `beside` it is launched right after the scan of states and runs beside it: that scan waits for the kernels ahead of
+it before it lets this one start, so what this one reads is there. Without, it waits like any other kernel.
 
 Where a sequence's first state is SCANNED too (plan/chunk_plan.py), it is written to that segment's slot of states.
 
@@ -31,7 +32,7 @@ Launched on [N * H_v * value_dim / 32].
 
 import tilelang.language as T
 
-from kernels_tl.common import EXPLICIT_PASS_CONFIGS, dims, extern, load_early
+from kernels_tl.common import CALLER, EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
 from kernels_tl.forward.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
 from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
@@ -39,6 +40,9 @@ from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
+EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
+EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "skips", "states")}
+EARLY |= {"initial_state": after(CALLER, where="beside")}
 PRELUDE = """
 #include "device/tiles.cuh"
 """
@@ -59,7 +63,7 @@ def segment_scan(dtype, K, reverse):
         return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
 
     def read(number):
-        """An entry of a table that a kernel before the one ahead made, and that the reverse does not wait for."""
+        """An entry of a table that was written before the kernel ahead, for which the reverse may not wait."""
         return load_early(number) if reverse else number
 
     def is_end(flags):
@@ -185,6 +189,7 @@ def segment_scan(dtype, K, reverse):
         state_stride_k: T.int32,
         slot_stride: T.int64,
         state_dtype: T.int32,
+        beside: T.int32,  # only with reverse
     ):
         with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -206,7 +211,7 @@ def segment_scan(dtype, K, reverse):
                     first_slot += T.truncdiv(length - 1, segment_length)
             if (first != SegmentFlag.FIRST) & (cta != 0):  # but the last as well
                 extern("leave")
-            if not reverse:
+            if beside == 0:
                 T.pdl_sync()
             T.pdl_trigger()
             begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
@@ -221,6 +226,6 @@ def segment_scan(dtype, K, reverse):
                 else:
                     store(tiles, ready, first_slot, hv, v0, states, begin)
                     if reverse:
-                        T.pdl_sync()  # as the kernel behind this one takes it for granted that the one ahead has ended
+                        T.pdl_sync()  # because the next kernel takes for granted that the one ahead of this has ended
 
     return main

@@ -172,20 +172,20 @@ def chunk_plan(offset_dtype):
         mapped_0: T.int32,
         mapped_1: T.int32,
         dropped: T.int32,  # a SegmentFlag
-        state_indices: T.Tensor([N], "int32"),  # on a pool; as these say int64, and strided
-        has_state: T.Tensor([N], "int32"),  # bool, strided: whether a first state is read; on a pool, or none
-        checkpoint_indices: T.Tensor([N], "int32"),  # [N, checkpoint_columns], as these say int64, and strided
+        state_indices: T.Tensor([N], "int32"),  # strided, of the width that index_kind says
+        has_state: T.Tensor([N], "int32"),  # bool, strided: read if first_states is FLAGGED
+        checkpoint_indices: T.Tensor([N], "int32"),  # [N, checkpoint_columns], likewise
         checkpoints: T.Tensor([chunk_slots], "int32"),
         on_pool: T.int32,
-        has_initial: T.int32,
+        first_states: T.int32,  # FirstStates
         has_final: T.int32,
-        wide_indices: T.int32,
+        index_kind: T.int32,  # TableKind
         index_stride: T.int64,
         null_index: T.int64,
         slots: T.int64,
         has_state_stride: T.int64,
         checkpoint_every: T.int32,  # tokens
-        wide_checkpoint_indices: T.int32,
+        checkpoint_index_kind: T.int32,
         checkpoint_stride: T.int64,
         checkpoint_columns: T.int32,
         checkpoint_states: T.int64,  # how many there are where they go
@@ -236,14 +236,20 @@ def chunk_plan(offset_dtype):
                 if n < N:
                     own = extern(
                         "slot_of",
-                        slots_of(state_indices, wide_indices, index_stride, null_index, slots),
+                        slots_of(state_indices, index_kind, index_stride, null_index, slots),
                         n,
                         returns="int32",
                     )
                     part = T.Select(own == NOBODY, 1, T.max(T.truncdiv(count + size - 1, size), 1))
-                    if has_initial != 0:
-                        is_set = extern("is_set", T.access_ptr(has_state[0], "r"), has_state_stride, n, returns="bool")
-                        initial = T.Select(is_set, own, NOBODY)
+                    if extern(
+                        "has_first_state",
+                        first_states,
+                        T.access_ptr(has_state[0], "r"),
+                        has_state_stride,
+                        n,
+                        returns="bool",
+                    ):
+                        initial = own
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
@@ -266,7 +272,7 @@ def chunk_plan(offset_dtype):
                     indices=extern(
                         "Table",
                         T.access_ptr(checkpoint_indices[0], "r"),
-                        wide_checkpoint_indices,
+                        checkpoint_index_kind,
                         checkpoint_stride,
                         checkpoint_columns,
                     ),

@@ -11,8 +11,8 @@ inside.
     q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
     v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
     state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
-    offsets        [N + 1]                          the tables of indices are int32 or int64, as Table says; what a call
-    state_indices  [N, columns]                     does not have is null
+    offsets        [N + 1]                          the tables of indices are int32 or int64, or are not there, as
+    state_indices  [N, columns]                     DecodeTable says
     accepted       [N]
     write_indices  [N, columns]
     state_rows     [N]
@@ -53,7 +53,7 @@ tiles as many CTAs, so that SMs end at the same time.
 
 import tilelang.language as T
 
-from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
+from kernels_tl.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.cta import BYTES
 from kernels_tl.layout import (
     DECODE_CTAS_BLOCKS,
@@ -66,6 +66,7 @@ from kernels_tl.layout import (
     DecodeTable,
 )
 
+EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # a state is brought to L2
 PRELUDE = """
 #include "device/decode.cuh"
 """
@@ -108,14 +109,14 @@ def decode(dtype, K, state_dtype, path):
     def of_heads(heads, channels, name):
         return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
 
-    def table(which, wide_tables, numbers, columns=1):
-        return extern("Table", T.access_ptr(numbers, "r"), wide_tables >> which & 1, T.Cast("int32", columns))
+    def table(which, tables, numbers, columns=1):
+        return extern("Table", T.access_ptr(numbers, "r"), tables >> which & 3, T.Cast("int32", columns))
 
-    def first_slots(wide_tables, state_indices, accepted, null_index):
+    def first_slots(tables, state_indices, accepted, null_index):
         return extern(
             "FirstSlots",
-            table(DecodeTable.STATES, wide_tables, state_indices[0, 0], state_columns),
-            table(DecodeTable.ACCEPTED, wide_tables, accepted[0]),
+            table(DecodeTable.STATES, tables, state_indices[0, 0], state_columns),
+            table(DecodeTable.ACCEPTED, tables, accepted[0]),
             null_index,
             T.Cast("int64", slots),
         )
@@ -146,7 +147,7 @@ def decode(dtype, K, state_dtype, path):
         write_indices: T.Tensor([N, write_columns], "int32"),
         state_rows: T.Tensor([N], "int32"),
         parents: T.Tensor([N, parent_columns], "int32"),
-        wide_tables: T.int32,  # DecodeTable
+        tables: T.int32,  # DecodeTable
         length: T.int32,  # of a sequence, without offsets
         null_index: T.int64,
         update_state: T.int32,
@@ -173,7 +174,7 @@ def decode(dtype, K, state_dtype, path):
             if place < early:
                 extern(
                     f"prefetch_state<{state_element}>",
-                    first_slots(wide_tables, state_indices, accepted, null_index),
+                    first_slots(tables, state_indices, accepted, null_index),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
                     extern("decode_share", tile, place, groups, whole, halvings),
@@ -187,11 +188,11 @@ def decode(dtype, K, state_dtype, path):
                 function,
                 extern(
                     "DecodePlan",
-                    first_slots(wide_tables, state_indices, accepted, null_index),
-                    table(DecodeTable.OFFSETS, wide_tables, offsets[0]),
-                    table(DecodeTable.WRITES, wide_tables, write_indices[0, 0], write_columns),
-                    table(DecodeTable.ROWS, wide_tables, state_rows[0]),
-                    table(DecodeTable.PARENTS, wide_tables, parents[0, 0], parent_columns),
+                    first_slots(tables, state_indices, accepted, null_index),
+                    table(DecodeTable.OFFSETS, tables, offsets[0]),
+                    table(DecodeTable.WRITES, tables, write_indices[0, 0], write_columns),
+                    table(DecodeTable.ROWS, tables, state_rows[0]),
+                    table(DecodeTable.PARENTS, tables, parents[0, 0], parent_columns),
                     T.Cast("int32", tokens),
                     length,
                     update_state != 0,

@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -58,10 +59,10 @@ PTX = {
     "wgmma.commit_group": "tl::warpgroup_commit_batch();",
     "wgmma.wait_group": "tl::wait_wgmma<kInFlight>();",
     "fence.proxy.async": "tl::fence_proxy_async();",
-    "cp.async.cg.shared.global": "there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);",
+    "cp.async.cg.shared.global": "emulator::copy_piece(to, from, there);",
     "cp.async.commit_group": "",
     "cp.async.wait_group": "",
-    "cp.async.bulk.prefetch.L2.global": "",
+    "cp.async.bulk.prefetch.L2.global": "emulator::check_pieces(from, bytes);",
     "cp.async.bulk.wait_group": "tl::tma_store_wait<0, true>();",
     "cp.async.bulk.tensor.3d": store_of("kStore", "x0, x1, x2"),
     "cp.async.bulk.tensor.5d": store_of("kStore", "x0, x1, x2, x3, x4"),
@@ -113,9 +114,33 @@ def without_cuda(path: Path) -> str:
     types = [re.sub(r"__grid_constant__|__restrict__|\w+$", "", parameter) for parameter in parameters]
     arguments = ", ".join(f"*static_cast<std::decay_t<{kind}>*>(arguments[{i}])" for i, kind in enumerate(types))
     return (
-        f'{text}\nstatic const bool {name}_added = emulator::add_kernel("{name}",'
+        f'{text}\nstatic const bool {name}_added = emulator::add_kernel("{name}", {launch_of(path, parameters)},'
         f" [](void** arguments) {{ {name}({arguments}); }});\n"
     )
+
+
+def launch_of(path: Path, parameters: list[str]) -> str:
+    """The emulator::launches::Kernel, from what codegen.py says of the kernel in the source's first line."""
+    about = json.loads(path.read_text().partition("\n")[0].partition(": ")[2])
+    names = [parameter.split()[-1] for parameter in parameters]
+    tensors = [
+        (re.sub(r"_desc\w*$", "", name), i, "CUtensorMap" in parameters[i])
+        for i, name in enumerate(names)
+        if "*" in parameters[i] or "CUtensorMap" in parameters[i]
+    ]
+    early = [
+        (name, kernels, -1 if where is None else names.index(where))
+        for name, (kernels, where) in about["early"].items()
+        if name in {tensor for tensor, _, _ in tensors}
+    ]
+    return initializer([about["kernel"], tensors, early])
+
+
+def initializer(value) -> str:
+    """In C++, of strings, numbers and sequences of such."""
+    if isinstance(value, (list, tuple)):
+        return f"{{{', '.join(map(initializer, value))}}}"
+    return json.dumps(value)
 
 
 def write(path: Path, text: str) -> Path:
@@ -176,14 +201,16 @@ class Compiler:
 def sources(out: Path, races: bool) -> list[tuple]:
     """Everything that the library is made of, each with its options."""
     registry, launchers = KERNELS / "registry.cpp", KERNELS / "launchers.cpp"
-    seen = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-g1") if races else ()
+    seen = ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")
+    if races:
+        seen = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-g1")
     kernels = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
     found = [
         (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h", *seen)
         for name in kernels
     ]
     found += [(registry,), (launchers, f"-Wa,-I{KERNELS}")]
-    found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "races.cpp")]
+    found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
     found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     as_gpu = ("-include", "host.h")
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
@@ -208,7 +235,7 @@ def build(out: Path, races: bool = False) -> Path:
     package = out / "package/flash_qla"
     shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
     libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so")]
-    options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread", "-ldl"]
+    options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread", "-ldl", "-fsanitize=alignment"]
     subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", package / "libflash_qla.so"], check=True)
     return package.parent
 

@@ -2,6 +2,7 @@
 // of.
 #include "emulator.h"
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -70,11 +71,13 @@ void run_thread() {
   exit_thread();
 }
 
+char* const stacks = static_cast<char*>(mmap(nullptr, kStackBytes* kMostThreads, PROT_READ | PROT_WRITE,
+                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+
 void run_cta() {
-  static char* const stacks = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
-                                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
   races::begin_cta(cta.threads);
+  launches::begin_cta();
   cta.alive = cta.threads;
   std::fill_n(cta.alive_of_warps, kMostThreads / 32, 32);
   for (auto* meetings : {cta.named, cta.warps, cta.warpgroups}) {
@@ -239,10 +242,13 @@ void multiply_by_warp(float (&c)[4], const Operands& mine, A a, B b) {
   });
 }
 
-using Run = void (*)(void** arguments);
+struct Instance {
+  launches::Kernel kernel;
+  void (*run)(void** arguments);
+};
 
-std::map<std::string, Run>& kernels() {
-  static std::map<std::string, Run> all;
+std::map<std::string, Instance>& instances() {
+  static std::map<std::string, Instance> all;
   return all;
 }
 
@@ -253,8 +259,8 @@ CUresult load_data(CUlibrary* library, const void*, CUjit_option*, void**, unsig
 }
 
 CUresult get_kernel(CUkernel* kernel, CUlibrary, const char* name) {
-  const auto found = kernels().find(name);
-  if (found == kernels().end()) {
+  const auto found = instances().find(name);
+  if (found == instances().end()) {
     return CUDA_ERROR_NOT_FOUND;
   }
   *kernel = reinterpret_cast<CUkernel>(&found->second);
@@ -314,6 +320,27 @@ void Mbarrier::complete(int32_t some) {
   end_phase();
 }
 
+extern "C" char _end;  // of this library
+
+bool is_own(const void* address) {
+  static const char* const image = [] {
+    Dl_info info;
+    dladdr(dynamic_shared, &info);
+    return static_cast<const char*>(info.dli_fbase);
+  }();
+  const char* const at = static_cast<const char*>(address);
+  constexpr ptrdiff_t kHostStack = 1 << 20;  // of the launch's callers, where the arguments are
+  const auto is_in = [at](const char* begin, ptrdiff_t bytes) { return begin <= at && at < begin + bytes; };
+  return is_in(stacks, kStackBytes * kMostThreads) || is_in(image, &_end - image) ||
+         is_in(static_cast<const char*>(scheduler_stack), kHostStack);
+}
+
+const char* described_address(const CUtensorMap& map) {
+  const TensorMap* found;
+  std::memcpy(&found, &map, sizeof found);
+  return found == nullptr ? nullptr : found->address;
+}
+
 int64_t box_bytes(const CUtensorMap& map) {
   const TensorMap& m = tensor_map(map);
   int64_t bytes = m.element_bytes;
@@ -323,7 +350,25 @@ int64_t box_bytes(const CUtensorMap& map) {
   return bytes;
 }
 
+void check_pieces(const void* global, int64_t bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) {
+    fail("a copy by pieces of 16 bytes that does not start or end at a multiple of 16");
+  }
+}
+
+void copy_piece(void* to, const void* from, bool is_there) {
+  if (is_there) {
+    check_pieces(from, 16);
+    races::touch(from);
+    std::memcpy(to, from, 16);
+  } else {
+    std::memset(to, 0, 16);
+  }
+}
+
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes) {
+  check_pieces(from, bytes);
+  races::touch(from);
   std::memcpy(to, from, bytes);
   races::load(&barrier, to, bytes);
   barrier.complete(bytes);
@@ -352,6 +397,9 @@ void move_box(Box move, const CUtensorMap& map, const void* shared, std::initial
       races::load(barrier, here, m.element_bytes);
     } else {
       races::store(here, m.element_bytes);
+    }
+    if (is_inside) {
+      races::touch(global);
     }
     if (!is_inside) {
       if (move == Box::kLoad) {
@@ -441,7 +489,9 @@ void wgmma(const Wgmma& product) {
   meet(cta.warpgroups[warpgroup], 128, [&] { multiply(all + 128 * warpgroup); });
 }
 
-bool add_kernel(const char* name, Run run) { return kernels().emplace(name, run).second; }
+bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** arguments)) {
+  return instances().emplace(name, Instance{std::move(kernel), run}).second;
+}
 
 }  // namespace emulator
 
@@ -489,13 +539,15 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
-  emulator::run_kernel = *static_cast<const emulator::Run*>(function);
+  const auto& instance = *static_cast<const emulator::Instance*>(function);
+  emulator::run_kernel = instance.run;
   emulator::kernel_arguments = arguments;
   emulator::block_dim = {config->blockDim.x, 1, 1};
   emulator::cta.threads = static_cast<int>(config->blockDim.x);
   if (config->dynamicSmemBytes > sizeof emulator::dynamic_shared) {
     return cudaErrorInvalidValue;
   }
+  emulator::launches::begin(instance.kernel, config->numAttrs > 0, arguments);
   const dim3 grid = config->gridDim;
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
@@ -505,10 +557,12 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
       }
     }
   }
+  emulator::launches::end();
   return cudaSuccess;
 }
 
 int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  emulator::launches::begin_call();  // each call of an op asks once
   *stream = nullptr;
   return 0;
 }

@@ -31,7 +31,7 @@ constexpr bool kOn = false;
 
 constexpr int kSharedBytes = 227 << 10;
 constexpr int kGranule = 2;      // bytes
-constexpr int kMostLanes = 256;  // clocks of what is no thread
+constexpr int kMostLanes = 256;  // clocks of what is no thread; the last one is that of the launch ahead
 
 // Of each clock how much has happened before, and how much of that engines see.
 struct Times {
@@ -126,8 +126,10 @@ void report(const char* what, int byte, const Access& before, const Access& now)
 Access own_access(const void* place) { return {self(), of_thread[self()].known[self()], place}; }
 bool happened(const Access& access, const Times& times) { return times.known[access.clock] >= access.time; }
 
+int launch_clock() { return threads + kMostLanes - 1; }
+
 int new_clock() {
-  if (lanes == kMostLanes) {
+  if (lanes == kMostLanes - 1) {
     fail("more barriers and stores than races.cpp has clocks for");
   }
   return threads + lanes++;
@@ -255,8 +257,21 @@ void see_write(const void* to, int bytes, const Access& now, const Times& times,
   });
 }
 
+void see_global(const void* at, const void* place) {
+  const int64_t in_shared = static_cast<const char*>(at) - dynamic_shared;
+  if ((in_shared >= 0 && in_shared < kSharedBytes) || of_thread[self()].known[launch_clock()] > 0 || is_own(at)) {
+    return;
+  }
+  std::string parameter = "memory of no parameter";
+  if (!launches::may_touch(at, parameter)) {
+    fail((parameter + " is touched at " + place_of(place) + ", which is not behind the wait for the launch ahead")
+             .c_str());
+  }
+}
+
 void read_at(const void* from, int bytes, const void* place) {
   if (kOn && threads > 0) {
+    see_global(from, place);
     check_written_at_once();
     see_registers(from, bytes, false, place);
     see_read(from, bytes, own_access(place), of_thread[self()], false);
@@ -264,6 +279,7 @@ void read_at(const void* from, int bytes, const void* place) {
 }
 void write_at(const void* to, int bytes, const void* place) {
   if (kOn && threads > 0) {
+    see_global(to, place);
     check_written_at_once();
     see_registers(to, bytes, true, place);
     see_write(to, bytes, own_access(place), of_thread[self()], false);
@@ -387,6 +403,18 @@ void read_operand(const void* from, int bytes) {
   if (kOn) {
     const Groups& mine = groups_of(Engine::kProducts);
     see_read(from, bytes, {mine.clock, mine.committed + 1, nullptr}, of_product, true);
+  }
+}
+
+void wait_for_launch() {
+  if (kOn) {
+    of_thread[self()].known[launch_clock()] = 1;
+  }
+}
+
+void touch(const void* global) {
+  if (kOn) {
+    see_global(global, nullptr);
   }
 }
 

@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "launches.h"
 #include "races.h"
 
 namespace emulator {
@@ -137,11 +138,20 @@ Mbarrier& mbarrier(Barrier& barrier) {
   return reinterpret_cast<Mbarrier&>(barrier);
 }
 
+// Whether an address is of the emulator itself, stacks and static variables, and not of a tensor.
+bool is_own(const void* address);
+
 // A box of TMA between a tensor and shared memory.
 enum class Box { kLoad, kStore, kAdd };
 int64_t box_bytes(const CUtensorMap& map);
+const char* described_address(const CUtensorMap& map);  // null: none
 void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates,
               const void* barrier = nullptr);  // of a load
+// Fails unless address and size are multiples of 16 bytes, as copies need that go by pieces of 16. (Loads and stores of
+// vectors are checked by -fsanitize=alignment.)
+void check_pieces(const void* global, int64_t bytes);
+// 16 bytes of global memory to shared memory, or zeros.
+void copy_piece(void* to, const void* from, bool is_there);
 // Bytes of global memory to shared memory.
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes);
 
@@ -164,8 +174,8 @@ struct Wgmma {
 };
 void wgmma(const Wgmma& product);
 
-// A kernel by its name, as the driver finds it in its cubin. Returns whether it is new.
-bool add_kernel(const char* name, void (*run)(void** arguments));
+// An instance by its name, as the driver finds it in its cubin. Returns whether it is new.
+bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** arguments));
 
 }  // namespace emulator
 
@@ -271,8 +281,11 @@ inline int __syncthreads_or(int x) {
   emulator::synchronize(emulator::named_barrier(0), emulator::threads_alive(), [] { any = 0; });
   return found;
 }
-inline void cudaGridDependencySynchronize() {}
-inline void cudaTriggerProgrammaticLaunchCompletion() {}
+inline void cudaGridDependencySynchronize() {
+  emulator::launches::wait();
+  emulator::races::wait_for_launch();
+}
+inline void cudaTriggerProgrammaticLaunchCompletion() { emulator::launches::trigger(); }
 // What cuda_bf16.h and cuda_fp16.h have for device code only
 inline unsigned emulator_pack(__nv_bfloat16 x, __nv_bfloat16 y) {
   return __nv_bfloat16_raw(x).x | static_cast<unsigned>(__nv_bfloat16_raw(y).x) << 16;

@@ -29,6 +29,11 @@ void give_to_product(const void* registers, int bytes, bool is_result);
 void begin_product();
 void read_operand(const void* from, int bytes);
 
+// Global memory, by a thread or by TMA: before the thread's wait for the launch ahead, or what is in order behind it,
+// only what the kernel declares. Memory between two parameters is taken for that of the first one.
+void wait_for_launch();
+void touch(const void* global);
+
 // A thread's own
 void read(const void* from, int bytes);
 void write(const void* to, int bytes);
