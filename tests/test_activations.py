@@ -14,13 +14,17 @@ from cases import (
     backward_mode,
     check_backward,
     check_forward,
+    check_gradients,
+    check_outputs,
     covered_tokens,
     equal,
+    expected_outputs,
     forward_mode,
     make_arguments,
     make_gradients,
     make_inputs,
     parametrize,
+    reference_gradients,
     run_all,
     run_autograd,
     run_backward,
@@ -176,6 +180,35 @@ def test_the_ends_of_raw_values(device, dtype):
     inputs["A_log"].fill_(-4.0)
     assert all(x.isfinite().all() for x in run_forward(inputs)[2:])
     assert all(x.isfinite().all() for x in run_backward(inputs, **gradients).values())
+
+
+@pytest.mark.parametrize("A_log", (90.0, 80.0, -90.0))
+def test_the_ends_of_rates(device, A_log):
+    """exp(A_log) overflows or underflows in fp32, the product with the softplus mostly does not: as in fp64."""
+    case = Case(T=200, H_k=1, H_v=2, gate="logsigmoid", **GATE)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    x = -A_log + 6 * torch.rand(inputs["g"].shape, generator=torch.Generator().manual_seed(4)) - 5
+    x[:, 70:72] = -200.0  # no decay
+    x[:, 130:132] = 200.0
+    inputs["g"], inputs["A_log"] = x.to(device), torch.full_like(inputs["A_log"], A_log)
+    check_outputs(case, inputs, expected_outputs(inputs))
+    check_gradients(case, inputs, gradients, reference_gradients(inputs, **gradients))
+
+
+@pytest.mark.parametrize(("A_log", "g"), ((-float("inf"), 0.0), (float("inf"), -float("inf"))), ids=str)
+def test_infinite_rates(device, A_log, g):
+    """-inf never decays, inf always forgets."""
+    case = Case(T=130, H_k=1, H_v=2, gate="logsigmoid", **GATE)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    inputs["A_log"].fill_(A_log)
+    ready = activated(inputs) | {"g": torch.full_like(inputs["g"], g), "beta": inputs["beta"]}
+    o, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    expected = flash_qla.chunk_gated_delta_rule(**ready, output_final_state=True)
+    assert torch.equal(o, expected[0]) and torch.equal(state, expected[1])
+    actual, expected = run_backward(inputs, **gradients), run_backward(ready, **gradients)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], torch.zeros_like(x) if name == "dg" else x)
+    assert not actual["dA_log"].any() and not actual["ddt_bias"].any()
 
 
 def test_ready_gates_give_the_same(device):

@@ -40,6 +40,7 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
+EARLY |= {"final_state": after(CALLER)}  # of a sequence without tokens, written
 PRELUDE = """
 #include "device/tiles.cuh"
 """

@@ -293,7 +293,9 @@ def chunk_plan(offset_dtype):
                     sequences[n, SequenceColumn.LENGTH] = end - begin
                     sequences[n, SequenceColumn.CHUNK] = first
                     sequences[n, SequenceColumn.SEGMENT] = slot
-                    final = T.Select(has_final != 0, own, NOBODY)
+                    # On a pool a sequence without tokens leaves its slot alone: another sequence may have that slot.
+                    is_unchanged = (on_pool != 0) & (begin == end) & (initial != NOBODY)
+                    final = T.Select((has_final != 0) & T.Not(is_unchanged), own, NOBODY)
                     sequences[n, SequenceColumn.INITIAL] = initial
                     sequences[n, SequenceColumn.FINAL] = final
                     own_end = T.Select(own == NOBODY, begin, end)
