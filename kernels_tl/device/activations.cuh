@@ -110,29 +110,27 @@ __device__ __forceinline__ GateBits load_gate_bits(const void* A_log, const void
 // exp(A_log) and exp(min(y, 0)) are one power, because the first may overflow where the product is small. Above
 // PyTorch's threshold of 20 log(1 + e) is lost, as in PyTorch. No branches: they would keep a thread's tokens apart.
 struct HeadGate {
-  float A_log, bias;
+  float log2_rate, bias;  // A_log log2(e)
 
-  __device__ __forceinline__ HeadGate(float A_log, float bias) : A_log(A_log), bias(bias) {}
+  __device__ __forceinline__ HeadGate(float log2_rate, float bias) : log2_rate(log2_rate), bias(bias) {}
   __device__ __forceinline__ HeadGate(const GateBits& bits, int activations)
-      : A_log(from_bits(bits.A_log, activations, Activation::kALog)),
+      : log2_rate(from_bits(bits.A_log, activations, Activation::kALog) * kLog2e),
         bias(activations & Activation::kBias ? from_bits(bits.dt_bias, activations, Activation::kDtBias) : 0.f) {}
 
   __device__ __forceinline__ float operator()(float x) const {
-    const float y = x + bias, e = expf(-fabsf(y)), ratio = log1p_ratio(e);
+    const float y = x + bias, e = exp2_fast(-fabsf(y) * kLog2e), ratio = log1p_ratio(e);
     return limit_decay(-rate(y) * (y > 0.f ? y + e * ratio : ratio));
   }
+  // Finite, because that of a token that forgets everything meets a gradient of 0.
   __device__ __forceinline__ float slope(float x) const {
-    const float y = x + bias;
-    return -rate(y) * __fdividef(1.f, 1.f + expf(-fabsf(y)));
+    constexpr float kMost = 3.402823466e38f;
+    const float y = x + bias, finite_rate = rate(y) > kMost ? kMost : rate(y);
+    return -finite_rate * __fdividef(1.f, 1.f + exp2_fast(-fabsf(y) * kLog2e));
   }
 
  private:
-  // exp(A_log + min(y, 0)). Finite, because the slope of a token that forgets everything meets a gradient of 0.
-  __device__ __forceinline__ float rate(float y) const {
-    constexpr float kMost = 3.402823466e38f;
-    const float found = expf(A_log + fminf(y, 0.f));
-    return found > kMost ? kMost : found;
-  }
+  // exp(A_log + min(y, 0))
+  __device__ __forceinline__ float rate(float y) const { return exp2_fast(fminf(y, 0.f) * kLog2e + log2_rate); }
 };
 
 __device__ __forceinline__ float beta_factor(int activations) { return activations & Activation::kTwice ? 2.f : 1.f; }

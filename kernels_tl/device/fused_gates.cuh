@@ -41,14 +41,14 @@ __device__ __forceinline__ void load_pairs(uint32_t* g_bits, uint32_t* beta_bits
 
 // These, activated; from `length` on 0.
 __device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint32_t* g_bits, const uint32_t* beta_bits,
-                                               float A_log, float bias, int activations, int length) {
+                                               float log2_rate, float bias, int activations, int length) {
   const uint32_t gs[2] = {g_bits[0], g_bits[1]}, betas[2] = {beta_bits[0], beta_bits[1]};
   float raw_g[2], raw_beta[2];
   from_bits(raw_g, gs, activations, Activation::kG);
   from_bits(raw_beta, betas, activations, Activation::kBeta);
   if (activations & Activation::kGate) {
-    raw_g[0] = HeadGate(A_log, bias)(raw_g[0]);
-    raw_g[1] = HeadGate(A_log, bias)(raw_g[1]);
+    raw_g[0] = HeadGate(log2_rate, bias)(raw_g[0]);
+    raw_g[1] = HeadGate(log2_rate, bias)(raw_g[1]);
   } else {
     raw_g[0] = limit_decay(raw_g[0]);
     raw_g[1] = limit_decay(raw_g[1]);
@@ -65,11 +65,11 @@ __device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint
   }
 }
 
-// A_log and dt_bias of a head.
+// What HeadGate holds of a head.
 __device__ __forceinline__ void load_head_gate(float* head_gate, const void* A_log, const void* dt_bias,
                                                int activations, int head) {
   const HeadGate gate(load_gate_bits(A_log, dt_bias, activations, head), activations);
-  head_gate[0] = gate.A_log;
+  head_gate[0] = gate.log2_rate;
   head_gate[1] = gate.bias;
 }
 
