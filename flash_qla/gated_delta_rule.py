@@ -13,6 +13,7 @@ arXiv:2412.06464.
 import torch
 
 from flash_qla import cp
+from flash_qla.ops import check_offsets
 
 # Keywords of other implementations of this function that callers pass on without meaning anything by them. Each asks
 # for something this package does not do, unless it is None or False.
@@ -132,6 +133,7 @@ def chunk_gated_delta_rule(
         NotImplementedError: when gradients made with create_graph=True are differentiated again, and in forward-mode
             differentiation.
     """
+    check_offsets("chunk_gated_delta_rule", cu_seqlens)
     if ignored or head_first is not False:
         _refuse({"head_first": head_first, **ignored})
     args = (
@@ -211,6 +213,7 @@ def chunk_gated_delta_rule_fwd(
     Raises:
         RuntimeError, NotImplementedError: as chunk_gated_delta_rule.
     """
+    check_offsets("chunk_gated_delta_rule_fwd", cu_seqlens)
     g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
         q,
         k,
@@ -298,6 +301,7 @@ def chunk_gated_delta_rule_bwd(
     Raises:
         RuntimeError: as chunk_gated_delta_rule.
     """
+    check_offsets("chunk_gated_delta_rule_bwd", cu_seqlens)
     dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(
         q,
         k,

@@ -59,8 +59,17 @@ _BackwardFinishCall = _call_of(_backward_finish)
 _PrefillCall, _DecodeCall, _DecodePackedCall = map(_call_of, (_prefill, _decode, _decode_packed))
 
 
-# Fake implementations. The library checks everything again on real tensors; the checks here make a wrong shape fail
-# when a graph is traced.
+def check_offsets(function, cu_seqlens):
+    """Says of a list of offsets, to callers of a public function, what the dispatcher says by quoting a schema."""
+    if isinstance(cu_seqlens, (list, tuple)):
+        raise TypeError(
+            f"{function}: cu_seqlens is of type {type(cu_seqlens).__name__}, expected a tensor, int32 or int64, on the "
+            "device of q: the kernels read the offsets there, and the host never does"
+        )
+
+
+# Fake implementations. The library checks everything again on real tensors; the checks here make wrong arguments fail
+# when a graph is traced, with the texts of csrc/tokens.cpp and what is beside it.
 
 
 def _register_fake(op, call_type, fake):
@@ -71,12 +80,37 @@ def _check(call, condition, message):
     torch._check(condition, lambda: f"flash_qla::{type(call).__name__}: {message()}")
 
 
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INDICES = (torch.int32, torch.int64)
+
+
+def _check_dtype(call, name, expected, text):
+    dtype = getattr(call, name).dtype
+    names = [str(x).removeprefix("torch.") for x in (dtype, *expected)]
+    _check(call, dtype in expected, lambda: f"{name} has dtype {names[0]}, expected {text or ' or '.join(names[1:])}")
+
+
+def _check_floating(call, *names):
+    for name in names:
+        if getattr(call, name) is not None:
+            _check_dtype(call, name, _FLOATING, "bfloat16, float16, float32 or float64")
+
+
+def _check_rank(call, name, rank, symbols):
+    x = getattr(call, name)
+    _check(
+        call,
+        x.dim() == rank,
+        lambda: f"{name} has {x.dim()} dimensions (shape {list(x.shape)}), expected {rank} ({symbols})",
+    )
+
+
 def _check_shape(call, name, expected, symbols):
     tensor = getattr(call, name)
     _check(
         call,
         tensor.dim() == len(expected),
-        lambda: f"{name} has {tensor.dim()} dimensions, expected {len(expected)} ({symbols})",
+        lambda: f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})",
     )
     for size, wanted in zip(tensor.shape, expected, strict=True):
         _check(
@@ -92,24 +126,42 @@ def _check_device(call, name):
 
 
 def _check_tokens(call, *gates):
-    """Checks devices and the shapes of tokens, `gates` being the arguments [B, T, H_v]. Returns the sequences."""
+    """Checks devices, dtypes and shapes of tokens, `gates` being the arguments [B, T, H_v]. Returns the sequences."""
     for name, x in call._asdict().items():
         if isinstance(x, torch.Tensor):
             # Beside a meta tensor the dispatcher takes the fake implementation, whatever the other tensors are.
             _check_device(call, name)
     q, v = call.q, call.v
-    _check(call, q.dim() == v.dim() == 4, lambda: f"q and v have {q.dim()} and {v.dim()} dimensions, expected 4")
+    _check_floating(call, "q")
+    for name in ("k", "v"):
+        _check_dtype(call, name, (q.dtype,), f"{str(q.dtype).removeprefix('torch.')}, the dtype of q")
+    _check_rank(call, "q", 4, "[B, T, H_k, K]")
+    _check_rank(call, "v", 4, "[B, T, H_v, V]")
     B, T, H_k, K = q.shape
     _, _, H_v, V = v.shape
+    _check(
+        call,
+        H_k >= 1 and K >= 1,
+        lambda: f"q has shape {list(q.shape)}, expected at least one head and one head dimension ([B, T, H_k, K])",
+    )
+    _check(
+        call,
+        H_v >= 1 and H_v % H_k == 0,
+        lambda: f"v has {H_v} heads, expected a positive multiple of the {H_k} heads of q and k",
+    )
     _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K], like q")
     _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]")
     for name in gates:
+        _check_floating(call, name)
         _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
-    _check(call, H_v % H_k == 0, lambda: f"v has {H_v} heads, expected a multiple of the {H_k} of q and k")
     if call.cu_seqlens is None:
         return B
-    _check(call, B == 1, lambda: f"q has batch size {B}, expected 1 with cu_seqlens")
-    return call.cu_seqlens.shape[0] - 1
+    _check_dtype(call, "cu_seqlens", _INDICES, None)
+    _check_rank(call, "cu_seqlens", 1, "[N + 1]")
+    offsets = call.cu_seqlens.shape[0]
+    _check(call, offsets >= 1, lambda: "cu_seqlens has shape [0], expected at least one offset ([N + 1])")
+    _check(call, B == 1, lambda: f"q has batch size {B}, expected 1 with cu_seqlens (sequences are packed along T)")
+    return offsets - 1
 
 
 def _check_inputs(call, *states):
@@ -124,6 +176,7 @@ def _check_inputs(call, *states):
         state_shape, symbols = (N, H_v, K, V), "[N, H_v, K, V]"
     for name in states:
         if getattr(call, name) is not None:
+            _check_floating(call, name)
             _check_shape(call, name, state_shape, symbols)
     _check_activations(call, H_v)
     return state_shape, torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -137,6 +190,7 @@ def _check_activations(call, H_v):
     for name in ("A_log", "dt_bias"):
         if getattr(call, name) is not None:
             _check(call, with_gate, lambda name=name: f"{name} is expected with use_gate_in_kernel only")
+            _check_floating(call, name)
             _check_shape(call, name, (H_v,), "[H_v]")
     _check(
         call,
@@ -185,18 +239,21 @@ def _fake_low_level(call):
 
 def _fake_backward(call):
     state_shape, compute_dtype = _check_inputs(call, "initial_state", "dht")
+    _check_dtype(call, "A", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
     _check_shape(call, "A", (*call.g.shape, CHUNK), f"[B, T, H_v, {CHUNK}]")
     return *_fake_gradients(call, compute_dtype), *_fake_sums(call, state_shape, compute_dtype)
 
 
 def _fake_gradients(call, compute_dtype):
     """Of what has tokens."""
+    _check_floating(call, "do")
     _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
     with_gate, q = call.use_gate_in_kernel, call.q
     _check(
         call, with_gate == (call.g_raw is not None), lambda: "g_raw is expected with use_gate_in_kernel, and only so"
     )
     if with_gate:
+        _check_floating(call, "g_raw")
         _check_shape(call, "g_raw", call.g.shape, "[B, T, H_v]")
     return (
         q.new_empty(q.shape),
@@ -263,24 +320,57 @@ def _fake_backward_finish(call):
 
 
 def _check_pool(call, N, states, tables):
-    """Checks states [.., H_v, V, K] by the symbols of their dimensions, and tables that have a row a sequence."""
+    """Checks states [.., H_v, V, K] and tables of indices that have a row a sequence, by the symbols of their
+    dimensions."""
     _, _, H_v, V = call.v.shape
     for name, symbols in states.items():
         x = getattr(call, name)
         if x is not None:
-            outer = len(symbols.split()) - 3
-            _check_shape(call, name, (*x.shape[:outer], H_v, V, call.q.shape[-1]), symbols)
-    for name in tables:
+            _check_floating(call, name)
+            _check_rank(call, name, len(symbols.split()), symbols)
+            _check_shape(call, name, (*x.shape[:-3], H_v, V, call.q.shape[-1]), symbols)
+    for name, symbols in tables.items():
         table = getattr(call, name)
         if table is not None:
-            _check(call, table.shape[0] == N, lambda name=name: f"{name} is expected to have a row a sequence")
+            _check_dtype(call, name, _INDICES, None)
+            _check_rank(call, name, len(symbols.split()), symbols)
+            _check(
+                call,
+                table.shape[0] == N,
+                lambda name=name, rows=table.shape[0], symbols=symbols: (
+                    f"{name} has {rows} rows, expected {N}, the number of sequences ({symbols})"
+                ),
+            )
+
+
+def _check_checkpoints(call):
+    every = call.checkpoint_every
+    _check(
+        call,
+        every >= 0 and every % CHUNK == 0,
+        lambda: f"checkpoint_every is {every}, expected a multiple of {CHUNK}",
+    )
+    given = (call.checkpoint_indices is not None) + (call.checkpoints is not None)
+    _check(
+        call,
+        given == (every > 0),
+        lambda: (
+            f"checkpoint_every is {every} with {given} of checkpoint_indices and checkpoints, expected one of them"
+            if every
+            else "checkpoint_indices or checkpoints is a tensor, expected None without checkpoint_every"
+        ),
+    )
 
 
 def _fake_prefill(call):
     N = _check_tokens(call, "g", "beta")
     _check_activations(call, call.v.shape[2])
     states = {"state_pool": "[slots, H_v, V, K]", "checkpoints": "[total, H_v, V, K]"}
-    _check_pool(call, N, states, ("state_indices", "has_initial_state", "checkpoint_indices"))
+    _check_pool(call, N, states, {"state_indices": "[N]", "checkpoint_indices": "[N, blocks]"})
+    if call.has_initial_state is not None:
+        _check_dtype(call, "has_initial_state", (torch.bool,), None)
+        _check_shape(call, "has_initial_state", (N,), "[N]")
+    _check_checkpoints(call)
     return call.q.new_empty(call.v.shape)
 
 
@@ -288,10 +378,29 @@ def _fake_decode(call):
     N = _check_tokens(call, "a", "b")
     for name in ("A_log", "dt_bias"):
         if getattr(call, name) is not None:
+            _check_floating(call, name)
             _check_shape(call, name, call.v.shape[2:3], "[H_v]")
     states = {"state_pool": "[slots, H_v, V, K]", "intermediate_states": "[rows, steps, H_v, V, K]"}
-    tables = ("state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents")
+    rank = call.state_indices.dim()
+    _check(call, rank in (1, 2), lambda: f"state_indices has {rank} dimensions, expected 1 or 2 ([N] or [N, S])")
+    tables = {"state_indices": "[N]" if rank == 1 else "[N, S]", "num_accepted_tokens": "[N]"}
+    tables |= {"write_indices": "[N, S]", "intermediate_indices": "[N]", "parents": "[N, S]"}
     _check_pool(call, N, states, tables)
+    _check(
+        call,
+        rank == 2 or call.num_accepted_tokens is None,
+        lambda: "num_accepted_tokens is a tensor, expected None unless state_indices is [N, S]",
+    )
+    _check(
+        call,
+        call.intermediate_states is not None or call.intermediate_indices is None,
+        lambda: "intermediate_indices is a tensor, expected None without intermediate_states",
+    )
+    _check(
+        call,
+        call.parents is None or call.write_indices is not None or not call.update_state,
+        lambda: "update_state is True, expected False with parents: a tree of tokens has no last state",
+    )
     return call.q.new_empty(call.v.shape)
 
 
@@ -358,18 +467,18 @@ _differentiated_of = operator.attrgetter(*_DIFFERENTIATED)
 _backward_arguments_of = operator.itemgetter(*_BackwardCall._fields)
 
 
+def _apply(function, *args):
+    """function.apply, at the level of torch.func's transforms where it is called, because the dispatcher calls it once
+    at each. What Function has for transforms goes through the levels by itself."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
 class _Differentiable(torch.autograd.Function):
     """chunk_gated_delta_rule_fwd with its formula, of a call and, as autograd looks for them, of the tensors that have
     gradients. Autograd converts gradients to the dtypes of these."""
-
-    @classmethod
-    def apply(cls, keyset, call):
-        """At the level of torch.func's transforms where it is called, as the dispatcher calls it once at each. What
-        Function has for them goes through the levels by itself."""
-        if not torch._C._are_functorch_transforms_active():
-            return super().apply(keyset, call, *_differentiated_of(call))
-        with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, cls).apply(keyset, call, *_differentiated_of(call))
 
     @staticmethod
     def forward(ctx, keyset, call, *differentiated):
@@ -405,11 +514,13 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _low_level_for_backward(keyset, *args):
-    return _Differentiable.apply(keyset, _LowLevelCall(*args))
+    call = _LowLevelCall(*args)
+    return _apply(_Differentiable, keyset, call, *_differentiated_of(call))
 
 
 def _forward_for_backward(keyset, *args):
-    _, _, o, _, final_state = _Differentiable.apply(keyset, _LowLevelCall(**_ForwardCall(*args)._asdict()))
+    call = _LowLevelCall(**_ForwardCall(*args)._asdict())
+    _, _, o, _, final_state = _apply(_Differentiable, keyset, call, *_differentiated_of(call))
     return o, final_state
 
 
@@ -443,33 +554,92 @@ _register_autograd(_forward, _forward_for_backward)
 _register_autograd(_forward_low_level, _low_level_for_backward)
 
 
-# The other ops have no derivatives. Their results require no gradients; forward-mode AD, which would take them for
-# constants, is told.
+# The other ops have no derivatives. As with PyTorch's own, results depend on the inputs that require gradients, and the
+# backward raises; so does forward-mode AD, which would take the results for constants.
 
 
-def _register_constant(op):
+class _Underivable(torch.autograd.Function):
+    """Of the results of an op, which are handed on, and the tensors that require gradients."""
+
+    @staticmethod
+    def forward(ctx, name, results, *differentiated):
+        ctx.name = name
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"derivative for flash_qla::{ctx.name} is not implemented")
+
+
+class _Written(_Underivable):
+    """Of a tensor that the op has written."""
+
+    @staticmethod
+    def forward(ctx, name, written, *differentiated):
+        ctx.name = name
+        ctx.mark_dirty(written)
+        return written
+
+
+def _written_by(op):
+    """A function of the op's arguments that gives those that it writes, if they are there."""
+    arguments = op._schema.arguments
+    places = [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+    return lambda args: [args[i] for i in places if i < len(args) and args[i] is not None]
+
+
+def _increment_versions(tensors):
+    """So that autograd sees that a saved tensor has changed. Inference tensors have no version."""
+    for x in tensors:
+        if not x.is_inference():
+            torch._C._increment_version([x])
+
+
+def _register_without_derivative(op):
     redispatch = op._handle.redispatch_boxed
+    written_by = _written_by(op)
 
-    def kernel(keyset, *args):
+    def with_gradients(keyset, args):
+        written = written_by(args)
+        if any(y is not None and y.is_leaf and y.requires_grad for x in written for y in (x, x._base)):
+            raise RuntimeError(
+                f"flash_qla::{op._opname}: a leaf Variable that requires grad is being used in an in-place operation."
+            )
+        differentiated = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+        with torch._C._AutoDispatchBelowAutograd():
+            results = redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        for x in written:
+            _apply(_Written, op._opname, x, *differentiated)  # a later version, too
+        return results if results is None else _apply(_Underivable, op._opname, results, *differentiated)
+
+    def autograd(keyset, *args):
         if forward_ad._current_level >= 0:
             for x in args:
                 if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
                     raise NotImplementedError(f"flash_qla: {op._opname} has no forward-mode derivative.")
-        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return with_gradients(keyset, args)
+        return in_place(keyset, *args)
 
-    _library.impl(op, kernel, "Autograd", with_keyset=True)
+    def in_place(keyset, *args):
+        results = redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        _increment_versions(written_by(args))
+        return results
+
+    _library.impl(op, autograd, "Autograd", with_keyset=True)
+    _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # in inference mode nothing comes to autograd
 
 
 _HALVES = (_forward_begin, _forward_finish, _backward_begin, _backward_replay, _backward_finish)
 for _op in (_backward, *_HALVES, _prefill, _decode, _decode_packed):
-    _register_constant(_op)
+    _register_without_derivative(_op)
 
 
 # Autocast: q, k and v come to the autocast dtype, like the factors of a matrix product. The ops convert the rest to
-# their compute dtype.
+# their compute dtype. The low-level backward goes by A, whose dtype the forward's autocast has chosen.
 
 
-def _register_autocast(op, device_type, dispatch_key):
+def _register_autocast(op, device_type, dispatch_key, cast_arguments, dtype_of=None):
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
 
     def cast(x, dtype):
@@ -477,12 +647,15 @@ def _register_autocast(op, device_type, dispatch_key):
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
     @torch.library.impl(op._schema.name, dispatch_key)
-    def _(q, k, v, *others):
-        dtype = torch.get_autocast_dtype(device_type)
+    def _(*args):
+        dtype = torch.get_autocast_dtype(device_type) if dtype_of is None else args[dtype_of].dtype
+        args = (*(cast(x, dtype) for x in args[:cast_arguments]), *args[cast_arguments:])
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *others)
+            return op(*args)
 
 
-for _op in (_forward, _forward_low_level):
-    _register_autocast(_op, "cuda", "AutocastCUDA")
-    _register_autocast(_op, "cpu", "AutocastCPU")
+for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
+    for _op in (_forward, _forward_low_level, _prefill, _decode):
+        _register_autocast(_op, _device_type, _dispatch_key, 3)
+    _register_autocast(_decode_packed, _device_type, _dispatch_key, 1)
+    _register_autocast(_backward, _device_type, _dispatch_key, 3, dtype_of=_BackwardCall._fields.index("A"))

@@ -2,7 +2,7 @@
 
 import torch
 
-from flash_qla import ops as ops
+from flash_qla.ops import check_offsets
 
 
 def prefill_gated_delta_rule(
@@ -61,6 +61,7 @@ def prefill_gated_delta_rule(
             argument, what was expected and what came. Otherwise the GPU takes an index outside for nobody's, and what a
             slot that is written twice holds is not defined.
     """
+    check_offsets("prefill_gated_delta_rule", cu_seqlens)
     return torch.ops.flash_qla.prefill_gated_delta_rule(
         q,
         k,
@@ -151,6 +152,7 @@ def decode_gated_delta_rule(
             FLASH_QLA_CHECK=1, an index is outside, or two sequences write to the same slot. The message names the
             argument, what was expected and what came. Otherwise the GPU takes an index outside for nobody's.
     """
+    check_offsets("decode_gated_delta_rule", cu_seqlens)
     return torch.ops.flash_qla.decode_gated_delta_rule(
         q,
         k,
@@ -210,6 +212,7 @@ def decode_gated_delta_rule_packed(
     Raises:
         RuntimeError: as decode_gated_delta_rule.
     """
+    check_offsets("decode_gated_delta_rule_packed", cu_seqlens)
     return torch.ops.flash_qla.decode_gated_delta_rule_packed(
         mixed_qkv,
         a,

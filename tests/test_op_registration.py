@@ -72,7 +72,7 @@ def test_opcheck(device, op, case):
         torch.library.opcheck(getattr(ops, op).default, args, {**kwargs, **flags})
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("_bwd")])
 @pytest.mark.parametrize("case", CASES[1::2], ids=str)
 def test_opcheck_with_inputs_that_require_gradients(device, op, case):
     for_device(case, device)
