@@ -58,6 +58,10 @@ const char* dtype_string(ScalarType dtype) {
   }
 }
 
+const char* dtype_string(const Tensor& tensor) {
+  return dtype_string(static_cast<ScalarType>(dtype_code(tensor)));  // ScalarType's numbers are PyTorch's codes
+}
+
 std::string shape_string(IntHeaderOnlyArrayRef shape) {
   std::ostringstream text;
   text << '[';
@@ -88,15 +92,13 @@ void check_floating(const char* op, const char* name, const Tensor& tensor) {
   const bool is_floating = has_dtype(tensor, ScalarType::BFloat16) || has_dtype(tensor, ScalarType::Float) ||
                            has_dtype(tensor, ScalarType::Half) || has_dtype(tensor, ScalarType::Double);
   if (!is_floating) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()),
-         ", expected bfloat16, float16, float32 or float64");
+    fail(op, name, " has dtype ", dtype_string(tensor), ", expected bfloat16, float16, float32 or float64");
   }
 }
 
 void check_same_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& q) {
   if (dtype_code(tensor) != dtype_code(q)) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()), ", expected ", dtype_string(q.scalar_type()),
-         ", the dtype of q");
+    fail(op, name, " has dtype ", dtype_string(tensor), ", expected ", dtype_string(q), ", the dtype of q");
   }
 }
 
@@ -117,7 +119,7 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, IntHead
 
 void check_indices(const char* op, const char* name, const Tensor& tensor) {
   if (!has_dtype(tensor, ScalarType::Int) && !has_dtype(tensor, ScalarType::Long)) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(tensor.scalar_type()), ", expected int32 or int64");
+    fail(op, name, " has dtype ", dtype_string(tensor), ", expected int32 or int64");
   }
 }
 

@@ -31,6 +31,9 @@ void check(bool ok, const char* op, const Parts&... parts) {
 }
 
 const char* dtype_string(torch::headeronly::ScalarType dtype);  // bfloat16
+// The same of any tensor, whatever dtypes the headers of the stable ABI know: Tensor::scalar_type throws for the
+// others.
+const char* dtype_string(const torch::stable::Tensor& tensor);
 
 std::string shape_string(torch::headeronly::IntHeaderOnlyArrayRef shape);  // [1, 64, 4, 128]
 

@@ -10,9 +10,9 @@ namespace {
 void check_made(const Call& call, const char* name, const Tensor& tensor, ScalarType dtype,
                 torch::headeronly::IntHeaderOnlyArrayRef shape) {
   check_device(call.op, name, tensor, call.q);
-  check(has_dtype(tensor, dtype) && tensor.is_contiguous(), call.op, name, " has dtype ",
-        dtype_string(tensor.scalar_type()), tensor.is_contiguous() ? "" : " and is not contiguous",
-        ", expected a contiguous ", dtype_string(dtype), " tensor");
+  check(has_dtype(tensor, dtype) && tensor.is_contiguous(), call.op, name, " has dtype ", dtype_string(tensor),
+        tensor.is_contiguous() ? "" : " and is not contiguous", ", expected a contiguous ", dtype_string(dtype),
+        " tensor");
   check_shape(call.op, name, tensor, shape, "as the first half made it");
   check(!tensor.is_cuda() || is_aligned(tensor), call.op, name,
         " does not start at a multiple of 16 bytes, which the tensor of the first half does");

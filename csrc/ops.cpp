@@ -3,6 +3,7 @@
 // represent that, and not all of them an optional return.
 #include <torch/csrc/stable/library.h>
 
+#include <new>
 #include <utility>
 
 #include "checks.h"
@@ -43,7 +44,11 @@ class Stack {
 
 template <void (*Op)(const Stack&)>
 void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
-  Op(Stack(values, arguments, results));
+  try {
+    Op(Stack(values, arguments, results));
+  } catch (const std::bad_alloc&) {
+    fail_for_memory("flash_qla");
+  }
 }
 
 constexpr const char* kChunkGatedDeltaRule =

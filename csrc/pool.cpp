@@ -1,5 +1,9 @@
 #include "pool.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "checks.h"
 
 namespace flash_qla {
@@ -12,6 +16,28 @@ void check_table(const char* op, const char* name, const Tensor& tensor, int64_t
         ", the number of sequences (", symbols, ")");
 }
 
+namespace {
+
+// Whether parts of `size` elements, over the first dimensions of a tensor, may share memory.
+bool overlaps(const Tensor& tensor, int64_t dimensions, int64_t size) {
+  std::vector<std::pair<int64_t, int64_t>> outer;  // stride, size
+  for (int64_t i = 0; i < dimensions; ++i) {
+    if (tensor.size(i) > 1) {
+      outer.emplace_back(tensor.stride(i), tensor.size(i));
+    }
+  }
+  std::ranges::sort(outer);
+  for (const auto& [stride, count] : outer) {
+    if (stride < size) {
+      return true;
+    }
+    size += stride * (count - 1);
+  }
+  return false;
+}
+
+}  // namespace
+
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols) {
   check_floating(op, name, tensor);
@@ -22,10 +48,17 @@ void check_states(const char* op, const char* name, const Tensor& tensor, int64_
     fail(op, name, " has shape ", shape_string(shape), ", expected H_v = ", H_v, ", V = ", V, ", K = ", K,
          " at its end (", symbols, ")");
   }
-  const bool is_dense = strides[heads] == V * K && strides[heads + 1] == K && strides[heads + 2] == 1;
-  if (tensor.numel() > 0 && !is_dense) [[unlikely]] {
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto is_step = [&](int64_t i, int64_t step) { return shape[i] == 1 || strides[i] == step; };
+  if (!(is_step(heads, V * K) && is_step(heads + 1, K) && is_step(heads + 2, 1))) [[unlikely]] {
     fail(op, name, " has strides ", shape_string(strides), ", expected [.., ", V * K, ", ", K,
          ", 1]: each state has to be contiguous");
+  }
+  if (overlaps(tensor, heads, H_v * V * K)) [[unlikely]] {
+    fail(op, name, " has strides ", shape_string(strides), ", expected states that do not overlap, of ", H_v * V * K,
+         " elements each");
   }
 }
 

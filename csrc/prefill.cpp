@@ -43,7 +43,7 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
     check_device(op, "has_initial_state", mask, call.q);
     check_shape(op, "has_initial_state", mask, {call.N}, "[N]");
     if (!has_dtype(mask, ScalarType::Bool)) [[unlikely]] {
-      fail(op, "has_initial_state has dtype ", dtype_string(mask.scalar_type()), ", expected bool");
+      fail(op, "has_initial_state has dtype ", dtype_string(mask), ", expected bool");
     }
   }
   check_checkpoints(call);

@@ -133,6 +133,10 @@ Tensor new_empty(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape
   return Tensor(made);
 }
 
+void fail_for_memory(const char* op) {
+  throw std::runtime_error(std::string("CPU out of memory. The op's own buffers do not fit. (") + op + ")");
+}
+
 void fail_in_pytorch(const Tensor& on, const char* call) {
   const std::string reason = reason_of_pytorch(on);
   throw std::runtime_error(reason.empty() ? call : reason);

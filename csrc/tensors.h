@@ -23,6 +23,9 @@ auto with_reason(const torch::stable::Tensor& on, Function function) {
   }
 }
 
+// Where the host has no memory: std::runtime_error, with a text like new_empty's.
+[[noreturn]] void fail_for_memory(const char* op);
+
 // No tensor. Tensor() is one as well, but allocates.
 torch::stable::Tensor undefined_tensor();
 

@@ -497,6 +497,18 @@ WRONG_CONTENTS = [
     ({"write_indices": indices(1, 2, 3, 4, 5, 77).reshape(3, 2)}, ("write_indices[2, 1] is 77", "0 to 39")),
     ({"write_indices": indices(1, 2, 3, 2, 5, 6).reshape(3, 2)}, ("write_indices[1, 1] is 2", "already")),
     (
+        {"state_indices": indices(3, 5, 7), "write_indices": indices(5, 8, 9).reshape(3, 1)},
+        ("state_indices[1] is 5", "which sequence 0 writes"),
+    ),
+    (
+        {"state_indices": indices(3, 5, 7), "write_indices": indices(8, 3, 9).reshape(3, 1)},
+        ("write_indices[1, 0] is 3", "which another sequence reads"),
+    ),
+    (
+        {"intermediate_states": torch.zeros(4, 2, 4, 24, 16), "intermediate_indices": indices(1, 2, 1)},
+        ("intermediate_indices[2] is 1", "written already"),
+    ),
+    (
         {"parents": indices(-1, 1, -1, 0, -1, 0).reshape(3, 2), "update_state": False},
         ("parents[0, 1] is 1", "-1 to 0"),
     ),

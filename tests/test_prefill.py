@@ -306,6 +306,10 @@ WRONG_CONTENTS = [
         {"state_indices": indices(5, 6), "checkpoint_every": 64, "checkpoint_indices": indices(5, 1).reshape(2, 1)},
         ("checkpoint_indices[0, 0] is 5", "written already"),
     ),
+    (
+        {"state_indices": indices(5, 6), "checkpoint_every": 64, "checkpoint_indices": indices(6, 1).reshape(2, 1)},
+        ("checkpoint_indices[0, 0] is 6", "written already"),
+    ),
     ({"checkpoint_every": 64, "checkpoints": POOL[:0]}, ("number of a state of checkpoints is 0",)),
 ]
 

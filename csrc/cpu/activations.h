@@ -8,39 +8,56 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_qla::cpu {
 
+template <typename T, typename Data>
+using Like = std::conditional_t<std::is_const_v<Data>, const T, T>;
+
+// f(elements), of `data` as the elements of a floating dtype. Data is void or const void.
+template <typename Data>
+auto with_elements(Data* data, torch::headeronly::ScalarType dtype, const auto& f) {
+  using torch::headeronly::ScalarType;
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return f(static_cast<Like<c10::BFloat16, Data>*>(data));
+    case ScalarType::Half:
+      return f(static_cast<Like<c10::Half, Data>*>(data));
+    case ScalarType::Float:
+      return f(static_cast<Like<float, Data>*>(data));
+    default:
+      return f(static_cast<Like<double, Data>*>(data));
+  }
+}
+
 // A contiguous tensor of any floating dtype, element by element; CT is the compute type.
 struct Floats {
-  void* data = nullptr;
+  const void* data = nullptr;
   torch::headeronly::ScalarType dtype{};
+  bool exists = false;
 
-  explicit operator bool() const { return data != nullptr; }
+  explicit operator bool() const { return exists; }
 
   template <typename CT>
   CT get(int64_t i) const {
-    return with_elements([i](auto* elements) { return static_cast<CT>(elements[i]); });
+    return with_elements(data, dtype, [i](const auto* elements) { return static_cast<CT>(elements[i]); });
+  }
+};
+
+// One that is written.
+struct WritableFloats {
+  void* data = nullptr;
+  torch::headeronly::ScalarType dtype{};
+
+  template <typename CT>
+  CT get(int64_t i) const {
+    return Floats{data, dtype, true}.get<CT>(i);
   }
 
   template <typename CT>
   void set(int64_t i, CT x) const {
-    with_elements([i, x]<typename T>(T* elements) { elements[i] = static_cast<T>(x); });
-  }
-
- private:
-  auto with_elements(const auto& f) const {
-    using torch::headeronly::ScalarType;
-    switch (dtype) {
-      case ScalarType::BFloat16:
-        return f(static_cast<c10::BFloat16*>(data));
-      case ScalarType::Half:
-        return f(static_cast<c10::Half*>(data));
-      case ScalarType::Float:
-        return f(static_cast<float*>(data));
-      default:
-        return f(static_cast<double*>(data));
-    }
+    with_elements(data, dtype, [i, x]<typename T>(T* elements) { elements[i] = static_cast<T>(x); });
   }
 };
 

@@ -1,7 +1,5 @@
 // The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. A is not needed:
 // the recurrence has no chunk inverse.
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -66,8 +64,8 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
       .dq = out.dq.mutable_data_ptr<T>(),
       .dk = out.dk.mutable_data_ptr<T>(),
       .dv = out.dv.mutable_data_ptr<T>(),
-      .db = floats_of(out.db),
-      .dg = floats_of(out.dg),
+      .db = writable_floats_of(out.db),
+      .dg = writable_floats_of(out.dg),
       .dh0 = call.initial_state ? out.dh0.mutable_data_ptr<CT>() : nullptr,
       .gate_sums = call.use_gate ? gate_sums.data() : nullptr,
   };
@@ -79,7 +77,7 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
   for (const cpu::Sequence& sequence : sequences) {
     longest = std::max(longest, sequence.end - sequence.begin);
   }
-  torch::stable::parallel_for(0, call.N * call.H_k, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(call.op, call.N * call.H_k, [&](int64_t begin, int64_t end) {
     const cpu::BackwardScratch<CT> scratch(call.K, call.V, longest);
     for (int64_t i = begin; i < end; ++i) {
       cpu::SequenceBackward(backward, sequences[i / call.H_k], i % call.H_k, scratch).run();

@@ -1,8 +1,6 @@
 // Decoding on the CPU: the plain recurrence on states of the pool, in parallel over sequences and value heads.
 #include "decode.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <string>
 #include <vector>
 
@@ -35,7 +33,8 @@ class Planner {
         write_indices_(call.write_indices),
         rows_(call.intermediate_indices),
         parents_(call.parents),
-        slots_(call.op, call.state_pool, call.null_index) {}
+        slots_(call.op, call.slots(), call.null_index),
+        kept_(call.op, call.intermediate_states ? call.intermediate_states->size(0) : 0, kNobody) {}
 
   std::vector<Plan> plans() {
     std::vector<Plan> found;
@@ -62,15 +61,19 @@ class Planner {
     }
     const std::string name =
         call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
-    p.slot = slots_.checked(name, state_indices_(n, column), call_.writes_back() && p.end > p.begin);
-    if (p.slot == kNobody) {
+    p.slot = slots_.checked(name, state_indices_(n, column));
+    if (p.slot == kNobody || p.begin == p.end) {  // without tokens it leaves its state alone
       return p;
     }
+    if (call_.writes_back()) {
+      slots_.write(name, p.slot, n);
+    }
+    slots_.read(name, p.slot, n);
     if (call_.intermediate_states) {
-      const int64_t row = call_.intermediate_indices ? rows_(n) : n;
-      if (row >= 0) {
-        p.row = checked(call_.intermediate_indices ? entry("intermediate_indices", n) : "the sequence's number", row, 0,
-                        call_.intermediate_states->size(0) - 1);
+      const std::string row = call_.intermediate_indices ? entry("intermediate_indices", n) : "the sequence's number";
+      p.row = kept_.checked(row, call_.intermediate_indices ? rows_(n) : n);
+      if (p.row != kNobody) {
+        kept_.write(row, p.row, n);
       }
     }
     for (int64_t t = 0; t < p.end - p.begin; ++t) {
@@ -79,15 +82,18 @@ class Planner {
         p.parents[t] = checked(entry("parents", n, t), parents_(n, t), -1, t - 1);
       }
       p.slots.push_back(call_.write_indices && t < write_indices_.columns
-                            ? slots_.checked(entry("write_indices", n, t), write_indices_(n, t), true)
+                            ? slots_.checked(entry("write_indices", n, t), write_indices_(n, t))
                             : kNobody);
+      if (p.slots.back() != kNobody) {
+        slots_.write(entry("write_indices", n, t), p.slots.back(), n);
+      }
     }
     return p;
   }
 
   const DecodeCall& call_;
   const cpu::Indices offsets_, state_indices_, accepted_, write_indices_, rows_, parents_;
-  cpu::Slots slots_;
+  cpu::Slots slots_, kept_;  // of the pool; rows of intermediate_states
   int64_t before_ = 0;
 };
 
@@ -104,8 +110,8 @@ class Decoder {
                      .beta = floats_of(call.b),
                      .A_log = floats_of(call.A_log),
                      .dt_bias = floats_of(call.dt_bias)},
-        pool_(floats_of(call.state_pool)),
-        intermediate_(floats_of(call.intermediate_states)),
+        pool_(writable_floats_of(call.state_pool)),
+        intermediate_(call.intermediate_states ? writable_floats_of(*call.intermediate_states) : cpu::WritableFloats{}),
         o_(o.mutable_data_ptr<T>()) {}
 
   void run(const Plan& p, int64_t hv) const {
@@ -156,7 +162,7 @@ class Decoder {
     }
   }
 
-  void store(const cpu::Floats& to, int64_t at, const CT* S) const {
+  void store(const cpu::WritableFloats& to, int64_t at, const CT* S) const {
     for (int64_t i = 0; i < call_.K * call_.V; ++i) {
       to.set(at + i, S[i]);
     }
@@ -164,7 +170,7 @@ class Decoder {
 
   const DecodeCall& call_;
   const cpu::Activations<CT> activations_;
-  const cpu::Floats pool_, intermediate_;
+  const cpu::WritableFloats pool_, intermediate_;
   T* const o_;
 };
 
@@ -196,7 +202,7 @@ Tensor decode_cpu(DecodeCall call) {
   const std::vector<Plan> plans = Planner(call).plans();
   with_types(call.dtype, [&]<typename T, typename CT>() {
     const Decoder<T, CT> decoder(call, o);
-    torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
+    in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (const Plan& plan = plans[i / call.H_v]; plan.slot != kNobody) {
           decoder.run(plan, i % call.H_v);

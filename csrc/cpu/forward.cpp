@@ -1,6 +1,4 @@
 // The forward on the CPU: the plain recurrence, in parallel over sequences and value heads.
-#include <torch/csrc/stable/ops.h>
-
 #include "cpu/recurrence.h"
 #include "cpu/sequences.h"
 #include "passes.h"
@@ -57,7 +55,7 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
   if (call.varlen) {
     clear_padding(call, sequences, forward);
   }
-  torch::stable::parallel_for(0, call.N * call.H_v, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {
     const cpu::Scratch<CT> scratch(call.K, call.V, call.output_A);
     for (int64_t i = begin; i < end; ++i) {
       cpu::run_sequence(forward, sequences[i / call.H_v], i % call.H_v, scratch);

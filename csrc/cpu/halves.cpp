@@ -2,8 +2,6 @@
 // rows of a state do not depend on each other: from [S; I], with v (do) zero in the rows of I. The second is the pass.
 #include "halves.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <vector>
 
 #include "cpu/recurrence.h"
@@ -51,7 +49,7 @@ void run_forward(const Call& call, CT* map) {
   };
   const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
   const auto count = static_cast<int64_t>(sequences.size()) * call.H_v;
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(call.op, count, [&](int64_t begin, int64_t end) {
     const cpu::Scratch<CT> scratch(forward.K, forward.V, false);
     for (int64_t i = begin; i < end; ++i) {
       cpu::run_sequence(forward, sequences[i / call.H_v], i % call.H_v, scratch);
@@ -87,7 +85,7 @@ void run_backward(const BackwardCall& call, CT* map) {
   };
   const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
   const int64_t group = call.group(), count = static_cast<int64_t>(sequences.size()) * call.H_v;
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(call.op, count, [&](int64_t begin, int64_t end) {
     const cpu::BackwardScratch<CT> scratch(backward.K, backward.V, 0);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i % call.H_v;

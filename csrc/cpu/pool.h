@@ -1,7 +1,7 @@
 // Tables of indices on the CPU, where their contents can be checked.
 #pragma once
 
-#include <set>
+#include <map>
 #include <string>
 
 #include "call.h"
@@ -49,26 +49,40 @@ inline int64_t checked_index(const char* op, const std::string& name, int64_t va
   return value;
 }
 
-// The slots of a pool: each may be written once.
+// Who reads and writes the slots of a pool, or rows of states: one sequence may write a slot, once, and then no other
+// may read it. So results do not depend on the order in which sequences run.
 class Slots {
  public:
-  Slots(const char* op, const Tensor& pool, int64_t null_index)
-      : op_(op), slots_(pool.size(0)), null_index_(null_index) {}
+  Slots(const char* op, int64_t slots, int64_t null_index) : op_(op), slots_(slots), null_index_(null_index) {}
 
-  int64_t checked(const std::string& name, int64_t index, bool is_written) {
-    if (index <= null_index_) {
-      return kNobody;
-    }
-    checked_index(op_, name, index, 0, slots_ - 1);
-    check(!is_written || written_.insert(index).second, op_, name, " is ", index,
-          ", which is written already: expected a slot of its own");
-    return index;
+  // The slot that an entry of a table names, or kNobody.
+  int64_t checked(const std::string& name, int64_t index) const {
+    return index <= null_index_ ? kNobody : checked_index(op_, name, index, 0, slots_ - 1);
+  }
+  // Of one that exists.
+  void read(const std::string& name, int64_t index, int64_t sequence) {
+    Users& users = users_[index];
+    check(users.writer == kNobody || users.writer == sequence, op_, name, " is ", index, ", which sequence ",
+          users.writer, " writes: expected a slot that no other sequence writes");
+    users.reader = users.reader == kNobody || users.reader == sequence ? sequence : kSeveral;
+  }
+  void write(const std::string& name, int64_t index, int64_t sequence) {
+    Users& users = users_[index];
+    check(users.writer == kNobody, op_, name, " is ", index, ", which is written already: expected a slot of its own");
+    check(users.reader == kNobody || users.reader == sequence, op_, name, " is ", index,
+          ", which another sequence reads: expected a slot of its own");
+    users.writer = sequence;
   }
 
  private:
+  static constexpr int64_t kSeveral = -2;
+  struct Users {
+    int64_t reader = kNobody, writer = kNobody;
+  };
+
   const char* op_;
   int64_t slots_, null_index_;
-  std::set<int64_t> written_;
+  std::map<int64_t, Users> users_;
 };
 
 }  // namespace flash_qla::cpu

@@ -1,9 +1,6 @@
 // The prefill on the CPU: the forward between a gather from the pool and a scatter back.
 #include "prefill.h"
 
-#include <torch/csrc/stable/device.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -17,14 +14,30 @@ namespace flash_qla {
 
 namespace {
 
-// Of each sequence the slot of its state.
-std::vector<int64_t> list_slots(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
-                                cpu::Slots& slots) {
+// Of each sequence the slot of its state, and whether it starts from what the slot holds.
+struct FirstStates {
+  std::vector<int64_t> slots;
+  std::vector<bool> are_read;
+};
+
+FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences, cpu::Slots& pool) {
   const cpu::Indices indices(call.state_indices);
-  std::vector<int64_t> found;
+  const bool* const has_state = call.has_initial_state ? call.has_initial_state->const_data_ptr<bool>() : nullptr;
+  const int64_t step = call.has_initial_state ? call.has_initial_state->stride(0) : 0;
+  FirstStates found;
   for (const cpu::Sequence& sequence : sequences) {
     const int64_t n = sequence.index;
-    found.push_back(slots.checked(cpu::entry("state_indices", n), indices(n), true));
+    const std::string name = cpu::entry("state_indices", n);
+    int64_t slot = pool.checked(name, indices(n));
+    const bool is_read = slot != kNobody && (!call.has_initial_state || has_state[n * step]);
+    if (is_read && sequence.begin == sequence.end) {
+      slot = kNobody;  // it leaves its state alone, which may be another sequence's
+    }
+    if (slot != kNobody) {
+      pool.write(name, slot, n);
+    }
+    found.slots.push_back(slot);
+    found.are_read.push_back(is_read);
   }
   return found;
 }
@@ -33,7 +46,7 @@ std::vector<int64_t> list_slots(const PrefillCall& call, const std::vector<cpu::
 cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
                                   const std::vector<int64_t>& slots, cpu::Slots& pool) {
   const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
-  cpu::Checkpoints found{.every = call.checkpoint_every, .to = floats_of(to), .places = {}};
+  cpu::Checkpoints found{.every = call.checkpoint_every, .to = writable_floats_of(to), .places = {}};
   const cpu::Indices indices(call.checkpoint_indices);
   int64_t row = 0;  // of checkpoints
   for (const cpu::Sequence& sequence : sequences) {
@@ -47,8 +60,11 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
       if (call.checkpoints) {
         cpu::checked_index(call.op, "the number of a state of checkpoints", row, 0, to.size(0) - 1);
       } else {
-        index =
-            j < indices.columns ? pool.checked(cpu::entry("checkpoint_indices", n, j), indices(n, j), true) : kNobody;
+        const std::string name = cpu::entry("checkpoint_indices", n, j);
+        index = j < indices.columns ? pool.checked(name, indices(n, j)) : kNobody;
+        if (index != kNobody) {
+          pool.write(name, index, n);
+        }
       }
       places[j] = index == kNobody ? kNobody : index * to.stride(0);
     }
@@ -62,8 +78,8 @@ template <typename CT>
 void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, const Tensor& states, auto copy) {
   const int64_t size = call.H_v * call.V * call.K;
   CT* const all = states.mutable_data_ptr<CT>();
-  const cpu::Floats pool = floats_of(call.state_pool);
-  torch::stable::parallel_for(0, call.N, 1, [&](int64_t begin, int64_t end) {
+  const cpu::WritableFloats pool = writable_floats_of(call.state_pool);
+  in_parallel(call.op, call.N, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       for (int64_t i = 0; slots[n] != kNobody && i < size; ++i) {
         copy(n, pool, slots[n] * call.state_pool.stride(0) + i, all[n * size + i]);
@@ -75,8 +91,8 @@ void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, cons
 template <typename T, typename CT>
 Tensor run(PrefillCall& call) {
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
-  cpu::Slots pool(call.op, call.state_pool, call.null_index);
-  const std::vector<int64_t> slots = list_slots(call, sequences, pool);
+  cpu::Slots pool(call.op, call.state_pool.size(0), call.null_index);
+  const auto [slots, are_read] = list_first_states(call, sequences, pool);
   cpu::Checkpoints checkpoints;
   if (call.checkpoint_every > 0) {
     checkpoints = list_checkpoints(call, sequences, slots, pool);
@@ -84,14 +100,13 @@ Tensor run(PrefillCall& call) {
 
   call.initial_state = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
   zero(*call.initial_state);
-  const bool* const has_state = call.has_initial_state ? call.has_initial_state->const_data_ptr<bool>() : nullptr;
-  const int64_t step = call.has_initial_state ? call.has_initial_state->stride(0) : 0;
-  for_states<CT>(call, slots, *call.initial_state, [&](int64_t n, const cpu::Floats& from, int64_t at, CT& s) {
-    s = has_state == nullptr || has_state[n * step] ? from.get<CT>(at) : CT(0);
+  for_states<CT>(call, slots, *call.initial_state, [&](int64_t n, const cpu::WritableFloats& from, int64_t at, CT& s) {
+    s = are_read[n] ? from.get<CT>(at) : CT(0);
   });
   call.output_final_state = true;
   ForwardOutputs out = forward_with_checkpoints(call, checkpoints);
-  for_states<CT>(call, slots, out.final_state, [](int64_t, const cpu::Floats& to, int64_t at, CT s) { to.set(at, s); });
+  for_states<CT>(call, slots, out.final_state,
+                 [](int64_t, const cpu::WritableFloats& to, int64_t at, CT s) { to.set(at, s); });
 
   T* const o = out.o.mutable_data_ptr<T>();
   const int64_t row = call.H_v * call.V;
@@ -107,14 +122,15 @@ Tensor run(PrefillCall& call) {
 
 void check_prefill_tables(const PrefillCall& call) {
   PrefillCall on_cpu = call;
-  const auto fetch = [](Tensor& tensor) { tensor = torch::stable::to(tensor, torch::stable::Device("cpu")); };
-  fetch(on_cpu.state_indices);
-  if (on_cpu.checkpoint_indices) {
-    fetch(*on_cpu.checkpoint_indices);
+  on_cpu.state_indices = to_cpu(on_cpu.state_indices);
+  for (std::optional<Tensor>* tensor : {&on_cpu.checkpoint_indices, &on_cpu.has_initial_state}) {
+    if (*tensor) {
+      *tensor = to_cpu(**tensor);
+    }
   }
   const std::vector<cpu::Sequence> sequences = list_sequences(on_cpu);
-  cpu::Slots pool(on_cpu.op, on_cpu.state_pool, on_cpu.null_index);
-  const std::vector<int64_t> slots = list_slots(on_cpu, sequences, pool);
+  cpu::Slots pool(on_cpu.op, on_cpu.state_pool.size(0), on_cpu.null_index);
+  const std::vector<int64_t> slots = list_first_states(on_cpu, sequences, pool).slots;
   if (on_cpu.checkpoint_every > 0) {
     list_checkpoints(on_cpu, sequences, slots, pool);
   }

@@ -12,7 +12,7 @@ namespace flash_qla::cpu {
 // States that a sequence leaves behind every so many tokens, a multiple of kChunk; 0: none.
 struct Checkpoints {
   int64_t every = 0;
-  Floats to;                                 // states [H_v, V, K]
+  WritableFloats to;                         // states [H_v, V, K]
   std::vector<std::vector<int64_t>> places;  // of a sequence, one after the other, in elements; negative: not wanted
 };
 

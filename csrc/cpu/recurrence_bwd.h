@@ -23,7 +23,7 @@ struct Backward {
   const T* grad_o;
   const CT* grad_final_state;  // null: zero
   T *dq, *dk, *dv;
-  Floats db, dg;
+  WritableFloats db, dg;
   CT* dh0;        // null: not wanted
   CT* gate_sums;  // [N, H_v, 2], the sequences' dA_log and ddt_bias; null: not wanted
 };

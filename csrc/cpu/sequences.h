@@ -1,17 +1,21 @@
 // What the CPU implementations of both passes do around the arithmetic in cpu/.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "call.h"
 #include "cpu/activations.h"
 #include "cpu/recurrence.h"
 #include "passes.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
@@ -30,12 +34,29 @@ std::vector<cpu::Sequence> list_sequences(const Call& call);
 // Tokens of the batch that belong to a sequence; those after them are padding.
 int64_t covered_tokens(const std::vector<cpu::Sequence>& sequences);
 
-// The const of inputs is taken away: only what an op makes is written.
-inline cpu::Floats floats_of(const Tensor& tensor) {
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.scalar_type()};
-}
+inline cpu::Floats floats_of(const Tensor& tensor) { return {tensor.const_data_ptr(), tensor.scalar_type(), true}; }
 inline cpu::Floats floats_of(const std::optional<Tensor>& tensor) {
   return tensor ? floats_of(*tensor) : cpu::Floats{};
+}
+// A lazy clone gets memory of its own here, so pointers for reading are taken afterwards.
+inline cpu::WritableFloats writable_floats_of(const Tensor& tensor) {
+  return {tensor.mutable_data_ptr(), tensor.scalar_type()};
+}
+
+// f(begin, end) for parts of [0, count), in parallel. Where a thread gets no memory it throws what new_empty throws.
+template <typename F>
+void in_parallel(const char* op, int64_t count, const F& f) {
+  std::atomic<bool> out_of_memory = false;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    try {
+      f(begin, end);
+    } catch (const std::bad_alloc&) {
+      out_of_memory = true;
+    }
+  });
+  if (out_of_memory) {
+    fail_for_memory(op);
+  }
 }
 
 // g is that of the forward.

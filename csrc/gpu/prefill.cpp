@@ -38,8 +38,7 @@ IndexTable table_of(const Tensor& tensor) {
 
 States states_of(const PrefillCall& call) {
   States states;
-  states.initial = call.state_pool.const_data_ptr();
-  states.final = call.state_pool.mutable_data_ptr();
+  states.initial = states.final = call.state_pool.mutable_data_ptr();
   states.first_states = call.has_initial_state ? FirstStates::kFlagged : FirstStates::kAll;
   states.has_final = true;
   states.slots = call.state_pool.size(0);

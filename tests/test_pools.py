@@ -1,0 +1,167 @@
+"""Pools of states as callers have them: strides, views, lazy clones, and rows without tokens that name another's slot."""
+
+import pytest
+import test_decode
+import test_prefill
+import torch
+from cases import Case
+from every_op import make_call, op_of
+from subprocesses import run_python
+from test_prefill import check_pool, copied, of_modes
+
+import flash_qla
+
+POOLED = ("prefill_gated_delta_rule", "decode_gated_delta_rule", "decode_gated_delta_rule_packed")
+STATES = ("state_pool", "checkpoints", "intermediate_states")
+
+
+def arguments_of(name: str, device: str, **options) -> dict:
+    return make_call(name, device, **options).arguments
+
+
+def run(name: str, arguments: dict) -> torch.Tensor:
+    return op_of(name)(**arguments)
+
+
+@of_modes(*test_prefill.MODES)
+@pytest.mark.parametrize("order", ((0, 1, 2), (2, 1, 0), (1, 0, 2)), ids=str)
+def test_prefill_of_padding_rows(device, mode, order):
+    """A sequence without tokens leaves the slot alone that its row names, whoever writes it."""
+    lengths = [(200, 0, 0)[i] for i in order]
+    case = Case(**test_prefill.SIZES, lengths=tuple(lengths))
+    arguments = test_prefill.make_arguments(case, device=device)
+    slot = 5
+    arguments["state_indices"][:] = slot
+    arguments["state_indices"][order.index(2)] = 7
+    alone = arguments | {
+        "cu_seqlens": torch.tensor([0, 200], dtype=torch.int32).to(device),
+        "state_indices": torch.tensor([slot], dtype=torch.int32).to(device),
+        "state_pool": copied(arguments["state_pool"]),
+    }
+    before = copied(arguments["state_pool"])
+    with test_prefill.in_mode(device, mode):
+        for _ in range(3):
+            pool = copied(before)
+            o = flash_qla.prefill_gated_delta_rule(**arguments | {"state_pool": pool})
+            expected_pool = copied(before)
+            expected = flash_qla.prefill_gated_delta_rule(**alone | {"state_pool": expected_pool})
+            assert torch.equal(o, expected)
+            check_pool(pool, before, {slot: expected_pool[slot]})
+
+
+@of_modes(*test_prefill.MODES)
+def test_prefill_of_a_new_request_without_tokens(device, mode):
+    """It starts from zero, and so its slot becomes zero."""
+    arguments = test_prefill.make_arguments(Case(**test_prefill.SIZES, lengths=(70, 0, 0)), device=device)
+    arguments["state_indices"][:] = torch.tensor([5, 2, 7])
+    arguments["has_initial_state"] = torch.tensor([True, False, True]).to(device)
+    pool = arguments["state_pool"]
+    before = copied(pool)
+    with test_prefill.in_mode(device, mode):
+        flash_qla.prefill_gated_delta_rule(**arguments)
+    assert not torch.equal(pool[5], before[5])
+    check_pool(pool, before, {5: pool[5].clone(), 2: torch.zeros_like(pool[2])})
+
+
+@pytest.mark.parametrize("order", ((3, 0, 0), (0, 3, 0), (0, 0, 3)), ids=str)
+def test_decoding_of_padding_rows(device, order):
+    case = test_decode.for_device(test_decode.Case(lengths=order), device)
+    inputs = test_decode.make_inputs(case, device)
+    inputs["state_indices"][:] = 5
+    before = inputs["state_pool"].clone()
+    o = flash_qla.decode_gated_delta_rule(**inputs)
+    alone = inputs | {"state_pool": before.clone(), "state_indices": inputs["state_indices"][:1]}
+    alone["cu_seqlens"] = torch.tensor([0, 3], dtype=torch.int32).to(device)
+    expected = flash_qla.decode_gated_delta_rule(**alone)
+    assert torch.equal(o, expected) and torch.equal(inputs["state_pool"], alone["state_pool"])
+
+
+@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("states", STATES)
+def test_states_that_overlap(device, name, states):
+    arguments = arguments_of(name, device)
+    if states not in arguments:
+        pytest.skip(f"{name} has no {states}")
+    x = arguments[states]
+    size, slots = x[0].numel(), x.shape[0]
+    memory = torch.zeros((slots + 1) * size, device=device)
+    shifted = memory.as_strided(x.shape, (size - 8, *x.stride()[1:]))
+    wrong = [shifted] if slots > 1 else []
+    if slots > 1:
+        wrong.append(x[:1].expand_as(x))
+    if states == "intermediate_states":
+        wrong.append(x[:, :1].expand_as(x))
+    assert wrong
+    for overlapping in wrong:
+        with pytest.raises(RuntimeError, match=f"{states} has strides .* states that do not overlap"):
+            run(name, arguments | {states: overlapping})
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_strides_of_dimensions_of_size_1(device, name):
+    """Any stride does there: the pool is contiguous."""
+    for heads in ({"H_k": 1, "H_v": 1}, {}):
+        arguments = arguments_of(name, device, **heads)
+        expected = {x: arguments[x].clone() for x in STATES if x in arguments}
+        o = run(name, arguments | expected)
+        for dimension in (0, -3):
+            given = {x: arguments[x].clone() for x in expected}
+            for x, pool in given.items():
+                if pool.shape[dimension] == 1:
+                    strides = list(pool.stride())
+                    strides[dimension] = 13
+                    given[x] = pool.as_strided(pool.shape, strides)
+            assert torch.equal(run(name, arguments | given), o)
+            assert all(torch.equal(x, expected[states]) for states, x in given.items())
+    case = Case(lengths=(3,), H_k=1, H_v=1, K=8, V=8, state_v_first=True)
+    arguments = test_prefill.make_arguments(case, device=device)
+    small = torch.zeros(1, 8, 8, 8, device=device).transpose(0, 1)  # [8, 1, 8, 8]
+    flash_qla.prefill_gated_delta_rule(
+        **arguments | {"state_pool": small, "state_indices": torch.tensor([5], device=device)}
+    )
+    assert small[5].any() and not small[:5].any() and not small[6:].any()
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_lazy_clones(device, name):
+    """Written like any tensor: what they were cloned from stays as it is."""
+    arguments = arguments_of(name, device)
+    bases = {x: arguments[x] for x in STATES if x in arguments}
+    before = {x: y.clone() for x, y in bases.items()}
+    expected = {x: y.clone() for x, y in bases.items()}
+    o = run(name, arguments | expected)
+    clones = {x: torch._lazy_clone(y) for x, y in bases.items()}
+    assert torch.equal(run(name, arguments | clones), o)
+    for x, base in bases.items():
+        assert torch.equal(clones[x], expected[x]) and torch.equal(base, before[x])
+
+
+MEMORY = """
+import torch, flash_qla
+def few(*shape):
+    return torch.zeros(1, 1, *shape).expand(1, 200_000, *shape)
+q, v, g, pool = few(1, 512), few(1, 512), few(1), torch.zeros(1, 1, 512, 512)
+try:
+    flash_qla.decode_gated_delta_rule(q, q, v, g, g, g[0, 0], None, pool, torch.zeros(1, dtype=torch.int64))
+except RuntimeError as error:
+    print(">", error)
+"""
+
+
+def test_no_memory_for_the_states_of_many_tokens():
+    """200 GB, in a thread: a sentence, and not the name of a function of PyTorch's."""
+    (said,) = [line for line in run_python(MEMORY, FLASH_QLA_QUIET="1").splitlines() if line.startswith(">")]
+    assert "CPU out of memory. " in said and "flash_qla::decode_gated_delta_rule" in said
+    assert "parallel_for" not in said and "bad_alloc" not in said
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16), ids=str)
+@pytest.mark.parametrize("argument", ("g", "q", "state_pool", "has_initial_state", "cu_seqlens"))
+def test_dtypes_that_no_op_takes(argument, dtype):
+    """A sentence that names them, whatever the stable ABI knows of them."""
+    arguments = arguments_of("prefill_gated_delta_rule", "cpu")
+    arguments["has_initial_state"] = torch.zeros(4, dtype=torch.bool)
+    x = arguments[argument]
+    wrong = torch.zeros(x.shape).to(dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=dtype)
+    with pytest.raises(RuntimeError, match=rf"flash_qla::prefill_gated_delta_rule: {argument} has dtype \w+, expected"):
+        run("prefill_gated_delta_rule", arguments | {argument: wrong})
