@@ -10,6 +10,7 @@ token from their prefill, flash_qla's final state being what the model's recurre
 """
 
 import argparse
+import inspect
 import math
 import sys
 import time
@@ -109,9 +110,23 @@ def prefill(model, tokens):
     return out, time.perf_counter() - start
 
 
+def name_of_cache(model):
+    """The argument and the output of the model that hold its cache: `past_key_values` before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def cache_of(model, out):
+    return getattr(out, name_of_cache(model))
+
+
+def continued(model, cache, tokens):
+    """The model's output for `tokens` after what `cache` holds."""
+    return model(tokens, use_cache=True, **{name_of_cache(model): cache})
+
+
 def decode(model, cache, tokens):
     """Logits of `tokens`, fed one at a time after what `cache` holds."""
-    steps = [model(t, past_key_values=cache, use_cache=True).logits for t in tokens.split(1, dim=1)]
+    steps = [continued(model, cache, t).logits for t in tokens.split(1, dim=1)]
     return torch.cat(steps, dim=1)
 
 
@@ -119,7 +134,7 @@ def greedy(model, out, count):
     """Logits of `count` tokens after the prefill `out`, each token the most likely one."""
     logits = [out.logits[:, -1:]]
     while len(logits) < count:
-        out = model(logits[-1].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+        out = continued(model, cache_of(model, out), logits[-1].argmax(-1))
         logits.append(out.logits[:, -1:])
     return torch.cat(logits, dim=1)
 
@@ -143,8 +158,8 @@ def run(model, prompt, rest):
     values = {
         "last hidden state": out.hidden_states[-1],
         "logits": out.logits,
-        "recurrent states": recurrent_states(out.past_key_values),
-        "logits, decoding the rest": decode(model, out.past_key_values, rest),
+        "recurrent states": recurrent_states(cache_of(model, out)),
+        "logits, decoding the rest": decode(model, cache_of(model, out), rest),
     }
     longer, _ = prefill(model, torch.cat([prompt, rest], dim=1))
     values["logits, one prefill with the rest"] = longer.logits[:, -rest.shape[1] :]

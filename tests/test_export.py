@@ -173,7 +173,7 @@ def test_compiled_qwen3_next(device):
 
     def values(run, tokens):
         out = run(tokens, use_cache=True)
-        return out.logits, example.recurrent_states(out.past_key_values)
+        return out.logits, example.recurrent_states(example.cache_of(model, out))
 
     torch._dynamo.reset()
     counters.clear()

@@ -1,4 +1,4 @@
-"""Pools of states as callers have them: strides, views, lazy clones, and rows without tokens that name another's slot."""
+"""Pools of states: strides, views, lazy clones, and rows without tokens that name another's slot."""
 
 import pytest
 import test_decode

@@ -9,6 +9,8 @@ import copy
 import functools
 import importlib.util
 import io
+import pickle
+import re
 import subprocess
 import sys
 import types
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from subprocesses import run_python
 
 import flash_qla
 
@@ -47,7 +50,12 @@ def import_models_without_fla(names):
 example = load_example("transformers_model")
 import_models_without_fla(example.MODELS)
 
-from flash_qla.integrations.transformers import chunk_gated_delta_rule, restore, use_flash_qla  # noqa: E402
+from flash_qla.integrations.transformers import (  # noqa: E402
+    TESTED_RELEASES,
+    chunk_gated_delta_rule,
+    restore,
+    use_flash_qla,
+)
 
 all_models = pytest.mark.parametrize("name", example.MODELS)
 
@@ -266,7 +274,7 @@ def test_decoding_continues_like_one_prefill(name, calls):
     out, _ = example.prefill(model, prompt)
     assert len(calls) == 1
     assert calls[0]["output_final_state"]
-    decoded = example.decode(model, out.past_key_values, rest)
+    decoded = example.decode(model, example.cache_of(model, out), rest)
     assert len(calls) == 1  # decoding is the model's own
     longer, _ = example.prefill(model, torch.cat([prompt, rest], dim=1))
     assert example.relative_error(decoded, longer.logits[:, 100:]) < FP32_TOLERANCE
@@ -278,13 +286,13 @@ def test_prefill_in_two_pieces_starts_from_the_first_ones_state(name, calls):
     model = small_model(name)
     use_flash_qla(model)
     tokens = text(150)
-    cache = model(tokens[:, :70], use_cache=True).past_key_values
-    second = model(tokens[:, 70:], past_key_values=cache, use_cache=True)
+    first = model(tokens[:, :70], use_cache=True)
+    second = example.continued(model, example.cache_of(model, first), tokens[:, 70:])
     assert calls[0]["initial_state"] is None
     assert calls[1]["initial_state"].shape == (1, 4, calls[1]["k"].shape[-1], calls[1]["v"].shape[-1])
     whole = model(tokens, use_cache=True)
     assert example.relative_error(second.logits, whole.logits[:, 70:]) < FP32_TOLERANCE
-    states = [example.recurrent_states(out.past_key_values) for out in (second, whole)]
+    states = [example.recurrent_states(example.cache_of(model, out)) for out in (second, whole)]
     assert example.relative_error(*states) < FP32_TOLERANCE
 
 
@@ -399,14 +407,117 @@ def test_layers_that_accelerate_has_wrapped(wrapped, calls):
 
 
 def test_restore_refuses_what_was_replaced_since():
+    """An attribute, of older releases, or a class that others have made from the layer's."""
     model = small_model()
     (layer,) = gated_delta_nets(model)
     use_flash_qla(model)
-    for attribute in ("forward", "chunk_gated_delta_rule"):
-        if attribute in vars(layer):
-            setattr(layer, attribute, lambda *args, **kwargs: None)
+    if "chunk_gated_delta_rule" in vars(layer):
+        layer.chunk_gated_delta_rule = lambda *args, **kwargs: None
+    else:
+        layer.__class__ = type("Sharded", (type(layer),), {})
     with pytest.raises(RuntimeError, match=r"cannot restore the layer '.*linear_attn'.*replaced"):
         restore(model)
+
+
+COPIES = {
+    "replica": lambda layer: layer._replicate_for_data_parallel(),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+}
+
+
+def with_other_weights(layer, how):
+    """A copy with parameters of its own, as nn.DataParallel gives them to its replicas."""
+    copied = COPIES[how](layer)
+    copied._parameters = {name: torch.nn.Parameter(0.5 * x) for name, x in layer._parameters.items()}
+    copied._modules = {name: copy.deepcopy(module) for name, module in layer._modules.items()}
+    for module in copied._modules.values():
+        for x in module.parameters():
+            x.data *= 0.5
+    return copied
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("switched", ("before", "after"))
+@torch.no_grad()
+def test_copies_run_their_own_weights(how, switched, calls):
+    """A copy of a switched layer, and the original beside it; restoring either leaves the other alone."""
+    model = small_model()
+    (layer,) = gated_delta_nets(model)
+    hidden = torch.randn(1, 20, layer.hidden_size)
+    own = with_other_weights(layer, "deepcopy")(hidden)
+    assert not calls
+    before = layer(hidden)
+    if switched == "before":
+        use_flash_qla(model)
+        copied = with_other_weights(layer, how)
+    else:
+        copied = with_other_weights(layer, how)
+        use_flash_qla(torch.nn.ModuleList([copied]))
+        use_flash_qla(model)
+    for found, expected in ((copied, own), (layer, before), (copied, own)):
+        made = len(calls)
+        assert example.relative_error(found(hidden), expected) < FP32_TOLERANCE
+        assert len(calls) == made + 1
+    assert isinstance(copied, type(layer).__mro__[1]) and type(copied).__name__ == type(layer).__name__
+    restore(layer)
+    made = len(calls)
+    copied(hidden)
+    assert len(calls) == made + 1
+    restore(copied)
+    assert example.relative_error(copied(hidden), own) < FP32_TOLERANCE and len(calls) == made + 1
+
+
+@torch.no_grad()
+def test_replicas_of_a_model(calls):
+    """As nn.DataParallel makes them, of all modules, whose replicas find each other."""
+    model = small_model()
+    use_flash_qla(model)
+    expected = model(text(20)).logits
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        replica._modules = {name: replicas[child] for name, child in module._modules.items()}
+        for name, x in module._parameters.items():
+            replica._parameters[name] = None if x is None else torch.nn.Parameter(x.clone())
+    for x in model.parameters():
+        x.data.fill_(float("nan"))
+    made = len(calls)
+    assert torch.equal(replicas[model](text(20)).logits, expected)
+    assert len(calls) == made + 1
+
+
+FSDP = """
+import sys, torch, tempfile
+sys.path.insert(0, {tests!r})
+from test_transformers import example, gated_delta_nets, small_model, text, use_flash_qla
+import flash_qla
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+torch.distributed.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+calls, original = [], flash_qla.chunk_gated_delta_rule
+flash_qla.chunk_gated_delta_rule = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+expected = small_model()(text(20)).logits
+for order in ("before", "after"):
+    model = small_model()
+    if order == "before":
+        use_flash_qla(model)
+    for layer in gated_delta_nets(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if order == "after":
+        use_flash_qla(model)
+    logits = model(text(20)).logits
+    assert example.relative_error(logits.detach(), expected.detach()) < 1e-5, order
+    logits.square().sum().backward()
+    assert all(x.grad.full_tensor().isfinite().all() for layer in gated_delta_nets(model) for x in layer.parameters())
+print(len(calls))
+"""
+
+
+def test_layers_that_fsdp_has_sharded():
+    """fully_shard makes a class of its own too, before or after; on the CPU."""
+    assert run_python(FSDP.format(tests=str(Path(__file__).parent)), FLASH_QLA_QUIET="1").split()[-1] == "2"
 
 
 @torch.no_grad()
@@ -484,8 +595,10 @@ def test_unknown_release(monkeypatch):
     before = dict(vars(gated_delta_nets(model)[0]))
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__="9.1.0"))
     message = r"NextGatedDeltaNet, transformers 9.1.0.*'chunk_gated_delta_rule'.*'torch_chunk_gated_delta_rule'"
+    message += f".*tested: {re.escape(TESTED_RELEASES)}"
     with pytest.raises(RuntimeError, match=message):
         use_flash_qla(torch.nn.ModuleList([model, NextGatedDeltaNet()]))
+    assert TESTED_RELEASES in (Path(__file__).parent.parent / "docs/support.md").read_text()
     assert vars(gated_delta_nets(model)[0]) == before
 
 
@@ -500,7 +613,8 @@ def test_importing_flash_qla_does_not_import_transformers(tmp_path):
 
 
 def test_transformers_example():
-    command = [sys.executable, EXAMPLES / "transformers_model.py", "--device=cpu", "--model=qwen3_5"]
+    command = [sys.executable, "-W", "error::FutureWarning", EXAMPLES / "transformers_model.py", "--device=cpu"]
+    command += ["--model=qwen3_5"]
     output = subprocess.run([*command, "--tokens=65", "--new-tokens=4"], check=True, text=True, capture_output=True)
     assert "Qwen3_5ForCausalLM: 3 linear of 4 layers, torch.float32" in output.stdout
     assert "4 of 4" in output.stdout

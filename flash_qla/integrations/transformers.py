@@ -21,15 +21,19 @@ A layer reaches its chunk function in one of two ways, depending on the transfor
 
   4.57 to 5.14   the instance attribute `chunk_gated_delta_rule`, which is replaced;
   from 5.15      `forward` calls the function `torch_chunk_gated_delta_rule` of its module (which itself
-                 picks FLA or plain torch). The layer gets a copy of its `forward` that is the same
-                 byte code with that one name changed, so the module's own function stays untouched.
+                 picks FLA or plain torch). The layer becomes an instance of a subclass whose `forward`
+                 is the same byte code with that one name changed, so the module's own function stays
+                 untouched. A class, because a method on the instance would run that instance's weights in
+                 every copy of it: replicas of nn.DataParallel, copy.copy.
+
+Copies of a switched layer are switched: replicas, copies, what pickle loads (which imports flash_qla).
 """
 
 import functools
 import inspect
 import sys
 import types
-import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -40,11 +44,17 @@ _ATTRIBUTE = "chunk_gated_delta_rule"
 _FUNCTION = "torch_chunk_gated_delta_rule"
 _FUNCTION_RENAMED = "flash_qla_chunk_gated_delta_rule"
 
+# The releases whose models were run: see docs/support.md.
+TESTED_RELEASES = "5.17.0, 5.23.0 and 5.24.0"
+
 # Where a layer's forward may be kept: accelerate's hooks move it to `_old_forward`.
 _FORWARDS = ("_old_forward", "forward")
 
-# Attribute of a switched layer: (attribute name, what it held, whether on the instance, what it holds).
+# Attribute of a layer one of whose attributes was replaced: (name, what it held, what it holds).
 _RECORD = "_flash_qla_replaced"
+
+# Attribute of a class whose forward calls flash_qla: the class that it was made from.
+_ORIGINAL = "_flash_qla_original"
 
 # Keywords that mean something to the operator, if only that it refuses their value.
 _KEYWORDS = _TOLERATED | {
@@ -108,14 +118,12 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
     unknown = []
     switched_before = False
     for name, layer in model.named_modules():
-        if _RECORD in layer.__dict__ and not _is_switched(layer):
-            _restore_layer(name, layer)
-        if _RECORD in layer.__dict__:
+        if _is_switched(layer):
             switched_before = True
             continue
-        replacement = _replacement(layer)
-        if replacement is not None:
-            plan[name] = (layer, replacement)
+        switch = _switch_of(layer)
+        if switch is not None:
+            plan[name] = (layer, switch)
         elif "GatedDelta" in type(layer).__name__ and "Norm" not in type(layer).__name__:
             unknown.append((name, layer))
 
@@ -124,8 +132,8 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
         raise RuntimeError(
             f"flash_qla cannot hook the layer {name!r} ({type(layer).__module__}.{type(layer).__name__}, "
             f"transformers {_transformers_version()}): looked for an instance attribute {_ATTRIBUTE!r} "
-            f"(transformers 4.57 to 5.14) and for a forward that calls {_FUNCTION!r} (from 5.15, known to "
-            f"5.23), found neither"
+            f"(transformers 4.57 to 5.14) and for a forward that calls {_FUNCTION!r} (from 5.15), found neither. "
+            f"Releases that were tested: {TESTED_RELEASES}"
         )
     if not plan and not switched_before:
         raise ValueError(
@@ -133,10 +141,8 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
             f"{_ATTRIBUTE!r} and for modules whose forward calls {_FUNCTION!r} "
             f"(transformers {_transformers_version()})"
         )
-    for layer, (attribute, new) in plan.values():
-        on_instance = attribute in layer.__dict__
-        layer.__dict__[_RECORD] = (attribute, getattr(layer, attribute), on_instance, new)
-        setattr(layer, attribute, new)
+    for _, switch in plan.values():
+        switch()
     return Switched({name: layer for name, (layer, _) in plan.items()})
 
 
@@ -147,48 +153,83 @@ def restore(model: torch.nn.Module) -> None:
 
 
 def _is_switched(layer: torch.nn.Module) -> bool:
-    """False for a layer that was switched when its whole model was pickled: pickle restores a method by
-    its name, which yields the forward of the class."""
-    _, _, _, new = layer.__dict__[_RECORD]
-    return new is chunk_gated_delta_rule or new.__func__ in _copies
+    return _RECORD in layer.__dict__ or hasattr(type(layer), _ORIGINAL)
+
+
+def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
+    """What switches the layer; None where there is no known way."""
+    if callable(layer.__dict__.get(_ATTRIBUTE)):
+        return functools.partial(_replace, layer, _ATTRIBUTE, chunk_gated_delta_rule)
+    for attribute in _FORWARDS:
+        forward = layer.__dict__.get(attribute)
+        if inspect.ismethod(forward) and inspect.isfunction(forward.__func__):
+            renamed = _with_flash_qla(forward.__func__)
+            return renamed and functools.partial(_replace, layer, attribute, types.MethodType(renamed, layer))
+    if "forward" in layer.__dict__:
+        return None
+    switched = _switched_class(type(layer))
+    return switched and functools.partial(setattr, layer, "__class__", switched)
+
+
+def _replace(layer: torch.nn.Module, attribute: str, new: Callable) -> None:
+    layer.__dict__[_RECORD] = (attribute, layer.__dict__[attribute], new)
+    setattr(layer, attribute, new)
 
 
 def _restore_layer(name: str, layer: torch.nn.Module) -> None:
-    record = layer.__dict__.get(_RECORD)
-    if record is None:
-        return
-    attribute, original, on_instance, new = record
-    # accelerate's hooks may have come or gone since, and then the forward has moved.
-    candidates = _FORWARDS if attribute in _FORWARDS else (attribute,)
-    holder = next((c for c in candidates if layer.__dict__.get(c) == new), None)
-    if holder is None:
-        raise RuntimeError(
-            f"cannot restore the layer {name!r}: its {attribute!r} has been replaced by something else "
-            "since use_flash_qla; undo that first"
-        )
-    if holder == attribute and not on_instance:
-        delattr(layer, holder)
-    else:
+    if _RECORD in layer.__dict__:
+        attribute, original, new = layer.__dict__[_RECORD]
+        # accelerate's hooks may have come or gone since, and then the forward has moved.
+        candidates = _FORWARDS if attribute in _FORWARDS else (attribute,)
+        holder = next((c for c in candidates if layer.__dict__.get(c) == new), None)
+        if holder is None:
+            raise RuntimeError(
+                f"cannot restore the layer {name!r}: its {attribute!r} has been replaced by something else "
+                "since use_flash_qla; undo that first"
+            )
         setattr(layer, holder, original)
-    del layer.__dict__[_RECORD]
+        del layer.__dict__[_RECORD]
+    elif hasattr(type(layer), _ORIGINAL):
+        original = vars(type(layer)).get(_ORIGINAL)
+        if original is None:
+            raise RuntimeError(
+                f"cannot restore the layer {name!r}: its class has been replaced by {type(layer).__name__}, which is "
+                "made from flash_qla's, since use_flash_qla; undo that first"
+            )
+        ours = type(layer).forward
+        layer.__class__ = original
+        for attribute in _FORWARDS:  # accelerate's hooks keep the method that they found
+            if getattr(layer.__dict__.get(attribute), "__func__", None) is ours:
+                setattr(layer, attribute, types.MethodType(original.forward, layer))
+        if getattr(layer.__dict__.get("forward"), "__func__", None) is original.forward:
+            del layer.__dict__["forward"]
 
 
-def _replacement(layer: torch.nn.Module):
-    """(attribute name, new value) that switches `layer`, or None where there is no known way."""
-    if callable(layer.__dict__.get(_ATTRIBUTE)):
-        return _ATTRIBUTE, chunk_gated_delta_rule
-    attribute = next((a for a in _FORWARDS if a in layer.__dict__), "forward")
-    forward = getattr(layer, attribute)
-    if not inspect.ismethod(forward) or not inspect.isfunction(forward.__func__):
+@functools.cache
+def _switched_class(original: type) -> type | None:
+    """A subclass whose forward calls flash_qla, which passes for the class itself; None where its forward does not call
+    _FUNCTION. All layers of a class share it, and so torch.compile one compilation."""
+    forward = _with_flash_qla(original.forward)
+    if forward is None:
         return None
-    renamed = _with_flash_qla(forward.__func__)
-    return None if renamed is None else (attribute, types.MethodType(renamed, layer))
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original)(
+        original.__name__, (original,), {**names, _ORIGINAL: original, "forward": forward, "__reduce_ex__": _reduce}
+    )
 
 
-_copies = weakref.WeakSet()
+def _reduce(layer: torch.nn.Module, protocol: int) -> tuple:
+    """For pickle and copy, which do not find the subclass by its name."""
+    make, arguments, *state = super(type(layer), layer).__reduce_ex__(protocol)
+    original = vars(type(layer)).get(_ORIGINAL)
+    return (make, arguments, *state) if original is None else (_new, (original,), *state)
 
 
-# Cached, so that all layers of a class share one function, and torch.compile one compilation.
+def _new(original: type) -> torch.nn.Module:
+    switched = _switched_class(original)
+    return switched.__new__(switched)
+
+
 @functools.cache
 def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> types.FunctionType | None:
     """A copy of `function` that calls flash_qla where `function`, or one that it decorates, calls _FUNCTION.
@@ -212,7 +253,6 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
             return None
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
-    _copies.add(copy)
     return functools.update_wrapper(copy, function)
 
 
