@@ -337,7 +337,7 @@ def run(trial: Trial, device: str, spoil=None, runs: int = RUNS) -> dict[str, fl
         if name in same:
             assert torch.equal(x, same[name]), f"{name} was written"
         elif tensor == "g_cumsum":
-            check_accuracy(tensor, x, expected[tensor], case.dtype, name)
+            check_accuracy(tensor, x, expected[tensor], dtype=case.dtype, case=f"{name}, {case}")
         else:
             if tensor not in bars:
                 bars[tensor] = Bars(tensor, expected[tensor], noises[0], expected.get(f"on the way to {tensor}"))
