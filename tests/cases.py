@@ -350,14 +350,15 @@ def run_forwards(inputs: dict) -> dict:
     return outputs | {f"{name} without h": x for name, x in without_h if x is not None}
 
 
-def run_all(arguments: dict) -> dict:
-    """Every output of every function, by name."""
+def run_all(arguments: dict, store=dict) -> dict:
+    """Every output of every function, by name. The backward gets what `store` makes of g_cumsum and A, by name."""
     gradients = {name: arguments[name] for name in ("do", "dht")}
     inputs = {name: x for name, x in arguments.items() if name not in gradients}
     outputs = run_forwards(inputs)
+    intermediates = store({name: outputs[name] for name in ("g_cumsum", "A")})
     return {
         **outputs,
-        **run_backward(inputs, **gradients, intermediates=(outputs["g_cumsum"], outputs["A"])),
+        **run_backward(inputs, **gradients, intermediates=tuple(intermediates.values())),
         **{f"autograd's {name}": x for name, x in run_autograd(inputs, **gradients).items()},
     }
 
