@@ -43,11 +43,11 @@ BLOCK_FACTOR = 4
 TOKEN_FACTOR = 16
 MIN_BLOCK = 256  # smaller blocks are a few numbers that may cancel; the bar over the whole tensor holds for them too
 
-worst: dict[tuple[str, str, str], tuple[float, str]] = {}  # (tensor, dtype, device) -> (error, case)
+worst: dict[tuple[str, ...], dict] = {}  # (device, dtype, q's dtype, tensor) -> its row of worst_errors
 
 
-def gradient_bar(name: str, dtype: torch.dtype, g_cumsum: torch.Tensor) -> float:
-    """The bar of a gradient; dtype is that of q, g_cumsum the reference's.
+def gradient_bar(name: str, dtype: torch.dtype, g_cumsum: torch.Tensor | None) -> float:
+    """The bar of a gradient; dtype is that of q, g_cumsum the reference's, which 16 bits do without.
 
     The backward gets the gates as their cumulative sum b. What b_t - b_{t-1} gives back is off by half an ulp of b_t,
     at most 2^-24 |b_t| in fp32, and the decay e^{b_t - b_{t-1}} by as much of itself. Where |b| is large, little is
@@ -58,17 +58,25 @@ def gradient_bar(name: str, dtype: torch.dtype, g_cumsum: torch.Tensor) -> float
         return GRADIENT_BF16_BARS[name]
     if dtype == torch.float16:
         return GRADIENT_BF16_BARS[name] / 8
+    assert g_cumsum is not None, f"the bar of {name} in {dtype} follows the gates: g_cumsum is missing"
     half_ulp = torch.finfo(dtype).eps / 2
     finite = g_cumsum[g_cumsum.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
     return BARS[dtype] + 2 * half_ulp * largest
 
 
-def stored_bar(bar: float, dtype: torch.dtype) -> float:
-    """The bar of a gradient that is stored in dtype, which is that of its tensor and may have fewer digits than what it
-    was computed in: where one rounding to it, half an ulp, is above the bar, it comes on top."""
-    half_ulp = torch.finfo(dtype).eps / 2
-    return bar if half_ulp <= bar else bar + half_ulp
+def bar_of(
+    name: str, dtype: torch.dtype, stored: torch.dtype, g_cumsum: torch.Tensor | None
+) -> tuple[float, torch.dtype]:
+    """The bar of a tensor, and the dtype that determines it: that of q, unless the tensor is stored in `stored` with
+    fewer digits than it was computed in. Where one rounding to `stored`, half an ulp, is above a gradient's bar, it
+    comes on top."""
+    if name == "g_cumsum":
+        return CUMSUM_BARS[stored], stored
+    if name not in GRADIENT_BF16_BARS:
+        return BARS[dtype], dtype
+    bar, half_ulp = gradient_bar(name, dtype, g_cumsum), torch.finfo(stored).eps / 2
+    return (bar, dtype) if half_ulp <= bar else (bar + half_ulp, stored)
 
 
 def smallest_norm(actual: torch.Tensor, elements: int) -> float:
@@ -143,20 +151,29 @@ BLOCKS = {
 }
 
 
+TENSORS = {*BLOCKS, "g_cumsum"}
+IN_THE_DTYPE_OF_Q = ("o", "A", "dq", "dk", "dv")
+
+
 @one_thread()
 def check(
     name: str,
     actual: torch.Tensor,
     expected: torch.Tensor,
+    *,
     dtype: torch.dtype,
-    case: str,
-    bar: float | None = None,
+    case: object,
     size: torch.Tensor | None = None,
+    g_cumsum: torch.Tensor | None = None,
 ):
-    """Assert shape and accuracy of one output; dtype is that of q and picks the bar."""
+    """Assert shape and accuracy of one output. Name and dtypes pick the bar: dtype is that of q, and g_cumsum is the
+    reference's, for gradients in fp32 and fp64. case is the Case, or says which call this is."""
+    case = str(case).strip()
+    assert name in TENSORS, f"{name} is none of {', '.join(sorted(TENSORS))}"
+    assert case and case not in TENSORS, f"{name}: {case!r} does not say which call this is"
+    assert name not in IN_THE_DTYPE_OF_Q or actual.dtype == dtype, f"{name} is {actual.dtype}, and q {dtype} [{case}]"
     assert actual.shape == expected.shape, f"{name} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    if bar is None:
-        bar = CUMSUM_BARS[actual.dtype] if name == "g_cumsum" else BARS[dtype]
+    bar, determined_by = bar_of(name, dtype, actual.dtype, g_cumsum)
     if actual.numel() == 0:
         return
     infinite = expected.isinf()
@@ -164,9 +181,8 @@ def check(
         assert torch.equal(actual[infinite].double(), expected[infinite]), f"{name}: expected infinities [{case}]"
         actual, expected = actual.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
     error = relative_error(actual, expected, size)
-    key = (name, str(dtype).removeprefix("torch."), actual.device.type)
-    if not error <= worst.get(key, (-1.0, ""))[0]:
-        worst[key] = (error, case)
+    dtypes = (str(x).removeprefix("torch.") for x in (determined_by, dtype))
+    record(dict(zip(ROW, (actual.device.type, *dtypes, name, error, bar, case), strict=True)))
     # "not <=" rather than ">": NaN must fail
     if not error <= bar:
         bad = (~actual.isfinite()).sum().item()
@@ -195,12 +211,11 @@ def check(
 
 
 @one_thread()
-def check_gradients(actual: dict, expected: Gradients, dtype: torch.dtype, case: str, g_cumsum: torch.Tensor):
+def check_gradients(actual: dict, expected: Gradients, *, dtype: torch.dtype, case: object, g_cumsum: torch.Tensor):
     """Every gradient in `actual`, by name, against the reference's; g_cumsum is that of the reference too."""
     for name, x in actual.items():
         wanted = getattr(expected, name)
-        bar = stored_bar(gradient_bar(name, dtype, g_cumsum), x.dtype)
-        check(name, x, wanted, dtype, case, bar, expected.sizes.get(name))
+        check(name, x, wanted, dtype=dtype, case=case, size=expected.sizes.get(name), g_cumsum=g_cumsum)
         # dg sums over pairs of tokens in the chunk form, and may come to zero by cancellation only.
         if name != "dg":
             assert not x[wanted == 0].any(), f"{name}: expected exactly zero in some elements [{case}]"
@@ -217,10 +232,24 @@ def not_measured():
         worst.update(before)
 
 
+ROW = ("device", "dtype", "q_dtype", "tensor", "error", "bar", "case")
+
+
+def record(row: dict) -> None:
+    """Keep a row, of this process or of another, if its error is the largest of its device, dtypes and tensor."""
+    key = tuple(row[name] for name in ROW[:4])
+    if key not in worst or not row["error"] <= worst[key]["error"]:
+        worst[key] = row
+
+
 def worst_errors() -> list[dict]:
-    """The largest error of each tensor, dtype and device in this session, and the case that had it."""
-    rows = [
-        {"device": device, "dtype": dtype, "tensor": name, "error": error, "case": case}
-        for (name, dtype, device), (error, case) in worst.items()
-    ]
-    return sorted(rows, key=lambda row: (row["device"], row["dtype"], row["tensor"]))
+    """Of each device, dtype that determines the bar, dtype of q and tensor in this session: the largest error, the bar
+    that it was held to, and the case that had it."""
+    return [worst[key] for key in sorted(worst)]
+
+
+def table(rows: list[dict]) -> list[str]:
+    """The rows for people, under a line that names the columns."""
+    columns = "{device:6} {dtype:8} {q_dtype:8} {tensor:11} {error:8} {bar:8} {case}"
+    numbers = [{**row, "error": f"{row['error']:.2e}", "bar": f"{row['bar']:.2e}"} for row in rows]
+    return [columns.format(**row) for row in (dict(zip(ROW, ROW, strict=True)) | {"q_dtype": "q"}, *numbers)]

@@ -350,14 +350,15 @@ def run_forwards(inputs: dict) -> dict:
     return outputs | {f"{name} without h": x for name, x in without_h if x is not None}
 
 
-def run_all(arguments: dict) -> dict:
-    """Every output of every function, by name."""
+def run_all(arguments: dict, store=dict) -> dict:
+    """Every output of every function, by name. The backward gets what `store` makes of g_cumsum and A, by name."""
     gradients = {name: arguments[name] for name in ("do", "dht")}
     inputs = {name: x for name, x in arguments.items() if name not in gradients}
     outputs = run_forwards(inputs)
+    intermediates = store({name: outputs[name] for name in ("g_cumsum", "A")})
     return {
         **outputs,
-        **run_backward(inputs, **gradients, intermediates=(outputs["g_cumsum"], outputs["A"])),
+        **run_backward(inputs, **gradients, intermediates=tuple(intermediates.values())),
         **{f"autograd's {name}": x for name, x in run_autograd(inputs, **gradients).items()},
     }
 
@@ -442,8 +443,8 @@ def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> N
         o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     assert o.dtype == case.dtype and final_state.dtype == compute_dtype(case)
     assert o.is_contiguous() and final_state.is_contiguous()
-    accuracy.check("o", o, expected["o"], case.dtype, name)
-    accuracy.check("final_state", final_state, expected["final_state"], case.dtype, name)
+    accuracy.check("o", o, expected["o"], dtype=case.dtype, case=name)
+    accuracy.check("final_state", final_state, expected["final_state"], dtype=case.dtype, case=name)
     assert not o[:, covered:].any()
 
     for output_h in (True, False):  # perhaps in other kernels
@@ -456,7 +457,7 @@ def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> N
         else:
             assert h is None
         for output, x in actual.items():
-            accuracy.check(output, x, expected[output], case.dtype, name)
+            accuracy.check(output, x, expected[output], dtype=case.dtype, case=name)
         # Above the diagonal, beyond a chunk's end and outside the sequences A is zero, not merely small.
         position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
         outside = torch.arange(reference.CHUNK, device=device) > position[..., None]
@@ -485,7 +486,8 @@ def check_gradients(
         dtype = gradient_dtype(case, name)
         assert x.dtype == dtype and x.is_contiguous(), f"{name} is {x.dtype} with strides {x.stride()} [{name_of_call}]"
         assert x.dim() < 3 or name == "dh0" or not x[:, covered:].any(), f"{name}: not zero in padding [{name_of_call}]"
-    accuracy.check_gradients(actual, expected, case.dtype, name_of_call, cumulative_gates(inputs))
+    b = cumulative_gates(inputs)
+    accuracy.check_gradients(actual, expected, dtype=case.dtype, case=name_of_call, g_cumsum=b)
 
     with poisoned(device):
         through_autograd = run_autograd(inputs, **gradients)

@@ -2,11 +2,13 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from pathlib import Path
 
 import accuracy
 import pytest
 import torch
+from card import GIB, Card, release
 
 
 def no_gpu_reason() -> str | None:
@@ -19,8 +21,22 @@ def no_gpu_reason() -> str | None:
     return None
 
 
+CARD = pytest.StashKey[Card]()
+LOCKS = pytest.StashKey[tempfile.TemporaryDirectory]()
+ENDED_EARLY = pytest.StashKey[list[str]]()  # workers whose errors are lost
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a Hopper GPU (sm_90)")
+    config.addinivalue_line("markers", "whole_card: needs nearly all memory of the GPU, see tests/card.py")
+    config.stash[ENDED_EARLY] = []
+    worker = getattr(config, "workerinput", None)  # of pytest-xdist
+    config.stash[CARD] = Card(Path(worker["locks"]), worker["workercount"]) if worker else Card()
+
+
+def pytest_unconfigure(config):
+    if LOCKS in config.stash:
+        config.stash[LOCKS].cleanup()
 
 
 def pytest_collection_modifyitems(items):
@@ -29,6 +45,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    if item.get_closest_marker("gpu") is None or no_gpu_reason() is not None:
+        return (yield)
+    whole = item.get_closest_marker("whole_card") is not None
+    with item.config.stash[CARD].during(item.nodeid, whole):
+        return (yield)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -79,11 +104,47 @@ def output_of(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
+# What the workers of pytest-xdist have measured, the summary is to show as well.
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    stash = node.config.stash
+    if LOCKS not in stash:
+        stash[LOCKS] = tempfile.TemporaryDirectory(prefix="flash_qla-card-")
+    node.workerinput["locks"] = stash[LOCKS].name
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["worst_errors"] = accuracy.worst_errors()
+        session.config.workeroutput["peaks"] = session.config.stash[CARD].peaks
+        release(kept=0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    output = getattr(node, "workeroutput", {})
+    if "worst_errors" not in output:
+        node.config.stash[ENDED_EARLY].append(node.gateway.id)
+        return
+    for row in output["worst_errors"]:
+        accuracy.record(row)
+    node.config.stash[CARD].peaks.update(output["peaks"])
+
+
 def pytest_terminal_summary(terminalreporter, config):
     rows = accuracy.worst_errors()
     if rows:
         terminalreporter.section("worst relative L2 error against fp64")
-    for row in rows:
-        terminalreporter.write_line("{device:4} {dtype:8} {tensor:12} {error:.2e}  {case}".format(**row))
+        for line in accuracy.table(rows):
+            terminalreporter.write_line(line)
+    for worker in config.stash[ENDED_EARLY]:
+        terminalreporter.write_line(f"{worker} ended early: what it had measured is not in the table")
+    peaks = config.stash[CARD].peaks
+    if peaks:
+        terminalreporter.section("most GPU memory")
+        for test in sorted(peaks, key=peaks.get, reverse=True)[:5]:
+            terminalreporter.write_line(f"{peaks[test] / GIB:5.1f} GiB  {test}")
     if config.getoption("--errors-json"):
         Path(config.getoption("--errors-json")).write_text(json.dumps(environment() | {"worst": rows}, indent=1))

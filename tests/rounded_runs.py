@@ -188,15 +188,23 @@ class Bars:
         """Of the output `name`, from its runs. on_the_way: how large what a row is made of is in the same dtype, in the
         shape of the output's rows."""
         self.name, self.shape, self.noise = name, runs.shape[1:], noise
+        self.squares, self.batches = 0.0, 0  # the mean over the runs at random, added up
         if runs.numel() == 0:
             return
-        self.expected, *others = (self.by_head(x) for x in runs)
+        self.expected = self.by_head(runs[0]).clone()  # not the other runs with it
         self.size = self.expected.norm(dim=-1)
         self.largest = self.size
         if on_the_way is not None:
             self.largest = self.size.maximum(self.by_head(on_the_way[..., None])[..., 0])
-        rounded, *at_random = ((x - self.expected).norm(dim=-1) for x in others)
-        spread = torch.maximum(rounded, torch.stack(at_random).square().mean(0).sqrt() / noise.scale)
+        self.add(runs)
+
+    def add(self, runs: torch.Tensor) -> None:
+        """More runs of the same output, of which those at random are others."""
+        if runs.numel() == 0:
+            return
+        rounded, *at_random = ((self.by_head(x) - self.expected).norm(dim=-1) for x in runs[1:])
+        self.squares, self.batches = self.squares + torch.stack(at_random).square().mean(0), self.batches + 1
+        spread = torch.maximum(rounded, (self.squares / self.batches).sqrt() / self.noise.scale)
         self.rows = ROW_FACTOR * (spread + spread.square().mean(1, keepdim=True).sqrt())
         self.heads = HEAD_FACTOR * spread.norm(dim=1)
 

@@ -249,8 +249,8 @@ def test_gates_around_the_threshold(dtype):
             actual = run_forwards(inputs)
             exact = run_forwards({**inputs, "auto_cp": False})
         # By themselves the later segments, where nothing is large.
-        accuracy.check("o", actual["o"][:, 320:], expected["o"][:, 320:], dtype, name)
-        accuracy.check("h", actual["h"][:, 5:], expected["h"][:, 5:], dtype, name)
+        accuracy.check("o", actual["o"][:, 320:], expected["o"][:, 320:], dtype=dtype, case=name)
+        accuracy.check("h", actual["h"][:, 5:], expected["h"][:, 5:], dtype=dtype, case=name)
         difference = {x: (actual[x].double() - exact[x].double())[0] for x in ("o", "h", "final_state")}
         assert (difference["final_state"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
         assert (difference["h"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
@@ -369,7 +369,7 @@ def test_graph_replay_with_other_inputs_and_cu_seqlens(mode):
         if seed in (1, 4):
             expected = expected_outputs(inputs)
             for name in ("o", "h", "final_state"):
-                accuracy.check(name, actual[name], expected[name], BF16, f"graph, {case}")
+                accuracy.check(name, actual[name], expected[name], dtype=BF16, case=f"graph, {case}")
 
 
 # The backward

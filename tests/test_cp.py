@@ -111,9 +111,9 @@ def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
     found = put_together(case, layout, [x[case, layout] for x in of_ranks])
     name = f"{len(of_ranks)} ranks, {layout}, {case}"
     for output, x in outputs.items():
-        accuracy.check(output, found.pop(output), x, case.dtype, name)
+        accuracy.check(output, found.pop(output), x, dtype=case.dtype, case=name)
     assert {"dq", "dk", "dv", "db", "dg"} <= found.keys()
-    accuracy.check_gradients(found, gradients, case.dtype, name, b)
+    accuracy.check_gradients(found, gradients, dtype=case.dtype, case=name, g_cumsum=b)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -65,7 +65,8 @@ def test_replays(device):
         actual = prefill(graphs, inputs, lengths)
         expected = reference_of(inputs)
         for output, x in actual.items():
-            accuracy.check(output, x, getattr(expected, output), torch.bfloat16, f"prefill graph, lengths={lengths}")
+            case = f"prefill graph, lengths={lengths}"
+            accuracy.check(output, x, getattr(expected, output), dtype=torch.bfloat16, case=case)
 
 
 def test_a_prompt_in_pieces(device):
@@ -81,8 +82,8 @@ def test_a_prompt_in_pieces(device):
         assert states.data_ptr() == graphs.states.data_ptr()
         pieces.append(o.clone().split(lengths, 1))
     o = torch.cat([piece for pieces_of_one in zip(*pieces, strict=True) for piece in pieces_of_one], 1)
-    accuracy.check("o", o, expected.o, torch.bfloat16, "prompt in pieces")
-    accuracy.check("final_state", states, expected.final_state, torch.bfloat16, "prompt in pieces")
+    accuracy.check("o", o, expected.o, dtype=torch.bfloat16, case="prompt in pieces")
+    accuracy.check("final_state", states, expected.final_state, dtype=torch.bfloat16, case="prompt in pieces")
 
 
 def test_a_block_in_graphs(device):

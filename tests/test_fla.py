@@ -133,10 +133,10 @@ def check(case: Case, device: str, with_naive: bool = True) -> None:
     assert ran.ops == [FORWARD, BACKWARD]
     expected, expected_gradients = expected_of(inputs, gradients)
     for name in ("o", "final_state"):
-        accuracy.check(name, actual[name], expected[name], case.dtype, str(case))
+        accuracy.check(name, actual[name], expected[name], dtype=case.dtype, case=case)
     found = {name: x for name, x in actual.items() if name not in ("o", "final_state")}
     g_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
-    accuracy.check_gradients(found, expected_gradients, case.dtype, str(case), g_cumsum)
+    accuracy.check_gradients(found, expected_gradients, dtype=case.dtype, case=case, g_cumsum=g_cumsum)
     for name, x in actual.items():
         source = {gradient: name for name, gradient in GRADIENT_OF.items()}.get(name)
         wanted = inputs[source].dtype if source else torch.float32 if name == "final_state" else case.dtype

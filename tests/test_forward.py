@@ -79,8 +79,8 @@ def test_strong_decay_forgets_without_nan(device, gate):
     inputs = make_inputs(case, device)
     o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     reference = reference_of(inputs)
-    check("final_state", final_state, reference.final_state, BF16, str(case))
-    check("o", o[:, 64:], reference.o[:, 64:], BF16, str(case))
+    check("final_state", final_state, reference.final_state, dtype=BF16, case=case)
+    check("o", o[:, 64:], reference.o[:, 64:], dtype=BF16, case=case)
 
 
 # Heads
@@ -152,8 +152,8 @@ def test_continuing_from_the_final_state(device):
         part["initial_state"] = state
         o, state = flash_qla.chunk_gated_delta_rule(**part, output_final_state=True)
         parts.append(o)
-    check("o", torch.cat(parts, 1), expected.o, BF16, str(case))
-    check("final_state", state, expected.final_state, BF16, str(case))
+    check("o", torch.cat(parts, 1), expected.o, dtype=BF16, case=case)
+    check("final_state", state, expected.final_state, dtype=BF16, case=case)
 
 
 def test_only_what_is_asked_for(device):
@@ -163,8 +163,8 @@ def test_only_what_is_asked_for(device):
     o_fwd, h, final_state = run_forward(inputs, output_h=False, output_final_state=False)[2:]
     assert h is None and final_state is None
     expected = reference_of(inputs)
-    check("o", o, expected.o, BF16, "o alone")
-    check("o", o_fwd, expected.o, BF16, "o, g_cumsum and A")
+    check("o", o, expected.o, dtype=BF16, case="o alone")
+    check("o", o_fwd, expected.o, dtype=BF16, case="o, g_cumsum and A")
     assert flash_qla.chunk_gated_delta_rule_fwd(*(inputs[name] for name in ("q", "k", "v", "g", "beta")))[4] is not None
 
 
@@ -218,8 +218,8 @@ def test_l2norm_of_zero_and_tiny_vectors(device):
         x *= 1e-3 / x.norm(dim=-1, keepdim=True)
     expected = reference_of(inputs)
     o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    check("o", o, expected.o, BF16, "tiny q and k")
-    check("final_state", final_state, expected.final_state, BF16, "tiny q and k")
+    check("o", o, expected.o, dtype=BF16, case="tiny q and k")
+    check("final_state", final_state, expected.final_state, dtype=BF16, case="tiny q and k")
     assert not o[:, 3].any()
 
 
@@ -254,8 +254,8 @@ def test_expanded_inputs(device):
     expanded["initial_state"] = torch.ones((), device=device).expand(2, 4, 128, 128)
     expected = reference_of(expanded)
     o, final_state = flash_qla.chunk_gated_delta_rule(**expanded, output_final_state=True)
-    check("o", o, expected.o, BF16, "expanded")
-    check("final_state", final_state, expected.final_state, BF16, "expanded")
+    check("o", o, expected.o, dtype=BF16, case="expanded")
+    check("final_state", final_state, expected.final_state, dtype=BF16, case="expanded")
 
 
 # Keys and beta

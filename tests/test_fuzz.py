@@ -1,5 +1,6 @@
 """tests/fuzz.py finds faults, and nothing where there are none."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -16,6 +17,21 @@ import flash_qla
 TRIAL = fuzz.Trial(
     "chunk",
     Case(lengths=(100, 0, 65), padding=3, H_k=1, H_v=2, K=8, V=12, dtype=torch.float32, gate="logsigmoid"),
+    {},
+    {},
+    torch.float32,
+)
+DECODING = fuzz.Trial(
+    "decode",
+    Case(
+        lengths=(5, 0, 3),
+        K=16,
+        V=24,
+        dtype=torch.float32,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        state_v_first=True,
+    ),
     {},
     {},
     torch.float32,
@@ -71,7 +87,7 @@ FAULTS = {
 }
 
 
-FEW = 4  # runs: not those of a trial, which has more of them before it calls something wrong
+FEW = 1  # batches of runs: a trial has more of them before it calls something wrong
 
 
 def spoil(fault):
@@ -115,6 +131,197 @@ def test_other_bits_in_a_second_run_are_found():
 
     with pytest.raises(AssertionError, match="another run"):
         fuzz.run(TRIAL, "cpu", spoil(other))
+
+
+# Tables without elements, storage offsets, padding and NaN
+
+
+def test_everything_is_drawn():
+    for device in ("cpu", "cuda"):
+        trials = [fuzz.draw(0, number, device) for number in range(2000)]
+        for op in fuzz.OPS:
+            of_op = [trial for trial in trials if trial.op == op]
+            assert {trial.nan for trial in of_op} == {None, *fuzz.NAN_IN}
+            for field in ("empty", "offsets", "padding"):
+                assert {getattr(trial, field) for trial in of_op} == {False, True}
+
+
+def make(trial: fuzz.Trial) -> fuzz.Call:
+    noises = [fuzz.Noise(torch.float32, "cpu", fuzz.RUNS, seed) for seed in range(2)]
+    return {"chunk": fuzz.chunk, "prefill": fuzz.prefill}.get(trial.op, fuzz.decode)(trial, "cpu", noises)
+
+
+def seeded(trial: fuzz.Trial, condition, **fields) -> fuzz.Trial:
+    """The trial with the first seed whose trial and call are such ones."""
+    for seed in range(200):
+        found = dataclasses.replace(trial, case=dataclasses.replace(trial.case, seed=seed), **fields)
+        if condition(found, make(found)):
+            return found
+    raise AssertionError("no seed makes such a call")
+
+
+def replace_op(monkeypatch, name: str, change) -> None:
+    """What the fuzzer calls is change(the op, arguments)."""
+    right = getattr(flash_qla, name)
+    monkeypatch.setattr(flash_qla, name, lambda **arguments: change(right, arguments))
+
+
+def has_empty(name):
+    return lambda _, call: name in call.arguments and call.arguments[name].numel() == 0
+
+
+def test_an_empty_table_of_checkpoints_taken_for_none_is_found(monkeypatch):
+    trial = seeded(POOL, has_empty("checkpoint_indices"), empty=True)
+    fuzz.run(trial, "cpu")
+
+    def wrong(op, arguments):  # checkpoints go to the slots of their numbers
+        indices = torch.arange(4).reshape(2, 2)
+        indices[torch.isin(indices, arguments["state_indices"])] = -1
+        return op(**arguments | {"checkpoint_indices": indices, "null_index": -1})
+
+    replace_op(monkeypatch, "prefill_gated_delta_rule", wrong)
+    with pytest.raises(AssertionError, match="rest of state_pool was written"):
+        fuzz.run(trial, "cpu")
+
+
+def test_an_empty_table_of_slots_taken_for_none_is_found(monkeypatch):
+    trial = seeded(DECODING, has_empty("write_indices"), empty=True)
+    fuzz.run(trial, "cpu")
+    replace_op(monkeypatch, "decode_gated_delta_rule", lambda op, arguments: op(**arguments | {"write_indices": None}))
+    with pytest.raises(AssertionError, match="rest of state_pool was written"):
+        fuzz.run(trial, "cpu")
+
+
+def test_empty_parents_taken_for_roots_are_found(monkeypatch):
+    trial = seeded(DECODING, has_empty("parents"), empty=True)
+    fuzz.run(trial, "cpu")
+
+    def wrong(op, arguments):
+        roots = torch.full((3, 5), -1, dtype=arguments["parents"].dtype)
+        return op(**arguments | {"parents": roots})
+
+    replace_op(monkeypatch, "decode_gated_delta_rule", wrong)
+    with pytest.raises(AssertionError, match="errors over their bars"):
+        fuzz.run(trial, "cpu")
+
+
+@pytest.mark.parametrize("dimension", (0, 1), ids=("rows", "steps"))
+def test_states_taken_for_others_are_found(monkeypatch, dimension):
+    """Without rows or steps nothing is kept, and the pool stays as it is."""
+
+    def wrong(op, arguments):
+        kept = arguments.pop("intermediate_states")
+        assert kept.shape[dimension] == 0
+        return op(**{name: x for name, x in arguments.items() if name not in ("intermediate_indices", "update_state")})
+
+    monkeypatch.setattr(fuzz, "STYLES", {"rows": (("intermediate_states", "steps")[dimension],)})
+    trial = seeded(DECODING, lambda *_: True, empty=True)
+    fuzz.run(trial, "cpu")
+    replace_op(monkeypatch, "decode_gated_delta_rule", wrong)
+    with pytest.raises(AssertionError, match="rest of state_pool was written"):
+        fuzz.run(trial, "cpu")
+
+
+@pytest.mark.parametrize("argument", ("q", "beta", "dht", "initial_state", "g"))
+def test_a_storage_offset_left_out_is_found(monkeypatch, argument):
+    trial = dataclasses.replace(TRIAL, offsets=True)
+    fuzz.run(trial, "cpu")
+
+    def wrong(op, arguments):
+        x = arguments[argument]
+        assert x.storage_offset() in fuzz.OFFSETS
+        return op(**arguments | {argument: x.as_strided(x.shape, x.stride(), 0)})
+
+    replace_op(monkeypatch, "chunk_gated_delta_rule_bwd", wrong)
+    with pytest.raises(AssertionError, match="errors over their bars"):
+        fuzz.run(trial, "cpu")
+
+
+def test_pools_have_offsets(monkeypatch):
+    found = set()
+
+    def seen(op, arguments):
+        found.add(arguments["state_pool"].storage_offset())
+        return op(**arguments)
+
+    replace_op(monkeypatch, "decode_gated_delta_rule", seen)
+    for seed in range(8):
+        trial = dataclasses.replace(DECODING, offsets=True, case=dataclasses.replace(DECODING.case, seed=seed))
+        fuzz.run(trial, "cpu")
+    assert found <= set(fuzz.OFFSETS) and len(found) > 1
+
+
+def test_padding_that_writes_its_slot_is_found(monkeypatch):
+    """A sequence of no tokens puts back what it has read when another one has written its state there."""
+
+    def is_such(_, call):
+        slots = call.arguments["state_indices"]
+        return slots[1] in slots[[0, 2]] and (slots > call.arguments["null_index"]).all()
+
+    monkeypatch.setattr(fuzz, "STYLES", {"last": ()})
+    trial = seeded(DECODING, is_such, padding=True)
+    fuzz.run(trial, "cpu")
+
+    def wrong(op, arguments):
+        slot = arguments["state_indices"][1]
+        before = arguments["state_pool"][slot].clone()
+        o = op(**arguments)
+        arguments["state_pool"][slot] = before
+        return o
+
+    replace_op(monkeypatch, "decode_gated_delta_rule", wrong)
+    with pytest.raises(AssertionError, match="states of state_pool"):
+        fuzz.run(trial, "cpu")
+
+
+def in_the_middle(trial: fuzz.Trial, call: fuzz.Call) -> bool:
+    """The NaN is in the first sequence, which has a slot, behind its first token."""
+    token = fuzz.draw_token(trial)
+    live = "state_indices" not in call.arguments or call.arguments["state_indices"].flatten()[0] > 0
+    return token.n == 0 and token.place > 0 and live
+
+
+@pytest.mark.parametrize("op", ("chunk", "prefill", "decode", "decode_packed"))
+@pytest.mark.parametrize("name", fuzz.NAN_IN)
+def test_a_nan_comes_out_where_it_went_in(op, name):
+    trial = {"chunk": TRIAL, "prefill": POOL}.get(op, dataclasses.replace(DECODING, op=op))
+    trial = seeded(trial, in_the_middle, nan=name)
+    call, token = make(trial), fuzz.draw_token(trial)
+    ((argument, x),) = fuzz.with_nan(trial, call.arguments, token).items()
+    before = call.arguments[argument]
+    assert x.isnan().sum() == 1 + before.isnan().sum()
+    assert x.stride() == before.stride() and x.storage_offset() == before.storage_offset()
+    heads = slice(2 * token.head, 2 * token.head + 2) if name in ("q", "k") else slice(token.head, token.head + 1)
+    found = call(**{argument: x})["o"][0].isnan().any(-1)  # [T, H_v]
+    assert found[token.t, heads].all()
+    found[token.t : trial.case.lengths[0], heads] = False
+    assert not found.any()
+    fuzz.run(trial, "cpu")
+
+
+SPREADS = {
+    "to the token before": ("o", lambda x, token: x[0, token.t - 1]),
+    "to another sequence": ("low-level o", lambda x, token: x[0, 150]),
+    "to another head": ("o", lambda x, token: x[0, token.t, 1 - token.head]),
+    "to another sequence's state": ("final_state", lambda x, token: x[1]),
+    "to another sequence's gradient": ("dv", lambda x, token: x[0, 150]),
+    "to another head's sum": ("dA_log", lambda x, token: x[1 - token.head : 2 - token.head]),
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_nan_that_spreads_is_found(spread):
+    name, part = SPREADS[spread]
+    case = dataclasses.replace(TRIAL.case, use_gate_in_kernel=True)
+    trial = seeded(dataclasses.replace(TRIAL, case=case), in_the_middle, nan="v")
+    fuzz.run(trial, "cpu")
+
+    def spreads(outputs):
+        if outputs["o"].isnan().any():
+            part(outputs[name], fuzz.draw_token(trial)).fill_(torch.nan)
+
+    with pytest.raises(AssertionError, match=f"^{name} has other bits where nothing depends on the NaN"):
+        fuzz.run(trial, "cpu", spoil(spreads))
 
 
 def test_a_failure_says_how_to_repeat_it(monkeypatch, capsys):

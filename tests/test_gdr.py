@@ -237,11 +237,8 @@ def compare(name: str, actual: dict, expected: dict, sizes: dict, dtype: torch.d
     errors, misses = {}, []
     for tensor, x in actual.items():
         wanted, size = expected[tensor], sizes.get(tensor)
-        bar = None
-        if tensor in ALL_GRADIENTS_OF.values():
-            bar = accuracy.stored_bar(accuracy.gradient_bar(tensor, dtype, expected["g_cumsum"]), x.dtype)
         try:
-            accuracy.check(tensor, x, wanted, dtype, name, bar, size)
+            accuracy.check(tensor, x, wanted, dtype=dtype, case=name, size=size, g_cumsum=expected["g_cumsum"])
         except AssertionError as miss:
             misses.append(str(miss))
         if x.shape != wanted.shape:
@@ -424,8 +421,8 @@ def test_each_tensor_may_miss(tensor):
     inputs, gradients = Problem.of(case, "cpu").make()
     actual = actual_outputs(inputs, gradients)
     expected, sizes = expected_outputs(inputs, gradients, torch.float64)
-    assert set(actual) == set(ALL_TENSORS) and compare("", actual, expected, sizes, torch.bfloat16)[1] == []
-    errors, misses = compare("", {**actual, tensor: 1.02 * actual[tensor]}, expected, sizes, torch.bfloat16)
+    assert set(actual) == set(ALL_TENSORS) and compare("a test", actual, expected, sizes, torch.bfloat16)[1] == []
+    errors, misses = compare("a test", {**actual, tensor: 1.02 * actual[tensor]}, expected, sizes, torch.bfloat16)
     assert len(misses) == 1 and misses[0].startswith(f"{tensor}: ")
     assert max(errors, key=errors.get) == tensor
 
@@ -439,7 +436,7 @@ def test_large_problem(activations, monkeypatch):
     assert inputs["initial_state"].shape == (3, 2, 24, 40) and problem.name.startswith("1x2 of 24x40 70+0+3")
     actual = actual_outputs(inputs, gradients)
     assert set(actual) == set(ALL_TENSORS if activations else TENSORS)
-    assert compare("", actual, *expected_outputs(inputs, gradients, torch.float64), torch.bfloat16)[1] == []
+    assert compare("a test", actual, *expected_outputs(inputs, gradients, torch.float64), torch.bfloat16)[1] == []
 
 
 def test_options_of_all_problems():

@@ -153,11 +153,11 @@ def test_graph_replay_with_other_cu_seqlens(cu_dtype):
         name = f"graph, lengths={lengths}"
         expected = reference_of(inputs)
         for output in ("o", "final_state", "h"):
-            accuracy.check(output, actual[output], getattr(expected, output), torch.bfloat16, name)
+            accuracy.check(output, actual[output], getattr(expected, output), dtype=torch.bfloat16, case=name)
         expected = reference_gradients(inputs, **gradients)
         g_cumsum = chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
         computed = {of: actual[of] for of in GRADIENT_OF.values()}
-        accuracy.check_gradients(computed, expected, torch.bfloat16, name, g_cumsum)
+        accuracy.check_gradients(computed, expected, dtype=torch.bfloat16, case=name, g_cumsum=g_cumsum)
 
 
 BAD_OFFSETS = (

@@ -10,6 +10,7 @@ from cases import DHT_SCALE, Case, make_gradients, make_inputs, run_backward
 import flash_qla
 
 pytestmark = pytest.mark.gpu
+whole_card = pytest.mark.whole_card
 
 BF16 = torch.bfloat16
 H_K, H_V, D = 4, 64, 128
@@ -21,6 +22,7 @@ CHUNKS = (2**31 // (64 * H_V * D) - 2, LAST // 64 - 8)
 
 
 def require_free(gigabytes: int):
+    """For tests with whole_card."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gigabytes << 30:
         pytest.skip(f"needs {gigabytes} GiB of free GPU memory")
@@ -53,6 +55,7 @@ def part(inputs: dict, tokens: slice, initial_state: torch.Tensor) -> dict:
     }
 
 
+@whole_card
 def test_forward_of_more_than_2_31_elements():
     """The recurrence need not be run over all tokens to check the far end: the second sequence starts afresh there, and
     in the first h says from where to go on."""
@@ -66,20 +69,23 @@ def test_forward_of_more_than_2_31_elements():
 
     name = "second sequence, beyond 2^31 elements"
     second = reference.gated_delta_rule(**part(inputs, slice(LAST, T), inputs["initial_state"][1:]))
-    accuracy.check("o", o[:, LAST:], second.o, BF16, name)
-    accuracy.check("final_state", final_state[1:], second.final_state, BF16, name)
-    accuracy.check("h", h[:, LAST // 64 : LAST // 64 + 5], second.h, BF16, name)
+    accuracy.check("o", o[:, LAST:], second.o, dtype=BF16, case=name)
+    accuracy.check("final_state", final_state[1:], second.final_state, dtype=BF16, case=name)
+    accuracy.check("h", h[:, LAST // 64 : LAST // 64 + 5], second.h, dtype=BF16, case=name)
     for chunk in CHUNKS:
         tokens = slice(chunk * 64, chunk * 64 + 256)
         expected = reference.gated_delta_rule(**part(inputs, tokens, h[0, chunk][None]))
-        accuracy.check("o", o[:, tokens], expected.o, BF16, f"from chunk {chunk} of the first sequence")
+        accuracy.check("o", o[:, tokens], expected.o, dtype=BF16, case=f"from chunk {chunk} of the first sequence")
     del o, A, h
     torch.cuda.empty_cache()
     o, final_state_again = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    accuracy.check("o", o[:, LAST:], second.o, BF16, name)
-    accuracy.check("final_state", final_state_again, final_state.double(), BF16, "both functions")
+    accuracy.check("o", o[:, LAST:], second.o, dtype=BF16, case=name)
+    accuracy.check(
+        "final_state", final_state_again, final_state.double(), dtype=BF16, case="both functions, beyond 2^31 elements"
+    )
 
 
+@whole_card
 def test_backward_of_more_than_2_31_elements():
     """Where the reference starts in the middle of the first sequence it takes the state from h; where it ends there,
     what follows is 768 tokens away from those that are compared, a decay of e^-38."""
@@ -106,12 +112,12 @@ def test_backward_of_more_than_2_31_elements():
         for of in ("dq", "dk", "dv", "db", "dg"):
             x, y = actual[of][:, tokens][:, :compared], getattr(expected, of)[:, :compared]
             size = expected.sizes[of][:, :compared] if of in expected.sizes else None
-            accuracy.check(of, x, y, BF16, name, accuracy.GRADIENT_BF16_BARS[of], size)
+            accuracy.check(of, x, y, dtype=BF16, case=name, size=size)
         return expected.dh0
 
     name = "second sequence, beyond 2^31 elements"
     dh0 = compare(slice(LAST, T), inputs["initial_state"][1:], dht[1:], LENGTHS[1], name)
-    accuracy.check("dh0", actual["dh0"][1:], dh0, BF16, name, accuracy.GRADIENT_BF16_BARS["dh0"])
+    accuracy.check("dh0", actual["dh0"][1:], dh0, dtype=BF16, case=name)
     middle, end = CHUNKS
     compare(slice(end * 64, LAST), states[end], dht[:1], LAST - end * 64, "end of the first sequence")
     compare(slice(middle * 64, middle * 64 + 1024), states[middle], None, 256, "around 2^31 elements")
@@ -127,14 +133,15 @@ def test_many_sequences():
     tail = {name: inputs[name][:, -600:] for name in ("q", "k", "v", "g", "beta")}
     tail["cu_seqlens"] = torch.tensor([0, *lengths[-600:]]).cumsum(0)
     expected = reference.gated_delta_rule(**tail)
-    accuracy.check("o", o[:, -600:], expected.o, BF16, "66000 sequences")
-    accuracy.check("final_state", final_state[-600:], expected.final_state, BF16, "66000 sequences")
+    accuracy.check("o", o[:, -600:], expected.o, dtype=BF16, case="66000 sequences")
+    accuracy.check("final_state", final_state[-600:], expected.final_state, dtype=BF16, case="66000 sequences")
     expected = reference.gated_delta_rule_bwd(**tail, do=gradients["do"][:, -600:])
     actual = {name: x[:, -600:] for name, x in actual.items()}
     g_cumsum = reference.chunk_cumsum(tail["g"], tail["cu_seqlens"])
-    accuracy.check_gradients(actual, expected, BF16, "66000 sequences", g_cumsum)
+    accuracy.check_gradients(actual, expected, dtype=BF16, case="66000 sequences", g_cumsum=g_cumsum)
 
 
+@whole_card
 @pytest.mark.parametrize("beyond", (-1, 0, 1))
 def test_as_many_elements_as_32_bits_have(beyond):
     """v, o and their gradients have 2^31 elements, a token's fewer, or a token's more. The last sequence lies there."""
@@ -156,19 +163,18 @@ def test_as_many_elements_as_32_bits_have(beyond):
     arguments = part(inputs, tail, inputs["initial_state"][1:])
     o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     expected = reference.gated_delta_rule(**arguments)
-    accuracy.check("o", o[:, tail], expected.o, BF16, name)
-    accuracy.check("final_state", final_state[1:], expected.final_state, BF16, name)
+    accuracy.check("o", o[:, tail], expected.o, dtype=BF16, case=name)
+    accuracy.check("final_state", final_state[1:], expected.final_state, dtype=BF16, case=name)
     assert (o.abs().amax(-1) > 0).all()  # every row was written
     del o
     actual = run_backward(inputs, do)
     expected = reference.gated_delta_rule_bwd(**arguments, do=do[:, tail])
     for of in ("dq", "dk", "dv", "db", "dg"):
         size = expected.sizes.get(of)
-        accuracy.check(
-            of, actual[of][:, tail], getattr(expected, of), BF16, name, accuracy.GRADIENT_BF16_BARS[of], size
-        )
+        accuracy.check(of, actual[of][:, tail], getattr(expected, of), dtype=BF16, case=name, size=size)
 
 
+@whole_card
 @pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
 @pytest.mark.parametrize("gap", (0, 2**31 + 8), ids=("slots side by side", "slots far apart"))
 def test_decoding_from_a_pool_of_more_than_2_31_elements(dtype, gap):

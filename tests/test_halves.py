@@ -150,10 +150,10 @@ def test_against_the_recurrence(device, case):
             check_maps(case, x, y[sequences], accuracy.BLOCK_FACTOR * bar, f"{what}, {name}")
         assert not any(x[:, covered_tokens(case) :].any() for x in (found["o"], found["dq"], found["dv"], found["dg"]))
         for output in ("o", "final_state"):
-            accuracy.check(output, found.pop(output), getattr(expected, output), case.dtype, name)
-        accuracy.check("g_cumsum", found.pop("g_cumsum"), b, case.dtype, name)
+            accuracy.check(output, found.pop(output), getattr(expected, output), dtype=case.dtype, case=name)
+        accuracy.check("g_cumsum", found.pop("g_cumsum"), b, dtype=case.dtype, case=name)
         assert found.keys() == {x for a, x in ALL_GRADIENTS_OF.items() if inputs.get(a) is not None}
-        accuracy.check_gradients(found, gradients, case.dtype, name, b)
+        accuracy.check_gradients(found, gradients, dtype=case.dtype, case=name, g_cumsum=b)
 
 
 @parametrize(*CASES)

@@ -155,11 +155,11 @@ def test_reference_state_layouts_and_dense_batches():
 @accuracy.not_measured()
 def test_metric_rejects_what_it_should():
     expected = torch.randn(1, 128, 2, 64, dtype=torch.float64)
-    accuracy.check("o", expected.bfloat16(), expected, torch.bfloat16, "rounded")
+    accuracy.check("o", expected.bfloat16(), expected, dtype=torch.bfloat16, case="rounded")
 
     def fails(actual, expected=expected):
         with pytest.raises(AssertionError):
-            accuracy.check("o", actual, expected, torch.bfloat16, "wrong")
+            accuracy.check("o", actual.bfloat16(), expected, dtype=torch.bfloat16, case="wrong")
 
     fails(expected[:, :-1])
     fails(expected * 1.006)
@@ -176,7 +176,7 @@ def test_metric_rejects_what_it_should():
     assert accuracy.relative_error(one_token, long) < accuracy.BF16_BAR
     fails(one_token, long)
     zero = torch.zeros_like(expected)
-    accuracy.check("o", zero, zero, torch.bfloat16, "zero")
+    accuracy.check("o", zero.bfloat16(), zero, dtype=torch.bfloat16, case="zero")
     fails(zero + 1e-30, zero)
     fails(zero * float("nan"), zero)
 
@@ -188,13 +188,18 @@ def test_gradient_metric_rejects_what_it_should():
     expected = reference_gradients(inputs, **gradients)
     g_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
     right = {name: getattr(expected, name) for name in GRADIENT_OF.values()}
-    accuracy.check_gradients(right, expected, torch.bfloat16, "right", g_cumsum)
+
+    def check_gradients(actual, case):
+        actual = {name: x.bfloat16() if name in accuracy.IN_THE_DTYPE_OF_Q else x for name, x in actual.items()}
+        accuracy.check_gradients(actual, expected, dtype=torch.bfloat16, case=case, g_cumsum=g_cumsum)
+
+    check_gradients(right, case="right")
 
     def fails(name, change):
         wrong = right[name].clone()
         change(wrong)
         with pytest.raises(AssertionError, match=name):
-            accuracy.check_gradients({name: wrong}, expected, torch.bfloat16, "wrong", g_cumsum)
+            check_gradients({name: wrong}, case="wrong")
 
     for name in right:
         fails(name, lambda x: x.mul_(1.02))

@@ -207,8 +207,8 @@ def test_many_short_sequences_from_a_pool(device, pool_dtype):
     with poisoned(device):
         o, states = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=pool.dtype)
     pool[slots] = states
-    accuracy.check("o", o, expected["o"], case.dtype, str(case))
-    accuracy.check("final_state", pool[slots], expected["final_state"], case.dtype, str(case))
+    accuracy.check("o", o, expected["o"], dtype=case.dtype, case=case)
+    accuracy.check("final_state", pool[slots], expected["final_state"], dtype=case.dtype, case=case)
     others = torch.ones(64, dtype=torch.bool, device=device)
     others[slots] = False
     assert torch.equal(pool[others].isnan(), before[others].isnan())
@@ -243,12 +243,12 @@ def gpu_memory_left(size: int):
     """No more than so many bytes beside what is taken, and what PyTorch's cache cannot give back is taken as well."""
     torch.cuda.empty_cache()
     taken = take_cuda_blocks(free_cuda_blocks())
-    total = torch.cuda.mem_get_info()[1]
+    total, share = torch.cuda.mem_get_info()[1], torch.cuda.get_per_process_memory_fraction()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(share)
         del taken
 
 

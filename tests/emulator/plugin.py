@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+PROPERTIES = {"multi_processor_count": 132, "total_memory": 80 << 30}
+
 
 class OnTheCpu(TorchFunctionMode):
     """A device "cuda" is taken for the CPU, and tensors for those of a GPU."""
@@ -29,7 +31,8 @@ def pytest_configure():
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "emulated"
-    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(**PROPERTIES)
+    torch.cuda.set_per_process_memory_fraction = lambda fraction, device=None: None
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_device = lambda: 0
     torch.cuda.memory_snapshot = list  # no blocks of a caching allocator

@@ -1,0 +1,72 @@
+"""One GPU for all workers of pytest-xdist: each has a share of its memory, and tests that need the whole card wait
+until nothing else runs on it.
+
+Locks are those of the operating system, which ends them with the process. A test takes its turn before it takes the
+card, so that tests that come later queue up after one that waits for the whole card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+from pathlib import Path
+
+import torch
+
+GIB = 1 << 30
+LEFT_OVER = 2 * GIB  # of the card: the driver's own, and what fragments of large blocks leave
+BESIDE = 2 * GIB  # of each worker: its CUDA context, half of this, and processes that its tests start
+KEPT = GIB + GIB // 4  # in the cache from test to test: what `poisoned` takes, and a little
+
+
+def share(total: int, workers: int) -> int:
+    """The bytes that each worker may allocate through PyTorch."""
+    return total if workers == 1 else (total - LEFT_OVER) // workers - BESIDE
+
+
+class Card:
+    """The GPU as one worker of `workers` sees it; their locks are in `folder`."""
+
+    def __init__(self, folder: Path | None = None, workers: int = 1):
+        self.folder, self.workers = folder, workers
+        self.peaks: dict[str, int] = {}  # test -> most bytes that were allocated
+
+    @contextlib.contextmanager
+    def during(self, test: str, whole: bool):
+        """Around a test, with its fixtures."""
+        with self.lock(whole) if self.workers > 1 else contextlib.nullcontext():
+            if self.workers > 1:
+                self.limit(whole)
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                yield
+            finally:
+                if torch.cuda.is_initialized():
+                    self.peaks[test] = torch.cuda.max_memory_allocated()
+                release()
+
+    def limit(self, whole: bool) -> None:
+        total = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if whole else share(total, self.workers) / total)
+
+    @contextlib.contextmanager
+    def lock(self, whole: bool):
+        with open(self.folder / "turn", "w") as turn, open(self.folder / "card", "w") as card:
+            try:
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # perhaps for a test that needs the whole card
+                release(kept=0)
+                fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(card, fcntl.LOCK_EX if whole else fcntl.LOCK_SH)
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            yield
+
+
+def release(kept: int = KEPT) -> None:
+    """Give memory back to the other workers, if PyTorch keeps more than so many bytes."""
+    if torch.cuda.memory_reserved() > kept:
+        if torch.cuda.memory_allocated() > kept:  # perhaps in cycles
+            gc.collect()
+        torch.cuda.empty_cache()
