@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "chunks.h"
+#include "contents.h"
 #include "gpu/device.h"
 #include "offsets.h"
 #include "tensors.h"
@@ -164,7 +165,7 @@ void prepare(Call& call, ScalarType g_dtype) {
     check_supported_on_gpu(call, call.q);
   }
   make_canonical(call, g_dtype);
-  if (on_gpu && call.varlen && offsets_are_checked()) {
+  if (on_gpu && call.varlen && contents_are_checked()) {
     checked_offsets(call);
   }
 }
@@ -185,10 +186,16 @@ std::array<int64_t, 4> Call::state_shape() const {
   return state_v_first ? std::array{N, H_v, V, K} : std::array{N, H_v, K, V};
 }
 
-Call make_call(const char* op, Arguments arguments) {
+Call make_record(const char* op, Arguments arguments) {
   Call call{std::move(arguments), {.op = op}};
   check_arguments(call);
   prepare(call, call.use_gate ? call.g.scalar_type() : call.compute_dtype);
+  return call;
+}
+
+Call make_call(const char* op, Arguments arguments) {
+  Call call = make_record(op, std::move(arguments));
+  check_contents(call);
   return call;
 }
 
@@ -198,6 +205,7 @@ BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients g
   check_gradients(call);
   prepare(call, call.compute_dtype);
   make_gradients_canonical(call);
+  check_contents(call);
   return call;
 }
 

@@ -81,8 +81,10 @@ struct Call : Arguments, Tokens {
 struct BackwardCall : Call, Gradients {};
 
 // Throw std::runtime_error, naming the argument, what was expected and what came, unless the call can be run: before
-// anything is allocated, and without reading data, except that of cu_seqlens under FLASH_QLA_CHECK=1.
+// anything is allocated, and without reading data, except under FLASH_QLA_CHECK=1 (contents.h).
 Call make_call(const char* op, Arguments arguments);
+// The same without a look at contents but for cu_seqlens, for a call that is part of another one.
+Call make_record(const char* op, Arguments arguments);
 BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients gradients);
 
 }  // namespace flash_qla

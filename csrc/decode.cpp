@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "contents.h"
 #include "pool.h"
 #include "tensors.h"
 
@@ -83,6 +84,7 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
   if (!call.scale) {
     call.scale = 1.0 / std::sqrt(static_cast<double>(call.K));
   }
+  check_contents(call);
   return call;
 }
 

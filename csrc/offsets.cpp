@@ -1,8 +1,5 @@
 #include "offsets.h"
 
-#include <cstdlib>
-#include <string_view>
-
 #include "checks.h"
 
 namespace flash_qla {
@@ -29,14 +26,6 @@ std::vector<int64_t> checked_offsets(const Call& call) {
   const Tensor offsets = given.is_cpu() ? given : to_cpu(given);
   return call.wide_offsets ? checked(call, offsets.const_data_ptr<int64_t>())
                            : checked(call, offsets.const_data_ptr<int32_t>());
-}
-
-bool offsets_are_checked() {
-  static const bool checked = [] {
-    const char* value = std::getenv("FLASH_QLA_CHECK");
-    return value != nullptr && std::string_view(value) == "1";
-  }();
-  return checked;
 }
 
 }  // namespace flash_qla

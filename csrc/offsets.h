@@ -12,7 +12,4 @@ namespace flash_qla {
 // On a GPU this synchronizes.
 std::vector<int64_t> checked_offsets(const Call& call);
 
-// FLASH_QLA_CHECK=1: calls on a GPU check them too. Otherwise bad offsets are clamped on the device.
-bool offsets_are_checked();
-
 }  // namespace flash_qla

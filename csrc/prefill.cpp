@@ -4,6 +4,7 @@
 
 #include "checks.h"
 #include "chunks.h"
+#include "contents.h"
 #include "pool.h"
 
 namespace flash_qla {
@@ -33,7 +34,7 @@ void check_checkpoints(const PrefillCall& call) {
 
 PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments pool) {
   arguments.state_v_first = true;
-  PrefillCall call{make_call(op, std::move(arguments)), std::move(pool)};
+  PrefillCall call{make_record(op, std::move(arguments)), std::move(pool)};
   check_device(op, "state_pool", call.state_pool, call.q);
   check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
   check_device(op, "state_indices", call.state_indices, call.q);
@@ -47,6 +48,7 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
     }
   }
   check_checkpoints(call);
+  check_contents(call);
   return call;
 }
 

@@ -106,7 +106,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias), computed in float32 (float64 for
             float64 inputs); softplus(x) is x above 20, as PyTorch's.
         A_log: log of each head's rate of decay, natural logarithm, [H_v], any floating dtype; with use_gate_in_kernel
-            only, and then required.
+            only, and then required. exp(A_log) may overflow: the product counts. -inf never decays, inf always forgets.
         dt_bias: added to g, [H_v], any floating dtype; with use_gate_in_kernel only; none by default.
         use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed likewise.
         allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative

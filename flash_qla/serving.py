@@ -29,7 +29,8 @@ def prefill_gated_delta_rule(
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """chunk_gated_delta_rule on states that lie in a pool: read from it and written back, in place, and some of those
-    on the way kept for prefix caching. Gradients there are none.
+    on the way kept for prefix caching. The op has no derivative. It increments the version of what it writes. Under
+    autocast q, k and v are cast as by chunk_gated_delta_rule.
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
@@ -37,7 +38,8 @@ def prefill_gated_delta_rule(
         state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
             contiguous, the slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written;
             states are rounded to its dtype once, behind the last token.
-        state_indices: the slot of each sequence, [N]; int32 or int64, as all indices.
+        state_indices: the slot of each sequence, [N]; int32 or int64, as all indices. A sequence without tokens leaves
+            its slot alone, which may be another one's, unless it starts from zero: then its slot becomes zero.
         has_initial_state: [N], bool: False where a sequence starts from zero, whatever its slot holds. All are read by
             default.
         null_index: a sequence whose slot is at most this is nobody's: its output is zero and nothing is written. So is
@@ -56,10 +58,12 @@ def prefill_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU or with
-            FLASH_QLA_CHECK=1, an index is outside, or two states are written to the same slot. The message names the
-            argument, what was expected and what came. Otherwise the GPU takes an index outside for nobody's, and what a
-            slot that is written twice holds is not defined.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
+            with FLASH_QLA_CHECK=1, an index is outside, or one sequence writes a slot that another one writes or reads.
+            The message names the argument, what was expected and what came. Otherwise the GPU takes an index outside
+            for no slot, and what a slot that is written twice holds is not defined.
+        TypeError: cu_seqlens is a list.
+        NotImplementedError: a gradient is asked for; the op has no derivative.
     """
     check_offsets("prefill_gated_delta_rule", cu_seqlens)
     return torch.ops.flash_qla.prefill_gated_delta_rule(
@@ -148,9 +152,12 @@ def decode_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or, on the CPU or with
-            FLASH_QLA_CHECK=1, an index is outside, or two sequences write to the same slot. The message names the
-            argument, what was expected and what came. Otherwise the GPU takes an index outside for nobody's.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
+            with FLASH_QLA_CHECK=1, an index is outside, or one sequence writes a slot, or a row of intermediate_states,
+            that another one writes or reads. The message names the argument, what was expected and what came. Otherwise
+            the GPU takes an index outside for no slot.
+        TypeError: cu_seqlens is a list.
+        NotImplementedError: a gradient is asked for; the op has no derivative.
     """
     check_offsets("decode_gated_delta_rule", cu_seqlens)
     return torch.ops.flash_qla.decode_gated_delta_rule(

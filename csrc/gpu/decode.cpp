@@ -5,12 +5,12 @@
 
 #include "checks.h"
 #include "chunks.h"
+#include "contents.h"
 #include "gpu/device.h"
 #include "gpu/head_dims.h"
 #include "gpu/launch.h"
 #include "gpu/states.h"
 #include "kernels.h"
-#include "offsets.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -59,7 +59,7 @@ void check_supported(const DecodeCall& call) {
     check_same_dtype(call.op, "intermediate_states", *call.intermediate_states, call.state_pool);
     check_states_on_gpu(call.op, "intermediate_states", *call.intermediate_states);
   }
-  if (offsets_are_checked()) {
+  if (contents_are_checked()) {
     check_decode_tables(call);
   }
 }

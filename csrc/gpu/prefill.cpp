@@ -4,9 +4,9 @@
 #include <limits>
 
 #include "checks.h"
+#include "contents.h"
 #include "gpu/launch.h"
 #include "gpu/states.h"
-#include "offsets.h"
 #include "passes.h"
 #include "tensors.h"
 
@@ -23,7 +23,7 @@ void check_supported(const PrefillCall& call) {
   }
   check(call.checkpoint_every <= std::numeric_limits<int32_t>::max(), call.op, "checkpoint_every is ",
         call.checkpoint_every, ", expected at most 2^31 - 1 on a GPU");
-  if (offsets_are_checked()) {
+  if (contents_are_checked()) {
     check_prefill_tables(call);
   }
 }

@@ -1,0 +1,212 @@
+#include "contents.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <string_view>
+#include <vector>
+
+#include "checks.h"
+#include "cpu/activations.h"
+#include "cpu/pool.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+// What a number may be. Of raw numbers the ends have a meaning: a log decay of -inf, a step size of 0.
+enum class Allowed { kFinite, kLogDecay, kNotNan };
+
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+
+  // The elements of all rows, `row_size` each, that are live; every row without `live`.
+  void check(const char* name, Tensor tensor, Allowed allowed, const std::vector<bool>& live = {}) const {
+    if (!tensor.is_cpu()) {
+      tensor = to_cpu(tensor);
+    }
+    make_contiguous(op_, tensor, tensor.scalar_type());
+    const cpu::Floats numbers{tensor.const_data_ptr(), tensor.scalar_type(), true};
+    const int64_t count = tensor.numel();
+    const int64_t rows = live.empty() ? 1 : static_cast<int64_t>(live.size());
+    for (int64_t i = 0; i < count; ++i) {
+      const auto x = numbers.get<double>(i);
+      if (!is_allowed(x, allowed) && (live.empty() || live[i / (count / rows)])) [[unlikely]] {
+        refuse(name, tensor, i, x, allowed);
+      }
+    }
+  }
+  void check(const char* name, const std::optional<Tensor>& tensor, Allowed allowed) const {
+    if (tensor) {
+      check(name, *tensor, allowed);
+    }
+  }
+
+  // A state [H_v, V, K] of a pool, where it is.
+  void check_state(const Tensor& pool, int64_t slot) const {
+    const auto shape = pool.sizes(), strides = pool.strides();
+    const std::array sizes = {shape[1], shape[2], shape[3]};
+    const std::array steps = {strides[1], strides[2], strides[3]};
+    const std::string name = cpu::entry("state_pool", slot);
+    check(name.c_str(), view(pool, sizes, steps, slot * strides[0]), Allowed::kFinite);
+  }
+
+ private:
+  static bool is_allowed(double x, Allowed allowed) {
+    switch (allowed) {
+      case Allowed::kFinite:
+        return std::isfinite(x);
+      case Allowed::kLogDecay:
+        return x <= 0;
+      default:
+        return !std::isnan(x);
+    }
+  }
+
+  // q[0, 100, 1, 7] is nan, expected ...
+  [[noreturn]] void refuse(const char* name, const Tensor& tensor, int64_t i, double x, Allowed allowed) const {
+    std::vector<int64_t> index(tensor.dim());
+    for (int64_t d = tensor.dim() - 1; d >= 0; i /= tensor.size(d--)) {
+      index[d] = i % tensor.size(d);
+    }
+    const char* const expected = allowed == Allowed::kFinite ? "a finite number"
+                                 : allowed == Allowed::kNotNan
+                                     ? "a number"
+                                     : "at most 0: it is the logarithm of the decay, and not the decay";
+    fail(op_, name, shape_string(index), " is ", x, ", expected ", expected);
+  }
+
+  const char* op_;
+};
+
+// The slots that sequences start from, of tables on any device.
+class FirstSlots {
+ public:
+  FirstSlots(const Tensor& indices, const std::optional<Tensor>& accepted, int64_t null_index, int64_t slots)
+      : tables_{to_cpu(indices), accepted ? std::optional(to_cpu(*accepted)) : std::nullopt},
+        indices_(tables_.indices),
+        accepted_(tables_.accepted),
+        has_accepted_(accepted.has_value()),
+        null_index_(null_index),
+        slots_(slots) {}
+
+  int64_t operator()(int64_t n) const {
+    const int64_t column = has_accepted_ ? std::clamp<int64_t>(accepted_(n), 1, indices_.columns) - 1 : 0;
+    const int64_t slot = indices_(n, column);
+    return slot > null_index_ && slot >= 0 && slot < slots_ ? slot : kNobody;
+  }
+
+ private:
+  struct Tables {
+    std::optional<Tensor> indices, accepted;
+  };
+  const Tables tables_;
+  const cpu::Indices indices_, accepted_;
+  const bool has_accepted_;
+  const int64_t null_index_, slots_;
+};
+
+// Of each row of tokens whether a sequence has it; is_live(n, tokens) says which sequences count.
+template <typename IsLive>
+std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& cu_seqlens, const IsLive& is_live) {
+  std::vector<bool> live(call.tokens(), false);
+  const std::optional<Tensor> table = cu_seqlens ? std::optional(to_cpu(*cu_seqlens)) : std::nullopt;
+  const cpu::Indices offsets(table);
+  int64_t end = 0;
+  for (int64_t n = 0; n < call.N; ++n) {
+    const int64_t begin = cu_seqlens ? end : n * call.T;
+    end = cu_seqlens ? std::clamp(offsets(n + 1), begin, call.T) : begin + call.T;
+    if (is_live(n, end - begin)) {
+      std::fill(live.begin() + begin, live.begin() + end, true);
+    }
+  }
+  return live;
+}
+
+void check_tokens(const Checker& checker, const Call& call, const std::vector<bool>& live) {
+  for (const auto& [name, tensor] : {std::pair{"q", &call.q}, {"k", &call.k}, {"v", &call.v}}) {
+    checker.check(name, *tensor, Allowed::kFinite, live);
+  }
+  checker.check("beta", call.beta, call.use_beta_sigmoid ? Allowed::kNotNan : Allowed::kFinite, live);
+  checker.check("A_log", call.A_log, Allowed::kNotNan);
+  checker.check("dt_bias", call.dt_bias, Allowed::kFinite);
+  checker.check("initial_state", call.initial_state, Allowed::kFinite);
+}
+
+bool any_sequence(int64_t, int64_t) { return true; }
+
+}  // namespace
+
+bool contents_are_checked() {
+  static const bool checked = [] {
+    const char* value = std::getenv("FLASH_QLA_CHECK");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return checked;
+}
+
+void check_contents(const Call& call) {
+  if (contents_are_checked() && !call.is_empty()) {
+    const Checker checker(call.op);
+    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, any_sequence);
+    check_tokens(checker, call, live);
+    checker.check("g", call.g, call.use_gate ? Allowed::kNotNan : Allowed::kLogDecay, live);
+  }
+}
+
+void check_contents(const BackwardCall& call) {
+  if (contents_are_checked() && !call.is_empty()) {
+    const Checker checker(call.op);
+    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, any_sequence);
+    check_tokens(checker, call, live);
+    checker.check("g", call.g, Allowed::kNotNan, live);
+    if (call.g_raw) {
+      checker.check("g_raw", *call.g_raw, Allowed::kNotNan, live);
+    }
+    checker.check("do", call.grad_o, Allowed::kFinite, live);
+    checker.check("dht", call.grad_final_state, Allowed::kFinite);
+  }
+}
+
+void check_contents(const PrefillCall& call) {
+  if (contents_are_checked() && !call.is_empty()) {
+    const Checker checker(call.op);
+    const FirstSlots slots(call.state_indices, {}, call.null_index, call.state_pool.size(0));
+    const std::optional<Tensor> mask =
+        call.has_initial_state ? std::optional(to_cpu(*call.has_initial_state)) : std::nullopt;
+    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
+      const int64_t slot = slots(n);
+      if (slot != kNobody && tokens > 0 && (!mask || mask->const_data_ptr<bool>()[n * mask->stride(0)])) {
+        checker.check_state(call.state_pool, slot);
+      }
+      return slot != kNobody;
+    });
+    check_tokens(checker, call, live);
+    checker.check("g", call.g, call.use_gate ? Allowed::kNotNan : Allowed::kLogDecay, live);
+  }
+}
+
+void check_contents(const DecodeCall& call) {
+  if (contents_are_checked() && call.N > 0 && call.tokens() > 0) {
+    const Checker checker(call.op);
+    const FirstSlots slots(call.state_indices, call.num_accepted_tokens, call.null_index, call.slots());
+    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
+      const int64_t slot = slots(n);
+      if (slot != kNobody && tokens > 0) {
+        checker.check_state(call.state_pool, slot);
+      }
+      return slot != kNobody;
+    });
+    for (const auto& [name, tensor] : {std::pair{"q", &call.q}, {"k", &call.k}, {"v", &call.v}}) {
+      checker.check(name, *tensor, Allowed::kFinite, live);
+    }
+    checker.check("a", call.a, Allowed::kNotNan, live);
+    checker.check("b", call.b, Allowed::kNotNan, live);
+    checker.check("A_log", call.A_log, Allowed::kNotNan);
+    checker.check("dt_bias", call.dt_bias, Allowed::kFinite);
+  }
+}
+
+}  // namespace flash_qla
