@@ -31,6 +31,7 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         try:
+            toolchain.check_path(ROOT)
             toolchain.check_tilelang()
             toolchain.find_toolkit()
             compiler, jobs = toolchain.find_compiler(), toolchain.max_jobs()

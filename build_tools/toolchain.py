@@ -104,6 +104,13 @@ def package_root(name: str) -> Path:
     return Path(spec.origin).parent
 
 
+def check_path(folder: Path) -> None:
+    """CMake splits lists at semicolons, and compilers split what they hand on at commas."""
+    for character, name in ((",", "comma"), (";", "semicolon")):
+        if character in str(folder):
+            raise BuildError(f"the path {folder} holds a {name}, where CMake or the compiler would split it: move it")
+
+
 def max_jobs() -> int:
     jobs = os.environ.get("MAX_JOBS")
     if not jobs:
@@ -141,6 +148,7 @@ def full_disk(*folders: Path) -> str:
 
 def main() -> None:
     """What CMakeLists.txt asks for, as a CMake list. The first item changes when the kernels' tools do."""
+    check_path(Path.cwd())
     toolkit = find_toolkit()
     tools = f"TileLang {check_tilelang()}, CUDA {CUDA_VERSION}"
     print(tools, toolkit.static_runtime, package_root("torch"), *toolkit.include, sep=";")

@@ -1,6 +1,7 @@
 """`python -m flash_qla`: what is installed, what was compiled, and whether this machine's GPUs can run it."""
 
 import argparse
+import os
 import platform
 import re
 import sys
@@ -88,4 +89,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -515,3 +515,21 @@ def test_linters_have_one_version():
     for tool in ("ruff", "clang-format"):
         version = re.search(rf"{tool}==([\d.]+)", ci).group(1)
         assert re.search(rf"{tool}(-pre-commit)?\n +rev: v{version}\n", hooks)
+
+
+@pytest.mark.parametrize(("folder", "name"), (("a,b", "comma"), ("a;b", "semicolon")))
+def test_paths_that_cmake_would_split(tmp_path, folder, name):
+    """One sentence, before anything is built."""
+    checkout = tmp_path / folder
+    for part in ("build_tools", "flash_qla", "setup.py", "pyproject.toml", "README.md"):
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, checkout / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy2(source, checkout / part)
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    result = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert result.stderr.splitlines()[-1] == (
+        f"error: the path {checkout} holds a {name}, where CMake or the compiler would split it: move it"
+    )

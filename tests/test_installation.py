@@ -242,3 +242,11 @@ def test_kernels_launched_early_wait_before_they_read(sass):
             continue
         before = body[: body.index("ACQBULK")].replace("LDG.E.STRONG.GPU", "")
         assert not re.search(r"\b(LDG|LD\.E|STG|ST\.E|UTMALDG|UBLKCP|PREEXIT)\b", before), name
+
+
+def test_reader_that_leaves_early():
+    """`python -m flash_qla | head -1`, or | true, ends quietly."""
+    for reader in ("head -1", "true"):
+        command = f"set -o pipefail; {sys.executable} -m flash_qla | {reader}"
+        result = subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True)
+        assert result.returncode == 0 and not result.stderr, result

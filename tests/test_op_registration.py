@@ -257,6 +257,21 @@ for warning in found:
         assert output.startswith(beginning) and len(output.splitlines()) == bool(beginning), output
 
 
+def test_slow_path_notice_points_at_the_callers_line(tmp_path):
+    """Whichever function or op is called, compiled or not."""
+    program = tmp_path / "program.py"
+    for call in (
+        "flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])",
+        "torch.ops.flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])",
+        "flash_qla.chunk_gated_delta_rule(y, x, x, x[..., 0], x[..., 0])[0].sum().backward()",
+    ):
+        program.write_text(
+            "import torch, flash_qla\nx = torch.zeros(1, 3, 1, 4)\ny = x.clone().requires_grad_()\n" + call
+        )
+        output = run_python(f"import runpy; runpy.run_path({str(program)!r})", FLASH_QLA_QUIET="")
+        assert f"{program}:4: UserWarning: flash_qla" in output, output
+
+
 def test_cpu_speed():
     """T=1024, 4 heads, K=V=128, fp32 in under a second on 2 cores. The best of three, as other processes may run."""
     inputs = make_inputs(Case(T=1024, H_k=4, H_v=4, dtype=torch.float32), "cpu")

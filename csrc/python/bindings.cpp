@@ -246,12 +246,36 @@ in_halves is the forward's. Raises ValueError for a shape that no call has.)");
 The arguments are those of override_forward_dispatch of these names. Raises ValueError for a mode that there is not.)");
 }
 
+// How many frames up the line is that called this package: neither its own nor PyTorch's.
+Py_ssize_t level_of_caller() {
+  const auto folder_of = [](const char* module) {
+    const std::string file = py::str(py::module_::import(module).attr("__file__"));
+    return file.substr(0, file.rfind('/') + 1);
+  };
+  static const std::string* const inside = new std::string[2]{folder_of("flash_qla"), folder_of("torch")};
+  Py_ssize_t level = 1;
+  py::object frame = py::module_::import("sys").attr("_getframe")(0);
+  for (; !frame.is_none(); frame = frame.attr("f_back"), ++level) {
+    const std::string file = py::str(frame.attr("f_code").attr("co_filename"));
+    if (!file.starts_with(inside[0]) && !file.starts_with(inside[1])) {
+      return level;
+    }
+  }
+  return 1;
+}
+
 // Python's filters decide; where they make it an error, the call fails with its text. The library calls from threads
-// that have let go of the interpreter.
+// that have let go of the interpreter, and perhaps of Python.
 const char* warn_in_python(const char* text) noexcept {
   thread_local std::string error;
   const py::gil_scoped_acquire gil;
-  if (PyErr_WarnEx(PyExc_UserWarning, text, 1) == 0) {
+  Py_ssize_t level = 1;
+  try {
+    level = level_of_caller();
+  } catch (const py::error_already_set&) {
+    PyErr_Clear();  // a thread without frames
+  }
+  if (PyErr_WarnEx(PyExc_UserWarning, text, level) == 0) {
     return nullptr;
   }
   PyErr_Clear();
