@@ -18,6 +18,7 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch._library.effects import EffectType
 
 from flash_qla.ops import only_once  # and it loads the library
 
@@ -25,6 +26,8 @@ ops = torch.ops.flash_qla
 
 _OPTIONS = [x.name for x in ops.chunk_gated_delta_rule.default._schema.arguments[5:]]  # what is behind the tokens
 _TENSORS = ("initial_state", "A_log", "dt_bias")  # those that have gradients
+
+_STATE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # What is left of a state by maps whose norm is smaller is dropped, as within a segment (kernels_tl/device/segments.cuh)
 _NEGLIGIBLE = 2.0**-24
@@ -78,6 +81,13 @@ _OF_PARTS = {
 }
 
 
+def _check_offsets(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is of type {type(x).__name__}, expected a tensor [N + 1], int32 or int64")
+    if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}, expected [N + 1], int32 or int64")
+
+
 @dataclasses.dataclass(eq=False)
 class CPContext:
     """What a rank holds of all sequences, and how they go on elsewhere. The names are those of FLA's FLACPContext.
@@ -115,6 +125,8 @@ class CPContext:
             raise ValueError(
                 "cp_context has no cu_seqlens_cpu, expected the offsets of the rank's sequences on the CPU"
             )
+        for name in ("cu_seqlens", "cu_seqlens_cpu"):
+            _check_offsets(name, getattr(self, name))
         offsets = self.cu_seqlens_cpu.tolist()
         self._tokens = offsets[-1]
         if self.layout == "contiguous":
@@ -176,7 +188,11 @@ def build_cp_context(
 
     Raises:
         ValueError: layout is another word; cu_seqlens is not as above, or the tokens do not divide.
+        TypeError: cu_seqlens or cu_seqlens_cpu is not a tensor.
     """
+    _check_offsets("cu_seqlens", cu_seqlens)
+    if cu_seqlens_cpu is not None:
+        _check_offsets("cu_seqlens_cpu", cu_seqlens_cpu)
     group = torch.distributed.group.WORLD if group is None else group
     if group is None:
         raise ValueError("group is None, expected a process group, as there is no default group")
@@ -205,7 +221,7 @@ def build_cp_context(
         of_parts.append((before, behind, before == 0, behind == 0, begin - offsets[first]))
         if i == 0:
             front = len(rows)
-    local = torch.tensor(local, dtype=torch.int32)
+    local = torch.tensor(local, dtype=torch.int32, device="cpu")
     if layout == "contiguous":
         fields = dict(zip(_OF_PARTS, of_parts[0], strict=True))
     else:
@@ -232,12 +248,15 @@ def _as_ours(context) -> CPContext:
     return CPContext(**{name: getattr(context, name) for name in fields if hasattr(context, name)})
 
 
-def _start_gather(rows: torch.Tensor, context: CPContext) -> torch.Tensor:
-    """The rows [parts of a rank, ...] of all ranks, for _wait. Until then they are on their way."""
+def _start_gather(rows: torch.Tensor, context: CPContext, for_backward: bool = False) -> torch.Tensor:
+    """The rows [parts of a rank, ...] of all ranks, for _wait. Until then they are on their way.
+
+    A rank that is `for_backward` starts another gather in its backward, so all ranks have to.
+    """
     if context._world_size == 1:
         return rows
     if os.environ.get("FLASH_QLA_CHECK") == "1" and not torch.compiler.is_compiling():
-        _check_agreement(rows, context)
+        _check_agreement(rows, context, for_backward)
     return torch.ops._c10d_functional.all_gather_into_tensor(rows, context._world_size, context._group_name)
 
 
@@ -250,29 +269,36 @@ def _wait(rows: torch.Tensor, context: CPContext) -> torch.Tensor:
     return torch.cat([rows[::2], rows[1::2].flip(0)])  # the first ones of the ranks, then the others in reverse
 
 
-@torch.library.custom_op("flash_qla::_copy_after", mutates_args=())
-def _copy_after(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("flash_qla::_copy_here", mutates_args=())
+def _copy_here(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@_copy_after.register_fake
-def _(x, other):
+_copy_here.register_effect(EffectType.ORDERED)
+
+
+@_copy_here.register_fake
+def _(x):
     return torch.empty_like(x)
 
 
-def _after(other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x, which in a compiled graph depends on another tensor: a compiler moves what depends on no gradient from the
-    backward to the forward, a collective of zeros too, which then is not where the other ranks have it."""
-    return _copy_after(x, other) if torch.compiler.is_compiling() else x
+def _in_backward(x: torch.Tensor) -> torch.Tensor:
+    """x, which a compiler leaves in the backward because of the effect. Without it the compiler moves a value that
+    depends on no gradient to the forward, and its collective with it, where the other ranks have none."""
+    return _copy_here(x) if torch.compiler.is_compiling() else x
 
 
-def _check_agreement(rows: torch.Tensor, context: CPContext) -> None:
-    """Ranks whose heads, head dimensions or dtypes differ would make each other crash, or hang until they time out."""
-    own = (tuple(rows.shape), rows.dtype)
+def _check_agreement(rows: torch.Tensor, context: CPContext, for_backward: bool) -> None:
+    """Ranks whose heads, head dimensions or dtypes differ would make each other crash, or hang until they time out. So
+    would a rank whose backward never runs, because none of its tensors requires gradients."""
+    own = (tuple(rows.shape), rows.dtype, for_backward)
     found = [None] * context._world_size
     torch.distributed.all_gather_object(found, own, context.group)
     if any(other != own for other in found):
-        raise RuntimeError(f"flash_qla: what the ranks exchange has other shapes or dtypes on some of them: {found}")
+        raise RuntimeError(
+            "flash_qla: the ranks differ in the shape or the dtype of what they exchange, or in whether they need "
+            f"gradients; in the order of the ranks these are {found}"
+        )
 
 
 def _fold(maps: torch.Tensor, V: int) -> torch.Tensor:
@@ -336,30 +362,29 @@ class _Call:
         return state if self.state_v_first else state.mT
 
 
-def _forward(
-    context: CPContext, for_backward: bool, tokens: tuple, options: dict
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """o, the final states, and for the backward g_cumsum, A, where it takes one, and the states that it starts from."""
+def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dict) -> tuple[torch.Tensor | None, ...]:
+    """o, the final states, the workspace between the halves, and for the backward g_cumsum, A, where it takes one, and
+    the states that it starts from."""
     parts, call = context._parts, _Call(context, tokens[0], tokens[2], options["state_v_first"])
     behind, before = ([bool(getattr(part, name)) for part in parts] for name in ("behind", "before"))
     q, k, v, g, beta = (x.contiguous() for x in tokens)
     given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     states = options["initial_state"]
     if not any(behind) and not any(before):  # it takes part for the sake of the others
-        gathered = _start_gather(call.zeros(call.maps_shape), context)
+        gathered = _start_gather(call.zeros(call.maps_shape), context, for_backward)
         if for_backward:
             g_cumsum, A, o, _, final_state = _op_fwd(**given)
         else:
             (o, final_state), g_cumsum, A = _op(**given), None, None
         _wait(gathered, context)
-        return o, final_state, g_cumsum, A, states
+        return o, final_state, None, g_cumsum, A, states
 
     states = call.with_zeros(states)  # what was there may be anything
     mapped = [part.last for part in parts if part.behind]
     maps, workspace, o, g_cumsum = _begin_forward(
         **given | {"initial_state": states, "map_sequences": mapped, "output_g_cumsum": for_backward},
     )
-    gathered = _start_gather(_of_parts(maps, behind), context)
+    gathered = _start_gather(_of_parts(maps, behind), context, for_backward)
     if any(before):
         gathered = _wait(gathered, context)
         for part in parts:
@@ -370,11 +395,14 @@ def _forward(
     )
     if not any(before):
         _wait(gathered, context)
-    return o, final_state, g_cumsum if for_backward else None, None, states
+    return o, final_state, workspace, g_cumsum if for_backward else None, None, states
 
 
 def _backward(context: CPContext, options: dict, *tensors) -> tuple:
-    """The gradients of q, k, v, g, beta, initial_state, A_log and dt_bias."""
+    """The gradients of q, k, v, g, beta, initial_state, A_log and dt_bias.
+
+    do and dht may both be None: the other ranks wait for this rank's maps, and their gradients may reach its tokens.
+    """
     q, k, v, g, beta, A, g_raw, initial_state, A_log, dt_bias, do, dht = tensors
     parts, call = context._parts, _Call(context, q, v, options["state_v_first"])
     behind, before = ([bool(getattr(part, name)) for part in parts] for name in ("behind", "before"))
@@ -382,14 +410,14 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
     given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A": A, "g_raw": g_raw, "do": do, "dht": dht}
     given |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
     if not any(behind) and not any(before):
-        gathered = _start_gather(_after(do, call.zeros(call.maps_shape)), context)
+        gathered = _start_gather(_in_backward(call.zeros(call.maps_shape)), context)
         dq, dk, dv, db, dg, *sums = _op_bwd(**given)
         _wait(gathered, context)
         return dq, dk, dv, dg, db, *sums
 
     mapped = [part.first for part in parts if part.before]
     maps, workspace, dq, dk, dv, db, dg = _begin_backward(**given | {"map_sequences": mapped})
-    gathered = _start_gather(_after(do, _of_parts(maps, before)), context)
+    gathered = _start_gather(_in_backward(_of_parts(maps, before)), context)
     _replay_backward(**given | {"workspace": workspace})
     if any(behind):
         gathered = _wait(gathered, context)
@@ -408,7 +436,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, context, options, *tensors):
         tokens, of_heads = tensors[:5], dict(zip(_TENSORS, tensors[5:], strict=True))
-        o, final_state, g_cumsum, A, states = _forward(context, True, tokens, options | of_heads)
+        o, final_state, workspace, g_cumsum, A, states = _forward(context, True, tokens, options | of_heads)
         q, k, v, g, beta = tokens
         g_raw = g if options["use_gate_in_kernel"] else None
         ctx.save_for_backward(q, k, v, g_cumsum, beta, A, g_raw, states, of_heads["A_log"], of_heads["dt_bias"])
@@ -416,12 +444,11 @@ class _Differentiable(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not options["output_final_state"]:
             ctx.mark_non_differentiable(final_state)
-        return o, final_state
+        # Its size may be a new symbol of torch.compile, which has to be in what the function returns.
+        return o, final_state, workspace
 
     @staticmethod
-    def backward(ctx, do, dht):
-        if do is None and dht is None:
-            return (None,) * len(ctx.needs_input_grad)
+    def backward(ctx, do, dht, _):
         backward = functools.partial(_backward, ctx.context, ctx.options)
         gradients = only_once(backward, *ctx.saved_tensors, do, dht)
         needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
@@ -441,13 +468,24 @@ def run(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor, torch.Tensor
     tokens, tensors = (q, k, v, g, beta), [options[name] for name in _TENSORS]
     if context._world_size == 1 and not any(part.before for part in context._parts):
         return ops.chunk_gated_delta_rule(*tokens, **options)
+    _refuse_transforms("chunk_gated_delta_rule with cp_context")
+    state_dtype = options["state_dtype"]
+    if state_dtype not in _STATE_DTYPES:
+        raise RuntimeError(f"state_dtype is {state_dtype}, expected bfloat16, float16, float32 or float64")
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *tensors))):
         with torch.no_grad():
             return _forward(context, False, tokens, options)[:2]
-    state_dtype = options["state_dtype"]
     others = {name: x for name, x in options.items() if name not in _TENSORS} | {"state_dtype": None}
-    o, final_state = _Differentiable.apply(context, others, *tokens, *tensors)
+    o, final_state, _ = _Differentiable.apply(context, others, *tokens, *tensors)
     return o, final_state if state_dtype is None else final_state.to(state_dtype)
+
+
+def _refuse_transforms(function: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"flash_qla: {function} exchanges tensors between ranks, which the transforms of torch.func (grad, vjp, "
+            "jacrev, vmap, jvp, ...) do not support; use torch.autograd"
+        )
 
 
 def _check_tokens(name: str, x: torch.Tensor, context: CPContext) -> None:
@@ -460,11 +498,11 @@ def _check_tokens(name: str, x: torch.Tensor, context: CPContext) -> None:
 
 class _ExchangeHalo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, context):
+    def forward(ctx, x, context, for_backward):
         ctx.context, ctx.shape = context, x.shape
         size = context.conv1d_kernel_size - 1
         tails = [x[0, max(part.begin, part.end - size) : part.end] for part in context._parts]
-        tails = _wait(_start_gather(torch.stack(tails), context), context)
+        tails = _wait(_start_gather(torch.stack(tails), context, for_backward), context)
         halos = []
         for part in context._parts:
             # A part has a token at least, so no more of them than that are needed.
@@ -477,7 +515,7 @@ class _ExchangeHalo(torch.autograd.Function):
         context, dx = ctx.context, dhalo.new_zeros(ctx.shape)
         own = zip(dhalo.unbind(), context._parts, strict=True)
         halos = torch.stack([_of_first_sequence(halo, part) for halo, part in own])
-        halos = _wait(_start_gather(_after(dhalo, halos), context), context)
+        halos = _wait(_start_gather(_in_backward(halos), context), context)
         for part in context._parts:
             # A halo ends where its part begins, so it is about the parts before that as far as it reaches.
             tokens, reach = part.end - part.begin, dhalo.shape[1]
@@ -485,7 +523,7 @@ class _ExchangeHalo(torch.autograd.Function):
                 count = min(reach, tokens)
                 dx[0, part.end - count : part.end] += halo[reach - count : reach]
                 reach = max(0, reach - tokens)
-        return dx, None
+        return dx, None, None
 
 
 def _of_first_sequence(halo: torch.Tensor, part: _Part) -> torch.Tensor:
@@ -498,7 +536,8 @@ def exchange_halo(x: torch.Tensor, cp_context: CPContext) -> torch.Tensor:
     """The tokens before those of this rank, for a causal convolution of width W: the last W - 1 ones before each of its
     parts, zeros where they belong to another sequence than the part's first token. All ranks of the group call it.
 
-    Its gradient goes back to the ranks that have these tokens.
+    Its gradient goes back to the ranks that have these tokens: the backward runs on all ranks or on none, so x requires
+    gradients on all or on none, and their losses depend on the result.
 
     Args:
         x: this rank's tokens, [1, T, ...], any dtype.
@@ -509,9 +548,11 @@ def exchange_halo(x: torch.Tensor, cp_context: CPContext) -> torch.Tensor:
 
     Raises:
         ValueError: the context has no conv1d_kernel_size, or x has other tokens than it says.
+        NotImplementedError: the call is under a transform of torch.func.
     """
     context = _as_ours(cp_context)
     _check_tokens("x", x, context)
     if context.conv1d_kernel_size is None:
         raise ValueError("cp_context has no conv1d_kernel_size, expected the width of the convolution")
-    return _ExchangeHalo.apply(x, context)
+    _refuse_transforms("exchange_halo")
+    return _ExchangeHalo.apply(x, context, torch.is_grad_enabled() and x.requires_grad)

@@ -113,7 +113,8 @@ def chunk_gated_delta_rule(
             eigenvalues; with use_beta_sigmoid_in_kernel only.
         cp_context: the tokens are this rank's part of sequences that are spread over a process group, see
             flash_qla.cp.build_cp_context, whose result it is, or that of FLA's function of this name. All ranks of the
-            group make the call, and its backward. B is 1 and T as the context says; cu_seqlens is the context's, and
+            group make the call, and its backward, which runs if an input requires gradients and the loss depends on a
+            result. B is 1 and T as the context says; cu_seqlens is the context's, and
             the argument is not looked at; N is the number of the rank's own sequences. An initial state is that of a
             sequence where the rank has its first token, and not looked at elsewhere; a final state is that behind the
             rank's own tokens, so where it has the sequence's last token that of the sequence. Gradients of A_log and
@@ -130,8 +131,8 @@ def chunk_gated_delta_rule(
             are checked). The message names the argument, what was expected and what came.
         ValueError: the tokens are not those of cp_context.
         TypeError: a keyword in **ignored is unknown, or it or head_first asks for something that is not supported.
-        NotImplementedError: when gradients made with create_graph=True are differentiated again, and in forward-mode
-            differentiation.
+        NotImplementedError: when gradients made with create_graph=True are differentiated again, in forward-mode
+            differentiation and, with cp_context, under the transforms of torch.func.
     """
     check_offsets("chunk_gated_delta_rule", cu_seqlens)
     if ignored or head_first is not False:

@@ -274,18 +274,18 @@ def _fake_sums(call, state_shape, compute_dtype):
 
 
 def _fake_begun(call, N, compute_dtype, dispatch, **shape):
-    """Maps and workspace: see csrc/halves.h. How much workspace a GPU's kernels take their dispatch says."""
+    """Maps and workspace: see csrc/halves.h. The dispatch of a GPU's kernels says how much workspace they take."""
     q, (B, T, H_v, V) = call.q, call.v.shape
     H_k, K = q.shape[2:]
     maps = q.new_empty((len(call.map_sequences), H_v, V + K, K), dtype=compute_dtype)
     size = 0
-    if q.device.type == "cuda" and B * T > 0 and N > 0:
-        from flash_qla import _C
-
+    if any(isinstance(x, torch.SymInt) for x in (B, T, N, H_k, H_v, K, V)):
+        size = torch.library.get_ctx().new_dynamic_size()  # the dispatch would fix all sizes that it is asked about
+    elif q.device.type == "cuda" and B * T > 0 and N > 0:
         shape |= {"auto_cp": call.auto_cp, "varlen": call.cu_seqlens is not None, "in_halves": True}
-        shape |= {"use_qk_l2norm": call.use_qk_l2norm_in_kernel, "K": int(K), "V": int(V)}
+        shape |= {"use_qk_l2norm": call.use_qk_l2norm_in_kernel, "K": K, "V": V}
         shape["sm_count"] = torch.cuda.get_device_properties(q.device).multi_processor_count
-        size = getattr(_C, dispatch)(*map(int, (B, T, N, H_k, H_v)), **shape).workspace_bytes
+        size = getattr(_C, dispatch)(B, T, N, H_k, H_v, **shape).workspace_bytes
     return maps, q.new_empty((size,), dtype=torch.uint8)
 
 

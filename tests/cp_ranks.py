@@ -132,6 +132,19 @@ def compiled(case: Case, layout: str, device: str, backend: str) -> None:
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
+def compiled_for_other_lengths(cases: list[Case], device: str, backend: str) -> None:
+    """The graph of the first case serves the others, whose contexts have other numbers of tokens."""
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
+    function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend, dynamic=True)
+    for i, case in enumerate(cases):
+        inputs, gradients = local_case(case, "contiguous", device)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found = run(inputs, gradients, function)
+        expected = run(inputs, gradients)
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
 def compiled_halo(case: Case, layout: str, backend: str) -> None:
     """The same of exchange_halo, in the middle of other things."""
     inputs, _ = local_case(case, layout, "cpu", 4)
@@ -215,6 +228,50 @@ def partly(case: Case) -> None:
             if do is not None or dht is not None
         )
         torch.testing.assert_close(both, from_o + from_state, rtol=1e-10, atol=1e-10)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A sum whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def gradients_that_are_none(case: Case, layout: str, backend: str | None) -> None:
+    """Rank 0 has a gradient of o, rank 1 has none, rank 2 has one of the final state: the same as with zeros."""
+    inputs, gradients = local_case(case, layout, "cpu", 4)
+    context = inputs["cp_context"]
+    weights = {"o": gradients["do"], "state": gradients["dht"], "halo": torch.ones(len(context._parts), 1, 1, 1)}
+    wanted = (("o", "halo"), (), ("state", "halo"))[dist.get_rank()]
+    leaves = {name: inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+
+    def loss(of_others):
+        o, state = flash_qla.chunk_gated_delta_rule(**inputs | leaves, output_final_state=True)
+        outputs = {"o": o, "state": state, "halo": exchange_halo(leaves["v"], context)}
+        return sum((x * weights[name]).sum() if name in wanted else of_others(x) for name, x in outputs.items())
+
+    def gradients_of(function, of_others):
+        return torch.autograd.grad(function(of_others), list(leaves.values()), materialize_grads=True)
+
+    function = loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend)
+    found, expected = gradients_of(function, WithoutGradient.apply), gradients_of(loss, lambda x: 0 * x.sum())
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def gradients_on_one_rank(case: Case, function: str) -> None:
+    """The others' backward would wait."""
+    os.environ["FLASH_QLA_CHECK"] = "1"
+    inputs, _ = local_case(case, "contiguous", "cpu", 4)
+    inputs["v"].requires_grad_(dist.get_rank() == 1)
+    if function == "exchange_halo":
+        exchange_halo(inputs["v"], inputs["cp_context"])
+    else:
+        flash_qla.chunk_gated_delta_rule(**inputs)
 
 
 def halos(batches: list[tuple[int, ...]], widths: tuple[int, ...], device: str) -> None:

@@ -16,9 +16,11 @@ from cases import ALL_INSIDE, Case, activated, make_gradients, make_inputs, refe
 from cp_ranks import LAYOUTS, parts_of, rows_of
 from poison import poisoned
 from ranks import outcomes_on_ranks, run_on_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import flash_qla
-from flash_qla import cp
+from flash_qla import _C, cp
 from flash_qla.cp import CPContext, build_cp_context, exchange_halo
 
 FP32, FP64 = torch.float32, torch.float64
@@ -147,6 +149,20 @@ def test_compiled(world_size, case, layout):
     run_on_ranks(world_size, cp_ranks.compiled, case, layout, "cpu", BACKEND)
 
 
+@pytest.mark.parametrize("backend", [BACKEND, "inductor"])
+def test_compiled_for_other_lengths(backend):
+    cases = [Case(lengths=(total // 4, total - total // 4), **SMALL) for total in (240, 480, 100)]
+    run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, "cpu", backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", [ONE, Case(lengths=(160, 80), **SMALL)], ids=str)
+@pytest.mark.parametrize("backend", [None, BACKEND])
+def test_gradients_that_are_none(backend, case, layout):
+    """No rank leaves the others waiting."""
+    run_on_ranks(3, cp_ranks.gradients_that_are_none, case, layout, backend, timeout=20)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_halo(layout):
     run_on_ranks(2, cp_ranks.compiled_halo, ONE, layout, BACKEND)
@@ -175,7 +191,7 @@ class OneProcess:
         self.given, self.all = [], None
         monkeypatch.setattr(cp, "_start_gather", self.gather)
 
-    def gather(self, rows: torch.Tensor, context: CPContext) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor, context: CPContext, for_backward: bool = False) -> torch.Tensor:
         if self.all is None:
             self.given.append(rows)
             raise Played
@@ -229,17 +245,18 @@ def test_ranks_in_one_process(device, monkeypatch, world_size, case, layout):
 
 
 def test_what_is_negligible_is_dropped():
-    """Behind a rank that forgets, nothing older counts; in fp64 everything does."""
+    """Maps whose M has a norm below 2^-24 keep nothing of an older state, however large; in fp64 they keep it."""
     V, K = 8, 16
     maps = torch.randn(3, 2, V + K, K, generator=torch.Generator().manual_seed(0))
-    maps[1, 0, V:] = 2.0**-24 / K * torch.eye(K)
-    maps[1, 1, V:] = 2.0**-23 / K**0.5 * torch.eye(K)
+    maps[0] *= 2.0**30
+    for head, norm in enumerate((0.99 * 2.0**-24, 1.01 * 2.0**-24)):
+        maps[1, head, V:] = norm / K**0.5 * torch.eye(K)
     Z, M = maps.double().tensor_split([V], 2)
     state = Z[0] @ M[1] + Z[1]
+    exact = state @ M[2] + Z[2]
     state[0] = Z[1, 0]
     torch.testing.assert_close(cp._fold(maps, V), (state @ M[2] + Z[2]).float())
-    exact = cp._fold(maps.double(), V)
-    torch.testing.assert_close(exact, (Z[0] @ M[1] + Z[1]) @ M[2] + Z[2], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(cp._fold(maps.double(), V), exact, rtol=1e-13, atol=1e-13)
 
 
 # Errors
@@ -263,7 +280,15 @@ def test_other_heads_on_one_rank():
     outcomes = outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, ONE, "0", timeout=5)
     assert {} in outcomes and all("result" not in outcome for outcome in outcomes), outcomes
     for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, ONE, "1", timeout=5):
-        assert "[((1, 2, 40, 16), torch.float64), ((1, 4, 40, 16), torch.float64)]" in outcome["error"], outcome
+        shapes = "[((1, 2, 40, 16), torch.float64, False), ((1, 4, 40, 16), torch.float64, False)]"
+        assert shapes in outcome["error"], outcome
+
+
+@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "exchange_halo"])
+def test_gradients_on_one_rank(function):
+    for outcome in outcomes_on_ranks(2, cp_ranks.gradients_on_one_rank, ONE, function):
+        assert "or in whether they need gradients" in outcome["error"], outcome
+        assert "torch.float64, False), (" in outcome["error"] and "torch.float64, True)]" in outcome["error"]
 
 
 # Contexts
@@ -336,6 +361,23 @@ def test_contexts_that_are_refused(offsets, layout, message):
         build_cp_context(torch.tensor(offsets), Group(number=0, world_size=2), layout=layout)
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_cpu"])
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (torch.tensor([0.0, 4.0]), ValueError, r"is torch.float32 of shape \[2\], expected \[N \+ 1\], int32 or int64"),
+        (torch.tensor([[0, 4]]), ValueError, r"is torch.int64 of shape \[1, 2\], expected \[N \+ 1\]"),
+        ([0.0, 4.0], TypeError, r"is of type list, expected a tensor \[N \+ 1\], int32 or int64"),
+    ],
+)
+def test_offsets_that_are_refused(name, wrong, error, message):
+    offsets = dict.fromkeys(("cu_seqlens", "cu_seqlens_cpu"), torch.tensor([0, 4]))
+    with pytest.raises(error, match=f"^{name} {message}"):
+        build_cp_context(**offsets | {name: wrong}, group=Group(number=0, world_size=1))
+    with pytest.raises(error, match=f"^{name} {message}"):
+        CPContext(group=None, **offsets | {name: wrong})
+
+
 def test_no_group():
     with pytest.raises(ValueError, match="group is None"):
         build_cp_context(torch.tensor([0, 4]))
@@ -371,11 +413,97 @@ def test_contexts_that_do_not_do():
         exchange_halo(inputs["q"].view(2, 120, 16), context)
 
 
-def test_double_backward():
+def alone(inputs: dict) -> dict:
+    """Inputs of one rank that has both parts, and so goes the way of several ranks."""
+    context = build_cp_context(inputs["cu_seqlens"], Group(number=0, world_size=1), 4, layout="zigzag")
+    return inputs | {"cu_seqlens": None, "initial_state": None, "cp_context": context}
+
+
+def test_another_default_device():
     inputs = make_inputs(CASES[2], "cpu")
-    context = build_cp_context(inputs.pop("cu_seqlens"), Group(number=0, world_size=1), layout="zigzag")
-    inputs["initial_state"], v = None, inputs["v"].requires_grad_()
-    o, _ = flash_qla.chunk_gated_delta_rule(**inputs, cp_context=context)
+    v = inputs["v"].requires_grad_()
+
+    def results():
+        given = alone(inputs)
+        o, final_state = flash_qla.chunk_gated_delta_rule(**given, output_final_state=True)
+        halo = exchange_halo(v, given["cp_context"])
+        (dv,) = torch.autograd.grad(o.sum() + final_state.sum() + halo.sum(), v)
+        return given["cp_context"].cu_seqlens, o, final_state, halo, dv
+
+    expected = results()
+    with torch.device("meta"):
+        found = results()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("of_ranks", [False, True])
+def test_state_dtypes_that_are_refused(of_ranks, requires_grad, state_dtype):
+    inputs = make_inputs(CASES[2], "cpu")
+    inputs["v"].requires_grad_(requires_grad)
+    with pytest.raises(RuntimeError, match=r"state_dtype is .*, expected bfloat16, float16, float32 or float64"):
+        flash_qla.chunk_gated_delta_rule(**alone(inputs) if of_ranks else inputs, state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        torch.func.grad,
+        torch.func.jacrev,
+        lambda f: lambda x: torch.func.vjp(f, x),
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+        lambda f: lambda x: torch.vmap(f)(x[None]),
+    ],
+    ids=["grad", "jacrev", "vjp", "jvp", "vmap"],
+)
+@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "exchange_halo"])
+def test_transforms_are_refused(function, transformed):
+    inputs = alone(make_inputs(CASES[2], "cpu"))
+
+    def loss(v):
+        if function == "exchange_halo":
+            return exchange_halo(v, inputs["cp_context"]).sum()
+        return flash_qla.chunk_gated_delta_rule(**inputs | {"v": v})[0].sum()
+
+    with pytest.raises(NotImplementedError, match=f"{function} .*exchanges tensors between ranks.* torch.func"):
+        transformed(loss)(inputs["v"])
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_a_symbolic_number_of_tokens_stays_symbolic(monkeypatch, op):
+    """The size of a GPU's workspace comes from a dispatch that takes numbers only."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    begin, T = getattr(torch.ops.flash_qla, f"gated_delta_rule_{op}_begin"), 600
+    case = Case(lengths=(100, 500), H_k=1, H_v=2)
+    arguments = make_inputs(case, "cpu") | make_gradients(case, "cpu") | {"map_sequences": [1]}
+    names = {x.name for x in begin.default._schema.arguments}
+
+    def workspace(of_tokens):
+        def fake(x):
+            if not isinstance(x, torch.Tensor):
+                return x
+            sizes = [of_tokens if size == T else DimDynamic.STATIC for size in x.shape]
+            like = mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+            return torch.empty(like.shape, dtype=x.dtype, device="cuda")
+
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fakes = {name: fake(arguments[name]) for name in names & arguments.keys()}
+            found = begin(**fakes)[1]
+        symbolic = of_tokens is not DimDynamic.STATIC
+        assert isinstance(found.shape[0], torch.SymInt) == symbolic
+        assert (str(fakes["q"].shape[1]) != str(T)) == symbolic, "a guard has fixed it"
+        return found
+
+    dispatch = getattr(_C, f"{op}_dispatch")(1, T, 2, 1, 2, in_halves=True)
+    assert workspace(DimDynamic.STATIC).shape == (dispatch.workspace_bytes,)
+    workspace(DimDynamic.DUCK)
+
+
+def test_double_backward():
+    inputs = alone(make_inputs(CASES[2], "cpu"))
+    v = inputs["v"].requires_grad_()
+    o, _ = flash_qla.chunk_gated_delta_rule(**inputs)
     (dv,) = torch.autograd.grad(o.square().sum(), v, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
         dv.sum().backward()
@@ -384,14 +512,11 @@ def test_double_backward():
 def test_autocast():
     """q, k and v come to its dtype before the maps are made, too."""
     case = dataclasses.replace(CASES[2], dtype=FP32)
-    inputs = make_inputs(case, "cpu")
-    context = build_cp_context(inputs.pop("cu_seqlens"), Group(number=0, world_size=1), layout="zigzag")
-    expected = flash_qla.chunk_gated_delta_rule(
-        **inputs | {name: inputs[name].bfloat16() for name in ("q", "k", "v")} | {"initial_state": None},
-        cp_context=context,
-    )[0]
+    inputs = alone(make_inputs(case, "cpu"))
+    cast = {name: inputs[name].bfloat16() for name in ("q", "k", "v")}
+    expected, _ = flash_qla.chunk_gated_delta_rule(**inputs | cast)
     with torch.autocast("cpu", torch.bfloat16):
-        o, _ = flash_qla.chunk_gated_delta_rule(**inputs | {"initial_state": None}, cp_context=context)
+        o, _ = flash_qla.chunk_gated_delta_rule(**inputs)
     assert torch.equal(o, expected)
 
 
@@ -411,6 +536,14 @@ def test_two_gpus(case, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus_compiled(layout):
     run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], layout, "cuda", BACKEND, backend="nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("backend", [BACKEND, "inductor"])
+def test_two_gpus_compiled_for_other_lengths(backend):
+    cases = [Case(lengths=(total // 4, total - total // 4), gate="logsigmoid") for total in (2048, 4096, 1000)]
+    run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, "cuda", backend, backend="nccl")
 
 
 @pytest.mark.gpu
