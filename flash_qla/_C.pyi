@@ -11,6 +11,17 @@ class Kernel:
     dynamic_shared_bytes: Final[int]
     spill_bytes: Final[int]
     stack_bytes: Final[int]
+    __match_args__ = (
+        "name",
+        "kernel",
+        "params",
+        "threads",
+        "registers",
+        "static_shared_bytes",
+        "dynamic_shared_bytes",
+        "spill_bytes",
+        "stack_bytes",
+    )
 
 class BuildInfo:
     version: Final[str]
@@ -18,12 +29,14 @@ class BuildInfo:
     cuda: Final[str]
     arch: Final[str]
     torch_target: Final[str]
+    __match_args__ = ("version", "tilelang", "cuda", "arch", "torch_target")
 
 class Gpu:
     name: Final[str]
     major: Final[int]
     minor: Final[int]
     sm_count: Final[int]
+    __match_args__ = ("name", "major", "minor", "sm_count")
 
 class ForwardDispatch:
     value_tile: Final[int]
@@ -36,6 +49,18 @@ class ForwardDispatch:
     heads_per_cta: Final[int]
     workspace_bytes: Final[int]
     predicted_us: Final[float]
+    __match_args__ = (
+        "value_tile",
+        "segment_chunks",
+        "cut_above",
+        "whole_tile",
+        "fused",
+        "segments",
+        "ctas",
+        "heads_per_cta",
+        "workspace_bytes",
+        "predicted_us",
+    )
 
 class BackwardDispatch:
     segment_chunks: Final[int]
@@ -44,6 +69,7 @@ class BackwardDispatch:
     heads_per_cta: Final[int]
     workspace_bytes: Final[int]
     predicted_us: Final[float]
+    __match_args__ = ("segment_chunks", "cut_above", "segments", "heads_per_cta", "workspace_bytes", "predicted_us")
 
 def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...

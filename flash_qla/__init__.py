@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if Path(__file__).with_name("ops").is_dir():
+if any(Path(__file__).with_name("ops").rglob("*.py")):  # this package has stubs there
     raise ImportError(
         f"the published FlashQLA (flash-qla on PyPI) lies in {Path(__file__).parent} too, and its files are mixed with "
         "those of this package. `pip uninstall flash-qla flash-qla-aot`, then install this package again."

@@ -10,6 +10,8 @@ From: Songlin Yang, Jan Kautz, Ali Hatamizadeh, "Gated Delta Networks: Improving
 arXiv:2412.06464.
 """
 
+from typing import Literal, TypeAlias, overload
+
 import torch
 
 from flash_qla import cp
@@ -25,6 +27,13 @@ _TOLERATED = frozenset(
         "transpose_state_layout",
     }
 )
+
+# The results of chunk_gated_delta_rule_bwd: dq, dk, dv, db, dg, dh0 and, with the gate inside, dA_log, ddt_bias
+_Tensor: TypeAlias = torch.Tensor
+_Gradients: TypeAlias = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor | None]
+_GradientsOfGate: TypeAlias = tuple[
+    _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor | None, _Tensor, _Tensor | None
+]
 
 
 def _refuse(keywords: dict[str, object]) -> None:
@@ -239,6 +248,54 @@ def chunk_gated_delta_rule_fwd(
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
 
 
+@overload
+def chunk_gated_delta_rule_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: Literal[False] = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    g_raw: torch.Tensor | None = None,
+) -> _Gradients: ...
+@overload
+def chunk_gated_delta_rule_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    use_gate_in_kernel: Literal[True],
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    g_raw: torch.Tensor | None = None,
+) -> _GradientsOfGate: ...
+@overload
 def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -260,7 +317,29 @@ def chunk_gated_delta_rule_bwd(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     g_raw: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> _Gradients | _GradientsOfGate: ...
+def chunk_gated_delta_rule_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    g_raw: torch.Tensor | None = None,
+) -> _Gradients | _GradientsOfGate:
     """The backward pass of chunk_gated_delta_rule_fwd. Autograd calls it; so may an implementation of one's own.
 
     Token by token from the last, with S_t = a_t S_{t-1} + k_t w_t^T, a_t = exp(g_t), w_t = beta_t e_t, e_t = v_t - a_t

@@ -31,7 +31,8 @@ def test_the_stub_is_the_module():
         record = getattr(_C, name)
         types = {field: getattr(record, field).fget.__doc__.partition(" -> ")[2] for field in record.__match_args__}
         fields = [f"    {field}: Final[{type.strip()}]" for field, type in types.items()]
-        assert text == "\n".join([f"class {name}:", *fields])
+        names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}"))
+        assert text == "\n".join([f"class {name}:", *fields, f"    {names}"])
     assert LIBRARY.with_name("py.typed").exists()
 
 
@@ -171,7 +172,7 @@ def last_line(package: Path, *arguments: str) -> str:
 
 
 def test_the_published_package_beneath(copied):
-    (copied / "ops").mkdir()
+    (copied / "ops/__init__.py").touch()
     for arguments in (("-c", "import flash_qla"), ("-m", "flash_qla")):
         assert re.search(
             r"flash-qla on PyPI.* mixed.* `pip uninstall flash-qla flash-qla-aot`", last_line(copied, *arguments)

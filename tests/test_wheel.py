@@ -95,7 +95,7 @@ def test_a_wheel_is_for_its_python(wheel):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")}
     built = {f"flash_qla/{name}" for name in ("libflash_qla.so", MODULE, "_layout.py")}
-    types = {"flash_qla/_C.pyi", "flash_qla/py.typed"}
+    types = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.pyi")} | {"flash_qla/py.typed"}
     about = {
         f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")
     }

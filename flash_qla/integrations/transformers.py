@@ -89,10 +89,10 @@ class Switched:
         for name, layer in self.layers.items():
             _restore_layer(name, layer)
 
-    def __enter__(self):
+    def __enter__(self) -> "Switched":
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.restore()
 
     def __repr__(self):
