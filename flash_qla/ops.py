@@ -70,7 +70,7 @@ def check_offsets(function, cu_seqlens):
 
 def check_state_dtype(function, state_dtype):
     """Refuses dtypes before the dispatcher does, which for those that the stable ABI lacks quotes a header."""
-    if state_dtype is not None and state_dtype not in _FLOATING:
+    if isinstance(state_dtype, torch.dtype) and state_dtype not in _FLOATING:
         raise RuntimeError(
             f"flash_qla::{function}: state_dtype is {state_dtype}, expected bfloat16, float16, float32 or float64"
         )
