@@ -92,7 +92,7 @@ double element_bytes(ScalarType dtype) {
   for (const int64_t size : shape) {
     bytes *= static_cast<double>(size);
   }
-  std::string reason = reason_of_pytorch(like);
+  std::string reason = like.is_cuda() ? reason_of_pytorch(like) : "";  // of a CPU it quotes a file and a line
   if (reason.empty()) {
     reason = out_of_memory(like, bytes);
   }

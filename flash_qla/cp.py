@@ -27,8 +27,6 @@ ops = torch.ops.flash_qla
 _OPTIONS = [x.name for x in ops.chunk_gated_delta_rule.default._schema.arguments[5:]]  # what is behind the tokens
 _TENSORS = ("initial_state", "A_log", "dt_bias")  # those that have gradients
 
-_STATE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 # What is left of a state by maps whose norm is smaller is dropped, as within a segment (kernels_tl/device/segments.cuh)
 _NEGLIGIBLE = 2.0**-24
 
@@ -470,8 +468,6 @@ def run(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor, torch.Tensor
         return ops.chunk_gated_delta_rule(*tokens, **options)
     _refuse_transforms("chunk_gated_delta_rule with cp_context")
     state_dtype = options["state_dtype"]
-    if state_dtype not in _STATE_DTYPES:
-        raise RuntimeError(f"state_dtype is {state_dtype}, expected bfloat16, float16, float32 or float64")
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *tensors))):
         with torch.no_grad():
             return _forward(context, False, tokens, options)[:2]

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, overload
 import torch
 
 from flash_qla import cp
-from flash_qla.ops import check_offsets
+from flash_qla.ops import check_offsets, check_state_dtype
 
 # Keywords of other implementations of this function that callers pass on without meaning anything by them. Each asks
 # for something this package does not do, unless it is None or False.
@@ -144,6 +144,7 @@ def chunk_gated_delta_rule(
             differentiation and, with cp_context, under the transforms of torch.func.
     """
     check_offsets("chunk_gated_delta_rule", cu_seqlens)
+    check_state_dtype("chunk_gated_delta_rule", state_dtype)
     if ignored or head_first is not False:
         _refuse({"head_first": head_first, **ignored})
     args = (
@@ -224,6 +225,7 @@ def chunk_gated_delta_rule_fwd(
         RuntimeError, NotImplementedError: as chunk_gated_delta_rule.
     """
     check_offsets("chunk_gated_delta_rule_fwd", cu_seqlens)
+    check_state_dtype("chunk_gated_delta_rule_fwd", state_dtype)
     g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
         q,
         k,

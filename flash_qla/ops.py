@@ -68,6 +68,14 @@ def check_offsets(function, cu_seqlens):
         )
 
 
+def check_state_dtype(function, state_dtype):
+    """Refuses dtypes before the dispatcher does, which for those that the stable ABI lacks quotes a header."""
+    if isinstance(state_dtype, torch.dtype) and state_dtype not in _FLOATING:
+        raise RuntimeError(
+            f"flash_qla::{function}: state_dtype is {state_dtype}, expected bfloat16, float16, float32 or float64"
+        )
+
+
 # Fake implementations. The library checks everything again on real tensors; the checks here make wrong arguments fail
 # when a graph is traced, with the texts of csrc/tokens.cpp and what is beside it.
 
@@ -202,11 +210,7 @@ def _check_activations(call, H_v):
 def _fake_results(call, output_low_level, output_h):
     """(g_cumsum, A, o, h, final_state), as the library returns them, see allocate_forward in csrc/passes.cpp."""
     state_shape, compute_dtype = _check_inputs(call, "initial_state")
-    _check(
-        call,
-        call.state_dtype in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
-        lambda: f"state_dtype is {call.state_dtype}, expected bfloat16, float16, float32 or float64",
-    )
+    check_state_dtype(type(call).__name__, call.state_dtype)
     q = call.q
     B, T, _, K = q.shape
     N, (_, _, H_v, V) = state_shape[0], call.v.shape

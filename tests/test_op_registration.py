@@ -264,6 +264,9 @@ def test_slow_path_notice_points_at_the_callers_line(tmp_path):
         "flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])",
         "torch.ops.flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])",
         "flash_qla.chunk_gated_delta_rule(y, x, x, x[..., 0], x[..., 0])[0].sum().backward()",
+        "torch.compile(flash_qla.chunk_gated_delta_rule, backend='eager')(x, x, x, x[..., 0], x[..., 0])",
+        "torch.compile(flash_qla.chunk_gated_delta_rule, backend='aot_eager')(x, x, x, x[..., 0], x[..., 0])",
+        "torch.compile(flash_qla.chunk_gated_delta_rule)(x, x, x, x[..., 0], x[..., 0])",
     ):
         program.write_text(
             "import torch, flash_qla\nx = torch.zeros(1, 3, 1, 4)\ny = x.clone().requires_grad_()\n" + call

@@ -123,6 +123,19 @@ def test_strides_of_dimensions_of_size_1(device, name):
 
 
 @pytest.mark.parametrize("name", POOLED)
+def test_stride_of_a_single_slot(device, name):
+    """No element has it: neither a multiple of 16 bytes nor the size of a state is asked for."""
+    arguments = arguments_of(name, device)
+    arguments["state_indices"] = torch.tensor([0, -1, -1, -1], device=device)
+    states = {x: arguments[x][:1].clone() for x in STATES if x in arguments and x != "checkpoints"}
+    expected = {x: y.clone() for x, y in states.items()}
+    o = run(name, arguments | expected)
+    strided = {x: y.as_strided(y.shape, (13, *y.stride()[1:])) for x, y in states.items()}
+    assert torch.equal(run(name, arguments | strided), o)
+    assert all(torch.equal(strided[x], y) for x, y in expected.items())
+
+
+@pytest.mark.parametrize("name", POOLED)
 def test_lazy_clones(device, name):
     """Written like any tensor: what they were cloned from stays as it is."""
     arguments = arguments_of(name, device)
@@ -137,31 +150,92 @@ def test_lazy_clones(device, name):
 
 
 MEMORY = """
-import torch, flash_qla
+import resource, torch, flash_qla
+torch.set_num_threads(1)
+ops = torch.ops.flash_qla
+
 def few(*shape):
     return torch.zeros(1, 1, *shape).expand(1, 200_000, *shape)
-q, v, g, pool = few(1, 512), few(1, 512), few(1), torch.zeros(1, 1, 512, 512)
-try:
-    flash_qla.decode_gated_delta_rule(q, q, v, g, g, g[0, 0], None, pool, torch.zeros(1, dtype=torch.int64))
-except RuntimeError as error:
-    print(">", error)
+
+def zeros(*shape):
+    return torch.zeros(1, 40_000, *shape)
+
+def say(megabytes, op, *arguments):
+    # Of a call that may take this much more memory than there is by now
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), resource.RLIM_INFINITY))
+    try:
+        op(*arguments)
+        print("> nothing")
+    except RuntimeError as error:
+        print(">", error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+{body}
 """
+
+
+def out_of_memory(body: str) -> list[str]:
+    output = run_python(MEMORY.format(body=body), FLASH_QLA_QUIET="1", MALLOC_ARENA_MAX="1")
+    said = [line[2:] for line in output.splitlines() if line.startswith("> ")]
+    for text in said:
+        assert text.startswith("CPU out of memory. ") and "(flash_qla" in text, text
+        assert not any(word in text for word in ("parallel_for", "bad_alloc", ".cpp", ".h:"))
+    return said
 
 
 def test_no_memory_for_the_states_of_many_tokens():
     """200 GB, in a thread: a sentence, and not the name of a function of PyTorch's."""
-    (said,) = [line for line in run_python(MEMORY, FLASH_QLA_QUIET="1").splitlines() if line.startswith(">")]
-    assert "CPU out of memory. " in said and "flash_qla::decode_gated_delta_rule" in said
-    assert "parallel_for" not in said and "bad_alloc" not in said
+    (said,) = out_of_memory("""
+q, v, g, pool = few(1, 512), few(1, 512), few(1), torch.zeros(1, 1, 512, 512)
+say(1 << 12, ops.decode_gated_delta_rule, q, q, v, g, g, g[0, 0], None, pool, torch.zeros(1, dtype=torch.int64))
+""")
+    assert "flash_qla::decode_gated_delta_rule" in said
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16), ids=str)
+def test_no_memory_for_the_passes():
+    """Neither for outputs nor for what a thread works in."""
+    outputs, states, scratch = out_of_memory("""
+q, g = zeros(1, 64), zeros(1)
+g_cumsum, A, o, _, _ = ops.chunk_gated_delta_rule_fwd(q, q, q, g, g)
+say(1, ops.chunk_gated_delta_rule, q, q, q, g, g)
+say(30, ops.chunk_gated_delta_rule_bwd, q, q, q, g_cumsum, g, A, o)
+x, y = torch.zeros(1, 64, 1, 4096), torch.zeros(1, 64, 1, 2048)
+say(12, ops.chunk_gated_delta_rule, x, x, y, x[..., 0], x[..., 0])
+""")
+    assert "Tried to allocate 9.77 MiB." in outputs and "(flash_qla::chunk_gated_delta_rule, float32 [1, " in outputs
+    assert states.endswith("(flash_qla::chunk_gated_delta_rule_bwd)")
+    assert scratch.endswith("(flash_qla::chunk_gated_delta_rule)")
+
+
+def test_no_memory_for_lists_of_sequences():
+    body = """
+x, g, pool = torch.zeros(3_000_000, 1, 1, 1), torch.zeros(3_000_000, 1, 1), torch.zeros(1, 1, 1, 1)
+nothing = torch.full((3_000_000,), -1)
+say(20, ops.decode_gated_delta_rule, x, x, x, g, g, g[0, 0], None, pool, nothing)
+say(20, ops.prefill_gated_delta_rule, x, x, x, g, g, pool, nothing)
+"""
+    assert len(out_of_memory(body)) == 2
+
+
+@pytest.mark.parametrize(
+    "dtype", (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.uint16, torch.bits8), ids=str
+)
 @pytest.mark.parametrize("argument", ("g", "q", "state_pool", "has_initial_state", "cu_seqlens"))
 def test_dtypes_that_no_op_takes(argument, dtype):
     """A sentence that names them, whatever the stable ABI knows of them."""
     arguments = arguments_of("prefill_gated_delta_rule", "cpu")
     arguments["has_initial_state"] = torch.zeros(4, dtype=torch.bool)
-    x = arguments[argument]
-    wrong = torch.zeros(x.shape).to(dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=dtype)
+    wrong = torch.empty(arguments[argument].shape, dtype=dtype)
     with pytest.raises(RuntimeError, match=rf"flash_qla::prefill_gated_delta_rule: {argument} has dtype \w+, expected"):
         run("prefill_gated_delta_rule", arguments | {argument: wrong})
+
+
+@pytest.mark.parametrize(
+    "dtype", (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bits8, torch.int64, torch.qint8), ids=str
+)
+@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd"))
+def test_dtypes_of_no_state(name, dtype):
+    arguments = arguments_of(name, "cpu") | {"state_dtype": dtype}
+    with pytest.raises(RuntimeError, match=f"flash_qla::{name}: state_dtype is {dtype}, expected bfloat16, float16"):
+        getattr(flash_qla, name)(**arguments)
