@@ -195,7 +195,7 @@ class Compiler:
         return target
 
     def _made_of(self, command: list[str], headers: Path) -> str:
-        """A hash of the command and of all files that it read, which the compiler has listed; not of torch's or CUDA's."""
+        """A hash of the command and of the files of the tree that it read, which the compiler has listed."""
         digest = hashlib.sha256("\0".join(command).encode())
         for name in headers.read_text().replace("\\\n", " ").partition(":")[2].split():
             path = self.root / name
