@@ -8,7 +8,7 @@ Kernel authors:
 - kernels_tl/layout.py, if there is one, is also written as layout.h, for device headers and host code.
 - `--only NAME` (an instance, or a kernel for all of its instances) builds just that and prints its
   registers, spills and shared memory. OUT/<instance>.cu is the generated source, OUT/<instance>.log
-  what the tools said.
+  what the tools said. With `--sources` nothing is compiled, which is enough for the emulator.
 
 A full run leaves OUT/kernels.h (argument structs and launchers for the host code, see build_tools/registry.py),
 OUT/launchers.cpp, which embeds each OUT/<instance>.cubin, and OUT/registry.cpp. OUT/<instance>.json holds the content
@@ -174,6 +174,13 @@ class Builder:
             "compile_seconds": time.monotonic() - start,
         }
         write(record_file, json.dumps(record, indent=1))
+
+    def write_source(self, instance: Instance) -> None:
+        """The generated source alone. The instance is out of date then."""
+        name = instance.name
+        (self.out / f"{name}.json").unlink(missing_ok=True)
+        lowered = self._lower(instance, self.out / f"{name}.log")
+        (self.out / f"{name}.cu").write_text(codegen.kernel_source(instance, lowered))
 
     def _lower(self, instance: Instance, log: Path):
         from build_tools.lower import lower
@@ -347,11 +354,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/kernels"))
     parser.add_argument("--kernels", type=Path, default=ROOT / "kernels_tl", help="kernel package")
     parser.add_argument("--only", metavar="NAME", help="build this instance or kernel, no library")
+    parser.add_argument("--sources", action="store_true", help="write the sources, compile nothing")
     options = parser.parse_args()
     try:
         instances = select(load_instances(options.kernels), options.only)
         lock(options.out)
         builder = Builder(options.kernels, options.out)
+        if options.sources:
+            for instance in instances:
+                builder.write_source(instance)
+            return 0
         try:
             compiled = build_all(builder, instances)
         finally:

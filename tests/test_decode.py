@@ -184,6 +184,42 @@ def test_last_state_goes_back(case, device):
     check(inputs, {slot: s[-1] for slot, s in found if len(s) > 1}, o, expected, before)
 
 
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("T", (1, 3))
+def test_small_norms(T, state_dtype, device):
+    """eps = 1e-6 under the root of the l2norm: a vector of length 1e-3 comes out with length 1 / sqrt(2)."""
+    case = for_device(Case(T=T, state_dtype=state_dtype, K=64, V=64), device)
+    inputs = make_inputs(case, device)
+    for name in ("q", "k"):
+        inputs[name] *= 1e-3 / inputs[name].norm(dim=-1, keepdim=True)
+    before = inputs["state_pool"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs)
+    written = {slot: s[-1] for slot, s in zip(inputs["state_indices"].tolist(), states, strict=True)}
+    check(inputs, written, o, expected, before)
+
+
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("T", (1, 3))
+def test_strides_of_their_own(T, state_dtype, device):
+    """q, k, v, a and b are parts of tensors of different widths, so that none has the strides of another."""
+    case = for_device(Case(T=T, state_dtype=state_dtype, K=64, V=64), device)
+    inputs = make_inputs(case, device)
+    expected, states = states_behind_tokens(inputs)
+    before = inputs["state_pool"].clone()
+    for i, name in enumerate(("q", "k", "v")):  # between heads, and between tokens
+        x = inputs[name]
+        wider = x.new_full((*x.shape[:2], x.shape[2] + i, x.shape[3] + 8 * (3 - i)), float("nan"))
+        wider[:, :, : x.shape[2], : x.shape[3]] = x
+        inputs[name] = wider[:, :, : x.shape[2], : x.shape[3]]
+    for i, name in enumerate(("a", "b")):
+        x = inputs[name]
+        inputs[name] = torch.cat([x, x.new_full((*x.shape[:2], 1 + i), float("nan"))], -1)[..., : x.shape[2]]
+    o = decode_gated_delta_rule(**inputs)
+    written = {slot: s[-1] for slot, s in zip(inputs["state_indices"].tolist(), states, strict=True)}
+    check(inputs, written, o, expected, before)
+
+
 def test_as_the_prefill():
     """One token after the other, and all at once, give what chunk_gated_delta_rule gives."""
     inputs = make_inputs(Case(B=2, T=8, dtype=FP64, state_dtype=FP64, gate_dtype=FP64))

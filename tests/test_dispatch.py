@@ -9,7 +9,7 @@ from cases import backward_mode, forward_mode
 from subprocesses import run_python
 
 from flash_qla import _C
-from flash_qla._layout import CHUNK
+from flash_qla._layout import CHUNK, PLAN_STEP
 
 K = 128  # of the instances: a key is padded to it
 TILE = 128  # value rows: those of states that only kernels read are whole ones
@@ -162,6 +162,13 @@ def test_device_is_left_the_choice_of_the_value_tile():
     found = _C.forward_dispatch(1, 32768, 2, 16, 32)
     assert (found.value_tile, found.whole_tile) == (128, 64)
     assert 16384 // CHUNK < found.cut_above < 28672 // CHUNK
+
+
+def test_the_first_segment_tells_of_one_step_of_the_plan():
+    """With more sequences than the plan sorts at a time the first segment need not be of the longest one."""
+    with forward_mode(value_tile=128, segment_chunks=4, cut_above=9, whole_tile=64):
+        for N, whole_tile in ((2, 64), (PLAN_STEP, 64), (PLAN_STEP + 1, 128), (2 * PLAN_STEP, 128)):
+            assert _C.forward_dispatch(1, 2**18, N, 2, 8).whole_tile == whole_tile
 
 
 def test_halves_cut_whatever_can_be_cut():

@@ -1,6 +1,8 @@
 """The ops that are halves of the two passes, and the affine maps of a state and of its gradient that the first ones
 give. How ranks put them together is in test_cp.py."""
 
+import math
+
 import accuracy
 import pytest
 import reference
@@ -201,6 +203,20 @@ def test_nothing_is_left_of_decayed_states(segments):
 
 
 @pytest.mark.gpu
+def test_what_is_negligible_is_dropped():
+    """M of a segment is made where its norm may be 2^-20, and is 0, to the last bit, where it is at most 2^-28."""
+    case = Case(T=128, H_k=1, H_v=2, gate="zero", beta="0.01")
+    arguments = make_inputs(case, "cuda")
+    arguments["g"] -= torch.tensor((20.0, 28.0)) * math.log(2) / 128
+    expected = expected_maps(arguments | make_gradients(case, "cuda"))
+    with forward_mode(segment_chunks=2), backward_mode(2):
+        _, *maps = run_halves(arguments | make_gradients(case, "cuda"), [0])
+    for x, y in zip(maps, expected, strict=True):
+        assert accuracy.relative_error(x[:, 0, case.V :], y[:, 0, case.V :]) < accuracy.BF16_BAR
+        assert not x[:, 1, case.V :].any()
+
+
+@pytest.mark.gpu
 def test_in_a_cuda_graph():
     """Replayed with other tokens and lengths, which the host does not look at."""
     case = Case(lengths=(300, 20, 700), H_k=1, H_v=2, gate="logsigmoid")
@@ -265,6 +281,16 @@ def test_fake_outputs_are_like_the_real_ones(device, op, case):
             continue
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
         assert not x.requires_grad
+
+
+@pytest.mark.parametrize("state_dtype", (torch.bfloat16, torch.float16, torch.float64), ids=str)
+def test_fake_final_states_have_the_dtype_that_is_asked_for(device, state_dtype):
+    case = Case(B=2, T=70, K=64)
+    arguments = op_arguments(FINISH[0], case, device) | {"state_dtype": state_dtype}
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        fake = getattr(ops, FINISH[0])(**fakes)
+    assert fake.dtype == getattr(ops, FINISH[0])(**arguments).dtype == state_dtype
 
 
 def reduced(x):

@@ -200,7 +200,7 @@ def test_checkpoints_of_segments():
 
 def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right) -> None:
     """`is_right` compares states with those of shorter prefills."""
-    case = Case(**SIZES, **LENGTHS)
+    case = Case(**SIZES, lengths=(70, 0, 130, 64, 1, 300, 128), padding=5)  # the last one ends with a checkpoint
     arguments = make_arguments(case, pool_dtype, device=device)
     arguments["state_indices"][3] = -1  # a whole checkpoint and no more, and nobody's
     before, of_tokens = copied(arguments["state_pool"]), ("q", "k", "v", "g", "beta")
@@ -221,7 +221,7 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
         assert torch.equal(row, torch.full_like(row, 7.0)) if n == 3 else is_right(row, state)
     assert (kept[len(expected) :] == 7).all()
 
-    table = torch.full((6, 3), -1)  # too few columns for the last sequence with every = 64
+    table = torch.full((7, 3), -1)  # too few columns for the longest sequence with every = 64
     free = iter(sorted(set(range(SLOTS)) - set(slots)))
     for n, j, _ in expected:
         if j < 3 and (n, j) != (2, 0):
@@ -231,6 +231,24 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     in_slots = {table[n, j].item(): state for n, j, state in expected if n != 3 and j < 3 and table[n, j] >= 0}
     assert all(is_right(pool[slot], state) for slot, state in in_slots.items())
     check_pool(pool, before, finals | {slot: pool[slot] for slot in in_slots})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sequences", (32, 40))
+def test_about_as_many_as_a_warp_sorts(sequences):
+    """The fused kernel's CTAs find their first sequences by themselves, the longest first, if a warp can sort them."""
+    lengths = tuple(1 + 37 * n % 70 for n in range(sequences))
+    arguments = make_arguments(Case(**SIZES | {"dtype": BF16, "K": 64, "V": 64}, lengths=lengths, H_k=1), device="cuda")
+    arguments["state_pool"] = arguments["state_pool"].repeat(3, 1, 1, 1)
+    slots = torch.randperm(3 * SLOTS, generator=torch.Generator().manual_seed(0))[:sequences]
+    arguments["state_indices"] = slots.cuda()
+    pool = arguments["state_pool"].clone()
+    with in_mode("cuda", "fused"):
+        o = prefill_gated_delta_rule(**arguments)
+    expected, states = by_hand(arguments | {"state_pool": pool})
+    assert accuracy.relative_error(o, expected.double()) < accuracy.BF16_BAR
+    for slot, state in states.items():
+        assert accuracy.relative_error(arguments["state_pool"][slot], state.double()) < accuracy.BF16_BAR
 
 
 @of_modes("fused", "narrow", "wide", "cut")

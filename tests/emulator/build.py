@@ -4,7 +4,7 @@ finds an emulated CUDA runtime. Its ops of CPU tensors are those of GPU tensors,
 
     python tests/emulator/build.py build/emulator      # behind a build of the package, for the generated sources
 
-Objects are kept, by what they are made of.
+An object is made again only if something that it is made of has changed.
 """
 
 from __future__ import annotations
@@ -162,40 +162,45 @@ def write_headers(folder: Path) -> None:
 
 
 class Compiler:
-    def __init__(self, out: Path, cuda_include: list[Path], races: bool):
-        self.out = out
-        self.command = [
-            os.environ.get("CXX", "g++"),
-            "-std=c++20",
-            "-O2",
-            "-fPIC",
-            "-fvisibility=hidden",
-            "-w",
-            "-Wno-psabi",
-        ]
-        # As compilers of CUDA see it: pointers of all types to the same bytes
-        self.command += ["-fno-strict-aliasing", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-        self.command += ['-DFLASH_QLA_VERSION="emulated"', '-DFLASH_QLA_TORCH_TARGET="2.10"']
-        self.command += ["-DEMULATOR_RACES"] if races else []
-        folders = [out / "include", HERE / "include", ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
-        for folder in folders:
-            self.command += ["-I", folder]
-        for folder in (TORCH / "include", *cuda_include):
-            self.command += ["-isystem", folder]
-        headers = [path for folder in folders for path in sorted(folder.rglob("*.*h"))]
-        self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
+    """Compiles sources of a tree. An object is kept until its command, its source or a header that it includes changes.
+
+    Commands run in the tree and name its files relative to it, so that a copy of the tree may have the objects too.
+    """
+
+    def __init__(self, root: Path, out: Path, include: list[Path], system_include: list[Path], options: list[str]):
+        self.root, self.objects = root, out / "objects"
+        self.command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w"]
+        self.command += ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+        self.command += ['-DFLASH_QLA_VERSION="emulated"', '-DFLASH_QLA_TORCH_TARGET="2.10"', *options]
+        for folder in include:
+            self.command += ["-I", self.name_of(folder)]
+        for folder in (TORCH / "include", *system_include):
+            self.command += ["-isystem", str(folder)]
+
+    def name_of(self, path: Path) -> str:
+        return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
 
     def compile(self, source: Path, *options: str) -> Path:
-        name = source.relative_to(ROOT).as_posix().replace("/", "_") if source.is_relative_to(ROOT) else source.name
-        target = self.out / "objects" / f"{name}.o"
-        command = [*map(str, self.command), *options]
-        made_of = hashlib.sha256("\0".join([self.headers, source.read_text(), *command]).encode()).hexdigest()
-        record = target.with_suffix(".sha256")
-        if not (target.is_file() and record.is_file() and record.read_text() == made_of):
+        name = self.name_of(source)
+        command = [*self.command, *options, "-c", name]
+        target = self.objects / f"{name.replace('/', '_')}.o"
+        record, headers = target.with_suffix(".sha256"), target.with_suffix(".d")
+        made = [target, record, headers]
+        if not (all(path.is_file() for path in made) and record.read_text() == self._made_of(command, headers)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            subprocess.run([*command, "-c", source, "-o", target], check=True)
-            record.write_text(made_of)
+            for path in made:  # they may be linked to those of another tree
+                path.unlink(missing_ok=True)
+            subprocess.run([*command, "-MMD", "-MF", headers, "-o", target], cwd=self.root, check=True)
+            record.write_text(self._made_of(command, headers))
         return target
+
+    def _made_of(self, command: list[str], headers: Path) -> str:
+        """A hash of the command and of the files of the tree that it read, which the compiler has listed."""
+        digest = hashlib.sha256("\0".join(command).encode())
+        for name in headers.read_text().replace("\\\n", " ").partition(":")[2].split():
+            path = self.root / name
+            digest.update(b"\0" + name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
+        return digest.hexdigest()
 
 
 def sources(out: Path, races: bool) -> list[tuple]:
@@ -209,7 +214,7 @@ def sources(out: Path, races: bool) -> list[tuple]:
         (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h", *seen)
         for name in kernels
     ]
-    found += [(registry,), (launchers, f"-Wa,-I{KERNELS}")]
+    found += [(registry,), (launchers, f"-Wa,-I{KERNELS.relative_to(ROOT)}")]
     found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
     found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     as_gpu = ("-include", "host.h")
@@ -229,7 +234,10 @@ def build(out: Path, races: bool = False) -> Path:
     from build_tools.toolchain import find_toolkit, max_jobs
 
     write_headers(out / "include")
-    compiler = Compiler(out, find_toolkit().include, races)
+    include = [out / "include", HERE / "include", ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
+    # No strict aliasing, as compilers of CUDA see it: pointers of all types to the same bytes
+    options = ["-Wno-psabi", "-fno-strict-aliasing", *(["-DEMULATOR_RACES"] if races else [])]
+    compiler = Compiler(ROOT, out, include, find_toolkit().include, options)
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
         objects = list(pool.map(lambda source: compiler.compile(*source), sources(out, races)))
     package = out / "package/flash_qla"
