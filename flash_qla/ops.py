@@ -190,14 +190,23 @@ def _check_inputs(call, *states):
     return state_shape, torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _without_gate(name):
+    return f"{name} is a tensor, expected None without use_gate_in_kernel"
+
+
+def _check_with_gate(call, name, expected):
+    """The argument is there if and only if the gate is inside."""
+    given = getattr(call, name) is not None
+    _check(call, call.use_gate_in_kernel or not given, lambda: _without_gate(name))
+    missing = f"{name} is None, expected {expected} with use_gate_in_kernel"
+    _check(call, given or not call.use_gate_in_kernel, lambda: missing)
+
+
 def _check_activations(call, H_v):
-    with_gate = call.use_gate_in_kernel
-    _check(
-        call, with_gate == (call.A_log is not None), lambda: "A_log is expected with use_gate_in_kernel, and only so"
-    )
+    _check_with_gate(call, "A_log", "a tensor [H_v]")
     for name in ("A_log", "dt_bias"):
         if getattr(call, name) is not None:
-            _check(call, with_gate, lambda name=name: f"{name} is expected with use_gate_in_kernel only")
+            _check(call, call.use_gate_in_kernel, lambda name=name: _without_gate(name))
             _check_floating(call, name)
             _check_shape(call, name, (H_v,), "[H_v]")
     _check(
@@ -253,9 +262,7 @@ def _fake_gradients(call, compute_dtype):
     _check_floating(call, "do")
     _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
     with_gate, q = call.use_gate_in_kernel, call.q
-    _check(
-        call, with_gate == (call.g_raw is not None), lambda: "g_raw is expected with use_gate_in_kernel, and only so"
-    )
+    _check_with_gate(call, "g_raw", "the g of the forward, a tensor [B, T, H_v],")
     if with_gate:
         _check_floating(call, "g_raw")
         _check_shape(call, "g_raw", call.g.shape, "[B, T, H_v]")
@@ -390,6 +397,8 @@ def _fake_decode(call):
     tables = {"state_indices": "[N]" if rank == 1 else "[N, S]", "num_accepted_tokens": "[N]"}
     tables |= {"write_indices": "[N, S]", "intermediate_indices": "[N]", "parents": "[N, S]"}
     _check_pool(call, N, states, tables)
+    if rank == 2:
+        _check(call, call.state_indices.shape[1] >= 1, lambda: "state_indices has no columns, expected at least one")
     _check(
         call,
         rank == 2 or call.num_accepted_tokens is None,

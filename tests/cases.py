@@ -496,3 +496,8 @@ def check_gradients(
         if name in actual:  # autograd's has the dtype of the input
             same = torch.equal(through_autograd[name], actual[name].to(inputs[argument].dtype))
             assert same, f"{name}: autograd's is another [{name_of_call}]"
+
+
+def on_meta(arguments: dict) -> dict:
+    """The same without contents, for the fake implementations."""
+    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}

@@ -12,7 +12,16 @@ import cp_ranks
 import pytest
 import reference
 import torch
-from cases import ALL_INSIDE, Case, activated, make_gradients, make_inputs, reference_gradients, reference_of
+from cases import (
+    ALL_GRADIENTS_OF,
+    ALL_INSIDE,
+    Case,
+    activated,
+    make_gradients,
+    make_inputs,
+    reference_gradients,
+    reference_of,
+)
 from cp_ranks import LAYOUTS, parts_of, rows_of
 from poison import poisoned
 from ranks import outcomes_on_ranks, run_on_ranks
@@ -242,6 +251,35 @@ def test_ranks_in_one_process(device, monkeypatch, world_size, case, layout):
     for outputs, (o, final_state) in zip(found, again, strict=True):
         assert device == "cuda" or (torch.equal(outputs["o"], o) and torch.equal(outputs["final_state"], final_state))
     check(case, layout, [{(case, layout): {name: x.cpu() for name, x in of_rank.items()}} for of_rank in found])
+
+
+def test_a_loss_on_the_state_where_a_sequence_goes_on(monkeypatch):
+    """The final state of such a rank is the state after its last token; a gradient of it reaches all ranks before."""
+    ranks, groups = OneProcess(monkeypatch), [Group(number=rank, world_size=3) for rank in range(3)]
+    local = [cp_ranks.local_case(ONE, "contiguous", "cpu", group=group) for group in groups]
+    for seed, (_, gradients) in enumerate(local):
+        gradients["dht"] = torch.randn(gradients["dht"].shape, generator=torch.Generator().manual_seed(seed)).double()
+    made = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
+    found = ranks.play(
+        [
+            lambda first, outputs=outputs, gradients=gradients: cp_ranks.run_backward(*outputs, gradients, first)
+            for outputs, (_, gradients) in zip(made, local, strict=True)
+        ]
+    )
+    whole = {
+        name: x for name, x in make_inputs(ONE, "cpu").items() if name not in ("cu_seqlens", "q", "k", "v", "g", "beta")
+    }
+    leaves = [
+        {name: inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "g", "beta")} for inputs, _ in local
+    ]
+    state, loss = whole.pop("initial_state"), 0.0
+    for tokens, (_, gradients) in zip(leaves, local, strict=True):
+        o, state = flash_qla.chunk_gated_delta_rule(**whole | tokens, initial_state=state, output_final_state=True)
+        loss = loss + (o * gradients["do"]).sum() + (state * gradients["dht"]).sum()
+    loss.backward()
+    for tokens, outputs in zip(leaves, found, strict=True):
+        for name, x in tokens.items():
+            torch.testing.assert_close(outputs[ALL_GRADIENTS_OF[name]], x.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_negligible_is_dropped():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, make_gradients, make_inputs
+from cases import Case, make_gradients, make_inputs, on_meta
 from subprocesses import run_python
 
 import flash_qla
@@ -13,8 +13,19 @@ import flash_qla
 OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 
 
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(params=[*DEVICES, "meta"])
+def device(request):
+    """On meta tensors the fake implementations check, as when a model is traced."""
+    return request.param
+
+
 def good(op: str, device: str, **case) -> dict:
     """Arguments that op accepts. For the backward, g and A need not be what a forward returned: nothing is computed."""
+    if device == "meta":
+        return on_meta(good(op, "cpu", **case))
     case = Case(**{"T": 64, **case})
     inputs = make_inputs(case, device)
     if op.endswith("_bwd"):
@@ -37,10 +48,6 @@ def check_raises(op: str, inputs: dict, argument: str, *parts: str):
         assert part in message, message
     if inputs["q"].is_cuda:
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations, "raised after an allocation"
-
-
-def to_meta(inputs: dict) -> dict:
-    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
 def replaced(name, make):
@@ -191,31 +198,6 @@ def test_raw_gate_without_the_activation(device):
     check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g_raw": inputs["g"]}, "g_raw", "use_gate_in_kernel")
 
 
-WRONG_WHEN_TRACED = ("no A_log", "A_log heads", "A_log rank", "dt_bias heads", "raw g heads")
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wrong", (*WRONG_WHEN_TRACED, *WRONG_OUTSIDE))
-def test_wrong_activations_when_traced(op, wrong):
-    """The fake implementations see them too."""
-    if wrong in WRONG_OUTSIDE:
-        arguments, argument, _ = WRONG_OUTSIDE[wrong]
-        inputs = {**good(op, "cpu"), **arguments}
-    else:
-        edit, argument, _ = WRONG_INSIDE[wrong]
-        inputs = edit(good(op, "cpu", use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True))
-    check_raises(op, to_meta(inputs), argument)
-
-
-@pytest.mark.parametrize("wrong", ("none", "rank", "heads"))
-def test_wrong_raw_gate_when_traced(wrong):
-    op = "chunk_gated_delta_rule_bwd"
-    edit, _ = WRONG_RAW_GATE[wrong]
-    check_raises(op, to_meta(edit(good(op, "cpu", use_gate_in_kernel=True))), "g_raw")
-    without = good(op, "cpu")
-    check_raises(op, to_meta({**without, "g_raw": without["g"]}), "g_raw")
-
-
 @pytest.mark.parametrize("wrong", WRONG_GRADIENT)
 def test_wrong_gradient(device, wrong):
     edit, argument, parts = WRONG_GRADIENT[wrong]
@@ -292,6 +274,7 @@ def of_one_number(op: str, device: str, T: int, N: int | None = None, H_v: int =
     return inputs
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_more_than_32_bits_count(device, op):
     """Tokens and sequences are counted with 32 bits; elements are not (test_gpu_large.py)."""

@@ -8,7 +8,7 @@ import re
 import accuracy
 import pytest
 import torch
-from cases import ALL_INSIDE, Case, forward_mode, make_inputs
+from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta
 from poison import poisoned
 
 from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
@@ -332,27 +332,35 @@ WRONG_CONTENTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "texts"),
-    [
-        ({"q": torch.zeros(1, 73, 2, 8)}, ("k has shape", "[1, 73, 2, 8]")),
-        ({"state_pool": POOL.transpose(2, 3).contiguous()}, ("state_pool has shape", "V = 24", "K = 16")),
-        ({"state_pool": POOL[..., ::2, :].repeat_interleave(2, 2).transpose(1, 2)}, ("state_pool has",)),
-        ({"state_pool": POOL.long()}, ("state_pool has dtype int64",)),
-        ({"state_indices": indices(1)}, ("state_indices has 1 rows", "2")),
-        ({"state_indices": indices(1, 2, dtype=FP32)}, ("state_indices has dtype float32", "int32 or int64")),
-        ({"has_initial_state": indices(1, 0)}, ("has_initial_state has dtype int32", "bool")),
-        ({"has_initial_state": torch.tensor([True])}, ("has_initial_state has shape [1]", "[2]")),
-        ({"checkpoint_every": 32}, ("checkpoint_every is 32", "a multiple of 64")),
-        ({"checkpoint_every": 64}, ("checkpoint_every is 64", "one of them")),
-        ({"checkpoints": POOL}, ("checkpoint_indices or checkpoints", "None")),
-        ({"checkpoint_every": 64, "checkpoints": POOL[0]}, ("checkpoints has 3 dimensions", "4")),
-        ({"checkpoint_every": 64, "checkpoint_indices": indices(1, 2)}, ("checkpoint_indices has 1 dimensions",)),
-        ({"use_gate_in_kernel": True}, ("A_log is None",)),
-        *WRONG_CONTENTS,
-    ],
-    ids=lambda x: "+".join(x) if isinstance(x, dict) else "",
-)
+WRONG_ARGUMENTS = [
+    ({"q": torch.zeros(1, 73, 2, 8)}, ("k has shape", "[1, 73, 2, 8]")),
+    ({"state_pool": POOL.transpose(2, 3).contiguous()}, ("state_pool has shape", "V = 24", "K = 16")),
+    ({"state_pool": POOL[..., ::2, :].repeat_interleave(2, 2).transpose(1, 2)}, ("state_pool has",)),
+    ({"state_pool": POOL.long()}, ("state_pool has dtype int64",)),
+    ({"state_indices": indices(1)}, ("state_indices has 1 rows", "2")),
+    ({"state_indices": indices(1, 2, dtype=FP32)}, ("state_indices has dtype float32", "int32 or int64")),
+    ({"has_initial_state": indices(1, 0)}, ("has_initial_state has dtype int32", "bool")),
+    ({"has_initial_state": torch.tensor([True])}, ("has_initial_state has shape [1]", "[2]")),
+    ({"checkpoint_every": 32}, ("checkpoint_every is 32", "a multiple of 64")),
+    ({"checkpoint_every": 64}, ("checkpoint_every is 64", "one of them")),
+    ({"checkpoints": POOL}, ("checkpoint_indices or checkpoints", "None")),
+    ({"checkpoint_every": 64, "checkpoints": POOL[0]}, ("checkpoints has 3 dimensions", "4")),
+    ({"checkpoint_every": 64, "checkpoint_indices": indices(1, 2)}, ("checkpoint_indices has 1 dimensions",)),
+    ({"use_gate_in_kernel": True}, ("A_log is None",)),
+]
+
+
+def name_of(x) -> str:
+    return "+".join(x) if isinstance(x, dict) else ""
+
+
+@pytest.mark.parametrize(("change", "texts"), WRONG_ARGUMENTS, ids=name_of)
+def test_errors_when_traced(change, texts):
+    with pytest.raises(RuntimeError, match=re.escape(texts[0])):
+        prefill_gated_delta_rule(**on_meta(make_arguments(Case(**SIZES, lengths=(70, 3))) | change))
+
+
+@pytest.mark.parametrize(("change", "texts"), [*WRONG_ARGUMENTS, *WRONG_CONTENTS], ids=name_of)
 def test_errors(change, texts):
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)))
     before = copied(arguments["state_pool"])
