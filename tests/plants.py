@@ -10,7 +10,7 @@ and which tests have to fail, on the CPU or in the emulator, where only what tes
 A hunk is found by its text, not by its line numbers, and its text stands in the file once. So a patch has few lines,
 and few changes of the tree touch it.
 
-For each fault a copy of the tree in build/plants is changed, the library is built again as far as needed, and the tests
+For each fault a copy of the tree in build/plants-* is changed, the library is built again as far as needed, and the tests
 are run. The fault is killed if one of them fails that passes in a copy without any fault. The exit
 status is 1 if fewer than 90 % are killed.
 """
@@ -27,6 +27,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -35,7 +36,6 @@ from test_emulator import SELECTED
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-SCRATCH = ROOT / "build/plants"
 LEAST_KILLED = 0.9
 TIMEOUT = 900  # seconds of a test run; a fault that makes a kernel wait forever is killed by it
 
@@ -116,10 +116,9 @@ class DoesNotBuild(Exception):
 class Tree:
     """A copy of the tree, with what is built, and what `plant` changes."""
 
-    def __init__(self, name: str, plant: Plant | None = None, unplanted: Tree | None = None):
-        self.path, self.plant, self.unplanted = SCRATCH / name, plant, unplanted
+    def __init__(self, path: Path, plant: Plant | None = None, unplanted: Tree | None = None):
+        self.path, self.plant, self.unplanted = path, plant, unplanted
         self.lock, self.passed = threading.Lock(), {}
-        shutil.rmtree(self.path, ignore_errors=True)
         ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
         shutil.copytree(ROOT, self.path, ignore=ignored)
         installed = next(iter(importlib.util.find_spec("flash_qla").submodule_search_locations))
@@ -221,8 +220,9 @@ def build_library(tree: Path) -> None:
 
 def verdict(plant: Plant, unplanted: Tree) -> tuple[str, str]:
     """killed, survived or broken, and by which test or why."""
+    path = unplanted.path.with_name(plant.name)
     try:
-        tree = Tree(plant.name, plant, unplanted)
+        tree = Tree(path, plant, unplanted)
         if plant.changes("csrc", "kernels_tl/layout.py") and any(run.where == "cpu" for run in plant.runs):
             _ = tree.library
         for run in plant.runs:
@@ -242,7 +242,7 @@ def verdict(plant: Plant, unplanted: Tree) -> tuple[str, str]:
     except (DoesNotBuild, ValueError) as error:
         return "broken", str(error)
     finally:
-        shutil.rmtree(SCRATCH / plant.name, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def main() -> int:
@@ -258,18 +258,22 @@ def main() -> int:
     plants = [plant for plant in read_all(options.patches) if re.search(options.only, plant.name)]
     if not plants:
         parser.error(f"no plant's name matches {options.only!r}")
-    unplanted = Tree("unplanted")
     os.environ.setdefault("MAX_JOBS", "1" if options.jobs > 1 else str(len(os.sched_getaffinity(0))))
     found = []
 
-    def report(plant: Plant) -> None:
+    def report(plant: Plant, unplanted: Tree) -> None:
         start = time.monotonic()
         what, why = verdict(plant, unplanted)
         found.append(what)
         print(f"{what:8} {plant.name:40} {time.monotonic() - start:4.0f} s  {why}", flush=True)
 
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(report, plants))
+    (ROOT / "build").mkdir(exist_ok=True)  # a folder of the run's own: another may be under way
+    with (
+        tempfile.TemporaryDirectory(prefix="plants-", dir=ROOT / "build") as scratch,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        unplanted = Tree(Path(scratch, "unplanted"))
+        list(pool.map(functools.partial(report, unplanted=unplanted), plants))
     killed = found.count("killed")
     print(f"{killed} of {len(plants)} killed, {100 * killed / len(plants):.0f} %")
     return 0 if killed >= LEAST_KILLED * len(plants) else 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import fuzz
 import pytest
 import torch
+from card import release
 from cases import Case
 
 import flash_qla
@@ -56,6 +57,7 @@ def test_short_run_on_the_gpu():
         trial = fuzz.draw(0, number, "cuda")
         if trial.op == "chunk":
             fuzz.run(trial, "cuda")
+            release()
 
 
 def scaled(name, factor):

@@ -207,7 +207,7 @@ def test_what_is_negligible_is_dropped():
     """M of a segment is made where its norm may be 2^-20, and is 0, to the last bit, where it is at most 2^-28."""
     case = Case(T=128, H_k=1, H_v=2, gate="zero", beta="0.01")
     arguments = make_inputs(case, "cuda")
-    arguments["g"] -= torch.tensor((20.0, 28.0)) * math.log(2) / 128
+    arguments["g"] -= torch.tensor((20.0, 28.0), device="cuda") * math.log(2) / 128
     expected = expected_maps(arguments | make_gradients(case, "cuda"))
     with forward_mode(segment_chunks=2), backward_mode(2):
         _, *maps = run_halves(arguments | make_gradients(case, "cuda"), [0])
