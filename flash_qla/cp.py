@@ -299,24 +299,27 @@ def _check_agreement(rows: torch.Tensor, context: CPContext, for_backward: bool)
         )
 
 
-def _fold(maps: torch.Tensor, V: int) -> torch.Tensor:
+def _fold(maps: torch.Tensor, parts: int, V: int) -> torch.Tensor:
     """The state behind the last of maps [parts, H_v, V + K, K] from a state of 0 before the first, [H_v, V, K].
+
+    `parts` is given because torch.compile of PyTorch 2.11 would take the size of a slice for a symbol.
 
     Neighbours are composed, all pairs at once, until one map is left: in log2(parts) rounds. In float64, which no
     setting that lets float32 be rounded to TF32 reaches.
     """
-    if len(maps) == 1:
+    if parts == 1:
         return maps[0, :, :V]
     folded = maps.double()
     if maps.dtype != torch.float64:
         Z, M = folded.tensor_split([V], 2)
         M = M.masked_fill(M.square().sum((2, 3), keepdim=True) < _NEGLIGIBLE**2, 0)
         folded = torch.cat([Z, M], 2)
-    while len(folded) > 1:
-        pairs, last = folded.tensor_split([len(folded) // 2 * 2])
+    while parts > 1:
+        pairs, last = folded.tensor_split([parts // 2 * 2])
         first, second = pairs[::2], pairs[1::2]
         Z, M = (first @ second[:, :, V:]).tensor_split([V], 2)
         folded = torch.cat([torch.cat([Z + second[:, :, :V], M], 2), last])
+        parts -= parts // 2
     return folded[0, :, :V].to(maps.dtype)
 
 
@@ -355,8 +358,8 @@ class _Call:
                 states = self.with_row(states, part.first, self.zeros(self.states_shape[1:]))
         return states
 
-    def fold(self, maps: torch.Tensor) -> torch.Tensor:
-        state = _fold(maps, self.V)
+    def fold(self, maps: torch.Tensor, parts: int) -> torch.Tensor:
+        state = _fold(maps, parts, self.V)
         return state if self.state_v_first else state.mT
 
 
@@ -387,7 +390,8 @@ def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dic
         gathered = _wait(gathered, context)
         for part in parts:
             if part.before:
-                states = call.with_row(states, part.first, call.fold(gathered[part.slot - part.before : part.slot]))
+                state = call.fold(gathered[part.slot - part.before : part.slot], part.before)
+                states = call.with_row(states, part.first, state)
     final_state = _finish_forward(
         **given | {"initial_state": states, "workspace": workspace, "o": o, "g_cumsum": g_cumsum},
     )
@@ -421,7 +425,7 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
         gathered = _wait(gathered, context)
         for part in parts:
             if part.behind:
-                gradient = call.fold(gathered[part.slot + 1 : part.slot + part.behind + 1].flip(0))
+                gradient = call.fold(gathered[part.slot + 1 : part.slot + part.behind + 1].flip(0), part.behind)
                 dht = call.with_row(dht, part.last, gradient if dht is None else dht[part.last] + gradient)
     given |= {"dht": dht, "workspace": workspace, "dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg}
     dh0, dA_log, ddt_bias = _finish_backward(**given)

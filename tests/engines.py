@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import types
@@ -94,9 +95,9 @@ def check_beside(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor)
         assert relative_error(ours[changed[0]], theirs[changed[0]].double()) < APART
 
 
-def packed_call(slots: list[int], dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[dict, dict]:
+def packed_call(slots: list[int], dtype: torch.dtype, state_dtype: torch.dtype, **options) -> tuple[dict, dict]:
     """Inputs of test_decode.py, and what an engine makes of them for one token of each sequence."""
-    case = Case(B=len(slots), dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES)
+    case = Case(B=len(slots), dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES, **options)
     inputs = decoding.make_inputs(case)
     packed = decoding.packed(inputs, one_token=True)
     arguments = {x: packed[x] for x in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "use_qk_l2norm_in_kernel")} | {
@@ -179,6 +180,17 @@ def check_use_and_restore(integration: types.ModuleType, monkeypatch) -> None:
         assert functions_of(modules, replacement) == before
 
 
+def with_another_default(function: Callable) -> Callable:
+    signature = inspect.signature(function)
+    optional = next(x for x in signature.parameters.values() if x.default is not x.empty)
+    changed = signature.parameters | {optional.name: optional.replace(default="another")}
+
+    def other(): ...
+
+    other.__signature__ = signature.replace(parameters=list(changed.values()))
+    return other
+
+
 def check_other_releases(integration: types.ModuleType, monkeypatch) -> None:
     """Nothing is changed where the last function has other arguments, or is missing; nor without the engine."""
     replacement = integration._replacement
@@ -194,6 +206,8 @@ def check_other_releases(integration: types.ModuleType, monkeypatch) -> None:
 
     setattr(modules[path], name, lambda q, k: None)
     check_raises(RuntimeError, f"{path}.{name} is (q, k)")
+    setattr(modules[path], name, with_another_default(functions[name]))
+    check_raises(RuntimeError, f"{path}.{name} is (")
     delattr(modules[path], name)
     check_raises(RuntimeError, f"{path}.{name} is nothing")
     monkeypatch.setitem(sys.modules, path, None)

@@ -10,9 +10,9 @@ and which tests have to fail, on the CPU or in the emulator, where only what tes
 A hunk is found by its text, not by its line numbers, and its text stands in the file once. So a patch has few lines,
 and few changes of the tree touch it.
 
-For each fault a copy of the tree in build/plants-* is changed, the library is built again as far as needed, and the tests
-are run. The fault is killed if one of them fails that passes in a copy without any fault. The exit
-status is 1 if fewer than 90 % are killed.
+For each fault a copy of the tree in build/plants-* is changed, the library is built again as far as needed, and the
+tests are run. The fault is killed if one of them fails that passes in a copy without any fault. The exit status is 1 if
+fewer than 90 % are killed.
 """
 
 from __future__ import annotations
@@ -154,8 +154,17 @@ class Tree:
                 shutil.copy(self.path / edit.file, self.path / "flash_qla/_layout.py")
                 self.build([sys.executable, "-c", WRITE_LAYOUT])
             elif edit.file.startswith("kernels_tl/") and edit.file.endswith(".py"):
-                kernel = Path(edit.file).stem
-                self.build([sys.executable, "-m", "build_tools.kernels", "--only", kernel, "--sources"])
+                for kernel in self.kernels_of(Path(edit.file).stem):
+                    self.build([sys.executable, "-m", "build_tools.kernels", "--only", kernel, "--sources"])
+
+    def kernels_of(self, module: str) -> list[str]:
+        """The kernels that a module of kernels_tl is a part of: its own, or those of the modules that import it."""
+        sys.path.append(str(ROOT))
+        from kernels_tl.instances import INSTANCES
+
+        kernels = {instance.kernel for instance in INSTANCES}
+        files = [file for file in (self.path / "kernels_tl").rglob("*.py") if file.stem in kernels]
+        return [file.stem for file in files if file.stem == module or f".{module} import" in file.read_text()]
 
     def make(self, out: str, command: list) -> str:
         """Builds what has changed since the objects of the tree without a fault, or of an earlier run."""

@@ -293,8 +293,8 @@ def test_what_is_negligible_is_dropped():
     state = Z[0] @ M[1] + Z[1]
     exact = state @ M[2] + Z[2]
     state[0] = Z[1, 0]
-    torch.testing.assert_close(cp._fold(maps, V), (state @ M[2] + Z[2]).float())
-    torch.testing.assert_close(cp._fold(maps.double(), V), exact, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(cp._fold(maps, len(maps), V), (state @ M[2] + Z[2]).float())
+    torch.testing.assert_close(cp._fold(maps.double(), len(maps), V), exact, rtol=1e-13, atol=1e-13)
 
 
 # Errors

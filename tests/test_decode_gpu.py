@@ -45,6 +45,16 @@ def test_nothing_is_touched_outside(change):
         assert not o[outside].any()
 
 
+def test_more_tokens_than_columns():
+    """A token beyond the columns of write_indices leaves no state. The next row belongs to an empty sequence."""
+    inputs = make_inputs(for_device(Case(lengths=(3, 0)), "cuda"), "cuda")
+    inputs["state_indices"] = indices(5, 6).cuda()
+    before = inputs["state_pool"].clone()
+    expected, states = states_behind_tokens(inputs)
+    o = decode_gated_delta_rule(**inputs | {"write_indices": torch.stack([indices(1, 2), indices(3, 4)]).cuda()})
+    check(inputs, {1: states[0][1], 2: states[0][2]}, o, expected, before)
+
+
 @pytest.mark.parametrize("offsets", [(0, 9, 5), (3, 2, 1), (-4, 2, 5), (0, 2, 99)], ids=str)
 def test_hostile_offsets(offsets):
     inputs, wider = filled(make_inputs(for_device(Case(lengths=(2, 3)), "cuda"), "cuda"))

@@ -259,14 +259,14 @@ def test_cu_seqlens_contents_on_cpu(op, offsets, parts):
     check_raises(op, inputs, "cu_seqlens", *parts)
 
 
-def of_one_number(op: str, device: str, T: int, N: int | None = None, H_v: int = 1) -> dict:
+def of_one_number(op: str, device: str, T: int, N: int | None = None, H_v: int = 1, B: int = 1) -> dict:
     """Arguments of any size in no memory."""
 
     def zeros(*shape, dtype=torch.bfloat16):
         return torch.zeros((), dtype=dtype, device=device).expand(*shape)
 
-    inputs = {name: zeros(1, T, H_v if name in ("v", "do") else 1, 8) for name in ("q", "k", "v", "do")}
-    inputs |= {"g": zeros(1, T, H_v, dtype=torch.float32), "beta": zeros(1, T, H_v), "A": zeros(1, T, H_v, 64)}
+    inputs = {name: zeros(B, T, H_v if name in ("v", "do") else 1, 8) for name in ("q", "k", "v", "do")}
+    inputs |= {"g": zeros(B, T, H_v, dtype=torch.float32), "beta": zeros(B, T, H_v), "A": zeros(B, T, H_v, 64)}
     if N is not None:
         inputs["cu_seqlens"] = zeros(N + 1, dtype=torch.int32)
     if not op.endswith("_bwd"):
@@ -279,6 +279,7 @@ def of_one_number(op: str, device: str, T: int, N: int | None = None, H_v: int =
 def test_more_than_32_bits_count(device, op):
     """Tokens and sequences are counted with 32 bits; elements are not (test_gpu_large.py)."""
     check_raises(op, of_one_number(op, device, T=2**31), "q", "1 x 2147483648 tokens", "2147483647")
+    check_raises(op, of_one_number(op, device, T=2**30, B=2), "q", "2 x 1073741824 tokens", "2147483647")
     check_raises(op, of_one_number(op, device, T=64, N=2**31), "cu_seqlens", "2147483649 offsets", "2147483647")
 
 

@@ -58,11 +58,15 @@ def test_hostile_offsets(mode, offsets):
     arguments = make_arguments(Case(**SIZES, lengths=(20, 63)), device="cuda")
     before = copied(arguments["state_pool"])
     kept = torch.zeros(3, *before.shape[1:], device="cuda")
+    clipped = indices(0, *offsets[1:]).clamp(0, 83).cummax(0).values  # the first sequence begins at 0
     with in_mode("cuda", mode):
-        prefill_gated_delta_rule(
+        o = prefill_gated_delta_rule(
             **arguments | {"cu_seqlens": indices(*offsets).cuda(), "checkpoint_every": 64, "checkpoints": kept[1:2]}
         )
+        expected = arguments | {"cu_seqlens": clipped.cuda(), "state_pool": copied(before)}
+        assert torch.equal(o, prefill_gated_delta_rule(**expected))
     pool = arguments["state_pool"]
+    assert torch.equal(pool, expected["state_pool"])
     check_pool(pool, before, {slot: pool[slot] for slot in arguments["state_indices"].tolist()})
     assert not kept[0].any() and not kept[2].any()
 

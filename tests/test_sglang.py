@@ -30,10 +30,10 @@ def test_signature(name):
 ONE_TOKEN = {"plain": [5, 0, 7], "nobody": [5, -1, 7, -1], "nobody at all": [-1, -1]}
 
 
-@pytest.mark.parametrize("name", ONE_TOKEN)
+@pytest.mark.parametrize(("name", "l2norm"), [*((name, True) for name in ONE_TOKEN), ("plain", False)])
 @DTYPES
-def test_packed_decode(device, dtype, state_dtype, name):
-    inputs, arguments = engines.packed_call(ONE_TOKEN[name], dtype, state_dtype)
+def test_packed_decode(device, dtype, state_dtype, name, l2norm):
+    inputs, arguments = engines.packed_call(ONE_TOKEN[name], dtype, state_dtype, l2norm=l2norm)
     function = sglang.fused_recurrent_gated_delta_rule_packed_decode
     engines.check_packed_decode(function, device, inputs, arguments, null_index=-1)
 

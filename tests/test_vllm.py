@@ -31,10 +31,10 @@ def test_signature(name):
 ONE_TOKEN = {"plain": [5, 3, 7], "nobody": [5, 0, 7, -1], "padded": [5, 3, 0, 0], "nobody at all": [0, 0]}
 
 
-@pytest.mark.parametrize("name", ONE_TOKEN)
+@pytest.mark.parametrize(("name", "l2norm"), [*((name, True) for name in ONE_TOKEN), ("plain", False)])
 @DTYPES
-def test_packed_decode(device, dtype, state_dtype, name):
-    inputs, arguments = engines.packed_call(ONE_TOKEN[name], dtype, state_dtype)
+def test_packed_decode(device, dtype, state_dtype, name, l2norm):
+    inputs, arguments = engines.packed_call(ONE_TOKEN[name], dtype, state_dtype, l2norm=l2norm)
     engines.check_packed_decode(
         vllm.fused_recurrent_gated_delta_rule_packed_decode, device, inputs, arguments, null_index=0
     )
@@ -192,10 +192,9 @@ PREFILLS = {
 }
 
 
-@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("case", [*PREFILLS.values(), PrefillCase(B=2, T=70, state_v_first=True, scale=0.3)], ids=str)
 @pytest.mark.parametrize("with_out", (False, True))
-def test_chunk(device, name, with_out):
-    case = PREFILLS[name]
+def test_chunk(device, case, with_out):
     inputs, expected = engines.prefill_inputs(case, device)
     out = torch.full((inputs["v"].numel() + 10,), 7.0, dtype=case.dtype, device=device)
     o, final_state = vllm.chunk_gated_delta_rule(
