@@ -158,7 +158,7 @@ def test_kernels(mode, pool_dtype, K, V):
 def test_new_requests_and_nobody(device, mode):
     for null_index in (-1, 0):
         arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
-        table = torch.tensor([[4, null_index, null_index - 3, 9, 1, 7], [-9] * 6], device=device)
+        table = torch.tensor([[4, null_index - 3, null_index, 9, 1, 7], [-9] * 6], device=device)
         arguments |= {
             "state_indices": table.T.contiguous()[:, 0],  # strided
             "has_initial_state": torch.tensor([True, True, False, False, True, False], device=device),
