@@ -1,8 +1,8 @@
 """The source of an instance: TileLang's device code, and a launcher of our own.
 
-The launcher takes its arguments as a struct, one per kernel: the PrimFunc's parameters (tensors as pointers), then its
-dynamic dimensions. It checks what it narrows, encodes the TMA descriptors and launches through
-csrc/gpu/kernel_runtime.h.
+The launcher takes its arguments as a struct, one per kernel: the PrimFunc's parameters (tensors as pointers, bundles as
+structs of their own), then the dynamic dimensions that are no parameters. It checks what it narrows, encodes the TMA
+descriptors and launches through csrc/gpu/kernel_runtime.h.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def camel_case(kernel: str) -> str:
 
 
 def args_struct(kernel: str, fields: list[Field]) -> str:
-    members = "\n".join(f"  {field.c_type} {field.name};" for field in fields)
-    return f"struct {camel_case(kernel)}Args {{\n{members}\n}};"
+    members = dict.fromkeys(f"{field.struct or field.c_type} {field.member or field.name}" for field in fields)
+    return f"struct {camel_case(kernel)}Args {{\n{''.join(f'  {member};{chr(10)}' for member in members)}}};"
 
 
 def kernel_source(instance: Instance, lowered: Lowered) -> str:
@@ -44,7 +44,7 @@ def launcher(instance: Instance, lowered: Lowered) -> str:
         arguments += f"  {argument.c_type} {argument.name} = {value};\n"
     addresses = ", ".join(f"&{argument.name}" for argument in lowered.arguments)
     options = ", .overlaps_predecessor = true" if lowered.waits_for_predecessor else ""
-    return f"""void launch_{name}(const {camel_case(instance.kernel)}Args& args, cudaStream_t stream) {{
+    text = f"""void launch_{name}(const {camel_case(instance.kernel)}Args& args, cudaStream_t stream) {{
   static runtime::Kernel kernel = {{"{name}", {name}_cubin}};
   const runtime::LaunchConfig config = {{
       .kernel = kernel,
@@ -56,6 +56,8 @@ def launcher(instance: Instance, lowered: Lowered) -> str:
   runtime::launch(config, arguments, stream);
 }}
 """
+    paths = {field.name: field.path for field in lowered.fields}
+    return re.sub(r"\bargs\.(\w+)", lambda found: f"args.{paths[found.group(1)]}", text)
 
 
 def launchers(of_instances: dict[str, str], hashes: dict[str, str]) -> str:

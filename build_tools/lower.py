@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from unittest import mock
 
+from build_tools.bundle import as_parameters
 from build_tools.instance import Instance
 from build_tools.toolchain import ARCH
 
@@ -35,10 +36,16 @@ class LoweringError(Exception):
 
 @dataclass
 class Field:
-    """A member of the kernel's argument struct. Integers and dimensions are int64_t there."""
+    """A member of the kernel's argument struct, or of a bundle's in it. Integers and dimensions are int64_t there."""
 
     name: str
     c_type: str
+    member: str | None = None  # the bundle that it is in, and that one's struct
+    struct: str | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.member}.{self.name}" if self.member else self.name
 
 
 @dataclass
@@ -86,7 +93,8 @@ def lower(package: str, instance: Instance) -> Lowered:
     from tilelang import tvm
 
     module = importlib.import_module(f"{package}.{instance.module}")
-    prim_func = getattr(module, instance.kernel)(**instance.params)
+    with as_parameters() as bundles:
+        prim_func = getattr(module, instance.kernel)(**instance.params)
     target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
     pass_configs = getattr(module, "PASS_CONFIGS", {})
     with tvm.transform.PassContext(opt_level=3, config=pass_configs), target, _needed_passes(module):
@@ -124,7 +132,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     return Lowered(
         source=_uniform_warpgroups(artifact.kernel_source),
         symbol=symbol,
-        fields=_fields(prim_func, artifact.kernel_source, tensor_maps),
+        fields=_fields(prim_func, bundles, artifact.kernel_source, tensor_maps),
         arguments=[_kernel_argument(name, value, value in descriptors) for name, value in passed.items()],
         tensor_maps=tensor_maps,
         grid=[_cpp(extents.get(f"blockIdx.{axis}", 1)) for axis in "xyz"],
@@ -203,7 +211,7 @@ def _packed_call(body, symbol: str) -> list:
     return found[0]
 
 
-def _fields(prim_func, source: str, tensor_maps: list[TensorMap]) -> list[Field]:
+def _fields(prim_func, bundles: dict, source: str, tensor_maps: list[TensorMap]) -> list[Field]:
     """The PrimFunc's parameters in order, then the dynamic dimensions in order of appearance."""
     from tilelang import tvm
 
@@ -222,6 +230,9 @@ def _fields(prim_func, source: str, tensor_maps: list[TensorMap]) -> list[Field]
             if not dimensions.setdefault(extent.name, extent).same_as(extent):
                 raise LoweringError(f"two different dimensions are called {extent.name}")
     names = [field.name for field in fields]
+    for field in fields:
+        if of := bundles.get(field.name):
+            field.member, field.struct = of.member, of.struct
     return fields + [Field(name, "int64_t") for name in dimensions if name not in names]
 
 

@@ -2,9 +2,11 @@
 
 A host-side caller includes kernels.h and writes, for a kernel l2norm with the parameters {"dtype": ..., "K": ...}:
 
-    kernels::l2norm({.x = x, .y = y, .rstd = rstd, .rows = rows}, {.dtype = "bfloat16", .K = 128}, stream);
+    kernels::l2norm({.x = x, .y = y, .rstd = rstd, .rows = rows}, {.dtype = Dtype::kBfloat16, .K = 128}, stream);
 
-The first struct is the launcher's (see build_tools/codegen.py), the second selects the instance.
+The first struct is the launcher's (see build_tools/codegen.py), the second selects the instance. A parameter that is a
+string in Python is an enumerator here; its enum is called by the last word of the parameter's name, so that dtype and
+state_dtype are both a Dtype.
 """
 
 from __future__ import annotations
@@ -53,14 +55,57 @@ class Compiled:
     resources: Resources
 
 
+def enum_of(key: str) -> str:
+    return camel_case(key.rpartition("_")[2])
+
+
+def enumerator(value: str) -> str:
+    return f"k{camel_case(value)}"
+
+
+def enums(compiled: list[Compiled]) -> str:
+    """The enums, each with a function that names its enumerators as Python does."""
+    values: dict[str, dict[str, None]] = {}
+    for item in compiled:
+        for key, value in item.instance.params.items():
+            if isinstance(value, str):
+                values.setdefault(enum_of(key), {})[value] = None
+    text = ""
+    for enum, names in values.items():
+        text += f"enum class {enum} {{ {', '.join(map(enumerator, names))} }};\n"
+        strings = ", ".join(json.dumps(name) for name in names)
+        text += f"inline constexpr std::array<const char*, {len(names)}> k{enum}Names = {{{strings}}};\n"
+        text += f"constexpr const char* name_of({enum} x) {{ return k{enum}Names[static_cast<size_t>(x)]; }}\n\n"
+    return text
+
+
 def params_struct(instance: Instance) -> str:
-    types = {str: "std::string_view", int: "int64_t", bool: "bool"}
-    members = [f"  {types[type(value)]} {key};\n" for key, value in instance.params.items()]
+    types = {int: "int64_t", bool: "bool"}
+    members = [f"  {types.get(type(value)) or enum_of(key)} {key};\n" for key, value in instance.params.items()]
     return f"struct {camel_case(instance.kernel)}Params {{\n{''.join(members)}}};"
 
 
 def structs(item: Compiled) -> tuple[str, str]:
     return args_struct(item.instance.kernel, item.fields), params_struct(item.instance)
+
+
+def bundle_structs(compiled: list[Compiled]) -> str:
+    """The structs of the bundles. A tensor is const unless some kernel writes it."""
+    structs: dict[str, dict[str, str]] = {}
+    for item in compiled:
+        of_item: dict[str, dict[str, str]] = {}
+        for field in item.fields:
+            if field.struct:
+                of_item.setdefault(field.struct, {})[field.name] = field.c_type
+        for struct, members in of_item.items():
+            known = structs.setdefault(struct, members)
+            if list(known) != list(members):
+                raise ValueError(f"{item.instance.name} has other fields in {struct}: {list(members)}, {list(known)}")
+            known |= {name: c_type for name, c_type in members.items() if c_type == "void*"}
+    return "\n".join(
+        f"struct {struct} {{\n{''.join(f'  {c_type} {name};{chr(10)}' for name, c_type in members.items())}}};\n"
+        for struct, members in structs.items()
+    )
 
 
 def by_kernel(compiled: list[Compiled]) -> dict[str, list[Compiled]]:
@@ -95,14 +140,15 @@ def header(compiled: list[Compiled]) -> str:
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
-#include <string_view>
 
 namespace flash_qla::kernels {{
 
 // Channels of a key that the kernels are compiled for; each takes keys with fewer.
 inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{dims}}};
 
+{enums(compiled)}{bundle_structs(compiled)}
 {chr(10).join(parts)}
 }}  // namespace flash_qla::kernels
 """
@@ -163,9 +209,12 @@ void {kernel}(const {camel}Args& args, const {camel}Params&, cudaStream_t stream
 """
     branches = ""
     for variant in variants:
-        tests = [f"params.{key} == {json.dumps(value)}" for key, value in variant.instance.params.items()]
+        tests = [f"params.{key} == {_literal(key, value)}" for key, value in variant.instance.params.items()]
         branches += f"  if ({' && '.join(tests)}) return launch_{variant.instance.name}(args, stream);\n"
-    asked = "".join(f' << " {key}=" << params.{key}' for key in variants[0].instance.params)
+    asked = "".join(
+        f' << " {key}=" << ' + (f"name_of(params.{key})" if isinstance(value, str) else f"params.{key}")
+        for key, value in variants[0].instance.params.items()
+    )
     return f"""{declarations}
 void {kernel}(const {camel}Args& args, const {camel}Params& params, cudaStream_t stream) {{
 {branches}  std::ostringstream text;
@@ -174,6 +223,10 @@ void {kernel}(const {camel}Args& args, const {camel}Params& params, cudaStream_t
   throw std::runtime_error(text.str());
 }}
 """
+
+
+def _literal(key: str, value: str | int | bool) -> str:
+    return f"{enum_of(key)}::{enumerator(value)}" if isinstance(value, str) else json.dumps(value)
 
 
 def _text(value: str | int | bool) -> str:

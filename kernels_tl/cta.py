@@ -119,6 +119,12 @@ def load_segment_early(segments, segment):
     return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
 
 
+def is_never(sizes):
+    """False, which the compiler cannot know. A branch on it keeps instructions on their side of it, and keeps what it
+    uses among the kernel's parameters."""
+    return sizes.group == 0
+
+
 def fetch(source, target, barrier):
     """A part of a tensor to shared memory by TMA, by one warp; announced to the barrier."""
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)

@@ -6,12 +6,7 @@ from kernels_tl.common import extern
 from kernels_tl.layout import Dtype
 
 
-def slots_of(state_indices, kind, stride, null_index, slots):
-    """The slots of the sequences' states, for functions of device/plan.cuh."""
-    return extern("Slots", T.access_ptr(state_indices[0], "r"), kind, stride, null_index, slots)
-
-
-class States:
+class StateView:
     """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] as one run of numbers: `strides` are
     the element strides of v and of k in one, so that the layout is a run-time number. In a pool slots are further
     apart, and numbers may have 16 bits: `dtype` is their Dtype, and V comes first then. `numbers` is a pointer."""
@@ -61,7 +56,7 @@ def chosen(first, a, b):
     """States a, if `first`, or b, which differ in where they are and in their dtype alone."""
     numbers = extern("chosen", first, a.numbers, b.numbers)
     slot_stride, dtype = (T.Select(first, getattr(a, x), getattr(b, x)) for x in ("slot_stride", "dtype"))
-    return States(numbers, a.H_v, a.key_dim, a.value_dim, (a.stride_v, a.stride_k), slot_stride, dtype)
+    return StateView(numbers, a.H_v, a.key_dim, a.value_dim, (a.stride_v, a.stride_k), slot_stride, dtype)
 
 
 def is_checkpoint(tokens, length, until, every):

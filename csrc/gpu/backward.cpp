@@ -6,7 +6,7 @@
 #include "gpu/dispatch.h"
 #include "gpu/head_dims.h"
 #include "gpu/launch.h"
-#include "gpu/plan.h"
+#include "gpu/pass.h"
 #include "gpu/workspace.h"
 #include "halves.h"
 #include "kernels.h"
@@ -60,7 +60,7 @@ class Backward {
     if (call_.use_qk_l2norm) {
       l2norm();
     }
-    plan();
+    pass_.make_plan(states(), SegmentFlag::kFirst);
     chunk_matrices();
     if (d_.has_maps()) {
       backward_maps();
@@ -70,12 +70,8 @@ class Backward {
   // In halves: what begin leaves to finish.
   const Tensor& workspace() const { return workspace_.storage(); }
 
-  Tensor maps() const {
-    Tensor maps = allocate_maps(call_);
-    if (maps.size(0) > 0) {
-      compose_maps(maps);
-    }
-    return maps;
+  Tensor maps() const {  // a segment's dZ is in the slot of the segment before, which is one on
+    return pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state);
   }
 
   // In halves, what needs states but no gradients of them.
@@ -96,12 +92,18 @@ class Backward {
         d_(dispatch_backward(shape)),
         workspace_(shape, d_),
         stream_(current_stream(call.q)),
-        dtype_(dtype_name(call.dtype)),
+        pass_(call, workspace_, d_, stream_),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
-  void scan_states() const { segment_scan(false, states_or_zeros(call_, call_.initial_state), false); }
+  void scan_states() const {
+    const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
+    pass_.scan(/*reverse=*/false, pass_.maps(), own_states(call_, data(first)), /*beside=*/false);
+  }
   // `beside` the scan of states, which was the launch before this one.
-  void scan_gradients(bool beside) const { segment_scan(true, states_or_zeros(call_, call_.grad_final_state), beside); }
+  void scan_gradients(bool beside) const {
+    const std::optional<Tensor> last = states_or_zeros(call_, call_.grad_final_state);
+    pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), beside);
+  }
 
   void input_gradients() const {
     chunk_backward();
@@ -120,276 +122,146 @@ class Backward {
                      .rstd = workspace_[workspace_.rstd],
                      .rows = call_.tokens() * call_.H_k,
                      .pieces = call_.K / kNormPiece},
-                    {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
+                    {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  // Normalized, where that was asked for.
-  const void* q() const { return call_.use_qk_l2norm ? workspace_[workspace_.normalized] : call_.q.const_data_ptr(); }
-  const void* k() const {
-    return call_.use_qk_l2norm ? workspace_[workspace_.normalized] + call_.tokens() * call_.H_k * call_.K
-                               : call_.k.const_data_ptr();
+  // Queries and keys are normalized, where that was asked for.
+  kernels::Tokens tokens() const {
+    kernels::Tokens found = pass_.tokens();
+    if (call_.use_qk_l2norm) {
+      uint16_t* const normalized = workspace_[workspace_.normalized];
+      found.q = normalized;
+      found.k = normalized + call_.tokens() * call_.H_k * call_.K;
+    }
+    return found;
   }
 
   // Only whether there are any: the kernels have those of the gradients besides.
   States states() const {
-    States found;
-    found.first_states = call_.in_halves || call_.initial_state ? FirstStates::kAll : FirstStates::kNone;
-    found.has_final = call_.in_halves || call_.grad_final_state.has_value();
-    found.slots = call_.N;
-    return found;
+    return states_in_order(call_, own_states(call_, nullptr), call_.in_halves || call_.initial_state,
+                           call_.in_halves || call_.grad_final_state);
   }
-
-  void plan() const {
-    make_plan(call_, states(),
-              {.sequences = workspace_[workspace_.sequences],
-               .chunks = workspace_[workspace_.chunks],
-               .chunk_slots = d_.chunk_slots,
-               .segments = workspace_[workspace_.segments],
-               .segment_slots = d_.segments,
-               .segment_chunks = d_.segment_chunks,
-               .cut_above = d_.cut_above,
-               .map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
-               .dropped = SegmentFlag::kFirst},
-              stream_);
-  }
-
-  int64_t state_size() const { return call_.H_v * call_.V * call_.K; }  // of a sequence's state
 
   // Behind each segment. A first segment has a dZ where its map is wanted, and so a slot before it.
   float* grad_states() const {
     return workspace_[workspace_.grad_states] + (d_.in_halves ? state_rows(call_.H_v, call_.K, call_.V) : 0);
   }
 
-  uint16_t* block_rows(int64_t j) const { return flash_qla::block_rows(workspace_[workspace_.matrices], j); }
+  kernels::Maps reverse_maps() const {
+    return {.states = grad_states(),
+            .maps = workspace_[workspace_.maps],
+            .skips = workspace_[workspace_.reverse_skips]};
+  }
+
+  kernels::Gradients gradients() const {
+    return {.dq = out_.dq.mutable_data_ptr(),
+            .dk = out_.dk.mutable_data_ptr(),
+            .dv = out_.dv.mutable_data_ptr(),
+            .db = out_.db.mutable_data_ptr(),
+            .dg = out_.dg.mutable_data_ptr()};
+  }
 
   // The chunks' matrices and gates. A is made again rather than read: L and P are wanted by rows of blocks, which is
   // what the forward's kernel makes.
   void chunk_matrices() const {
-    kernels::chunk_matrices({.q = q(),
-                             .k = k(),
-                             .g = call_.g.const_data_ptr(),
-                             .beta = call_.beta.const_data_ptr(),
-                             .A_log = data(call_.A_log),
-                             .dt_bias = data(call_.dt_bias),
-                             .chunks = workspace_[workspace_.chunks],
-                             .offsets = data(call_.cu_seqlens),
-                             .gates = workspace_[workspace_.gates],
-                             .matrices_0 = block_rows(0),
-                             .matrices_1 = block_rows(1),
-                             .matrices_2 = block_rows(2),
-                             .matrices_3 = block_rows(3),
-                             .o = out_.dv.mutable_data_ptr(),  // gets zeros where no sequence is, as o does
-                             .A = nullptr,
-                             .g_cumsum = nullptr,
-                             .backward_gates = workspace_[workspace_.backward_gates],
-                             .turns = workspace_[workspace_.turns],
-                             .counters = workspace_[workspace_.counters],
-                             .dq = out_.dq.mutable_data_ptr(),
-                             .dk = out_.dk.mutable_data_ptr(),
-                             .db = out_.db.mutable_data_ptr(),
-                             .dg = out_.dg.mutable_data_ptr(),
-                             .group = call_.group(),
+    kernels::chunk_matrices({.sizes = pass_.sizes(),
+                             .tokens = tokens(),
+                             .gates = gates_of(call_, call_.g, activations_),
+                             .sequences = sequences_of(call_),
+                             .slots = states().slots,
+                             .plan = pass_.plan(),
+                             .matrices = pass_.matrices(),
+                             .outputs = {.o = out_.dv.mutable_data_ptr(),  // gets zeros where no sequence is
+                                         .A = nullptr,
+                                         .g_cumsum = nullptr,
+                                         .has_A = false,
+                                         .has_g_cumsum = false},
+                             .backward = {.backward_gates = workspace_[workspace_.backward_gates],
+                                          .turns = workspace_[workspace_.turns],
+                                          .counters = workspace_[workspace_.counters],
+                                          .has_backward_gates = true},
+                             .gradients = gradients(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
-                             .has_g_cumsum = false,
-                             .has_A = false,
-                             .activations = activations_,
                              .cumulative = true,
-                             .has_backward_gates = true,
                              .gate_gradients = d_.gate_gradients,
                              .early_ctas = d_.early_ctas,
-                             .has_offsets = call_.varlen,
-                             .wide_offsets = call_.wide_offsets,
-                             .uniform_length = call_.T,
-                             .state_indices = nullptr,
-                             .index_kind = TableKind::kNone,
-                             .index_stride = 0,
-                             .null_index = -1,
-                             .slots = call_.N,
-                             .tokens = call_.tokens(),
-                             .H_k = call_.H_k,
-                             .key_dim = call_.K,
-                             .H_v = call_.H_v,
-                             .chunk_slots = d_.chunk_slots,
-                             .offset_words = (call_.N + 1) * (call_.wide_offsets ? 2 : 1),
-                             .value_dim = call_.V,
-                             .head_blocks = head_blocks(),
-                             .N = call_.N},
-                            {.dtype = dtype_, .K = instance_K(call_.K), .normalize = false}, stream_);
+                             .head_blocks = head_blocks()},
+                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = false}, stream_);
   }
 
   void backward_maps() const {
-    kernels::backward_maps({.q = q(),
-                            .k = k(),
-                            .v = call_.v.const_data_ptr(),
+    kernels::backward_maps({.sizes = pass_.sizes(),
+                            .tokens = tokens(),
                             .grad_o = call_.grad_o.const_data_ptr(),
-                            .gates = workspace_[workspace_.gates],
+                            .plan = pass_.map_plan(),
+                            .matrices = pass_.matrices(),
                             .backward_gates = workspace_[workspace_.backward_gates],
-                            .matrices_0 = block_rows(0),
-                            .matrices_1 = block_rows(1),
-                            .matrices_2 = block_rows(2),
-                            .matrices_3 = block_rows(3),
-                            .segments = workspace_[d_.in_halves ? workspace_.map_segments : workspace_.segments],
-                            .states = workspace_[workspace_.states],
+                            .maps = pass_.maps(),
                             .grad_states = grad_states(),
-                            .maps = workspace_[workspace_.maps],
-                            .skips = workspace_[workspace_.skips],
                             .reverse_skips = workspace_[workspace_.reverse_skips],
-                            .group = call_.group(),
-                            .scale = static_cast<float>(*call_.scale),
-                            .tokens = call_.tokens(),
-                            .H_k = call_.H_k,
-                            .key_dim = call_.K,
-                            .H_v = call_.H_v,
-                            .value_dim = call_.V,
-                            .chunk_slots = d_.chunk_slots,
-                            .segment_slots = d_.segments,
-                            .value_rows = value_rows(call_.V)},
-                           {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
-  }
-
-  void compose_maps(const Tensor& maps) const {
-    const auto [mapped_0, mapped_1] = mapped_sequences(call_);
-    kernels::compose_maps({.sequences = workspace_[workspace_.sequences],
-                           .segments = workspace_[workspace_.segments],
-                           .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[workspace_.reverse_skips],
-                           .initial_state = data(call_.grad_final_state),
-                           .offsets = workspace_[workspace_.grad_states],  // of the segment before, which is one on
-                           .composed = maps.mutable_data_ptr(),
-                           .key_dim = call_.K,
-                           .value_dim = call_.V,
-                           .state_stride_v = call_.state_stride_v(),
-                           .state_stride_k = call_.state_stride_k(),
-                           .has_initial_state = call_.grad_final_state.has_value(),
-                           .mapped_0 = mapped_0,
-                           .mapped_1 = mapped_1,
-                           .N = call_.N,
-                           .segment_slots = d_.segments,
-                           .H_v = call_.H_v,
-                           .state_size = call_.state_size(),
-                           .value_rows = value_rows(call_.V),
-                           .mapped = maps.size(0),
-                           .map_rows = call_.V + call_.K,
-                           .key_channels = call_.K},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = true}, stream_);
-  }
-
-  // Of states, or in reverse of their gradients.
-  void segment_scan(bool reverse, const std::optional<Tensor>& first_states, bool beside) const {
-    kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
-                           .segments = workspace_[workspace_.segments],
-                           .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[reverse ? workspace_.reverse_skips : workspace_.skips],
-                           .initial_state = data(first_states),
-                           .states = reverse ? grad_states() : workspace_[workspace_.states],
-                           .key_dim = call_.K,
-                           .value_dim = call_.V,
-                           .state_stride_v = call_.state_stride_v(),
-                           .state_stride_k = call_.state_stride_k(),
-                           .slot_stride = state_size(),
-                           .state_dtype = Dtype::kFloat32,
-                           .beside = beside,
-                           .N = call_.N,
-                           .segment_slots = d_.segments,
-                           .H_v = call_.H_v,
-                           .state_size = call_.state_size(),
-                           .value_rows = value_rows(call_.V)},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = reverse}, stream_);
+                            .scale = static_cast<float>(*call_.scale)},
+                           {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   void replay_states() const {
-    kernels::replay_states({.k = k(),
-                            .v = call_.v.const_data_ptr(),
-                            .gates = workspace_[workspace_.gates],
-                            .matrices_0 = block_rows(0),
-                            .matrices_1 = block_rows(1),
-                            .matrices_2 = block_rows(2),
-                            .matrices_3 = block_rows(3),
-                            .segments = workspace_[workspace_.segments],
-                            .initial_state = data(call_.initial_state),
-                            .states = workspace_[workspace_.states],
-                            .h = workspace_[workspace_.h],
-                            .v_new = workspace_[workspace_.v_new],
-                            .group = call_.group(),
-                            .state_stride_v = call_.state_stride_v(),
-                            .state_stride_k = call_.state_stride_k(),
+    kernels::replay_states({.sizes = pass_.sizes(),
+                            .tokens = tokens(),
+                            .plan = pass_.plan(),
+                            .matrices = pass_.matrices(),
+                            .states = own_states(call_, data(call_.initial_state)),
                             .has_initial_state = call_.initial_state.has_value(),
-                            .tokens = call_.tokens(),
-                            .H_k = call_.H_k,
-                            .key_dim = call_.K,
-                            .H_v = call_.H_v,
-                            .value_dim = call_.V,
-                            .chunk_slots = d_.chunk_slots,
-                            .segment_slots = d_.segments,
-                            .state_size = call_.state_size(),
-                            .value_rows = value_rows(call_.V)},
-                           {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
+                            .maps = pass_.maps(),
+                            .h = workspace_[workspace_.h],
+                            .v_new = workspace_[workspace_.v_new]},
+                           {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   void chunk_backward() const {
-    kernels::chunk_backward({.q = q(),
-                             .k = k(),
-                             .v = call_.v.const_data_ptr(),
+    kernels::Matrices matrices = pass_.matrices();
+    matrices.gates = workspace_[workspace_.backward_gates];
+    kernels::Gradients found = gradients();
+    if (d_.gate_gradients) {
+      found.db = workspace_[workspace_.db_parts];
+      found.dg = workspace_[workspace_.dg_parts];
+    }
+    kernels::chunk_backward({.sizes = pass_.sizes(),
+                             .tokens = tokens(),
                              .grad_o = call_.grad_o.const_data_ptr(),
-                             .gates = workspace_[workspace_.backward_gates],
-                             .matrices_0 = block_rows(0),
-                             .matrices_1 = block_rows(1),
-                             .matrices_2 = block_rows(2),
-                             .matrices_3 = block_rows(3),
-                             .segments = workspace_[workspace_.segments],
+                             .plan = pass_.plan(),
+                             .matrices = matrices,
                              .h = workspace_[workspace_.h],
                              .v_new = workspace_[workspace_.v_new],
                              .grad_states = grad_states(),
-                             .dht = data(call_.grad_final_state),
-                             .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
+                             .ends = {.dht = data(call_.grad_final_state),
+                                      .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
+                                      .state_stride_v = call_.state_stride_v(),
+                                      .state_stride_k = call_.state_stride_k(),
+                                      .has_dht = call_.grad_final_state.has_value(),
+                                      .has_dh0 = call_.initial_state.has_value()},
                              .turns = workspace_[workspace_.turns],
-                             .dq = out_.dq.mutable_data_ptr(),
-                             .dk = out_.dk.mutable_data_ptr(),
-                             .dv = out_.dv.mutable_data_ptr(),
-                             .db = d_.gate_gradients ? workspace_[workspace_.db_parts] : out_.db.mutable_data_ptr(),
-                             .dg = d_.gate_gradients ? workspace_[workspace_.dg_parts] : out_.dg.mutable_data_ptr(),
-                             .group = call_.group(),
+                             .gradients = found,
                              .scale = static_cast<float>(*call_.scale),
-                             .state_stride_v = call_.state_stride_v(),
-                             .state_stride_k = call_.state_stride_k(),
-                             .has_dht = call_.grad_final_state.has_value(),
-                             .has_dh0 = call_.initial_state.has_value(),
-                             .tokens = call_.tokens(),
-                             .H_k = call_.H_k,
-                             .key_dim = call_.K,
-                             .H_v = call_.H_v,
-                             .value_dim = call_.V,
-                             .chunk_slots = d_.chunk_slots,
-                             .segment_slots = d_.segments,
-                             .value_rows = value_rows(call_.V),
-                             .state_size = call_.state_size(),
                              .parts = value_tiles(call_.V)},
-                            {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
+                            {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   // CTAs of gate_gradients for each chunk.
   int64_t head_blocks() const { return ceil_div(call_.H_v, kGateHeads); }
 
   void gate_gradients() const {
-    kernels::gate_gradients({.chunks = workspace_[workspace_.chunks],
+    kernels::gate_gradients({.sizes = pass_.sizes(),
+                             .plan = pass_.plan(),
+                             .gates = gates_of(call_, call_.g_raw ? *call_.g_raw : call_.g, activations_),
                              .db_parts = workspace_[workspace_.db_parts],
                              .dg_parts = workspace_[workspace_.dg_parts],
-                             .g = data(call_.g_raw),
-                             .beta = call_.beta.const_data_ptr(),
-                             .A_log = data(call_.A_log),
-                             .dt_bias = data(call_.dt_bias),
                              .db = out_.db.mutable_data_ptr(),
                              .dg = out_.dg.mutable_data_ptr(),
                              .gate_sums = workspace_[workspace_.gate_sums],
                              .counters = workspace_[workspace_.counters],
                              .dA_log = data_if(call_.use_gate, out_.dA_log),
                              .ddt_bias = data_if(call_.dt_bias.has_value(), out_.ddt_bias),
-                             .activations = activations_,
-                             .chunk_slots = d_.chunk_slots,
                              .value_tiles = value_tiles(call_.V),
-                             .tokens = call_.tokens(),
-                             .H_v = call_.H_v,
                              .head_blocks = head_blocks()},
                             {}, stream_);
   }
@@ -401,7 +273,7 @@ class Backward {
                               .dk = out_.dk.mutable_data_ptr(),
                               .rows = call_.tokens() * call_.H_k,
                               .pieces = call_.K / kNormPiece},
-                             {.dtype = dtype_, .K = instance_K(call_.K)}, stream_);
+                             {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   const BackwardCall& call_;
@@ -409,7 +281,7 @@ class Backward {
   const BackwardDispatch d_;
   BackwardWorkspace workspace_;
   const cudaStream_t stream_;
-  const char* const dtype_;
+  const Pass pass_;
   const int64_t activations_;  // Activation in layout.py
 };
 

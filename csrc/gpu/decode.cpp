@@ -80,8 +80,7 @@ constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // that a CTA's 
 
 bool has_fp32_states(const DecodeCall& call) { return has_dtype(call.state_pool, ScalarType::Float); }
 
-// The kernel that takes a call: DecodePath in kernels_tl/device/decode.cuh.
-enum class Path { kOneToken, kRows, kBlocks, kTensorCores };
+using kernels::Path;  // the kernel that takes a call: DecodePath in kernels_tl/device/decode.cuh
 
 Path path_of(const DecodeCall& call) {
   if (call.T == 1 && !call.cu_seqlens) {
@@ -94,9 +93,8 @@ Path path_of(const DecodeCall& call) {
   return last_state_only && has_fp32_states(call) ? Path::kBlocks : Path::kRows;
 }
 
-// Of its kernel: what it is called, CTAs that an SM holds, whether a CTA may have several groups of value rows.
+// Of its kernel: CTAs that an SM holds, whether a CTA may have several groups of value rows.
 struct PathTraits {
-  const char* name;
   int64_t ctas;
   bool has_groups;
 };
@@ -104,13 +102,13 @@ struct PathTraits {
 PathTraits traits_of(const DecodeCall& call) {
   switch (path_of(call)) {
     case Path::kOneToken:
-      return {"one_token", has_fp32_states(call) ? kDecodeCtasRows : kDecodeCtasOne16, false};
+      return {has_fp32_states(call) ? kDecodeCtasRows : kDecodeCtasOne16, false};
     case Path::kRows:
-      return {"rows", kDecodeCtasRows, false};
+      return {kDecodeCtasRows, false};
     case Path::kBlocks:
-      return {"blocks", kDecodeCtasBlocks, true};
+      return {kDecodeCtasBlocks, true};
     default:
-      return {"tensor_cores", kDecodeCtasMma, true};
+      return {kDecodeCtasMma, true};
   }
 }
 
@@ -198,32 +196,35 @@ void launch(DecodeCall& call, const Tensor& o) {
   kernels::decode({.q = call.q.const_data_ptr(),
                    .k = call.k.const_data_ptr(),
                    .v = call.v.const_data_ptr(),
-                   .a = call.a.const_data_ptr(),
-                   .b = call.b.const_data_ptr(),
-                   .A_log = call.A_log.const_data_ptr(),
-                   .dt_bias = data(call.dt_bias),
+                   .gates = {.a = call.a.const_data_ptr(),
+                             .b = call.b.const_data_ptr(),
+                             .A_log = call.A_log.const_data_ptr(),
+                             .dt_bias = data(call.dt_bias),
+                             .activations = activations_of(call)},
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
-                   .offsets = offsets,
-                   .state_indices = states,
-                   .accepted = accepted,
-                   .write_indices = writes,
-                   .state_rows = state_rows,
-                   .parents = parents,
-                   .tables = kinds,
+                   .indices = {.offsets = offsets,
+                               .state_indices = states,
+                               .accepted = accepted,
+                               .write_indices = writes,
+                               .state_rows = state_rows,
+                               .parents = parents,
+                               .tables = kinds,
+                               .state_columns = columns(state_indices),
+                               .write_columns = columns(call.write_indices),
+                               .parent_columns = columns(call.parents),
+                               .null_index = call.null_index},
                    .length = call.T,
-                   .null_index = call.null_index,
                    .update_state = call.writes_back(),
                    .group = call.group(),
-                   .activations = activations_of(call),
                    .scale = static_cast<float>(*call.scale),
                    .normalize = call.use_qk_l2norm,
-                   .groups = shares.groups,
-                   .whole = shares.whole,
-                   .halvings = 1,
-                   .places = shares.places,
-                   .early = early_places(call, shares),
+                   .shares = {.groups = shares.groups,
+                              .whole = shares.whole,
+                              .halvings = 1,
+                              .places = shares.places,
+                              .early = early_places(call, shares)},
                    .tokens = call.tokens(),
                    .H_k = call.H_k,
                    .key_dim = call.K,
@@ -243,14 +244,11 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .steps = kept ? kept->size(1) : 0,
                    .row_stride = kept ? kept->stride(0) : 0,
                    .step_stride = kept ? kept->stride(1) : 0,
-                   .N = call.N,
-                   .state_columns = columns(state_indices),
-                   .write_columns = columns(call.write_indices),
-                   .parent_columns = columns(call.parents)},
-                  {.dtype = dtype_name(call.dtype),
+                   .N = call.N},
+                  {.dtype = instance_dtype(call.dtype),
                    .K = instance_K(call.K),
-                   .state_dtype = dtype_name(call.state_pool.scalar_type()),
-                   .path = traits_of(call).name},
+                   .state_dtype = instance_dtype(call.state_pool.scalar_type()),
+                   .path = path_of(call)},
                   current_stream(call.q));
 }
 

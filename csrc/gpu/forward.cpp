@@ -5,7 +5,7 @@
 #include "gpu/dispatch.h"
 #include "gpu/head_dims.h"
 #include "gpu/launch.h"
-#include "gpu/plan.h"
+#include "gpu/pass.h"
 #include "gpu/states.h"
 #include "gpu/workspace.h"
 #include "halves.h"
@@ -33,9 +33,15 @@ ForwardShape shape_of(const Call& call, const States& states) {
           .K = call.K,
           .V = call.V,
           .batch_invariant = call.batch_invariant,
-          .checkpoints = states.checkpoint_every > 0,
+          .checkpoints = states.kept.checkpoint_every > 0,
           .in_halves = call.in_halves};
 }
+
+// What chunk_matrices makes in the backward alone.
+constexpr kernels::BackwardTables kNoBackwardTables = {
+    .backward_gates = nullptr, .turns = nullptr, .counters = nullptr, .has_backward_gates = false};
+constexpr kernels::Gradients kNoGradients = {
+    .dq = nullptr, .dk = nullptr, .dv = nullptr, .db = nullptr, .dg = nullptr};
 
 // The launches of a call, each in a function of its name.
 class Forward {
@@ -61,7 +67,7 @@ class Forward {
       Tensor h = out_.h;
       zero(h);
     }
-    plan();
+    pass_.make_plan(states_, SegmentFlag::kLast);
     if (d_.fused) {
       return;
     }
@@ -75,11 +81,8 @@ class Forward {
   const Tensor& workspace() const { return workspace_.storage(); }
 
   Tensor maps() const {
-    Tensor maps = allocate_maps(call_);
-    if (maps.size(0) > 0) {
-      compose_maps(maps);
-    }
-    return maps;
+    const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);
+    return pass_.compose(/*reverse=*/false, pass_.maps(), offsets, call_.initial_state);
   }
 
   void finish() {
@@ -88,7 +91,7 @@ class Forward {
       return;
     }
     if (d_.has_maps()) {  // in halves also for the wait: chunk_forward reads initial states early
-      segment_scan();
+      pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false);
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {
       chunk_forward(d_.launches[i]);
@@ -103,246 +106,83 @@ class Forward {
         out_(out),
         workspace_(shape, d_),
         stream_(current_stream(call.q)),
-        dtype_(dtype_name(call.dtype)),
-        offset_words_((call.N + 1) * (call.wide_offsets ? 2 : 1)) {}
+        pass_(call, workspace_, d_, stream_) {}
 
-  void plan() const {
-    make_plan(call_, states_,
-              {.sequences = workspace_[workspace_.sequences],
-               .chunks = workspace_[workspace_.chunks],
-               .chunk_slots = d_.chunk_slots,
-               .segments = workspace_[workspace_.segments],
-               .segment_slots = d_.segments,
-               .segment_chunks = d_.segment_chunks,
-               .cut_above = d_.cut_above,
-               .map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
-               .dropped = SegmentFlag::kLast,
-               .checkpoints = workspace_[workspace_.checkpoints]},
-              stream_);
+  kernels::Outputs outputs() const {
+    return {.o = out_.o.mutable_data_ptr(),
+            .A = data_if(call_.output_A, out_.A),
+            .g_cumsum = data_if(call_.output_g_cumsum, out_.g_cumsum),
+            .has_A = call_.output_A,
+            .has_g_cumsum = call_.output_g_cumsum};
   }
 
-  uint16_t* block_rows(int64_t j) const { return flash_qla::block_rows(workspace_[workspace_.matrices], j); }
+  kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }
 
   void fused_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::fused_forward(
-        {.q = call_.q.const_data_ptr(),
-         .k = call_.k.const_data_ptr(),
-         .v = call_.v.const_data_ptr(),
-         .g = call_.g.const_data_ptr(),
-         .beta = call_.beta.const_data_ptr(),
-         .A_log = data(call_.A_log),
-         .dt_bias = data(call_.dt_bias),
-         .chunks = workspace_[workspace_.chunks],
-         .segments = workspace_[workspace_.segments],
-         .offsets = data(call_.cu_seqlens),
-         .initial_state = states_.initial,
-         .final_state = states_.final,
-         .kept_states = states_.kept,
-         .checkpoints = workspace_[workspace_.checkpoints],
-         .o = out_.o.mutable_data_ptr(),
-         .A = data_if(call_.output_A, out_.A),
-         .g_cumsum = data_if(call_.output_g_cumsum, out_.g_cumsum),
-         .group = call_.group(),
-         .state_stride_v = states_.stride_v,
-         .state_stride_k = states_.stride_k,
-         .slot_stride = states_.slot_stride,
-         .state_dtype = states_.dtype,
-         .kept_slot_stride = states_.kept_slot_stride,
-         .kept_dtype = states_.kept_dtype,
-         .checkpoint_every = states_.checkpoint_every,
-         .ctas = launch.ctas,
-         .early = d_.early,
-         .has_offsets = call_.varlen,
-         .wide_offsets = call_.wide_offsets,
-         .uniform_length = call_.T,
-         .activations = activations_of(call_, call_.g),
-         .scale = static_cast<float>(*call_.scale),
-         .state_indices = states_.slot_indices.numbers,
-         .index_kind = states_.slot_indices.kind,
-         .index_stride = states_.slot_indices.row_stride,
-         .null_index = states_.null_index,
-         .slots = states_.slots,
-         .tokens = call_.tokens(),
-         .H_k = call_.H_k,
-         .key_dim = call_.K,
-         .H_v = call_.H_v,
-         .value_dim = call_.V,
-         .chunk_slots = d_.chunk_slots,
-         .segment_slots = d_.segments,
-         .offset_words = offset_words_,
-         .state_size = call_.state_size(),
-         .N = call_.N},
-        {.dtype = dtype_, .K = instance_K(call_.K), .normalize = call_.use_qk_l2norm, .low_level = call_.output_A},
-        stream_);
+    kernels::fused_forward({.sizes = pass_.sizes(),
+                            .tokens = pass_.tokens(),
+                            .gates = gates(),
+                            .sequences = sequences_of(call_),
+                            .slots = states_.slots,
+                            .plan = pass_.plan(),
+                            .states = states_.numbers,
+                            .kept = states_.kept,
+                            .outputs = outputs(),
+                            .ctas = launch.ctas,
+                            .early = d_.early,
+                            .scale = static_cast<float>(*call_.scale)},
+                           {.dtype = pass_.dtype(),
+                            .K = pass_.K(),
+                            .normalize = call_.use_qk_l2norm,
+                            .low_level = call_.output_A},
+                           stream_);
   }
 
   void chunk_matrices() const {
-    kernels::chunk_matrices({.q = call_.q.const_data_ptr(),
-                             .k = call_.k.const_data_ptr(),
-                             .g = call_.g.const_data_ptr(),
-                             .beta = call_.beta.const_data_ptr(),
-                             .A_log = data(call_.A_log),
-                             .dt_bias = data(call_.dt_bias),
-                             .chunks = workspace_[workspace_.chunks],
-                             .offsets = data(call_.cu_seqlens),
-                             .gates = workspace_[workspace_.gates],
-                             .matrices_0 = block_rows(0),
-                             .matrices_1 = block_rows(1),
-                             .matrices_2 = block_rows(2),
-                             .matrices_3 = block_rows(3),
-                             .o = out_.o.mutable_data_ptr(),
-                             .A = data_if(call_.output_A, out_.A),
-                             .g_cumsum = data_if(call_.output_g_cumsum, out_.g_cumsum),
-                             .backward_gates = nullptr,
-                             .turns = nullptr,
-                             .counters = nullptr,
-                             .dq = nullptr,
-                             .dk = nullptr,
-                             .db = nullptr,
-                             .dg = nullptr,
-                             .group = call_.group(),
+    kernels::chunk_matrices({.sizes = pass_.sizes(),
+                             .tokens = pass_.tokens(),
+                             .gates = gates(),
+                             .sequences = sequences_of(call_),
+                             .slots = states_.slots,
+                             .plan = pass_.plan(),
+                             .matrices = pass_.matrices(),
+                             .outputs = outputs(),
+                             .backward = kNoBackwardTables,
+                             .gradients = kNoGradients,
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
-                             .has_g_cumsum = call_.output_g_cumsum,
-                             .has_A = call_.output_A,
-                             .activations = activations_of(call_, call_.g),
                              .cumulative = false,
-                             .has_backward_gates = false,
                              .gate_gradients = false,
                              .early_ctas = d_.early_ctas,
-                             .has_offsets = call_.varlen,
-                             .wide_offsets = call_.wide_offsets,
-                             .uniform_length = call_.T,
-                             .state_indices = states_.slot_indices.numbers,
-                             .index_kind = states_.slot_indices.kind,
-                             .index_stride = states_.slot_indices.row_stride,
-                             .null_index = states_.null_index,
-                             .slots = states_.slots,
-                             .tokens = call_.tokens(),
-                             .H_k = call_.H_k,
-                             .key_dim = call_.K,
-                             .H_v = call_.H_v,
-                             .chunk_slots = d_.chunk_slots,
-                             .offset_words = offset_words_,
-                             .value_dim = call_.V,
-                             .head_blocks = 0,
-                             .N = call_.N},
-                            {.dtype = dtype_, .K = instance_K(call_.K), .normalize = call_.use_qk_l2norm}, stream_);
+                             .head_blocks = 0},
+                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
   }
 
   void segment_maps() const {
-    kernels::segment_maps({.k = call_.k.const_data_ptr(),
-                           .v = call_.v.const_data_ptr(),
-                           .gates = workspace_[workspace_.gates],
-                           .matrices_0 = block_rows(0),
-                           .matrices_1 = block_rows(1),
-                           .matrices_2 = block_rows(2),
-                           .matrices_3 = block_rows(3),
-                           .segments = workspace_[d_.in_halves ? workspace_.map_segments : workspace_.segments],
-                           .states = workspace_[workspace_.states],
-                           .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[workspace_.skips],
-                           .group = call_.group(),
-                           .tokens = call_.tokens(),
-                           .H_k = call_.H_k,
-                           .key_dim = call_.K,
-                           .H_v = call_.H_v,
-                           .value_dim = call_.V,
-                           .chunk_slots = d_.chunk_slots,
-                           .segment_slots = d_.segments,
-                           .value_rows = value_rows(call_.V)},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .partial = d_.in_halves}, stream_);
-  }
-
-  void compose_maps(const Tensor& maps) const {
-    const auto [mapped_0, mapped_1] = mapped_sequences(call_);
-    kernels::compose_maps({.sequences = workspace_[workspace_.sequences],
-                           .segments = workspace_[workspace_.segments],
-                           .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[workspace_.skips],
-                           .initial_state = data(call_.initial_state),
-                           .offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V),
-                           .composed = maps.mutable_data_ptr(),
-                           .key_dim = call_.K,
-                           .value_dim = call_.V,
-                           .state_stride_v = call_.state_stride_v(),
-                           .state_stride_k = call_.state_stride_k(),
-                           .has_initial_state = call_.initial_state.has_value(),
-                           .mapped_0 = mapped_0,
-                           .mapped_1 = mapped_1,
-                           .N = call_.N,
-                           .segment_slots = d_.segments,
-                           .H_v = call_.H_v,
-                           .state_size = call_.state_size(),
-                           .value_rows = value_rows(call_.V),
-                           .mapped = maps.size(0),
-                           .map_rows = call_.V + call_.K,
-                           .key_channels = call_.K},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = false}, stream_);
-  }
-
-  void segment_scan() const {
-    kernels::segment_scan({.sequences = workspace_[workspace_.sequences],
-                           .segments = workspace_[workspace_.segments],
-                           .maps = workspace_[workspace_.maps],
-                           .skips = workspace_[workspace_.skips],
-                           .initial_state = states_.initial,
-                           .states = workspace_[workspace_.states],
-                           .key_dim = call_.K,
-                           .value_dim = call_.V,
-                           .state_stride_v = states_.stride_v,
-                           .state_stride_k = states_.stride_k,
-                           .slot_stride = states_.slot_stride,
-                           .state_dtype = states_.dtype,
-                           .beside = false,
-                           .N = call_.N,
-                           .segment_slots = d_.segments,
-                           .H_v = call_.H_v,
-                           .state_size = call_.state_size(),
-                           .value_rows = value_rows(call_.V)},
-                          {.dtype = dtype_, .K = instance_K(call_.K), .reverse = false}, stream_);
+    kernels::segment_maps({.sizes = pass_.sizes(),
+                           .tokens = pass_.tokens(),
+                           .plan = pass_.map_plan(),
+                           .matrices = pass_.matrices(),
+                           .maps = pass_.maps()},
+                          {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves}, stream_);
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::chunk_forward({.q = call_.q.const_data_ptr(),
-                            .k = call_.k.const_data_ptr(),
-                            .v = call_.v.const_data_ptr(),
-                            .gates = workspace_[workspace_.gates],
-                            .matrices_0 = block_rows(0),
-                            .matrices_1 = block_rows(1),
-                            .matrices_2 = block_rows(2),
-                            .matrices_3 = block_rows(3),
-                            .segments = workspace_[workspace_.segments],
-                            .initial_state = states_.initial,
-                            .final_state = states_.final,
-                            .kept_states = states_.kept,
-                            .checkpoints = workspace_[workspace_.checkpoints],
-                            .states = workspace_[workspace_.states],
+    kernels::chunk_forward({.sizes = pass_.sizes(),
+                            .tokens = pass_.tokens(),
+                            .plan = pass_.plan(),
+                            .matrices = pass_.matrices(),
+                            .states = states_.numbers,
+                            .kept = states_.kept,
+                            .maps = pass_.maps(),
                             .o = out_.o.mutable_data_ptr(),
                             .h = data_if(call_.output_h, out_.h),
-                            .group = call_.group(),
-                            .state_stride_v = states_.stride_v,
-                            .state_stride_k = states_.stride_k,
-                            .slot_stride = states_.slot_stride,
-                            .state_dtype = states_.dtype,
-                            .kept_slot_stride = states_.kept_slot_stride,
-                            .kept_dtype = states_.kept_dtype,
-                            .checkpoint_every = states_.checkpoint_every,
                             .has_h = call_.output_h,
                             .ctas = launch.ctas,
                             .value_tiles = value_tiles(call_.V, launch.value_tile),
                             .only_if = launch.only_if,
-                            .tokens = call_.tokens(),
-                            .H_k = call_.H_k,
-                            .key_dim = call_.K,
-                            .H_v = call_.H_v,
-                            .value_dim = call_.V,
-                            .chunk_slots = d_.chunk_slots,
-                            .segment_slots = d_.segments,
-                            .state_size = call_.state_size(),
-                            .value_rows = value_rows(call_.V),
                             .h_slots = call_.output_h ? call_.h_chunks : 0},
-                           {.dtype = dtype_, .K = instance_K(call_.K), .value_tile = launch.value_tile}, stream_);
+                           {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = launch.value_tile}, stream_);
   }
 
   const Call& call_;
@@ -351,8 +191,7 @@ class Forward {
   const ForwardOutputs& out_;
   ForwardWorkspace workspace_;
   const cudaStream_t stream_;
-  const char* const dtype_;
-  const int64_t offset_words_;  // cu_seqlens in words of 32 bits
+  const Pass pass_;
 };
 
 // No sequence has a token: every state passes through, and all rows are padding.
@@ -407,8 +246,7 @@ void finish_forward_cuda(const Call& call, const Tensor& workspace, ForwardOutpu
     const Tensor final =
         call.output_final_state ? out.final_state : new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
     States states = states_of(call, out);
-    states.initial = data(initial);
-    states.final = final.mutable_data_ptr();
+    states.numbers = own_states(call, data(initial), final.mutable_data_ptr());
     Forward(call, states, out, workspace).finish();
   }
 }

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "call.h"
+#include "kernels.h"
 #include "layout.h"
 
 namespace flash_qla {
@@ -19,9 +20,11 @@ DeviceGuard make_current(const Tensor& tensor);
 // The current stream of the tensor's device.
 cudaStream_t current_stream(const Tensor& tensor);
 
-// As kernel instances have it: float32 and the 16-bit dtypes.
-inline const char* dtype_name(ScalarType dtype) {
-  return dtype == ScalarType::Float ? "float32" : dtype == ScalarType::BFloat16 ? "bfloat16" : "float16";
+// The dtype of a kernel's instance: float32 and the 16-bit dtypes.
+inline kernels::Dtype instance_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Float      ? kernels::Dtype::kFloat32
+         : dtype == ScalarType::BFloat16 ? kernels::Dtype::kBfloat16
+                                         : kernels::Dtype::kFloat16;
 }
 
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
@@ -56,6 +59,23 @@ inline int64_t activations_of(const Call& call, const Tensor& g) {
     }
   }
   return code;
+}
+
+inline kernels::Sequences sequences_of(const Call& call) {
+  return {.offsets = data(call.cu_seqlens),
+          .has_offsets = call.varlen,
+          .wide_offsets = call.wide_offsets,
+          .uniform_length = call.T,
+          .offset_words = (call.N + 1) * (call.wide_offsets ? 2 : 1)};
+}
+
+// `g` is what the kernel reads, `activations` what it makes of it.
+inline kernels::Gates gates_of(const Call& call, const Tensor& g, int64_t activations) {
+  return {.g = g.const_data_ptr(),
+          .beta = call.beta.const_data_ptr(),
+          .A_log = data(call.A_log),
+          .dt_bias = data(call.dt_bias),
+          .activations = activations};
 }
 
 }  // namespace flash_qla

@@ -18,25 +18,11 @@ namespace flash_qla {
 int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen);
 int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segment_chunks);  // 0 chunks: no cuts
 
-struct Plan {
-  void* sequences;  // [N, SequenceColumn::kCount] int32
-  void* chunks;     // [chunk_slots, ChunkColumn::kCount] int32
-  int64_t chunk_slots;
-
-  void* segments = nullptr;  // [segment_slots, SegmentColumn::kCount] int32
-  int64_t segment_slots = 0;
-  int64_t segment_chunks = 0;  // chunks a segment, 0: a segment is a sequence
-  int64_t cut_above = 0;       // nothing is cut where no sequence has more chunks than that
-
-  void* map_segments = nullptr;  // likewise, without `dropped`, a SegmentFlag, of call.map_sequences
-  int64_t dropped = 0;
-
-  void* checkpoints = nullptr;  // [chunk_slots] int32, where there are any: where the state behind a chunk goes
-};
-
 // call.map_sequences, -1 where there are fewer.
 std::array<int64_t, 2> mapped_sequences(const Call& call);
 
-void make_plan(const Call& call, const States& states, const Plan& plan, cudaStream_t stream);
+// Launches chunk_plan, which writes `plan` and, if there is one, the second table of segments.
+void make_plan(const Call& call, const kernels::Sizes& sizes, const States& states, const kernels::Cuts& cuts,
+               const kernels::Plan& plan, cudaStream_t stream);
 
 }  // namespace flash_qla

@@ -28,40 +28,44 @@ void check_supported(const PrefillCall& call) {
   }
 }
 
-// Of a table whose rows are contiguous.
-IndexTable table_of(const Tensor& tensor) {
-  return {.numbers = tensor.const_data_ptr(),
-          .kind = table_kind(tensor),
-          .row_stride = tensor.stride(0),
-          .columns = tensor.dim() > 1 ? tensor.size(1) : 1};
+kernels::Slots slots_of(const PrefillCall& call) {
+  return {.state_indices = call.state_indices.const_data_ptr(),
+          .index_kind = table_kind(call.state_indices),
+          .index_stride = call.state_indices.stride(0),
+          .null_index = call.null_index,
+          .slots = call.state_pool.size(0)};
 }
 
+// `initial_state` and `final_state` are the same slots of the pool.
 States states_of(const PrefillCall& call) {
-  States states;
-  states.initial = states.final = call.state_pool.mutable_data_ptr();
-  states.first_states = call.has_initial_state ? FirstStates::kFlagged : FirstStates::kAll;
-  states.has_final = true;
-  states.slots = call.state_pool.size(0);
-  states.slot_stride = call.state_pool.stride(0);
-  states.stride_v = call.K;
-  states.stride_k = 1;
-  states.dtype = dtype_code(call.state_pool);
-  states.on_pool = true;
-  states.slot_indices = table_of(call.state_indices);
-  states.null_index = call.null_index;
-  if (call.has_initial_state) {
-    states.has_state = call.has_initial_state->const_data_ptr();
-    states.has_state_stride = call.has_initial_state->stride(0);
-  }
+  const auto& flags = call.has_initial_state;
+  States states = states_in_order(call,
+                                  {.initial_state = call.state_pool.const_data_ptr(),
+                                   .final_state = call.state_pool.mutable_data_ptr(),
+                                   .state_stride_v = call.K,
+                                   .state_stride_k = 1,
+                                   .slot_stride = call.state_pool.stride(0),
+                                   .state_dtype = dtype_code(call.state_pool)},
+                                  /*has_initial=*/true, /*has_final=*/true);
+  states.slots = slots_of(call);
+  states.presence = {.on_pool = true,
+                     .first_states = flags ? FirstStates::kFlagged : FirstStates::kAll,
+                     .has_state = data(flags),
+                     .has_state_stride = flags ? flags->stride(0) : 1,
+                     .has_final = true};
   if (call.checkpoint_every > 0) {
     const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
-    states.checkpoint_every = call.checkpoint_every;
-    states.kept = kept.mutable_data_ptr();
-    states.kept_slots = kept.size(0);
-    states.kept_slot_stride = kept.stride(0);
-    states.kept_dtype = dtype_code(kept);
-    if (call.checkpoint_indices) {
-      states.kept_indices = table_of(*call.checkpoint_indices);
+    states.kept = {.kept_states = kept.mutable_data_ptr(),
+                   .kept_slot_stride = kept.stride(0),
+                   .kept_dtype = dtype_code(kept),
+                   .checkpoint_every = call.checkpoint_every};
+    states.kept_in.checkpoint_states = kept.size(0);
+    if (const auto& table = call.checkpoint_indices) {  // its rows are contiguous
+      states.kept_in = {.checkpoint_indices = table->const_data_ptr(),
+                        .checkpoint_index_kind = table_kind(*table),
+                        .checkpoint_stride = table->stride(0),
+                        .checkpoint_columns = table->size(1),
+                        .checkpoint_states = kept.size(0)};
     }
   }
   return states;

@@ -18,17 +18,40 @@ int64_t table_kind(const Tensor& tensor) {
   return has_dtype(tensor, ScalarType::Long) ? TableKind::kInt64 : TableKind::kInt32;
 }
 
+kernels::States own_states(const Call& call, const void* initial, void* final) {
+  return {.initial_state = initial,
+          .final_state = final,
+          .state_stride_v = call.state_stride_v(),
+          .state_stride_k = call.state_stride_k(),
+          .slot_stride = call.H_v * call.V * call.K,
+          .state_dtype = Dtype::kFloat32};
+}
+
+States states_in_order(const Call& call, const kernels::States& numbers, bool has_initial, bool has_final) {
+  return {.numbers = numbers,
+          .slots = {.state_indices = nullptr,
+                    .index_kind = TableKind::kNone,
+                    .index_stride = 1,
+                    .null_index = -1,
+                    .slots = call.N},
+          .presence = {.on_pool = false,
+                       .first_states = has_initial ? FirstStates::kAll : FirstStates::kNone,
+                       .has_state = nullptr,
+                       .has_state_stride = 1,
+                       .has_final = has_final},
+          .kept = {.kept_states = nullptr, .kept_slot_stride = 0, .kept_dtype = Dtype::kFloat32, .checkpoint_every = 0},
+          .kept_in = {.checkpoint_indices = nullptr,
+                      .checkpoint_index_kind = TableKind::kNone,
+                      .checkpoint_stride = 1,
+                      .checkpoint_columns = 1,
+                      .checkpoint_states = 0}};
+}
+
 States states_of(const Call& call, const ForwardOutputs& out) {
-  States states;
-  states.initial = data(call.initial_state);
-  states.final = data_if(call.output_final_state, out.final_state);
-  states.first_states = call.in_halves || call.initial_state ? FirstStates::kAll : FirstStates::kNone;
-  states.has_final = call.in_halves || call.output_final_state;
-  states.slots = call.N;
-  states.slot_stride = call.H_v * call.V * call.K;
-  states.stride_v = call.state_stride_v();
-  states.stride_k = call.state_stride_k();
-  return states;
+  const kernels::States numbers =
+      own_states(call, data(call.initial_state), data_if(call.output_final_state, out.final_state));
+  return states_in_order(call, numbers, call.in_halves || call.initial_state,
+                         call.in_halves || call.output_final_state);
 }
 
 std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tensor>& states) {

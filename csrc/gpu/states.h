@@ -5,42 +5,29 @@
 #include <optional>
 
 #include "call.h"
+#include "kernels.h"
 #include "layout.h"
 #include "passes.h"
 
 namespace flash_qla {
 
-// Indices [rows, columns], a row's side by side.
-struct IndexTable {
-  const void* numbers = nullptr;
-  int64_t kind = TableKind::kNone;
-  int64_t row_stride = 1, columns = 1;
-};
-
 // The TableKind of a table that a call has.
 int64_t table_kind(const Tensor& tensor);
 
+// The states of a call, as kernels take them (kernels_tl/bundles.py).
 struct States {
-  const void* initial = nullptr;  // slots, of which sequences have one each: those of slot_indices or, without, their
-  void* final = nullptr;          // own numbers
-  int64_t first_states = FirstStates::kNone;
-  bool has_final = false;
-  int64_t slots = 0, slot_stride = 0, stride_v = 0, stride_k = 0;  // strides in elements
-  int64_t dtype = 0;                                               // Dtype; of 16 bits V-first only
-
-  // On a pool.
-  bool on_pool = false;  // `initial` and `final` are the same slots
-  IndexTable slot_indices;
-  int64_t null_index = -1;
-  const void* has_state = nullptr;  // bool, of each sequence, if first_states is kFlagged
-  int64_t has_state_stride = 1;
-
-  // Checkpoints: V-first. To slots of kept_indices or, without, in the order of the sequences.
-  int64_t checkpoint_every = 0;  // tokens; 0: none
-  void* kept = nullptr;
-  IndexTable kept_indices;
-  int64_t kept_slots = 0, kept_slot_stride = 0, kept_dtype = 0;
+  kernels::States numbers;            // slots, of which sequences have one each: those of `slots`
+  kernels::Slots slots;               // or, without a table, their own numbers
+  kernels::StatePresence presence;    // which states there are
+  kernels::Checkpoints kept;          // V-first; none: every 0 tokens
+  kernels::CheckpointTable kept_in;   // or, without a table, in the order of the sequences
 };
+
+// Of one tensor of initial states and one of final states, in the layout of the call.
+kernels::States own_states(const Call& call, const void* initial, void* final = nullptr);
+
+// States in the order of the sequences; `has_initial` and `has_final` say whether there are any.
+States states_in_order(const Call& call, const kernels::States& numbers, bool has_initial, bool has_final);
 
 // Of the op's own tensors.
 States states_of(const Call& call, const ForwardOutputs& out);

@@ -65,23 +65,25 @@ inline int64_t map_size(int64_t K) { return instance_K(K) * instance_K(K); }
 inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * value_rows(V) * instance_K(K); }
 
 // Below, K is the instance's and `rows` are value_rows.
-struct ForwardWorkspace : Workspace {
-  ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
+
+// What both passes have. The fused forward has no tables of chunks.
+struct PassWorkspace : Workspace {
+  template <typename Shape, typename Dispatch>
+  PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
         chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
         segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
-        checkpoints(reserve<int32_t>(shape.checkpoints ? d.chunk_slots : 0)),
-        gates(reserve<float>(d.fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
-        matrices(reserve<uint16_t>(d.fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
+        checkpoints(reserve<int32_t>(has_checkpoints ? d.chunk_slots : 0)),
+        gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
+        matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
         states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
         maps(reserve<uint16_t>(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
         map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments, checkpoints;  // the plan's tables
-  // Unless fused.
-  const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
-  const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
+  const Region<float> gates;                                       // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
+  const Region<uint16_t> matrices;                                 // [chunk_slots, H_v, 2, kTriangle]
   // With maps.
   const Region<float> states;   // [map_slots, H_v, rows, K]: Z, then the state that the segment begins with
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
@@ -90,14 +92,15 @@ struct ForwardWorkspace : Workspace {
   const Region<int32_t> map_segments;  // segments, without the ends whose maps are wanted
 };
 
-struct BackwardWorkspace : Workspace {
+struct ForwardWorkspace : PassWorkspace {
+  ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
+      : PassWorkspace(shape, d, shape.checkpoints, d.fused) {}
+};
+
+struct BackwardWorkspace : PassWorkspace {
   BackwardWorkspace(const BackwardShape& shape, const BackwardDispatch& d)
-      : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
-        chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
-        segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
-        gates(reserve<float>(d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
+      : PassWorkspace(shape, d, false, false),
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * BackwardGate::kCount * kChunk)),
-        matrices(reserve<uint16_t>(2 * d.chunk_slots * shape.H_v * kTriangle)),
         v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk)),
         h(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * instance_K(shape.K))),
         turns(reserve<int32_t>(d.chunk_slots * shape.H_k)),
@@ -107,20 +110,13 @@ struct BackwardWorkspace : Workspace {
         counters(reserve<int32_t>(d.gate_gradients ? ceil_div(shape.H_v, kGateHeads) : 0)),
         normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
         rstd(reserve<float>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
-        states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
         grad_states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
-        maps(reserve<uint16_t>(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
-        skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
-        reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
-        map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
+        reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)) {}
 
-  const Region<int32_t> sequences, chunks, segments;  // the plan's tables
-  const Region<float> gates;                          // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
-  const Region<float> backward_gates;                 // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
-  const Region<uint16_t> matrices;                    // [chunk_slots, H_v, 2, kTriangle]
-  const Region<uint16_t> v_new;                       // [chunk_slots, H_v, kChunk, rows]
-  const Region<uint16_t> h;                           // [chunk_slots, H_v, rows, K]: a chunk's first state
-  const Region<int32_t> turns;                        // [chunk_slots, H_k]: see device/turns.cuh
+  const Region<float> backward_gates;  // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
+  const Region<uint16_t> v_new;        // [chunk_slots, H_v, kChunk, rows]
+  const Region<uint16_t> h;            // [chunk_slots, H_v, rows, K]: a chunk's first state
+  const Region<int32_t> turns;         // [chunk_slots, H_k]: see device/turns.cuh
   // With gate_gradients.
   const Region<float> db_parts, dg_parts;  // [value tiles, B * T, H_v]
   const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
@@ -128,14 +124,9 @@ struct BackwardWorkspace : Workspace {
   // With the l2norm.
   const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys,
   const Region<float> rstd;           // [2, B * T, H_k]: and by which factors
-  // With maps.
-  const Region<float> states;  // [map_slots, H_v, rows, K]: Z, then the state that the segment begins with
-  // [map_slots, H_v, rows, K], segments from the last on: the next one's dZ, then dS' behind the segment
+  // With maps. [map_slots, H_v, rows, K], segments from the last on: the next one's dZ, then dS' behind the segment
   const Region<float> grad_states;
-  const Region<uint16_t> maps;                 // [segments, H_v, 2, K, K]: M in two parts
-  const Region<int32_t> skips, reverse_skips;  // [segments, H_v]: whether M is left out, for states and for gradients
-  // In halves.
-  const Region<int32_t> map_segments;  // segments, without the ends whose maps are wanted
+  const Region<int32_t> reverse_skips;  // [segments, H_v]: whether M is left out for gradients
 };
 
 }  // namespace flash_qla

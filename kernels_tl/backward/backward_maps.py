@@ -24,13 +24,12 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.backward.reverse_recurrence import begin_step, end_step, registers
+from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
     after,
-    block_row,
     block_rows,
-    dims,
     extern,
 )
 from kernels_tl.cta import Variables, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
@@ -47,7 +46,7 @@ from kernels_tl.forward.segment_maps import (
     make_barriers,
     map_roles,
 )
-from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -61,8 +60,8 @@ MAP_DZ = 2  # beside MAP_Z, MAP_M
 
 
 def backward_maps(dtype, K):
-    tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
-    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
+    sizes = Sizes()
+    H_v, value_rows = sizes.H_v, sizes.value_rows
     assert K == V, "M^T has K rows, a tile of Z^T and dZ^T has V, and the same warpgroups make each"
     assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
     CONSUMERS = consumers(V)
@@ -138,7 +137,7 @@ def backward_maps(dtype, K):
                 grad_states[segment.slot - 1, hv, v0 + i, j] = r.dS[i, j]
 
     @T.macro
-    def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, q, k, grad_o, gates, matrices):
+    def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
         """The loader: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, 0)):
@@ -147,44 +146,38 @@ def backward_maps(dtype, K):
             t = segment.row + c * C
             slot = segment.first + c
             T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
-            for target, source in block_rows(tiles.P, s, matrices, slot, hv, 1, edge):
+            for target, source in block_rows(tiles.P, s, matrices.rows, slot, hv, 1, edge):
                 fetch(source, target, ready.loaded[s])
             fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-            fetch(q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
-            for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
+            fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, key_dim], dtype),
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        v: T.Tensor([tokens, H_v, value_dim], dtype),
-        grad_o: T.Tensor([tokens, H_v, value_dim], dtype),
-        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
-        backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
-        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
-        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
-        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        grad_states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
-        skips: T.Tensor([segment_slots, H_v], "int32"),
-        reverse_skips: T.Tensor([segment_slots, H_v], "int32"),
-        group: T.int32,  # H_v / H_k
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        grad_o: T.Tensor([sizes.tokens, H_v, sizes.value_dim], dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        backward_gates: T.Tensor([sizes.chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        maps: Maps(sizes, dtype, K),
+        grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
+        reverse_skips: T.Tensor([sizes.segment_slots, H_v], "int32"),
         scale: T.float32,
     ):
         with T.Kernel(
-            segment_slots * H_v * (1 + 2 * T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+            sizes.segment_slots * H_v * (1 + 2 * T.truncdiv(value_rows, V)),
+            threads=CONSUMERS + PRODUCERS,
+            prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers(V)
             value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
-            of_dZ = T.alloc_var("int32", init=T.Cast("int32", segment_slots * H_v) * value_tiles)  # CTAs
+            of_dZ = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v) * value_tiles)  # CTAs
             is_dZ = T.alloc_var("int32", init=T.Select(cta < of_dZ, 1, 0))
             piece = locate_cta(
                 T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + 1)
@@ -193,7 +186,7 @@ def backward_maps(dtype, K):
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             hv = T.alloc_var("int32", init=piece.hv)
-            segment = load_segment_early(segments, piece.slot)
+            segment = load_segment_early(plan.segments, piece.slot)
             # Bits of the flags that leave a map out: a last segment's Z, a first one's dZ, M where it is both.
             without = T.alloc_var(
                 "int32",
@@ -207,23 +200,22 @@ def backward_maps(dtype, K):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-            needed = chunks_that_matter(segment.and_also(slot=piece.slot), hv, which, gates, skips, reverse_skips)
-            matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
+            hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
+            segment = segment.and_also(slot=piece.slot)
+            needed = chunks_that_matter(segment, hv, which, matrices.gates, maps.skips, reverse_skips)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 if which == MAP_DZ:
                     compute_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, grad_states, scale)
                 else:
-                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, v0, states, maps)
+                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, v0, maps)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if which == MAP_DZ:
-                    inputs = (q, k, grad_o, backward_gates, matrices)
+                    inputs = (tokens, grad_o, backward_gates, matrices)
                     load_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, hk, *inputs)
                 else:
-                    inputs = (k, v, gates, matrices)
-                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, v0, hk, *inputs)
+                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, v0, hk, tokens, matrices)
 
     return main

@@ -47,16 +47,14 @@ inside.
 Launched on [segments * H_v * value tiles].
 """
 
-from types import SimpleNamespace
-
 import tilelang.language as T
 
+from kernels_tl.bundles import Gradients, Matrices, Plan, Sizes, StateGradients, Tokens
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     SWIZZLE_128B,
     C,
     after,
-    block_row,
     block_rows,
     descriptor,
     dims,
@@ -66,7 +64,6 @@ from kernels_tl.common import (
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, locate_cta, shared
 from kernels_tl.layout import WIDE_TILE, BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
-from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -85,10 +82,9 @@ Full = T.GemmWarpPolicy.FullRow
 
 
 def chunk_backward(dtype, K):
-    tokens, H_k, H_v, chunk_slots, segment_slots, state_size = dims(
-        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size"
-    )
-    key_dim, value_dim, value_rows, parts = dims("key_dim", "value_dim", "value_rows", "parts")
+    sizes = Sizes()
+    H_v, value_dim, value_rows = sizes.H_v, sizes.value_dim, sizes.value_rows
+    (parts,) = dims("parts")
     value_tiles = T.truncdiv(T.Cast("int32", value_rows), V)
     element = element_type(dtype)
     assert V == 2 * ROWS and K == 128, "two warpgroups carry dS^T, and a tile has two panels"
@@ -189,8 +185,8 @@ def chunk_backward(dtype, K):
             T.access_ptr(rows[row, hk, 0], "rw"),
             row,
             hk,
-            T.Cast("int32", H_k),
-            T.Cast("int32", key_dim),
+            T.Cast("int32", sizes.H_k),
+            T.Cast("int32", sizes.key_dim),
             valid,
             turn == 0,
         )
@@ -314,7 +310,7 @@ def chunk_backward(dtype, K):
         T.barrier_arrive(ready.sums_made[p])
 
     @T.macro
-    def carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale):
+    def carry(tiles, ready, cta, segments, final, initial, grad_states, ends, scale):
         """The warpgroups of dS."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
@@ -326,7 +322,7 @@ def chunk_backward(dtype, K):
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
         else:
-            if has.dht != 0:
+            if ends.has_dht != 0:
                 final.read(r.dS, segment.n, piece.hv, piece.v0)
             else:
                 T.clear(r.dS)
@@ -349,7 +345,7 @@ def chunk_backward(dtype, K):
             end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
             carried = gate(tiles, s, BackwardGate.GAMMA, 0)
             T.barrier_arrive(ready.released[s])
-        if (has.dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
+        if (ends.has_dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] *= carried
             initial.write(r.dS, segment.n, piece.hv, piece.v0)
@@ -445,12 +441,12 @@ def chunk_backward(dtype, K):
             T.barrier_arrive(ready.released[s])
 
     @T.macro
-    def load(tiles, ready, cta, segments, group, q, k, grad_o, gates, matrices, h, v_new):
+    def load(tiles, ready, cta, segments, tokens, grad_o, matrices, h, v_new):
         """The loader: the chunks' operands, the last chunk's first."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
         hv = T.alloc_var("int32", init=piece.hv)
-        hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
+        hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
         v0 = T.alloc_var("int32", init=piece.v0)
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(segment.chunks):
@@ -460,20 +456,20 @@ def chunk_backward(dtype, K):
             chunk = segment.first + c
             p = T.alloc_var("int32", init=step % 2)
             T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-            fetch(gates[chunk, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[chunk, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
             T.barrier_wait(ready.matrices_released, p ^ 1)
-            for target, source in block_rows(tiles.P, 0, matrices, chunk, hv, 1, edge):
+            for target, source in block_rows(tiles.P, 0, matrices.rows, chunk, hv, 1, edge):
                 fetch(source, target, ready.matrices_loaded)
-            for target, source in block_rows(tiles.L, 0, matrices, chunk, hv, 0, edge):
+            for target, source in block_rows(tiles.L, 0, matrices.rows, chunk, hv, 0, edge):
                 fetch(source, target, ready.matrices_loaded)
             T.barrier_arrive(ready.matrices_loaded)
             T.barrier_wait(ready.dO_released, p ^ 1)
             fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[0, :, :], ready.dO_loaded)
             T.barrier_arrive(ready.dO_loaded)
             T.barrier_wait(ready.Q_released, p ^ 1)
-            fetch(q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.Q_loaded)
+            fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.Q_loaded)
             T.barrier_arrive(ready.Q_loaded)
             T.barrier_wait(ready.values_released, p ^ 1)
             fetch(v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
@@ -522,13 +518,13 @@ def chunk_backward(dtype, K):
             T.barrier_arrive(ready.released[s])
 
     @T.macro
-    def make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns):
+    def make_gates(tiles, ready, cta, segments, gradients, turns):
         """The warp of dbeta and dg, and of dQ and dK on their way out."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
         hv = T.alloc_var("int32", init=piece.hv)
-        hk = T.alloc_var("int32", init=T.truncdiv(hv, group))
-        turn = T.alloc_var("int32", init=(hv - hk * group) * value_tiles + piece.tile)
+        hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
+        turn = T.alloc_var("int32", init=(hv - hk * sizes.group) * value_tiles + piece.tile)
         # Of the chunk, counted on rather than made anew each time: that takes fewer registers.
         chunk = T.alloc_var("int32", init=segment.first + segment.chunks - 1)
         row = T.alloc_var("int32", init=segment.row + (segment.chunks - 1) * C)
@@ -544,8 +540,8 @@ def chunk_backward(dtype, K):
                 T.access_ptr(tiles.columns[p, 0, 0], "r"),
                 T.access_ptr(tiles.products[p, 0], "r"),
                 T.access_ptr(tiles.gates[s, 0, 0], "r"),
-                T.access_ptr(db[piece.tile, row, hv], "w"),
-                T.access_ptr(dg[piece.tile, row, hv], "w"),
+                T.access_ptr(gradients.db[piece.tile, row, hv], "w"),
+                T.access_ptr(gradients.dg[piece.tile, row, hv], "w"),
                 T.Cast("int32", H_v),
                 length,
             )
@@ -553,52 +549,37 @@ def chunk_backward(dtype, K):
             T.barrier_arrive(ready.released[s])
             T.barrier_wait(ready.keys_staged, p)
             extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), turn)
-            add_rows(tiles.dQ, dq, row, hk, length, turn)
-            add_rows(tiles.dK, dk, row, hk, length, turn)
+            add_rows(tiles.dQ, gradients.dq, row, hk, length, turn)
+            add_rows(tiles.dK, gradients.dk, row, hk, length, turn)
             extern("wait_for_boxes")
             T.barrier_arrive(ready.keys_taken)
             extern("wait_until_stored")
-            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), turn, group * value_tiles)
+            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), turn, sizes.group * value_tiles)
             chunk -= 1
             row -= C
             length += C
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, key_dim], dtype),
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        v: T.Tensor([tokens, H_v, value_dim], dtype),
-        grad_o: T.Tensor([tokens, H_v, value_dim], dtype),
-        gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
-        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
-        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
-        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        h: T.Tensor([chunk_slots, H_v, value_rows, K], dtype),
-        v_new: T.Tensor([chunk_slots, H_v, C, value_rows], dtype),
-        grad_states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        dht: T.Tensor([state_size], "float32"),
-        dh0: T.Tensor([state_size], "float32"),
-        turns: T.Tensor([chunk_slots, H_k], "int32"),
-        dq: T.Tensor([tokens, H_k, key_dim], dtype),
-        dk: T.Tensor([tokens, H_k, key_dim], dtype),
-        dv: T.Tensor([tokens, H_v, value_dim], dtype),
-        db: T.Tensor([parts, tokens, H_v], "float32"),  # of each tile
-        dg: T.Tensor([parts, tokens, H_v], "float32"),
-        group: T.int32,  # H_v / H_k
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype, BackwardGate),
+        h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
+        v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
+        ends: StateGradients(sizes),
+        turns: T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
+        gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
-        state_stride_v: T.int32,  # of dht and dh0: the caller's layout is these two numbers
-        state_stride_k: T.int32,
-        has_dht: T.int32,
-        has_dh0: T.int32,
     ):
-        with T.Kernel(segment_slots * H_v * T.truncdiv(value_rows, V), threads=THREADS, prelude=PRELUDE) as cta:
+        with T.Kernel(sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             slot = locate_cta(cta, H_v, value_tiles).slot
-            flags = load_early(segments[slot, SegmentColumn.FLAGS])
-            length = load_early(segments[slot, SegmentColumn.LENGTH])
+            flags = load_early(plan.segments[slot, SegmentColumn.FLAGS])
+            length = load_early(plan.segments[slot, SegmentColumn.LENGTH])
             if (flags + length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
@@ -606,24 +587,21 @@ def chunk_backward(dtype, K):
             tx = T.get_thread_binding()
             if tx < STATE_THREADS:
                 T.inc_max_nreg(STATE_REGISTERS)
-                strides = (state_stride_v, state_stride_k)
-                final = States(T.access_ptr(dht[0], "r"), H_v, key_dim, value_dim, strides)
-                initial = States(T.access_ptr(dh0[0], "w"), H_v, key_dim, value_dim, strides)
-                has = SimpleNamespace(dht=has_dht, dh0=has_dh0)
-                carry(tiles, ready, cta, segments, final, initial, grad_states, has, scale)
+                final = ends.view(T.access_ptr(ends.dht[0], "r"))
+                initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
+                carry(tiles, ready, cta, plan.segments, final, initial, grad_states, ends, scale)
             else:
                 if tx < CONSUMERS:
                     T.inc_max_nreg(KEY_REGISTERS)
-                    make_keys(tiles, ready, cta, segments, scale)
+                    make_keys(tiles, ready, cta, plan.segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
                     if tx < CONSUMERS + 32:
-                        matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                        load(tiles, ready, cta, segments, group, q, k, grad_o, gates, matrices, h, v_new)
+                        load(tiles, ready, cta, plan.segments, tokens, grad_o, matrices, h, v_new)
                     else:
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
-                            make_values(tiles, ready, cta, segments, v, dv)
+                            make_values(tiles, ready, cta, plan.segments, tokens.v, gradients.dv)
                         else:
-                            make_gates(tiles, ready, cta, segments, db, dg, group, dq, dk, turns)
+                            make_gates(tiles, ready, cta, plan.segments, gradients, turns)
 
     return main

@@ -17,6 +17,7 @@ Launched on [chunk_slots, H_v / 8], behind chunk_backward, where an activation i
 
 import tilelang.language as T
 
+from kernels_tl.bundles import Gates, Plan, Sizes
 from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
 from kernels_tl.layout import GATE_HEADS, GATE_TOKENS, PADDING, ChunkColumn
 
@@ -26,26 +27,23 @@ PRELUDE = """
 
 
 def gate_gradients():
-    tokens, H_v, chunk_slots, value_tiles, head_blocks = dims(
-        "tokens", "H_v", "chunk_slots", "value_tiles", "head_blocks"
-    )
+    sizes = Sizes()
+    tokens, H_v, chunk_slots = sizes.tokens, sizes.H_v, sizes.chunk_slots
+    value_tiles, head_blocks = dims("value_tiles", "head_blocks")
 
     @T.prim_func
     def main(
-        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
+        sizes: sizes,
+        plan: Plan(sizes),
+        gates: Gates(sizes),
         db_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
         dg_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
-        g: T.Tensor([tokens, H_v], "float32"),  # these six of the dtypes that activations say
-        beta: T.Tensor([tokens, H_v], "float32"),
-        A_log: T.Tensor([H_v], "float32"),
-        dt_bias: T.Tensor([H_v], "float32"),
-        db: T.Tensor([tokens, H_v], "float32"),
+        db: T.Tensor([tokens, H_v], "float32"),  # with dg of the dtypes that activations say
         dg: T.Tensor([tokens, H_v], "float32"),
-        gate_sums: T.Tensor([chunk_slots, H_v, 2], "float32"),
+        gate_sums: T.Tensor([sizes.chunk_slots, H_v, 2], "float32"),
         counters: T.Tensor([head_blocks], "int32"),
         dA_log: T.Tensor([H_v], "float32"),
         ddt_bias: T.Tensor([H_v], "float32"),
-        activations: T.int32,  # Activation
     ):
         with T.Kernel(chunk_slots, head_blocks, threads=GATE_HEADS * GATE_TOKENS, prelude=PRELUDE) as (slot, block):
             T.pdl_sync()
@@ -55,11 +53,11 @@ def gate_gradients():
                 T.access_ptr(dg_parts[0, 0, 0], "r"),
                 T.Cast("int32", value_tiles),
                 T.Cast("int64", tokens) * H_v,
-                T.access_ptr(g[0, 0], "r"),
-                T.access_ptr(beta[0, 0], "r"),
-                T.access_ptr(A_log[0], "r"),
-                T.access_ptr(dt_bias[0], "r"),
-                activations,
+                T.access_ptr(gates.g[0, 0], "r"),
+                T.access_ptr(gates.beta[0, 0], "r"),
+                T.access_ptr(gates.A_log[0], "r"),
+                T.access_ptr(gates.dt_bias[0], "r"),
+                gates.activations,
                 T.access_ptr(db[0, 0], "w"),
                 T.access_ptr(dg[0, 0], "w"),
                 T.access_ptr(gate_sums[0, 0, 0], "rw"),
@@ -70,9 +68,9 @@ def gate_gradients():
                 T.Cast("int32", chunk_slots),
                 block * GATE_HEADS,
                 T.Cast("int32", H_v),
-                T.Cast("int64", chunks[slot, ChunkColumn.ROW]),
-                chunks[slot, ChunkColumn.LENGTH],
-                chunks[slot, ChunkColumn.SEQUENCE] == PADDING,
+                T.Cast("int64", plan.chunks[slot, ChunkColumn.ROW]),
+                plan.chunks[slot, ChunkColumn.LENGTH],
+                plan.chunks[slot, ChunkColumn.SEQUENCE] == PADDING,
             )
 
     return main

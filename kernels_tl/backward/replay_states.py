@@ -16,19 +16,17 @@ from functools import partial
 
 import tilelang.language as T
 
+from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
     after,
-    block_row,
     block_rows,
-    dims,
     extern,
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import WIDE_TILE, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
-from kernels_tl.states import States
+from kernels_tl.layout import WIDE_TILE, Dtype, ForwardGate, NamedBarrier, SegmentFlag
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -46,10 +44,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what
 
 
 def replay_states(dtype, K):
-    tokens, H_k, H_v, chunk_slots, segment_slots, state_size = dims(
-        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size"
-    )
-    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
+    sizes = Sizes()
+    H_v, value_rows = sizes.H_v, sizes.value_rows
     WARPGROUPS = V // ROWS
     CONSUMERS = 128 * WARPGROUPS
     BOXES = K // C  # of a warpgroup's h
@@ -89,7 +85,7 @@ def replay_states(dtype, K):
         T.barrier_arrive(ready.V_new_staged[warpgroup])
 
     @T.macro
-    def compute(tiles, ready, piece, segment, initial, has_initial_state, states):
+    def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
         """The consumers: the recurrence, and the way to shared memory of what it leaves."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=True)
@@ -105,7 +101,7 @@ def replay_states(dtype, K):
                 extern(
                     f"read_state<{K}>",
                     r.S.data,
-                    T.access_ptr(states[piece.slot, piece.hv, piece.v0, 0], "r"),
+                    T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r"),
                     Dtype.FLOAT32,
                     True,
                     K,
@@ -135,7 +131,7 @@ def replay_states(dtype, K):
             T.barrier_arrive(ready.released[s])
 
     @T.macro
-    def load(tiles, ready, piece, segment, hk, k, v, gates, matrices):
+    def load(tiles, ready, piece, segment, hk, tokens, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(segment.chunks):
@@ -143,12 +139,12 @@ def replay_states(dtype, K):
             t = segment.row + c * C
             slot = segment.first + c
             T.barrier_wait(ready.released[s], ((c // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-            fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for w in T.unroll(WARPGROUPS):
                 v0 = piece.v0 + w * ROWS
-                fetch(v[t : t + C, piece.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
-            for target, source in block_rows(tiles.L, s, matrices, slot, piece.hv, 0, edge):
+                fetch(tokens.v[t : t + C, piece.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
 
@@ -177,46 +173,35 @@ def replay_states(dtype, K):
 
     @T.prim_func
     def main(
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        v: T.Tensor([tokens, H_v, value_dim], dtype),
-        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
-        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
-        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
-        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
-        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        initial_state: T.Tensor([state_size], "float32"),
-        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        h: T.Tensor([chunk_slots, H_v, value_rows, K], dtype),
-        v_new: T.Tensor([chunk_slots, H_v, C, value_rows], dtype),
-        group: T.int32,  # H_v / H_k
-        state_stride_v: T.int32,  # of initial_state: the caller's layout is these two numbers
-        state_stride_k: T.int32,
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        states: States(sizes),
         has_initial_state: T.int32,
+        maps: Maps(sizes, dtype, K),
+        h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
+        v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
     ):
         with T.Kernel(
-            segment_slots * H_v * T.truncdiv(value_rows, V), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             piece = locate_cta(cta, H_v, T.truncdiv(T.Cast("int32", value_rows), V))
-            segment = load_segment_early(segments, piece.slot)
+            segment = load_segment_early(plan.segments, piece.slot)
             if (segment.length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                initial = States(
-                    T.access_ptr(initial_state[0], "r"), H_v, key_dim, value_dim, (state_stride_v, state_stride_k)
-                )
-                compute(tiles, ready, piece, segment, initial, has_initial_state, states)
+                compute(tiles, ready, piece, segment, states.initial_in_a_run(), has_initial_state, maps.states)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if T.get_thread_binding() < CONSUMERS + 32:
-                    matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                    load(tiles, ready, piece, segment, hk, k, v, gates, matrices)
+                    load(tiles, ready, piece, segment, hk, tokens, matrices)
                 else:
                     store(tiles, ready, piece, segment, h, v_new)
 

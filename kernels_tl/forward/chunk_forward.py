@@ -19,12 +19,12 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
+from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
 from kernels_tl.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
     C,
     after,
-    block_row,
     block_rows,
     dims,
     element_type,
@@ -34,7 +34,7 @@ from kernels_tl.common import (
 from kernels_tl.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
 from kernels_tl.layout import NOBODY, SCANNED, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
-from kernels_tl.states import States, chosen, is_checkpoint
+from kernels_tl.states import chosen, is_checkpoint
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -54,10 +54,9 @@ MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
 
 
 def chunk_forward(dtype, K, value_tile):
-    tokens, H_k, H_v, chunk_slots, segment_slots, state_size, h_slots = dims(
-        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "h_slots"
-    )
-    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
+    sizes = Sizes()
+    key_dim, value_dim = sizes.key_dim, sizes.value_dim
+    (h_slots,) = dims("h_slots")
     element = element_type(dtype)
     WARPGROUPS = value_tile // ROWS
     # Threads: the consumers, a warp that loads, one for each consumer warpgroup that stores. setmaxnreg takes whole
@@ -211,7 +210,7 @@ def chunk_forward(dtype, K, value_tile):
             turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
 
     @T.macro
-    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial):
+    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
         """A turn's segment and state to shared memory, by the loader."""
         T.barrier_wait(ready.taken[0], (turn % 2) ^ 1)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
@@ -239,7 +238,7 @@ def chunk_forward(dtype, K, value_tile):
                 extern(
                     "chosen",
                     is_scanned,
-                    T.access_ptr(states[piece.segment, piece.hv, v0, 0], "r"),
+                    T.access_ptr(scanned[piece.segment, piece.hv, v0, 0], "r"),
                     initial.pointer(segment.initial, piece.hv, v0),
                 ),
                 T.Select(state.v_first, rows, channels),
@@ -250,39 +249,39 @@ def chunk_forward(dtype, K, value_tile):
         T.barrier_arrive(ready.begun[0])
 
     @T.macro
-    def load(walk, tiles, ready, turns, q, k, v, gates, matrices, segments, states, initial, group):
+    def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial):
         """The loader: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
         for turn in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, turns, 0)):
             piece = walk.locate(turn)
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             segment = load_segment_early(segments, piece.segment)
-            begin_turn(tiles, ready, turn, turns, piece, segment, segments, states, initial)
+            begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
             for c in T.serial(segment.chunks):
                 s = (done + c) % STAGES
                 t = segment.row + c * C
                 slot = segment.first + c
                 T.barrier_wait(ready.released_early[s], (((done + c) // STAGES) % 2) ^ 1)
-                fetch(q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+                fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 for w in T.unroll(WARPGROUPS):
                     fetch(
-                        v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                        tokens.v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
                         tiles.V[s, w, :, :],
                         ready.loaded[s],
                     )
                 at_once = done + c == 0  # what does not come from the kernel before this one
                 if at_once:
-                    fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                    fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                     T.pdl_sync()
-                for target, source in block_rows(tiles.L, s, matrices, slot, piece.hv, 0, edge):
+                for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                     fetch(source, target, ready.loaded[s])
                 T.barrier_wait(ready.released[s], (((done + c) // STAGES) % 2) ^ 1)
                 if not at_once:
-                    fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-                fetch(gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-                for target, source in block_rows(tiles.P, s, matrices, slot, piece.hv, 1, edge):
+                    fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+                for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
                 T.barrier_arrive(ready.loaded[s])
             done += segment.chunks
@@ -305,30 +304,15 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, key_dim], dtype),
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        v: T.Tensor([tokens, H_v, value_dim], dtype),
-        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
-        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
-        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
-        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
-        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        initial_state: T.Tensor([state_size], "float32"),
-        final_state: T.Tensor([state_size], "float32"),
-        kept_states: T.Tensor([state_size], "float32"),
-        checkpoints: T.Tensor([chunk_slots], "int32"),  # where of these the state behind a chunk goes: chunk_plan.py
-        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        o: T.Tensor([tokens, H_v, value_dim], dtype),
-        h: T.Tensor([h_slots, H_v, value_dim, key_dim], dtype),
-        group: T.int32,  # H_v / H_k
-        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers,
-        state_stride_k: T.int32,
-        slot_stride: T.int64,  # and on a pool these
-        state_dtype: T.int32,
-        kept_slot_stride: T.int64,  # of kept_states
-        kept_dtype: T.int32,
-        checkpoint_every: T.int32,  # tokens, if there are any checkpoints
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        states: States(sizes),
+        kept: Checkpoints(sizes),
+        maps: Maps(sizes, dtype, K),
+        o: T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+        h: T.Tensor([h_slots, sizes.H_v, sizes.value_dim, sizes.key_dim], dtype),
         has_h: T.int32,
         ctas: T.int32,
         value_tiles: T.int32,  # of value_tile rows
@@ -338,29 +322,25 @@ def chunk_forward(dtype, K, value_tile):
             tiles = make_tiles()
             ready = make_barriers()
             if only_if != 0:
-                if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
+                if load_early(plan.segments[0, SegmentColumn.FLAGS]) != only_if:
                     if cta == 0:
                         T.pdl_sync()
                     extern("leave")
                 if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
                     T.pdl_trigger()
-            walk = Walk(cta, ctas, segment_slots, H_v, value_tiles)
-            layout = (H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
-            initial = States(T.access_ptr(initial_state[0], "r"), *layout, slot_stride, state_dtype)
+            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
+            initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:
                 if WARPGROUPS == 2:
                     T.inc_max_nreg(CONSUMER_REGISTERS)
-                final = States(T.access_ptr(final_state[0], "w"), *layout, slot_stride, state_dtype)
-                kept = States(T.access_ptr(kept_states[0], "w"), *layout, kept_slot_stride, kept_dtype)
-                compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h)
+                ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
+                compute(tiles, ready, initial, *ends, h, has_h)
             else:
                 if WARPGROUPS == 2:
                     T.dec_max_nreg(PRODUCER_REGISTERS)
                 turns = walk.turns()
-                matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                inputs = (q, k, v, gates, matrices)
-                load(walk, tiles, ready, turns, *inputs, segments, states, initial, group)
+                load(walk, tiles, ready, turns, tokens, matrices, plan.segments, maps.states, initial)
                 T.pdl_sync()
-                store(walk, tiles, ready, turns, segments, o)
+                store(walk, tiles, ready, turns, plan.segments, o)
 
     return main

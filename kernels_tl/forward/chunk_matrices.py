@@ -29,10 +29,20 @@ Launched on [chunk slots * H_v / heads], one warpgroup. The first early_ctas of 
 themselves, while chunk_plan runs.
 """
 
-from types import SimpleNamespace
-
 import tilelang.language as T
 
+from kernels_tl.bundles import (
+    BackwardTables,
+    Gates,
+    Gradients,
+    Matrices,
+    Outputs,
+    Plan,
+    Sequences,
+    Sizes,
+    Slots,
+    Tokens,
+)
 from kernels_tl.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
@@ -42,9 +52,7 @@ from kernels_tl.common import (
     SWIZZLE_NONE,
     C,
     after,
-    block_row,
     descriptor,
-    dims,
     element_type,
     extern,
 )
@@ -56,12 +64,9 @@ from kernels_tl.layout import (
     INVERSE_STRIDE,
     MATRICES_CTAS,
     PADDING,
-    BackwardGate,
     ChunkColumn,
-    ForwardGate,
     NamedBarrier,
 )
-from kernels_tl.states import slots_of
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -80,8 +85,8 @@ Full = T.GemmWarpPolicy.FullRow
 
 
 def chunk_matrices(dtype, K, normalize):
-    tokens, H_k, H_v, chunk_slots, offset_words = dims("tokens", "H_k", "H_v", "chunk_slots", "offset_words")
-    key_dim, value_dim, head_blocks, N = dims("key_dim", "value_dim", "head_blocks", "N")
+    sizes = Sizes()
+    H_v = sizes.H_v
     element = element_type(dtype)
     parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
@@ -99,7 +104,7 @@ def chunk_matrices(dtype, K, normalize):
         return barriers(loaded=[THREADS])  # all threads: K and Q have arrived
 
     @T.macro
-    def find_chunk(slot, early, chunks, offsets, has_offsets, wide_offsets, uniform_length, states):
+    def find_chunk(slot, early, chunks, sequences, slots):
         """The chunk in a slot: row, length, sequence."""
         found = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
@@ -107,13 +112,13 @@ def chunk_matrices(dtype, K, normalize):
                 "find_chunk",
                 found.data,
                 slot,
-                T.access_ptr(offsets[0], "r"),
-                has_offsets,
-                wide_offsets,
-                T.Cast("int32", N),
-                T.Cast("int32", tokens),
-                uniform_length,
-                slots_of(*states),
+                T.access_ptr(sequences.offsets[0], "r"),
+                sequences.has_offsets,
+                sequences.wide_offsets,
+                T.Cast("int32", sizes.N),
+                T.Cast("int32", sizes.tokens),
+                sequences.uniform_length,
+                slots.table(),
             )
         else:
             T.pdl_sync()
@@ -129,28 +134,28 @@ def chunk_matrices(dtype, K, normalize):
         return extern("clear_rows", place, T.Cast("int64", heads) * columns, T.Cast("int32", columns), chunk.length)
 
     @T.macro
-    def clear_padding(chunk, first, heads, hk, leads, has_g_cumsum, has_A, has_backward_gates, gate_gradients, out):
+    def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
         """Zeros in the outputs of rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
-            clear_rows(out.o, chunk, first + l)
-            if has_A != 0:
-                clear_rows(out.A, chunk, first + l)
-            if (has_g_cumsum != 0) & (tx < chunk.length):
-                out.g_cumsum[chunk.row + tx, first + l] = 0.0
+            clear_rows(outputs.o, chunk, first + l)
+            if outputs.has_A != 0:
+                clear_rows(outputs.A, chunk, first + l)
+            if (outputs.has_g_cumsum != 0) & (tx < chunk.length):
+                outputs.g_cumsum[chunk.row + tx, first + l] = 0.0
             if (has_backward_gates > gate_gradients) & (tx < chunk.length):
-                out.db[chunk.row + tx, first + l] = 0.0
-                out.dg[chunk.row + tx, first + l] = 0.0
+                gradients.db[chunk.row + tx, first + l] = 0.0
+                gradients.dg[chunk.row + tx, first + l] = 0.0
         if (has_backward_gates != 0) & leads:
-            clear_rows(out.dq, chunk, hk)
-            clear_rows(out.dk, chunk, hk)
+            clear_rows(gradients.dq, chunk, hk)
+            clear_rows(gradients.dk, chunk, hk)
 
     @T.macro
-    def load(tiles, ready, chunk, warp, first, hk, heads, q, k, inside, g_cumsum, has_g_cumsum, cumulative):
+    def load(tiles, ready, chunk, warp, first, hk, heads, tokens, inside, outputs, cumulative):
         """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
         become zeros."""
-        T.tma_copy(k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
-        T.tma_copy(q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
+        T.tma_copy(tokens.k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
+        T.tma_copy(tokens.q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
         T.barrier_arrive(ready.loaded)
         if inside.activations != 0:
             extern(
@@ -185,11 +190,11 @@ def chunk_matrices(dtype, K, normalize):
                     T.access_ptr(tiles.gates, "rw"),
                     T.access_ptr(inside.g[chunk.row, first], "r"),
                     inside.activations != 0,
-                    T.access_ptr(g_cumsum[chunk.row, first], "w"),
+                    T.access_ptr(outputs.g_cumsum[chunk.row, first], "w"),
                     H_v,
                     heads,
                     chunk.length,
-                    T.if_then_else(has_g_cumsum != 0, chunk.length, 0),
+                    T.if_then_else(outputs.has_g_cumsum != 0, chunk.length, 0),
                 )
         if (warp == 1) & (inside.activations == 0):
             extern(
@@ -263,90 +268,54 @@ def chunk_matrices(dtype, K, normalize):
         extern("team_sync", team.head, team.warps)
 
     @T.macro
-    def make_columns(tiles, team, slot, hv, chunk, has_A, matrices, A):
+    def make_columns(tiles, team, slot, hv, chunk, matrices, outputs):
         """The block columns of the matrices that are the warp's, from shared memory out."""
         extern(
             f"make_columns<{element}>",
             *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
-            descriptor(A, [C, 1, BLOCK], SWIZZLE_32B),
+            descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
             team.warps,
             team.member,
             T.access_ptr(tiles.K, "r"),
             T.access_ptr(tiles.inverses[team.head, 0], "r"),
             T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
             T.access_ptr(tiles.Q, "rw"),
-            T.access_ptr(A[chunk.row, hv, 0], "w"),
+            T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
             slot,
             hv,
             chunk.row,
             H_v,
-            T.if_then_else(has_A != 0, chunk.length, 0),
+            T.if_then_else(outputs.has_A != 0, chunk.length, 0),
         )
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, key_dim], dtype),
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say, but for b
-        beta: T.Tensor([tokens, H_v], "float32"),  # these too, with the next two
-        A_log: T.Tensor([H_v], "float32"),
-        dt_bias: T.Tensor([H_v], "float32"),
-        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
-        offsets: T.Tensor([offset_words], "int32"),
-        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
-        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
-        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
-        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
-        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        o: T.Tensor([tokens, H_v, value_dim], dtype),
-        A: T.Tensor([tokens, H_v, C], dtype),
-        g_cumsum: T.Tensor([tokens, H_v], "float32"),
-        backward_gates: T.Tensor([chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
-        turns: T.Tensor([chunk_slots, H_k], "int32"),
-        counters: T.Tensor([head_blocks], "int32"),
-        # The backward's outputs that get zeros where no sequence is, as o does
-        dq: T.Tensor([tokens, H_k, key_dim], dtype),
-        dk: T.Tensor([tokens, H_k, key_dim], dtype),
-        db: T.Tensor([tokens, H_v], "float32"),
-        dg: T.Tensor([tokens, H_v], "float32"),
-        group: T.int32,  # H_v / H_k
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        gates: Gates(sizes),
+        sequences: Sequences(),
+        slots: Slots(sizes),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        outputs: Outputs(sizes, dtype),
+        backward: BackwardTables(sizes),
+        gradients: Gradients(sizes, dtype),  # zeros where no sequence is
         heads: T.int32,  # a CTA: a divisor of group, at most 4
         scale: T.float32,
-        has_g_cumsum: T.int32,
-        has_A: T.int32,
-        activations: T.int32,  # Activation
         cumulative: T.int32,  # g is b, in fp32
-        has_backward_gates: T.int32,
         gate_gradients: T.int32,  # runs behind chunk_backward, and makes all of db and dg
         early_ctas: T.int32,
-        has_offsets: T.int32,
-        wide_offsets: T.int32,  # of 64 bits
-        uniform_length: T.int32,
-        state_indices: T.Tensor([N], "int32"),  # of the sequences' states: see chunk_plan.py
-        index_kind: T.int32,  # TableKind
-        index_stride: T.int64,
-        null_index: T.int64,
-        slots: T.int64,
     ):
-        with T.Kernel(chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
+        with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             T.annotate_min_blocks_per_sm(MATRICES_CTAS)
             share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)
-            hk = T.alloc_var("int32", init=T.truncdiv(first, group))
-            leads = first == hk * group  # of the CTAs of a chunk and query/key head the first
-            chunk = find_chunk(
-                slot,
-                cta < early_ctas,
-                chunks,
-                offsets,
-                has_offsets,
-                wide_offsets,
-                uniform_length,
-                (state_indices, index_kind, index_stride, null_index, slots),
-            )
+            hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
+            leads = first == hk * sizes.group  # of the CTAs of a chunk and query/key head the first
+            chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))
@@ -354,16 +323,13 @@ def chunk_matrices(dtype, K, normalize):
             if chunk.sequence == PADDING:
                 T.pdl_sync()
                 T.pdl_trigger()
-                out = SimpleNamespace(o=o, A=A, g_cumsum=g_cumsum, dq=dq, dk=dk, db=db, dg=dg)
-                clear_padding(
-                    chunk, first, heads, hk, leads, has_g_cumsum, has_A, has_backward_gates, gate_gradients, out
-                )
+                of_backward = (gradients, backward.has_backward_gates, gate_gradients)
+                clear_padding(chunk, first, heads, hk, leads, outputs, *of_backward)
             else:
-                inside = SimpleNamespace(g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, activations=activations)
-                load(tiles, ready, chunk, warp, first, hk, heads, q, k, inside, g_cumsum, has_g_cumsum, cumulative)
+                load(tiles, ready, chunk, warp, first, hk, heads, tokens, gates, outputs, cumulative)
                 factors = make_products(tiles, scale)
-                if (has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
-                    turns[slot, hk] = 0
+                if (backward.has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
+                    backward.turns[slot, hk] = 0
                 if team.head < heads:
                     hv = first + team.head
                     if team.member == 0:
@@ -372,18 +338,17 @@ def chunk_matrices(dtype, K, normalize):
                             T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
                             T.access_ptr(tiles.diagonals, "r"),
                             *(factors[i] for i in range(4)),
-                            T.access_ptr(gates[slot, hv, 0, 0], "w"),
+                            T.access_ptr(matrices.gates[slot, hv, 0, 0], "w"),
                         )
-                        if has_backward_gates != 0:
+                        if backward.has_backward_gates != 0:
                             extern(
                                 "store_backward_gates",
                                 T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
-                                T.access_ptr(backward_gates[slot, hv, 0, 0], "w"),
+                                T.access_ptr(backward.backward_gates[slot, hv, 0, 0], "w"),
                             )
                     invert_diagonal(tiles, team)
-                    matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                    make_columns(tiles, team, slot, hv, chunk, has_A, matrices, A)
+                    make_columns(tiles, team, slot, hv, chunk, matrices.rows, outputs)
             if (gate_gradients != 0) & (slot == 0) & (T.get_thread_binding() == 0):
-                counters[T.truncdiv(first, GATE_HEADS)] = 0
+                backward.counters[T.truncdiv(first, GATE_HEADS)] = 0
 
     return main

@@ -22,11 +22,11 @@ Launched on [mapped * H_v * (value_dim / 32 + key_dim / 32)].
 
 import tilelang.language as T
 
+from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
 from kernels_tl.forward.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -39,9 +39,9 @@ PRODUCERS = 32  # a warp that loads
 
 
 def compose_maps(dtype, K, reverse):
-    H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
-    value_rows, mapped, map_rows = dims("value_rows", "mapped", "map_rows")
-    (key_channels,) = dims("key_channels")
+    sizes = Sizes()
+    H_v, key_dim, value_dim = sizes.H_v, sizes.key_dim, sizes.value_dim
+    mapped, map_rows, key_channels = dims("mapped", "map_rows", "key_channels")
     CONSUMERS = consumers(K)
     of_map = map_step(dtype, K, reverse)
 
@@ -101,19 +101,19 @@ def compose_maps(dtype, K, reverse):
                 composed[r, hv, row + j, i] = S[i, j]
 
     @T.macro
-    def load(tiles, ready, parts, first_slot, hv, v0, is_M, skips, maps, offsets):
+    def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):
         """The loader: Z, M, and whether there is an M."""
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
         skip = T.alloc_var("int32", init=0)
         next_skip = T.alloc_var("int32", init=0)
         if parts > 0:
-            next_skip = skips[slot, hv]
+            next_skip = maps.skips[slot, hv]
         for step in T.serial(parts):
             u = T.alloc_var("int32", init=step % STAGES)
             skip = next_skip
             next_slot = T.alloc_var("int32", init=T.Select(step + 1 < parts, slot + (-1 if reverse else 1), slot))
-            next_skip = skips[next_slot, hv]  # ahead: latencies of the table would add up
+            next_skip = maps.skips[next_slot, hv]  # ahead: latencies of the table would add up
             T.barrier_wait(ready.released[u], ((step // STAGES) % 2) ^ 1)
             if T.get_thread_binding() == CONSUMERS:
                 tiles.skip[u] = skip
@@ -127,24 +127,21 @@ def compose_maps(dtype, K, reverse):
             T.barrier_arrive(ready.loaded[u])
             if skip == 0:
                 m = maps_used % MAP_STAGES
-                of_map.load_map(maps, slot, hv, tiles, ready, m, maps_used)
+                of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)
                 maps_used = maps_used + 1
             slot = next_slot
 
     @T.prim_func
     def main(
-        sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
-        skips: T.Tensor([segment_slots, H_v], "int32"),
-        initial_state: T.Tensor([state_size], "float32"),
-        offsets: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        composed: T.Tensor([mapped, H_v, map_rows, key_channels], "float32"),
-        key_dim: T.int32,
-        value_dim: T.int32,
-        state_stride_v: T.int32,
-        state_stride_k: T.int32,
+        sizes: sizes,
+        plan: Plan(sizes),
+        maps: Maps(sizes, dtype, K),
+        states: States(sizes),
         has_initial_state: T.int32,
+        offsets: T.Tensor(
+            [sizes.segment_slots, H_v, sizes.value_rows, K], "float32"
+        ),  # Z^T of a segment in its own slot
+        composed: T.Tensor([mapped, H_v, map_rows, key_channels], "float32"),
         mapped_0: T.int32,
         mapped_1: T.int32,
     ):
@@ -165,11 +162,11 @@ def compose_maps(dtype, K, reverse):
             r = T.alloc_var("int32", init=T.truncdiv(head, T.Cast("int32", H_v)))
             hv = T.alloc_var("int32", init=head - r * T.Cast("int32", H_v))
             n = T.alloc_var("int32", init=T.Select(r == 0, mapped_0, mapped_1))
-            slot = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.SEGMENT]))
-            length = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.LENGTH]))
+            slot = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.SEGMENT]))
+            length = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.LENGTH]))
             # The first segment is as long as all but the last
-            flags = T.alloc_var("int32", init=load_early(segments[slot, SegmentColumn.FLAGS]))
-            size = T.alloc_var("int32", init=load_early(segments[slot, SegmentColumn.LENGTH]))
+            flags = T.alloc_var("int32", init=load_early(plan.segments[slot, SegmentColumn.FLAGS]))
+            size = T.alloc_var("int32", init=load_early(plan.segments[slot, SegmentColumn.LENGTH]))
             parts = T.alloc_var("int32", init=T.Select(length > 0, 1, 0))
             if flags == SegmentFlag.FIRST:
                 parts = T.truncdiv(length + size - 1, size)
@@ -179,11 +176,9 @@ def compose_maps(dtype, K, reverse):
             T.pdl_sync()
             T.pdl_trigger()
             if T.get_thread_binding() < CONSUMERS:
-                initial = States(
-                    T.access_ptr(initial_state[0], "r"), H_v, key_dim, value_dim, (state_stride_v, state_stride_k)
-                )
+                initial = states.initial_in_a_run()
                 compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, r)
             else:
-                load(tiles, ready, parts, slot, hv, v0, is_M, skips, maps, offsets)
+                load(tiles, ready, parts, slot, hv, v0, is_M, maps, offsets)
 
     return main

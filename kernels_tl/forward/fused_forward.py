@@ -25,12 +25,11 @@ Launched on [ctas], at most [segments * H_v]. With `early` the first piece is fo
 runs.
 """
 
-from types import SimpleNamespace
-
 import tilelang.language as T
 
-from kernels_tl.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, dims, element_type, extern
-from kernels_tl.cta import Walk, barriers, fetch, shared, store_rows
+from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
+from kernels_tl.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
+from kernels_tl.cta import Walk, barriers, fetch, is_never, shared, store_rows
 from kernels_tl.forward import place as at_place
 from kernels_tl.forward.place import next_chunk, phase, stage, value_phase, value_stage
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
@@ -46,7 +45,7 @@ from kernels_tl.layout import (
     Ring,
     SegmentColumn,
 )
-from kernels_tl.states import States, chosen, is_checkpoint, slots_of
+from kernels_tl.states import chosen, is_checkpoint
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -69,11 +68,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what
 
 
 def fused_forward(dtype, K, normalize, low_level):
-    tokens, H_k, H_v, chunk_slots, segment_slots, state_size, offset_words = dims(
-        "tokens", "H_k", "H_v", "chunk_slots", "segment_slots", "state_size", "offset_words"
-    )
-    (N,) = dims("N")
-    key_dim, value_dim = dims("key_dim", "value_dim")  # which is at most V: a CTA has all value rows of a head
+    sizes = Sizes()  # value_dim is at most V: a CTA has all value rows of a head
+    H_v = sizes.H_v
     V = ROWS * WARPGROUPS
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
@@ -131,7 +127,7 @@ def fused_forward(dtype, K, normalize, low_level):
         )
 
     @T.macro
-    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, group, scale):
+    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
         """A consumer's step, from its tiles to O's, and by turns the matrices of the chunk after the next."""
         s = stage(now)
         u = value_stage(now)
@@ -142,7 +138,7 @@ def fused_forward(dtype, K, normalize, low_level):
             extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
             extern("warpgroup_sync", NamedBarrier.FUSED_TAIL + own)
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
-        if group == 0:  # never: keeps what is before it from sinking behind the wait
+        if is_never(sizes):  # keeps what is before it from sinking behind the wait
             extern("stop")
         T.wait_wgmma(0)
         T.barrier_arrive(ready.released_v[u])
@@ -162,7 +158,7 @@ def fused_forward(dtype, K, normalize, low_level):
             make_matrices(tiles, ready, before, before_phase, own, place, scale)
 
     @T.macro
-    def compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, group, scale):
+    def compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, scale):
         """The consumers: their steps, piece after piece."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, EARLY_FACTORS)
@@ -193,7 +189,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 tiles.done[tx] += left
                 while left > 0:
                     now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
-                    step(r, tiles, ready, now, place, left, group, scale)
+                    step(r, tiles, ready, now, place, left, scale)
                     place = next_chunk(place, Place.RING)
                     left -= C
 
@@ -224,11 +220,11 @@ def fused_forward(dtype, K, normalize, low_level):
             extent[1] = segments[segment, SegmentColumn.LENGTH]
 
     @T.macro
-    def load(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, q, k, v, group):
+    def load(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, tokens):
         """The loader: K, Q and V."""
         for turn in T.serial(turns):
             piece = walk.locate(turn)
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
             row = T.alloc_var("int32", init=extent[0])
             length = T.alloc_var("int32", init=extent[1])
@@ -237,12 +233,16 @@ def fused_forward(dtype, K, normalize, low_level):
                 u = value_stage(ring)
                 t = row + c * C
                 T.barrier_wait(ready.released[s], phase(ring) ^ 1)
-                fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-                fetch(q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+                fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 T.barrier_arrive(ready.loaded[s])
                 T.barrier_wait(ready.released_v[u], value_phase(ring) ^ 1)
                 for w in T.unroll(WARPGROUPS):
-                    fetch(v[t : t + C, piece.hv, w * ROWS : w * ROWS + ROWS], tiles.V[u, w, :, :], ready.loaded_v[u])
+                    fetch(
+                        tokens.v[t : t + C, piece.hv, w * ROWS : w * ROWS + ROWS],
+                        tiles.V[u, w, :, :],
+                        ready.loaded_v[u],
+                    )
                 T.barrier_arrive(ready.loaded_v[u])
                 ring = next_chunk(ring)
 
@@ -343,7 +343,7 @@ def fused_forward(dtype, K, normalize, low_level):
             chunks -= 1
 
     @T.macro
-    def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, o, A):
+    def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, outputs):
         """The storers: O, and with low_level between them the A that the warpgroup has made."""
         if low_level:
             stores = T.alloc_var("int32", init=0)
@@ -362,11 +362,11 @@ def fused_forward(dtype, K, normalize, low_level):
                     if A_ahead > 0:
                         next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_ahead)
                         T.barrier_wait(ready.staged[w], stores % 2)
-                        store_rows(tiles.O, w, A, A_row, A_hv, 0, A_rest)
+                        store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
                 T.barrier_wait(ready.staged[w], stores % 2 if low_level else value_stage(ring))
-                store_rows(tiles.O, w, o, row, piece.hv, w * ROWS, rest)
+                store_rows(tiles.O, w, outputs.o, row, piece.hv, w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
@@ -377,78 +377,50 @@ def fused_forward(dtype, K, normalize, low_level):
                 rest -= C
 
     @T.macro
-    def clear_padding(walk, warp, group, chunks, o, A, g_cumsum):
+    def clear_padding(walk, warp, chunks, outputs):
         """Zeros in the outputs of rows that no sequence covers, by one warp of each CTA."""
         slots = T.alloc_var(
-            "int32", init=T.truncdiv(T.Cast("int32", chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
+            "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
         )
         for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
             slot = T.alloc_var("int32", init=walk.cta + i * walk.ctas)
             if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
                 row = chunks[slot, ChunkColumn.ROW]
                 values = T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v
-                extern("clear_bytes", T.access_ptr(o[row, 0, 0], "w"), values * (2 * value_dim))
-                # A group of 0 there is not: but so all instances have the same parameters.
-                if T.bool(low_level) | (group == 0):
-                    extern("clear_bytes", T.access_ptr(A[row, 0, 0], "w"), values * (2 * C))
+                extern("clear_bytes", T.access_ptr(outputs.o[row, 0, 0], "w"), values * (2 * sizes.value_dim))
+                # is_never: so that all instances have the same parameters
+                if T.bool(low_level) | is_never(sizes):
+                    extern("clear_bytes", T.access_ptr(outputs.A[row, 0, 0], "w"), values * (2 * C))
                     gates = chunks[slot, ChunkColumn.LENGTH] * T.Cast("int32", H_v)
                     for i in T.serial(T.ceildiv(gates, 32)):
                         number = T.alloc_var("int32", init=i * 32 + T.get_thread_binding() % 32)
                         if number < gates:
                             token = T.truncdiv(number, T.Cast("int32", H_v))
-                            g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
+                            outputs.g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
 
     @T.prim_func
     def main(
-        q: T.Tensor([tokens, H_k, key_dim], dtype),
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        v: T.Tensor([tokens, H_v, value_dim], dtype),
-        g: T.Tensor([tokens, H_v], "float32"),  # of the dtype that activations say,
-        beta: T.Tensor([tokens, H_v], "float32"),  # as these are
-        A_log: T.Tensor([H_v], "float32"),
-        dt_bias: T.Tensor([H_v], "float32"),
-        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        offsets: T.Tensor([offset_words], "int32"),
-        initial_state: T.Tensor([state_size], "float32"),
-        final_state: T.Tensor([state_size], "float32"),
-        kept_states: T.Tensor([state_size], "float32"),
-        checkpoints: T.Tensor([chunk_slots], "int32"),  # where of these the state behind a chunk goes: chunk_plan.py
-        o: T.Tensor([tokens, H_v, value_dim], dtype),
-        A: T.Tensor([tokens, H_v, C], dtype),
-        g_cumsum: T.Tensor([tokens, H_v], "float32"),
-        group: T.int32,  # H_v / H_k
-        state_stride_v: T.int32,  # of initial_state and final_state: the caller's layout is these two numbers,
-        state_stride_k: T.int32,
-        slot_stride: T.int64,  # and on a pool these
-        state_dtype: T.int32,
-        kept_slot_stride: T.int64,  # of kept_states
-        kept_dtype: T.int32,
-        checkpoint_every: T.int32,  # tokens, if there are any checkpoints
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        gates: Gates(sizes),
+        sequences: Sequences(),
+        slots: Slots(sizes),
+        plan: Plan(sizes),
+        states: States(sizes),
+        kept: Checkpoints(sizes),
+        outputs: Outputs(sizes, dtype),
         ctas: T.int32,
         early: T.int32,
-        has_offsets: T.int32,
-        wide_offsets: T.int32,  # of 64 bits
-        uniform_length: T.int32,
-        activations: T.int32,  # Activation
         scale: T.float32,
-        state_indices: T.Tensor([N], "int32"),  # of the sequences' states: see chunk_plan.py
-        index_kind: T.int32,  # TableKind
-        index_stride: T.int64,
-        null_index: T.int64,
-        slots: T.int64,
     ):
         with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            walk = Walk(cta, ctas, segment_slots, H_v)
+            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                layout = (H_v, key_dim, value_dim, (state_stride_v, state_stride_k))
-                initial = States(T.access_ptr(initial_state[0], "r"), *layout, slot_stride, state_dtype)
-                final = States(T.access_ptr(final_state[0], "w"), *layout, slot_stride, state_dtype)
-                kept = States(T.access_ptr(kept_states[0], "w"), *layout, kept_slot_stride, kept_dtype)
-                compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, group, scale)
+                ends = (states.initial(), states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
+                compute(walk, tiles, ready, plan.segments, *ends, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
@@ -459,26 +431,26 @@ def fused_forward(dtype, K, normalize, low_level):
                     extern(
                         "find_segment",
                         extent.data,
-                        T.truncdiv(cta, T.Cast("int32", H_v)),
-                        T.access_ptr(offsets[0], "r"),
-                        has_offsets,
-                        wide_offsets,
-                        T.Cast("int32", N),
-                        T.Cast("int32", tokens),
-                        uniform_length,
-                        slots_of(state_indices, index_kind, index_stride, null_index, slots),
+                        T.truncdiv(cta, T.Cast("int32", sizes.H_v)),
+                        T.access_ptr(sequences.offsets[0], "r"),
+                        sequences.has_offsets,
+                        sequences.wide_offsets,
+                        T.Cast("int32", sizes.N),
+                        T.Cast("int32", sizes.tokens),
+                        sequences.uniform_length,
+                        slots.table(),
                     )
                 else:
                     T.pdl_sync()
                 of_loader = T.if_then_else(warp == LOADER, turns, 0)
-                load(walk, tiles, ready, of_loader, ring, extent, early, segments, q, k, v, group)
+                load(walk, tiles, ready, of_loader, ring, extent, early, plan.segments, tokens)
                 of_gates = T.if_then_else(warp == GATES, turns, 0)
-                inside = SimpleNamespace(g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, activations=activations)
-                make_tables(walk, tiles, ready, of_gates, ring, extent, early, segments, inside, g_cumsum, scale)
+                of_tables = (plan.segments, gates, outputs.g_cumsum, scale)
+                make_tables(walk, tiles, ready, of_gates, ring, extent, early, *of_tables)
                 end_tables(tiles, ready, T.if_then_else(warp == GATES, 2, 0), ring)
                 w = T.alloc_var("int32", init=warp - STORERS)
                 of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)
-                store(walk, tiles, ready, of_storer, turns, w, ring, segments, o, A)
-                clear_padding(walk, warp, group, chunks, o, A, g_cumsum)
+                store(walk, tiles, ready, of_storer, turns, w, ring, plan.segments, outputs)
+                clear_padding(walk, warp, plan.chunks, outputs)
 
     return main

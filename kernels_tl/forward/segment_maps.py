@@ -17,18 +17,17 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
+from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
 from kernels_tl.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
     after,
-    block_row,
     block_rows,
-    dims,
     extern,
 )
 from kernels_tl.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.forward.recurrence import begin_step, end_step, registers
-from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -78,7 +77,7 @@ def map_roles(dtype, K, partial, of_backward=False):
         return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
 
     @T.macro
-    def compute(tiles, ready, start, chunks, which, segment, hv, v0, states, maps):
+    def compute(tiles, ready, start, chunks, which, segment, hv, v0, maps):
         """The consumers: the recurrence, and its result."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=of_backward)
@@ -99,17 +98,17 @@ def map_roles(dtype, K, partial, of_backward=False):
         if start < chunks:
             if which == MAP_Z:
                 for i, j in T.Parallel(V, K):
-                    states[segment.slot + 1, hv, v0 + i, j] = r.S[i, j]
+                    maps.states[segment.slot + 1, hv, v0 + i, j] = r.S[i, j]
             else:
                 T.copy(r.S, r.S_16)
                 for i, j in T.Parallel(V, K):
                     r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
-                store_map(r, T.access_ptr(maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w"))
+                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w"))
                 T.copy(r.S, r.S_16)
-                store_map(r, T.access_ptr(maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w"))
+                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w"))
 
     @T.macro
-    def load(tiles, ready, start, chunks, segment, hv, v0, hk, k, v, gates, matrices):
+    def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(start, T.if_then_else(T.get_thread_binding() < consumers(V) + 32, chunks, start)):
@@ -117,19 +116,19 @@ def map_roles(dtype, K, partial, of_backward=False):
             t = segment.row + c * C
             slot = segment.first + c
             T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
-            fetch(k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-            fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-            for target, source in block_rows(tiles.L, s, matrices, slot, hv, 0, edge):
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
-            fetch(v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])
+            fetch(tokens.v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])
             T.barrier_arrive(ready.loaded[s])
 
     return SimpleNamespace(compute=compute, load=load)
 
 
 def segment_maps(dtype, K, partial):
-    tokens, H_k, H_v, chunk_slots, segment_slots = dims("tokens", "H_k", "H_v", "chunk_slots", "segment_slots")
-    key_dim, value_dim, value_rows = dims("key_dim", "value_dim", "value_rows")
+    sizes = Sizes()
+    H_v, value_rows = sizes.H_v, sizes.value_rows
     assert K == V, "M^T has K rows and a tile of Z^T has V, and the same warpgroups make either"
     CONSUMERS = consumers(V)
     roles = map_roles(dtype, K, partial)
@@ -169,28 +168,21 @@ def segment_maps(dtype, K, partial):
 
     @T.prim_func
     def main(
-        k: T.Tensor([tokens, H_k, key_dim], dtype),
-        v: T.Tensor([tokens, H_v, value_dim], dtype),
-        gates: T.Tensor([chunk_slots, H_v, ForwardGate.COUNT, C], "float32"),
-        matrices_0: block_row(chunk_slots, H_v, 0, dtype),
-        matrices_1: block_row(chunk_slots, H_v, 1, dtype),
-        matrices_2: block_row(chunk_slots, H_v, 2, dtype),
-        matrices_3: block_row(chunk_slots, H_v, 3, dtype),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
-        skips: T.Tensor([segment_slots, H_v], "int32"),
-        group: T.int32,  # H_v / H_k
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        maps: Maps(sizes, dtype, K),
     ):
         with T.Kernel(
-            segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+            sizes.segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers(V)
             piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M behind the tiles of Z
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
-            segment = load_segment_early(segments, piece.slot)
+            segment = load_segment_early(plan.segments, piece.slot)
             idle = T.alloc_var(
                 "int32", init=T.Select((segment.flags >= SegmentFlag.LAST) | (segment.length == 0), 1, 0)
             )
@@ -198,14 +190,14 @@ def segment_maps(dtype, K, partial):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, group))
-            start = first_chunk(segment.and_also(slot=piece.slot, is_idle=idle), piece.hv, which, gates, skips)
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            segment = segment.and_also(slot=piece.slot, is_idle=idle)
+            start = first_chunk(segment, piece.hv, which, matrices.gates, maps.skips)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, states, maps)
+                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, maps)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                matrices = (matrices_0, matrices_1, matrices_2, matrices_3)
-                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, k, v, gates, matrices)
+                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, tokens, matrices)
 
     return main

@@ -32,11 +32,11 @@ Launched on [N * H_v * value_dim / 32].
 
 import tilelang.language as T
 
-from kernels_tl.common import CALLER, EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
+from kernels_tl.bundles import Maps, Plan, Sizes, States
+from kernels_tl.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.cta import barriers, fetch, shared
 from kernels_tl.forward.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
 from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.states import States
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -52,10 +52,10 @@ SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next on
 
 
 def segment_scan(dtype, K, reverse):
-    H_v, N, segment_slots, state_size = dims("H_v", "N", "segment_slots", "state_size")
+    sizes = Sizes()
+    H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
     CONSUMERS = consumers(K)
     of_map = map_step(dtype, K, reverse)
-    (value_rows,) = dims("value_rows")
     WAY = -1 if reverse else 1  # from a segment to the next one
 
     def on_the_way(slot, segments):
@@ -125,31 +125,31 @@ def segment_scan(dtype, K, reverse):
             step = step + 1
 
     @T.macro
-    def load(tiles, ready, first_slot, hv, v0, segments, skips, maps, states, begin):
+    def load(tiles, ready, first_slot, hv, v0, segments, maps, begin):
         """The loader: Z, M, and what the others have to know of a segment. Reads ahead: latencies of the tables would
         add up."""
         about = T.alloc_var("int32", init=begin)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
-        skip = T.alloc_var("int32", init=read(skips[slot, hv]))
+        skip = T.alloc_var("int32", init=read(maps.skips[slot, hv]))
         flags = T.alloc_var("int32", init=read(segments[on_the_way(slot, 1), SegmentColumn.FLAGS]))
         next_skip = T.alloc_var("int32", init=0)
         next_flags = T.alloc_var("int32", init=0)
         while about < END:
             u = step % STAGES
-            next_skip = read(skips[on_the_way(slot, 1), hv])
+            next_skip = read(maps.skips[on_the_way(slot, 1), hv])
             next_flags = read(segments[on_the_way(slot, 2), SegmentColumn.FLAGS])
             about = T.Select(skip == 0, 0, SKIP) + T.Select(is_end(flags), END, 0)
             T.barrier_wait(ready.stored[u], ((step // STAGES) % 2) ^ 1)
             if T.get_thread_binding() == CONSUMERS:
                 tiles.about[u] = about
             for box in T.unroll(K // BOX):
-                fetch(part_of(states, slot + WAY, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
+                fetch(part_of(maps.states, slot + WAY, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
             T.barrier_arrive(ready.loaded[u])
             if skip == 0:
                 m = maps_used % MAP_STAGES
-                of_map.load_map(maps, slot, hv, tiles, ready, m, maps_used)
+                of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)
                 maps_used = maps_used + 1
             step = step + 1
             slot = slot + WAY
@@ -177,18 +177,10 @@ def segment_scan(dtype, K, reverse):
 
     @T.prim_func
     def main(
-        sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        maps: T.Tensor([segment_slots, H_v, 2, K, K], dtype),
-        skips: T.Tensor([segment_slots, H_v], "int32"),
-        initial_state: T.Tensor([state_size], "float32"),
-        states: T.Tensor([segment_slots, H_v, value_rows, K], "float32"),
-        key_dim: T.int32,
-        value_dim: T.int32,
-        state_stride_v: T.int32,
-        state_stride_k: T.int32,
-        slot_stride: T.int64,
-        state_dtype: T.int32,
+        sizes: sizes,
+        plan: Plan(sizes),
+        maps: Maps(sizes, dtype, K),
+        states: States(sizes),
         beside: T.int32,  # only with reverse
     ):
         with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
@@ -199,15 +191,15 @@ def segment_scan(dtype, K, reverse):
             v0 = T.alloc_var("int32", init=(cta - part * parts) * COLUMNS)
             n = T.alloc_var("int32", init=T.truncdiv(part, T.Cast("int32", H_v)))
             hv = T.alloc_var("int32", init=part - n * T.Cast("int32", H_v))
-            first_slot = T.alloc_var("int32", init=load_early(sequences[n, SequenceColumn.SEGMENT]))
-            first = T.alloc_var("int32", init=load_early(segments[first_slot, SegmentColumn.FLAGS]))
+            first_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.SEGMENT]))
+            first = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.FLAGS]))
             given = SequenceColumn.FINAL if reverse else SequenceColumn.INITIAL
-            state_slot = T.alloc_var("int32", init=load_early(sequences[n, given]))
-            first_state = T.alloc_var("int32", init=load_early(segments[first_slot, SegmentColumn.INITIAL]))
+            state_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, given]))
+            first_state = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.INITIAL]))
             if reverse:  # noqa: SIM102  decided here, the other on the device
                 if first == SegmentFlag.FIRST:  # and so as long as all but the last
-                    length = load_early(sequences[n, SequenceColumn.LENGTH])
-                    segment_length = load_early(segments[first_slot, SegmentColumn.LENGTH])
+                    length = load_early(plan.sequences[n, SequenceColumn.LENGTH])
+                    segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
                     first_slot += T.truncdiv(length - 1, segment_length)
             if (first != SegmentFlag.FIRST) & (cta != 0):  # but the last as well
                 extern("leave")
@@ -216,15 +208,13 @@ def segment_scan(dtype, K, reverse):
             T.pdl_trigger()
             begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
             if T.get_thread_binding() < CONSUMERS:
-                layout = (H_v, key_dim, value_dim, (state_stride_v, state_stride_k), slot_stride, state_dtype)
-                initial = States(T.access_ptr(initial_state[0], "r"), *layout)
                 is_scanned = False if reverse else first_state == SCANNED
-                compute(tiles, ready, state_slot, hv, v0, initial, is_scanned, states, first_slot, begin)
+                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
             else:
                 if T.get_thread_binding() < CONSUMERS + 32:
-                    load(tiles, ready, first_slot, hv, v0, segments, skips, maps, states, begin)
+                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps, begin)
                 else:
-                    store(tiles, ready, first_slot, hv, v0, states, begin)
+                    store(tiles, ready, first_slot, hv, v0, maps.states, begin)
                     if reverse:
                         T.pdl_sync()  # because the next kernel takes for granted that the one ahead of this has ended
 

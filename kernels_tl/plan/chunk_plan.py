@@ -31,18 +31,17 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, C, dims, extern
+from kernels_tl.bundles import CheckpointTable, Cuts, Plan, Sequences, Sizes, Slots, StatePresence
+from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
 from kernels_tl.layout import (
     NOBODY,
     PADDING,
     PLAN_STEP,
     SCANNED,
-    ChunkColumn,
     SegmentColumn,
     SegmentFlag,
     SequenceColumn,
 )
-from kernels_tl.states import slots_of
 
 PRELUDE = """
 #include "device/block_scan.cuh"
@@ -58,16 +57,19 @@ def count_chunks(length):
 
 
 @T.macro
-def segment_size(offsets, N, has_offsets, segment_chunks, cut_above):
+def segment_size(sequences, N, segment_chunks, cut_above):
     """Chunks a segment: the same for all threads."""
     size = T.alloc_var("int32", init=WHOLE)
     if segment_chunks > 0:
-        longer = T.alloc_var("int32", init=T.Select((has_offsets != 0) & (cut_above > 0), 0, 1))
+        longer = T.alloc_var("int32", init=T.Select((sequences.has_offsets != 0) & (cut_above > 0), 0, 1))
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
                 # Of offsets that are none the difference may be anything, and so may then the choice.
-                if offsets[n + 1] - offsets[n] > T.Cast(str(offsets.dtype), cut_above) * C:
+                if (
+                    sequences.offsets[n + 1] - sequences.offsets[n]
+                    > T.Cast(str(sequences.offsets.dtype), cut_above) * C
+                ):
                     longer = 1
         if T.call_extern("int32", "__syncthreads_or", longer) != 0:
             size = segment_chunks
@@ -75,7 +77,7 @@ def segment_size(offsets, N, has_offsets, segment_chunks, cut_above):
 
 
 @T.macro
-def write_chunks(chunks, of, tx, n0, chunks_before, total, checkpoints, to):
+def write_chunks(plan, of, tx, n0, chunks_before, total, to):
     """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
     low = T.alloc_var("int32")
     for i in T.serial(T.ceildiv(total - tx, THREADS)):
@@ -87,7 +89,7 @@ def write_chunks(chunks, of, tx, n0, chunks_before, total, checkpoints, to):
         chunk = i * THREADS + tx - (of.sums[low] - of.counts[low])
         extern(
             "put_chunk",
-            T.access_ptr(chunks[chunks_before + i * THREADS + tx, 0], "w"),
+            T.access_ptr(plan.chunks[chunks_before + i * THREADS + tx, 0], "w"),
             of.begins[low],
             of.ends[low],
             chunk,
@@ -108,7 +110,7 @@ def write_chunks(chunks, of, tx, n0, chunks_before, total, checkpoints, to):
                     of.rows[low],
                     returns="int32",
                 )
-            checkpoints[chunks_before + i * THREADS + tx] = checkpoint
+            plan.checkpoints[chunks_before + i * THREADS + tx] = checkpoint
 
 
 @T.macro
@@ -154,41 +156,19 @@ def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
 
 
 def chunk_plan(offset_dtype):
-    N, chunk_slots, segment_slots, offsets_size = dims("N", "chunk_slots", "segment_slots", "offsets_size")
-    (map_slots,) = dims("map_slots")
+    sizes = Sizes()
+    N = sizes.N
 
     @T.prim_func
     def main(
-        offsets: T.Tensor([offsets_size], offset_dtype),
-        sequences: T.Tensor([N, SequenceColumn.COUNT], "int32"),
-        chunks: T.Tensor([chunk_slots, ChunkColumn.COUNT], "int32"),
-        segments: T.Tensor([segment_slots, SegmentColumn.COUNT], "int32"),
-        map_segments: T.Tensor([map_slots, SegmentColumn.COUNT], "int32"),
-        tokens: T.int32,
-        has_offsets: T.int32,
-        uniform_length: T.int32,
-        segment_chunks: T.int32,
-        cut_above: T.int32,
-        mapped_0: T.int32,
-        mapped_1: T.int32,
-        dropped: T.int32,  # a SegmentFlag
-        state_indices: T.Tensor([N], "int32"),  # strided, of the width that index_kind says
-        has_state: T.Tensor([N], "int32"),  # bool, strided: read if first_states is FLAGGED
-        checkpoint_indices: T.Tensor([N], "int32"),  # [N, checkpoint_columns], likewise
-        checkpoints: T.Tensor([chunk_slots], "int32"),
-        on_pool: T.int32,
-        first_states: T.int32,  # FirstStates
-        has_final: T.int32,
-        index_kind: T.int32,  # TableKind
-        index_stride: T.int64,
-        null_index: T.int64,
-        slots: T.int64,
-        has_state_stride: T.int64,
+        sizes: sizes,
+        sequences: Sequences(offset_dtype),
+        slots: Slots(sizes),
+        presence: StatePresence(sizes),
+        to: CheckpointTable(sizes),
+        cuts: Cuts(),
+        plan: Plan(sizes),
         checkpoint_every: T.int32,  # tokens
-        checkpoint_index_kind: T.int32,
-        checkpoint_stride: T.int64,
-        checkpoint_columns: T.int32,
-        checkpoint_states: T.int64,  # how many there are where they go
     ):
         with T.Kernel(1, threads=THREADS, prelude=PRELUDE):
             T.pdl_trigger()
@@ -212,17 +192,17 @@ def chunk_plan(offset_dtype):
             tokens_before = T.alloc_var("int32", init=0)  # this step
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
-            size = segment_size(offsets, N, has_offsets, segment_chunks, cut_above)
+            size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)
 
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = step * THREADS + tx
                 end = tokens_before
                 if n < N:
-                    if has_offsets != 0:
-                        offset = T.Cast("int64", offsets[n + 1])
-                        end = extern("clip_offset", offset, tokens_before, tokens, returns="int32")
+                    if sequences.has_offsets != 0:
+                        offset = T.Cast("int64", sequences.offsets[n + 1])
+                        end = extern("clip_offset", offset, tokens_before, sizes.tokens, returns="int32")
                     else:
-                        end = (n + 1) * uniform_length
+                        end = (n + 1) * sequences.uniform_length
                 end = extern(f"running_maximum<{THREADS}>", end, returns="int32")
                 ends[tx] = end
                 T.sync_threads()
@@ -234,18 +214,13 @@ def chunk_plan(offset_dtype):
                 own = NOBODY
                 initial = NOBODY
                 if n < N:
-                    own = extern(
-                        "slot_of",
-                        slots_of(state_indices, index_kind, index_stride, null_index, slots),
-                        n,
-                        returns="int32",
-                    )
+                    own = extern("slot_of", slots.table(), n, returns="int32")
                     part = T.Select(own == NOBODY, 1, T.max(T.truncdiv(count + size - 1, size), 1))
                     if extern(
                         "has_first_state",
-                        first_states,
-                        T.access_ptr(has_state[0], "r"),
-                        has_state_stride,
+                        presence.first_states,
+                        T.access_ptr(presence.has_state[0], "r"),
+                        presence.has_state_stride,
                         n,
                         returns="bool",
                     ):
@@ -268,50 +243,51 @@ def chunk_plan(offset_dtype):
 
                 total = T.alloc_var("int32", init=sums[THREADS - 1])
                 of = SimpleNamespace(begins=begins, ends=ends, counts=counts, sums=sums, slots=owned, rows=rows)
-                to = SimpleNamespace(
+                kept_in = SimpleNamespace(
                     indices=extern(
                         "Table",
-                        T.access_ptr(checkpoint_indices[0], "r"),
-                        checkpoint_index_kind,
-                        checkpoint_stride,
-                        checkpoint_columns,
+                        T.access_ptr(to.checkpoint_indices[0], "r"),
+                        to.checkpoint_index_kind,
+                        to.checkpoint_stride,
+                        to.checkpoint_columns,
                     ),
-                    null_index=null_index,
-                    slots=checkpoint_states,
+                    null_index=slots.null_index,
+                    slots=to.checkpoint_states,
                     every=checkpoint_every,
                 )
-                write_chunks(chunks, of, tx, step * THREADS, chunks_before, total, checkpoints, to)
+                write_chunks(plan, of, tx, step * THREADS, chunks_before, total, kept_in)
                 slot = segments_before
-                if segment_slots > 0:
+                if sizes.segment_slots > 0:
                     for i in T.serial(T.min(N - step * THREADS, THREADS)):
                         if extern("comes_first", counts[i], i, count, tx, returns="bool"):
                             slot += parts[i]
                         segments_before += parts[i]
                 if n < N:
                     first = T.alloc_var("int32", init=chunks_before + up_to - count)
-                    sequences[n, SequenceColumn.ROW] = begin
-                    sequences[n, SequenceColumn.LENGTH] = end - begin
-                    sequences[n, SequenceColumn.CHUNK] = first
-                    sequences[n, SequenceColumn.SEGMENT] = slot
+                    plan.sequences[n, SequenceColumn.ROW] = begin
+                    plan.sequences[n, SequenceColumn.LENGTH] = end - begin
+                    plan.sequences[n, SequenceColumn.CHUNK] = first
+                    plan.sequences[n, SequenceColumn.SEGMENT] = slot
                     # On a pool a sequence without tokens leaves its slot alone: another sequence may have that slot.
-                    is_unchanged = (on_pool != 0) & (begin == end) & (initial != NOBODY)
-                    final = T.Select((has_final != 0) & T.Not(is_unchanged), own, NOBODY)
-                    sequences[n, SequenceColumn.INITIAL] = initial
-                    sequences[n, SequenceColumn.FINAL] = final
+                    is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NOBODY)
+                    final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NOBODY)
+                    plan.sequences[n, SequenceColumn.INITIAL] = initial
+                    plan.sequences[n, SequenceColumn.FINAL] = final
                     own_end = T.Select(own == NOBODY, begin, end)
                     states = SimpleNamespace(
-                        initial=initial, final=final, on_pool=on_pool, checkpoint_every=checkpoint_every
+                        initial=initial, final=final, on_pool=presence.on_pool, checkpoint_every=checkpoint_every
                     )
-                    write_segments(segments, n, slot, begin, own_end, first, part, size, states)
-                    if map_slots > 0:
-                        without = T.alloc_var("int32", init=T.Select((n == mapped_0) | (n == mapped_1), dropped, 0))
-                        write_segments(map_segments, n, slot, begin, own_end, first, part, size, states, without)
+                    write_segments(plan.segments, n, slot, begin, own_end, first, part, size, states)
+                    if cuts.map_slots > 0:
+                        is_mapped = (n == cuts.mapped_0) | (n == cuts.mapped_1)
+                        without = T.alloc_var("int32", init=T.Select(is_mapped, cuts.dropped, 0))
+                        write_segments(cuts.map_segments, n, slot, begin, own_end, first, part, size, states, without)
                 tokens_before = ends[THREADS - 1]
                 chunks_before += total
                 T.sync_threads()
 
-            write_unused_segments(segments, segments_before, tx)
-            write_unused_segments(map_segments, segments_before, tx)
-            write_unused_chunks(chunks, chunk_slots, chunks_before, tx, tokens_before, tokens)
+            write_unused_segments(plan.segments, segments_before, tx)
+            write_unused_segments(cuts.map_segments, segments_before, tx)
+            write_unused_chunks(plan.chunks, sizes.chunk_slots, chunks_before, tx, tokens_before, sizes.tokens)
 
     return main

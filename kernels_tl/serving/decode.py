@@ -53,6 +53,7 @@ tiles as many CTAs, so that SMs end at the same time.
 
 import tilelang.language as T
 
+from build_tools.bundle import Bundle
 from kernels_tl.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.cta import BYTES
 from kernels_tl.layout import (
@@ -85,11 +86,67 @@ PATHS = {
 }
 
 
+class DecodeGates(Bundle):
+    """Raw gates and betas; activations, an Activation, has their dtypes."""
+
+    def __init__(self, tokens, H_v, strides):
+        super().__init__(
+            a=T.StridedTensor([tokens, H_v], (strides["a_token"], 1), "float32"),
+            b=T.StridedTensor([tokens, H_v], (strides["b_token"], 1), "float32"),
+            A_log=T.Tensor([H_v], "float32"),
+            dt_bias=T.Tensor([H_v], "float32"),
+            activations=T.int32,
+        )
+
+
+class DecodeTables(Bundle):
+    """The tables of indices that a call has: `tables` has the TableKind of each, at the bits of DecodeTable."""
+
+    def __init__(self, N):
+        state_columns, write_columns, parent_columns = dims("state_columns", "write_columns", "parent_columns")
+        super().__init__(
+            offsets=T.Tensor([N + 1], "int32"),
+            state_indices=T.Tensor([N, state_columns], "int32"),
+            accepted=T.Tensor([N], "int32"),
+            write_indices=T.Tensor([N, write_columns], "int32"),
+            state_rows=T.Tensor([N], "int32"),
+            parents=T.Tensor([N, parent_columns], "int32"),
+            tables=T.int32,
+            state_columns=state_columns,
+            write_columns=write_columns,
+            parent_columns=parent_columns,
+            null_index=T.int64,
+        )
+
+    def table(self, which, numbers, columns=1):
+        return extern("Table", T.access_ptr(numbers, "r"), self.tables >> which & 3, T.Cast("int32", columns))
+
+    def first_slots(self, slots):
+        return extern(
+            "FirstSlots",
+            self.table(DecodeTable.STATES, self.state_indices[0, 0], self.state_columns),
+            self.table(DecodeTable.ACCEPTED, self.accepted[0]),
+            self.null_index,
+            T.Cast("int64", slots),
+        )
+
+
+class DecodeShares(Bundle):
+    """How value rows are given to CTAs (csrc/gpu/decode.cpp)."""
+
+    def __init__(self):
+        super().__init__(
+            groups=T.int32,  # of value rows a CTA
+            whole=T.int32,  # sequences of which that holds
+            halvings=T.int32,  # of the others a CTA's share is halved so often
+            places=T.int32,  # of sequences: one for each of the first, one a part for each of the others
+            early=T.int32,  # places whose CTAs may begin before the grid ahead has ended
+        )
+
+
 def decode(dtype, K, state_dtype, path):
     tokens, H_k, key_dim, H_v, value_dim, slots, N = dims("tokens", "H_k", "key_dim", "H_v", "value_dim", "slots", "N")
-    rows, steps, state_columns, write_columns, parent_columns = dims(
-        "rows", "steps", "state_columns", "write_columns", "parent_columns"
-    )
+    rows, steps = dims("rows", "steps")
     strides = {
         name: T.dynamic(name, "int64")
         for name in (
@@ -109,18 +166,6 @@ def decode(dtype, K, state_dtype, path):
     def of_heads(heads, channels, name):
         return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
 
-    def table(which, tables, numbers, columns=1):
-        return extern("Table", T.access_ptr(numbers, "r"), tables >> which & 3, T.Cast("int32", columns))
-
-    def first_slots(tables, state_indices, accepted, null_index):
-        return extern(
-            "FirstSlots",
-            table(DecodeTable.STATES, tables, state_indices[0, 0], state_columns),
-            table(DecodeTable.ACCEPTED, tables, accepted[0]),
-            null_index,
-            T.Cast("int64", slots),
-        )
-
     state_strides = (value_dim * key_dim, key_dim, 1)
 
     @T.prim_func
@@ -128,10 +173,7 @@ def decode(dtype, K, state_dtype, path):
         q: of_heads(H_k, key_dim, "q"),
         k: of_heads(H_k, key_dim, "k"),
         v: of_heads(H_v, value_dim, "v"),
-        a: T.StridedTensor([tokens, H_v], (strides["a_token"], 1), "float32"),  # these four of the dtypes that
-        b: T.StridedTensor([tokens, H_v], (strides["b_token"], 1), "float32"),  # activations say
-        A_log: T.Tensor([H_v], "float32"),
-        dt_bias: T.Tensor([H_v], "float32"),
+        gates: DecodeGates(tokens, H_v, strides),
         state_pool: T.StridedTensor(
             [slots, H_v, value_dim, key_dim], (strides["slot_stride"], *state_strides), state_dtype
         ),
@@ -141,43 +183,31 @@ def decode(dtype, K, state_dtype, path):
             state_dtype,
         ),
         o: T.Tensor([tokens, H_v, value_dim], dtype),
-        offsets: T.Tensor([N + 1], "int32"),
-        state_indices: T.Tensor([N, state_columns], "int32"),
-        accepted: T.Tensor([N], "int32"),
-        write_indices: T.Tensor([N, write_columns], "int32"),
-        state_rows: T.Tensor([N], "int32"),
-        parents: T.Tensor([N, parent_columns], "int32"),
-        tables: T.int32,  # DecodeTable
+        indices: DecodeTables(N),
         length: T.int32,  # of a sequence, without offsets
-        null_index: T.int64,
         update_state: T.int32,
         group: T.int32,  # H_v / H_k
-        activations: T.int32,  # Activation
         scale: T.float32,
         normalize: T.int32,
-        groups: T.int32,  # of value rows a CTA
-        whole: T.int32,  # sequences of which that holds
-        halvings: T.int32,  # of the others a CTA's share is halved so often
-        places: T.int32,  # of sequences: one for each of the first, one a part for each of the others
-        early: T.int32,  # places whose CTAs may begin before the grid ahead has ended
+        shares: DecodeShares(),
     ):
         with T.Kernel(
-            T.ceildiv(value_dim, GROUP * groups),
+            T.ceildiv(value_dim, GROUP * shares.groups),
             H_v,
-            places,
+            shares.places,
             threads=threads,
             prelude=PRELUDE,
         ) as (tile, hv, place):
             T.annotate_min_blocks_per_sm(CTAS)
             if TILE_BYTES:
                 tiles = T.alloc_shared([TILE_BYTES], "uint8")
-            if place < early:
+            if place < shares.early:
                 extern(
                     f"prefetch_state<{state_element}>",
-                    first_slots(tables, state_indices, accepted, null_index),
+                    indices.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern("decode_share", tile, place, groups, whole, halvings),
+                    extern("decode_share", tile, place, shares.groups, shares.whole, shares.halvings),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )
@@ -188,11 +218,11 @@ def decode(dtype, K, state_dtype, path):
                 function,
                 extern(
                     "DecodePlan",
-                    first_slots(tables, state_indices, accepted, null_index),
-                    table(DecodeTable.OFFSETS, tables, offsets[0]),
-                    table(DecodeTable.WRITES, tables, write_indices[0, 0], write_columns),
-                    table(DecodeTable.ROWS, tables, state_rows[0]),
-                    table(DecodeTable.PARENTS, tables, parents[0, 0], parent_columns),
+                    indices.first_slots(slots),
+                    indices.table(DecodeTable.OFFSETS, indices.offsets[0]),
+                    indices.table(DecodeTable.WRITES, indices.write_indices[0, 0], indices.write_columns),
+                    indices.table(DecodeTable.ROWS, indices.state_rows[0]),
+                    indices.table(DecodeTable.PARENTS, indices.parents[0, 0], indices.parent_columns),
                     T.Cast("int32", tokens),
                     length,
                     update_state != 0,
@@ -202,13 +232,13 @@ def decode(dtype, K, state_dtype, path):
                     T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
                     T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
                     T.access_ptr(v[0, hv, 0], "r"),
-                    T.access_ptr(a[0, 0], "r"),
-                    T.access_ptr(b[0, 0], "r"),
+                    T.access_ptr(gates.a[0, 0], "r"),
+                    T.access_ptr(gates.b[0, 0], "r"),
                     *(strides[f"{name}_token"] for name in "qkvab"),
                     hv,
-                    T.access_ptr(A_log[0], "r"),
-                    T.access_ptr(dt_bias[0], "r"),
-                    activations,
+                    T.access_ptr(gates.A_log[0], "r"),
+                    T.access_ptr(gates.dt_bias[0], "r"),
+                    gates.activations,
                     scale,
                     normalize != 0,
                 ),
@@ -225,7 +255,7 @@ def decode(dtype, K, state_dtype, path):
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),
                 T.Cast("int64", H_v) * value_dim,
-                extern("decode_share", tile, place, groups, whole, halvings),
+                extern("decode_share", tile, place, shares.groups, shares.whole, shares.halvings),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
                 T.Cast("int32", N),

@@ -1,0 +1,99 @@
+#include "gpu/pass.h"
+
+#include "gpu/launch.h"
+#include "gpu/plan.h"
+#include "halves.h"
+
+namespace flash_qla {
+
+kernels::Sizes Pass::sizes() const {
+  return {.tokens = call_.tokens(),
+          .H_k = call_.H_k,
+          .H_v = call_.H_v,
+          .group = call_.group(),
+          .key_dim = call_.K,
+          .value_dim = call_.V,
+          .value_rows = value_rows(call_.V),
+          .N = call_.N,
+          .state_size = call_.state_size(),
+          .chunk_slots = chunk_slots_,
+          .segment_slots = segments_};
+}
+
+kernels::Tokens Pass::tokens() const {
+  return {.q = call_.q.const_data_ptr(), .k = call_.k.const_data_ptr(), .v = call_.v.const_data_ptr()};
+}
+
+kernels::Plan Pass::plan() const {
+  return {.sequences = workspace_[workspace_.sequences],
+          .chunks = workspace_[workspace_.chunks],
+          .segments = workspace_[workspace_.segments],
+          .checkpoints = workspace_[workspace_.checkpoints]};
+}
+
+kernels::Plan Pass::map_plan() const {
+  kernels::Plan found = plan();
+  if (in_halves_) {
+    found.segments = workspace_[workspace_.map_segments];
+  }
+  return found;
+}
+
+kernels::Matrices Pass::matrices() const {
+  uint16_t* const first = workspace_[workspace_.matrices];
+  return {.gates = workspace_[workspace_.gates],
+          .matrices_0 = block_rows(first, 0),
+          .matrices_1 = block_rows(first, 1),
+          .matrices_2 = block_rows(first, 2),
+          .matrices_3 = block_rows(first, 3)};
+}
+
+kernels::Maps Pass::maps() const {
+  return {.states = workspace_[workspace_.states],
+          .maps = workspace_[workspace_.maps],
+          .skips = workspace_[workspace_.skips]};
+}
+
+kernels::Dtype Pass::dtype() const { return instance_dtype(call_.dtype); }
+
+void Pass::make_plan(const States& states, int64_t dropped) const {
+  const auto [mapped_0, mapped_1] = mapped_sequences(call_);
+  const kernels::Cuts cuts = {.map_segments = in_halves_ ? workspace_[workspace_.map_segments] : nullptr,
+                              .map_slots = in_halves_ ? segments_ : 0,
+                              .segment_chunks = segment_chunks_,
+                              .cut_above = cut_above_,
+                              .mapped_0 = mapped_0,
+                              .mapped_1 = mapped_1,
+                              .dropped = dropped};
+  flash_qla::make_plan(call_, sizes(), states, cuts, plan(), stream_);
+}
+
+void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside) const {
+  kernels::segment_scan({.sizes = sizes(), .plan = plan(), .maps = maps, .states = states, .beside = beside},
+                        {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
+}
+
+Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offsets,
+                     const std::optional<Tensor>& initial) const {
+  Tensor composed = allocate_maps(call_);
+  if (composed.size(0) == 0) {
+    return composed;
+  }
+  const auto [mapped_0, mapped_1] = mapped_sequences(call_);
+  kernels::compose_maps({.sizes = sizes(),
+                         .plan = plan(),
+                         .maps = maps,
+                         .states = own_states(call_, data(initial)),
+                         .has_initial_state = initial.has_value(),
+                         .offsets = offsets,
+                         .composed = composed.mutable_data_ptr(),
+                         .mapped_0 = mapped_0,
+                         .mapped_1 = mapped_1,
+                         .mapped = composed.size(0),
+                         .map_rows = call_.V + call_.K,
+                         .key_channels = call_.K},
+                        {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
+  return composed;
+}
+
+}  // namespace flash_qla

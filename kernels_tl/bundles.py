@@ -1,0 +1,292 @@
+"""What kernels take, in bundles (build_tools/bundle.py): fields, shapes and strides, each declared once.
+
+`kernels.h` has a C++ struct of each bundle, which the host fills. Sizes that a call decides are run-time numbers: head
+counts, lengths, strides. What the compiler must know (dtype, K, value tile) is a parameter of the kernel's function.
+Where a tensor's dtype is a run-time number, it stands here as fp32.
+"""
+
+import tilelang.language as T
+
+from build_tools.bundle import Bundle
+from kernels_tl.common import C, block_row, dims, extern
+from kernels_tl.layout import BackwardGate, ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn
+from kernels_tl.states import StateView
+
+
+class Sizes(Bundle):
+    """The sizes of a call.
+
+    tokens          rows of q, k, v: B * T          H_k, H_v       query/key and value heads
+    group           H_v / H_k                       N              sequences
+    key_dim         channels of a key, at most K    value_dim      of a value
+    value_rows      value_dim in whole wide tiles   state_size     elements of all states
+    chunk_slots     an upper bound of chunks        segment_slots  of segments (csrc/gpu/plan.h)
+    """
+
+    def __init__(self):
+        tokens, H_k, H_v, key_dim, value_dim = dims("tokens", "H_k", "H_v", "key_dim", "value_dim")
+        value_rows, N, state_size = dims("value_rows", "N", "state_size")
+        chunk_slots, segment_slots = dims("chunk_slots", "segment_slots")
+        super().__init__(
+            tokens=tokens,
+            H_k=H_k,
+            H_v=H_v,
+            group=T.int32,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            value_rows=value_rows,
+            N=N,
+            state_size=state_size,
+            chunk_slots=chunk_slots,
+            segment_slots=segment_slots,
+        )
+
+
+class Tokens(Bundle):
+    """Queries, keys and values; in the backward queries and keys after the l2norm."""
+
+    def __init__(self, sizes, dtype):
+        super().__init__(
+            q=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
+            k=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
+            v=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+        )
+
+
+class Gates(Bundle):
+    """Gates and betas as the caller has them, and what becomes of them: Activation, which has their dtypes too."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            g=T.Tensor([sizes.tokens, sizes.H_v], "float32"),
+            beta=T.Tensor([sizes.tokens, sizes.H_v], "float32"),
+            A_log=T.Tensor([sizes.H_v], "float32"),
+            dt_bias=T.Tensor([sizes.H_v], "float32"),
+            activations=T.int32,
+        )
+
+
+class Sequences(Bundle):
+    """Where sequences begin and end: cu_seqlens in words of `dtype`, or without them `uniform_length` tokens each."""
+
+    def __init__(self, dtype="int32"):
+        (offset_words,) = dims("offset_words")
+        super().__init__(
+            offsets=T.Tensor([offset_words], dtype),
+            has_offsets=T.int32,
+            wide_offsets=T.int32,  # of 64 bits
+            uniform_length=T.int32,
+            offset_words=offset_words,
+        )
+
+
+class Slots(Bundle):
+    """The slot of each sequence's state: a strided table [N] of the width that `index_kind`, a TableKind, says, or
+    without a table the sequence's number. A slot up to `null_index`, or not below `slots`, is none."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            state_indices=T.Tensor([sizes.N], "int32"),
+            index_kind=T.int32,
+            index_stride=T.int64,
+            null_index=T.int64,
+            slots=T.int64,
+        )
+
+    def table(self):
+        """For functions of device/plan.cuh."""
+        first = T.access_ptr(self.state_indices[0], "r")
+        return extern("Slots", first, self.index_kind, self.index_stride, self.null_index, self.slots)
+
+
+class Plan(Bundle):
+    """chunk_plan's tables. `checkpoints`: the slot that the state after a chunk is kept in, or NOBODY."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            sequences=T.Tensor([sizes.N, SequenceColumn.COUNT], "int32"),
+            chunks=T.Tensor([sizes.chunk_slots, ChunkColumn.COUNT], "int32"),
+            segments=T.Tensor([sizes.segment_slots, SegmentColumn.COUNT], "int32"),
+            checkpoints=T.Tensor([sizes.chunk_slots], "int32"),
+        )
+
+
+class Cuts(Bundle):
+    """How sequences are cut into segments.
+
+    A segment has `segment_chunks` chunks if some sequence has more than `cut_above`; 0: a segment is a sequence.
+    `map_segments` is a second table of segments, in which the sequences `mapped` lack the SegmentFlag `dropped`.
+    """
+
+    def __init__(self):
+        (map_slots,) = dims("map_slots")
+        super().__init__(
+            map_segments=T.Tensor([map_slots, SegmentColumn.COUNT], "int32"),
+            map_slots=map_slots,
+            segment_chunks=T.int32,
+            cut_above=T.int32,
+            mapped_0=T.int32,
+            mapped_1=T.int32,
+            dropped=T.int32,
+        )
+
+
+class StatePresence(Bundle):
+    """Which states there are. `has_state` is a strided bool of each sequence, if first_states is FLAGGED."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            on_pool=T.int32,
+            first_states=T.int32,
+            has_state=T.Tensor([sizes.N], "int32"),
+            has_state_stride=T.int64,
+            has_final=T.int32,
+        )
+
+
+class CheckpointTable(Bundle):
+    """The slots of checkpoints: a table [N, columns] of the width that its TableKind says, or without one the numbers
+    of the checkpoints. A slot not below `checkpoint_states` is none."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            checkpoint_indices=T.Tensor([sizes.N], "int32"),
+            checkpoint_index_kind=T.int32,
+            checkpoint_stride=T.int64,
+            checkpoint_columns=T.int32,
+            checkpoint_states=T.int64,
+        )
+
+
+class Matrices(Bundle):
+    """The chunks' gates, ForwardGate or BackwardGate, and the block rows of their two matrices, L and P."""
+
+    def __init__(self, sizes, dtype, gate=ForwardGate):
+        super().__init__(
+            gates=T.Tensor([sizes.chunk_slots, sizes.H_v, gate.COUNT, C], "float32"),
+            **{f"matrices_{j}": block_row(sizes.chunk_slots, sizes.H_v, j, dtype) for j in range(4)},
+        )
+
+    @property
+    def rows(self):
+        return self.matrices_0, self.matrices_1, self.matrices_2, self.matrices_3
+
+
+class States(Bundle):
+    """The caller's states as runs of numbers. The element strides of v and k in a state are the layout; in a pool slots
+    are `slot_stride` apart. `state_dtype` is a Dtype."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            initial_state=T.Tensor([sizes.state_size], "float32"),
+            final_state=T.Tensor([sizes.state_size], "float32"),
+            state_stride_v=T.int32,
+            state_stride_k=T.int32,
+            slot_stride=T.int64,
+            state_dtype=T.int32,
+        )
+        self._sizes = sizes
+
+    def view(self, numbers, *where):
+        """Of states of this layout. `where` is slot_stride and Dtype; without it the states are one run in fp32."""
+        strides = (self.state_stride_v, self.state_stride_k)
+        return StateView(numbers, self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim, strides, *where)
+
+    def initial(self):
+        return self.view(T.access_ptr(self.initial_state[0], "r"), self.slot_stride, self.state_dtype)
+
+    def final(self):
+        return self.view(T.access_ptr(self.final_state[0], "w"), self.slot_stride, self.state_dtype)
+
+    def initial_in_a_run(self):
+        """The op's own states: one run, in fp32."""
+        return self.view(T.access_ptr(self.initial_state[0], "r"))
+
+
+class Checkpoints(Bundle):
+    """States that are kept every so many tokens, V-first; 0 tokens: none."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            kept_states=T.Tensor([sizes.state_size], "float32"),
+            kept_slot_stride=T.int64,
+            kept_dtype=T.int32,
+            checkpoint_every=T.int32,
+        )
+
+    def view(self, states):
+        return states.view(T.access_ptr(self.kept_states[0], "w"), self.kept_slot_stride, self.kept_dtype)
+
+
+class Maps(Bundle):
+    """The affine maps of the segments, S -> M S + Z.
+
+    states: Z^T of segment s in slot s + 1, then the state before that segment. maps: M^T in two 16-bit parts, rounded
+    and rest. skips: 1 where M is negligible and not made. In reverse `states` are gradients and go the other way.
+    """
+
+    def __init__(self, sizes, dtype, K):
+        super().__init__(
+            states=T.Tensor([sizes.segment_slots, sizes.H_v, sizes.value_rows, K], "float32"),
+            maps=T.Tensor([sizes.segment_slots, sizes.H_v, 2, K, K], dtype),
+            skips=T.Tensor([sizes.segment_slots, sizes.H_v], "int32"),
+        )
+
+
+class Outputs(Bundle):
+    """o, and where they are wanted A and g_cumsum; in the backward o is dv."""
+
+    def __init__(self, sizes, dtype):
+        super().__init__(
+            o=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+            A=T.Tensor([sizes.tokens, sizes.H_v, C], dtype),
+            g_cumsum=T.Tensor([sizes.tokens, sizes.H_v], "float32"),
+            has_A=T.int32,
+            has_g_cumsum=T.int32,
+        )
+
+
+class BackwardTables(Bundle):
+    """What chunk_matrices makes for the backward alone: BackwardGate's table, and zeros for chunk_backward and
+    gate_gradients to count in."""
+
+    def __init__(self, sizes):
+        (head_blocks,) = dims("head_blocks")
+        super().__init__(
+            backward_gates=T.Tensor([sizes.chunk_slots, sizes.H_v, BackwardGate.COUNT, C], "float32"),
+            turns=T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
+            counters=T.Tensor([head_blocks], "int32"),
+            has_backward_gates=T.int32,
+        )
+
+
+class Gradients(Bundle):
+    """The gradients of tokens, gates and betas. Of db and dg there may be one for each tile of value rows."""
+
+    def __init__(self, sizes, dtype, tiles=()):
+        super().__init__(
+            dq=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
+            dk=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
+            dv=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+            db=T.Tensor([*tiles, sizes.tokens, sizes.H_v], "float32"),
+            dg=T.Tensor([*tiles, sizes.tokens, sizes.H_v], "float32"),
+        )
+
+
+class StateGradients(Bundle):
+    """The gradients of the final states, which come, and of the initial ones, in the caller's layout."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            dht=T.Tensor([sizes.state_size], "float32"),
+            dh0=T.Tensor([sizes.state_size], "float32"),
+            state_stride_v=T.int32,
+            state_stride_k=T.int32,
+            has_dht=T.int32,
+            has_dh0=T.int32,
+        )
+        self._sizes = sizes
+
+    def view(self, numbers):
+        strides = (self.state_stride_v, self.state_stride_k)
+        return StateView(numbers, self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim, strides)
