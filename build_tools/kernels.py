@@ -3,7 +3,7 @@
 Kernel authors:
 - kernels_tl/<folder>/<kernel>.py defines a function <kernel>(**params) that returns a TileLang PrimFunc with
   one T.Kernel, and optionally PASS_CONFIGS, a dict for TileLang's PassContext.
-- kernels_tl/instances.py lists what is compiled: INSTANCES = [Instance("backward.replay_states",
+- kernels_tl/instances.py lists what is compiled: INSTANCES = [Instance("states.replay_states",
   {"dtype": "bfloat16", "K": 128}), ...]. It must not import tilelang.
 - kernels_tl/layout.py, if there is one, is also written as layout.h, for device headers and host code.
 - `--only NAME` (an instance, or a kernel for all of its instances) builds just that and prints its

@@ -85,7 +85,7 @@ class Lowered:
     block: list[int]
     shared_bytes: int
     waits_for_predecessor: bool  # calls T.pdl_sync: safe to launch before its predecessor ends
-    early: dict  # EARLY of the kernel's module, see kernels_tl/common.py; empty unless it waits
+    early: dict  # EARLY of the kernel's module, see kernels_tl/core/common.py; empty unless it waits
 
 
 def lower(package: str, instance: Instance) -> Lowered:

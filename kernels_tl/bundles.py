@@ -8,9 +8,9 @@ Where a tensor's dtype is a run-time number, it stands here as fp32.
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
-from kernels_tl.common import C, block_row, dims, extern
+from kernels_tl.core.common import C, block_row, dims, extern
+from kernels_tl.core.state_view import StateView
 from kernels_tl.layout import BackwardGate, ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn
-from kernels_tl.states import StateView
 
 
 class Sizes(Bundle):
@@ -94,7 +94,7 @@ class Slots(Bundle):
         )
 
     def table(self):
-        """For functions of device/plan.cuh."""
+        """For functions of plan/plan.cuh."""
         first = T.access_ptr(self.state_indices[0], "r")
         return extern("Slots", first, self.index_kind, self.index_stride, self.null_index, self.slots)
 

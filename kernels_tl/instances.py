@@ -23,34 +23,32 @@ DECODE_SPILLS = {"rows": 128, "tensor_cores": 64}  # mostly once a CTA
 INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
     # forward
-    *(Instance("forward.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
+    *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(
         # Around h, of which the forward without it took no more time.
-        Instance("forward.chunk_forward", types | {"value_tile": tile}, spill_budget=52 if tile == WIDE_TILE else 0)
+        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=52 if tile == WIDE_TILE else 0)
         for types in TYPES
         for tile in (NARROW_TILE, WIDE_TILE)
     ),
     *(
-        Instance("forward.fused_forward", types | {"normalize": normalize, "low_level": low_level})
+        Instance("states.fused_forward", types | {"normalize": normalize, "low_level": low_level})
         for types in TYPES
         for normalize in (False, True)
         for low_level in (False, True)
         if not (low_level and types["dtype"] == "float16")  # whose A takes more digits than this kernel's inverse has
     ),
-    *(Instance("forward.segment_maps", types | {"partial": partial}) for types in TYPES for partial in (False, True)),
-    *(Instance("forward.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
-    *(Instance("forward.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
+    *(Instance("maps.segment_maps", types | {"partial": partial}) for types in TYPES for partial in (False, True)),
+    *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
+    *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
-    *(Instance(f"backward.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
-    *(Instance("backward.backward_maps", types) for types in TYPES),
-    *(Instance("backward.replay_states", types) for types in TYPES),
-    *(Instance("backward.chunk_backward", types, spill_budget=144) for types in TYPES),
-    Instance("backward.gate_gradients", {}),
+    *(Instance(f"gradients.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
+    *(Instance("maps.backward_maps", types) for types in TYPES),
+    *(Instance("states.replay_states", types) for types in TYPES),
+    *(Instance("gradients.chunk_backward", types, spill_budget=144) for types in TYPES),
+    Instance("gradients.gate_gradients", {}),
     # serving
     *(
-        Instance(
-            "serving.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=DECODE_SPILLS.get(path, 0)
-        )
+        Instance("decode.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=DECODE_SPILLS.get(path, 0))
         for types in TYPES
         for dtype in STATE_DTYPES
         for path in decode_paths(types["dtype"], dtype)

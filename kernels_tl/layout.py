@@ -100,7 +100,7 @@ class SegmentFlag:
 
 class ForwardGate:
     """The forward's table of a chunk's gates, [chunk slots, H_v, COUNT, CHUNK] fp32: beta_i and beta_i gamma_i in pairs
-    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of device/segments.cuh behind it.
+    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of maps/segments.cuh behind it.
     With the l2norm the factors of keys and queries hold 1 / their norm as well."""
 
     BETA, QUERY, DECAY, TOTAL = 0, 2, 3, 4
@@ -178,7 +178,7 @@ class Ring:
 
 class Place:
     """What a consumer of fused_forward has in one register: the first bits of its offset in a tile and its column in a
-    fragment (device/tiles.cuh), of its warpgroup, and of its Ring."""
+    fragment (core/tiles.cuh), of its warpgroup, and of its Ring."""
 
     OFFSET, COLUMN, WARPGROUP, RING = 0, 16, 20, 24
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 FUSED = (128, 0, 1)
 MODES = (*itertools.product((64, 128), (0, 1, 2, 5, 16)), FUSED)  # (value_tile, segment_chunks, perhaps fused)
-SKIPPED_BELOW = -24  # log2 of the bound on a map below which it is left out, kNegligible in device/segments.cuh
+SKIPPED_BELOW = -24  # log2 of the bound on a map below which it is left out, kNegligible in maps/segments.cuh
 
 
 def each_mode(*modes):

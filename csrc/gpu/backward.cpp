@@ -148,9 +148,8 @@ class Backward {
   }
 
   kernels::Maps reverse_maps() const {
-    return {.states = grad_states(),
-            .maps = workspace_[workspace_.maps],
-            .skips = workspace_[workspace_.reverse_skips]};
+    return {
+        .states = grad_states(), .maps = workspace_[workspace_.maps], .skips = workspace_[workspace_.reverse_skips]};
   }
 
   kernels::Gradients gradients() const {

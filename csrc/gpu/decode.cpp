@@ -80,7 +80,7 @@ constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // that a CTA's 
 
 bool has_fp32_states(const DecodeCall& call) { return has_dtype(call.state_pool, ScalarType::Float); }
 
-using kernels::Path;  // the kernel that takes a call: DecodePath in kernels_tl/device/decode.cuh
+using kernels::Path;  // the kernel that takes a call: DecodePath in kernels_tl/decode/decode.cuh
 
 Path path_of(const DecodeCall& call) {
   if (call.T == 1 && !call.cu_seqlens) {

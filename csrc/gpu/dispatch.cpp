@@ -17,7 +17,7 @@ namespace {
 // What an offer to the device has to promise, of the time without: for as good as nothing it is not made.
 constexpr double kWorthOffering = 0.998;
 
-// While chunk_plan runs, fused_forward finds out by itself where its CTAs begin (device/plan.cuh), as chunk_matrices
+// While chunk_plan runs, fused_forward finds out by itself where its CTAs begin (plan/plan.cuh), as chunk_matrices
 // does; it needs the sequences in order, so with up to a warp's.
 constexpr int64_t kMostSorted = 32;
 

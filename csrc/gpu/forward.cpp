@@ -40,8 +40,7 @@ ForwardShape shape_of(const Call& call, const States& states) {
 // What chunk_matrices makes in the backward alone.
 constexpr kernels::BackwardTables kNoBackwardTables = {
     .backward_gates = nullptr, .turns = nullptr, .counters = nullptr, .has_backward_gates = false};
-constexpr kernels::Gradients kNoGradients = {
-    .dq = nullptr, .dk = nullptr, .dv = nullptr, .db = nullptr, .dg = nullptr};
+constexpr kernels::Gradients kNoGradients = {.dq = nullptr, .dk = nullptr, .dv = nullptr, .db = nullptr, .dg = nullptr};
 
 // The launches of a call, each in a function of its name.
 class Forward {
@@ -119,23 +118,21 @@ class Forward {
   kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }
 
   void fused_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::fused_forward({.sizes = pass_.sizes(),
-                            .tokens = pass_.tokens(),
-                            .gates = gates(),
-                            .sequences = sequences_of(call_),
-                            .slots = states_.slots,
-                            .plan = pass_.plan(),
-                            .states = states_.numbers,
-                            .kept = states_.kept,
-                            .outputs = outputs(),
-                            .ctas = launch.ctas,
-                            .early = d_.early,
-                            .scale = static_cast<float>(*call_.scale)},
-                           {.dtype = pass_.dtype(),
-                            .K = pass_.K(),
-                            .normalize = call_.use_qk_l2norm,
-                            .low_level = call_.output_A},
-                           stream_);
+    kernels::fused_forward(
+        {.sizes = pass_.sizes(),
+         .tokens = pass_.tokens(),
+         .gates = gates(),
+         .sequences = sequences_of(call_),
+         .slots = states_.slots,
+         .plan = pass_.plan(),
+         .states = states_.numbers,
+         .kept = states_.kept,
+         .outputs = outputs(),
+         .ctas = launch.ctas,
+         .early = d_.early,
+         .scale = static_cast<float>(*call_.scale)},
+        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm, .low_level = call_.output_A},
+        stream_);
   }
 
   void chunk_matrices() const {

@@ -14,7 +14,7 @@ constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
 constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 
-// While chunk_plan runs, chunk_matrices finds out by itself where its first CTAs begin (device/plan.cuh): with up to so
+// While chunk_plan runs, chunk_matrices finds out by itself where its first CTAs begin (plan/plan.cuh): with up to so
 // many sequences that takes less time.
 constexpr int64_t kMostSearched = 64;
 

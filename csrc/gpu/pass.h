@@ -1,4 +1,5 @@
-// What both passes launch, and the bundles that they share: parts of the call and of the workspace, as kernels take them.
+// What both passes launch, and the bundles that they share: parts of the call and of the workspace, as kernels take
+// them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,8 +40,8 @@ class Pass {
   // segment_scan, of states or in reverse of their gradients. `beside` the scan that is the launch before this one.
   void scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside) const;
 
-  // compose_maps, of the sequences call.map_sequences; null if there are none. `offsets` are the Z of the segments, each
-  // in its own slot, `initial` the states that are there.
+  // compose_maps, of the sequences call.map_sequences; null if there are none. `offsets` are the Z of the segments,
+  // each in its own slot, `initial` the states that are there.
   Tensor compose(bool reverse, const kernels::Maps& maps, const float* offsets,
                  const std::optional<Tensor>& initial) const;
 

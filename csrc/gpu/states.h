@@ -16,11 +16,11 @@ int64_t table_kind(const Tensor& tensor);
 
 // The states of a call, as kernels take them (kernels_tl/bundles.py).
 struct States {
-  kernels::States numbers;            // slots, of which sequences have one each: those of `slots`
-  kernels::Slots slots;               // or, without a table, their own numbers
-  kernels::StatePresence presence;    // which states there are
-  kernels::Checkpoints kept;          // V-first; none: every 0 tokens
-  kernels::CheckpointTable kept_in;   // or, without a table, in the order of the sequences
+  kernels::States numbers;           // slots, of which sequences have one each: those of `slots`
+  kernels::Slots slots;              // or, without a table, their own numbers
+  kernels::StatePresence presence;   // which states there are
+  kernels::Checkpoints kept;         // V-first; none: every 0 tokens
+  kernels::CheckpointTable kept_in;  // or, without a table, in the order of the sequences
 };
 
 // Of one tensor of initial states and one of final states, in the layout of the call.

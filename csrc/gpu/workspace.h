@@ -116,7 +116,7 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<float> backward_gates;  // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
   const Region<uint16_t> v_new;        // [chunk_slots, H_v, kChunk, rows]
   const Region<uint16_t> h;            // [chunk_slots, H_v, rows, K]: a chunk's first state
-  const Region<int32_t> turns;         // [chunk_slots, H_k]: see device/turns.cuh
+  const Region<int32_t> turns;         // [chunk_slots, H_k]: see gradients/turns.cuh
   // With gate_gradients.
   const Region<float> db_parts, dg_parts;  // [value tiles, B * T, H_v]
   const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias

@@ -23,7 +23,7 @@ states of a sequence begin and end in one place, so that a segment that is not t
 that may have written it: the first state of a sequence that is cut then is with the others that segment_scan makes.
 
 Launched once per call, one CTA. The kernel behind it does not wait for all of this: its first CTAs find their rows
-themselves (device/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
+themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
 `uniform_length` tokens.
 """
 
@@ -32,7 +32,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import CheckpointTable, Cuts, Plan, Sequences, Sizes, Slots, StatePresence
-from kernels_tl.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
 from kernels_tl.layout import (
     NOBODY,
     PADDING,
@@ -44,8 +44,8 @@ from kernels_tl.layout import (
 )
 
 PRELUDE = """
-#include "device/block_scan.cuh"
-#include "device/plan.cuh"
+#include "plan/block_scan.cuh"
+#include "plan/plan.cuh"
 """
 
 THREADS = PLAN_STEP  # one sequence each, step by step

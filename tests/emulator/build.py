@@ -1,5 +1,5 @@
 """Builds the package with kernels that run on a CPU, as include/emulator.h says: the CUDA that TileLang generates and
-the headers in kernels_tl/device, compiled by g++ with PTX replaced by calls of the emulator, and all host code, which
+the headers in kernels_tl, compiled by g++ with include/core/ptx.cuh in the place of theirs, and all host code, which
 finds an emulated CUDA runtime. Its ops of CPU tensors are those of GPU tensors, except what only the CPU has.
 
     python tests/emulator/build.py build/emulator      # behind a build of the package, for the generated sources
@@ -25,84 +25,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-KERNELS, DEVICE = ROOT / "build/kernels", ROOT / "kernels_tl/device"
+KERNELS, DEVICE = ROOT / "build/kernels", ROOT / "kernels_tl"
 TORCH = Path(torch.__file__).parent
-
-
-def store_of(kind: str, coordinates: str) -> str:
-    return f"emulator::move_box(emulator::Box::{kind}, map, box, {{{coordinates}}}); tl::tma_store_arrive();"
-
-
-# By the beginning of an instruction: what its statement becomes, in the names of the place. An instruction that only
-# orders what the emulator does in order anyway becomes nothing.
-PTX = {
-    "": "",
-    "exit": "emulator::exit_thread();",
-    "trap": 'emulator::fail("trap");',
-    "mov.b32": "y = x;",
-    "ex2.approx.ftz.f32": "y = std::exp2(x);",
-    "ld.shared.f32": "x = *factor;",
-    "ld.acquire.gpu.global.s32": "now = *turn;",
-    "st.release.gpu.global.s32": "*turn = own + 1;",
-    "bar.sync %0, 128": "emulator::synchronize(emulator::named_barrier(barrier), 128);",
-    "bar.sync %0, %1": "emulator::synchronize(emulator::named_barrier(NamedBarrier::kTeam + team), 32 * warps);",
-    "ldmatrix.sync.aligned.m8n8.x4.shared.b16": "emulator::load_matrices(x, address, false);",
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": "emulator::load_matrices(x, address, true);",
-    "stmatrix.sync.aligned.m8n8.x4.shared.b16": "emulator::store_matrices(address, {a, b, c, d}, false);",
-    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16": "emulator::store_matrices(address, {a, b, c, d}, true);",
-    "mma.sync.aligned.m16n8k8": "emulator::mma_tf32(c, {a0, a1, a2, a3}, {b0, b1});",
-    "mma.sync.aligned.m16n8k16": 'emulator::mma_16(c, a, {b0, b1}, sizeof(type) == sizeof("bf16"));',
-    "{\\n\\t.reg .pred p;\\n\\tsetp.ne.b32 p, %34, 0;\\n\\twgmma.mma_async.sync.aligned.m64n64k16": (
-        'emulator::wgmma({nullptr, a, b, x, 64, false, false, accumulate != 0, sizeof(type) == sizeof("bf16")})'
-    ),
-    "wgmma.fence": "",
-    "wgmma.commit_group": "tl::warpgroup_commit_batch();",
-    "wgmma.wait_group": "tl::wait_wgmma<kInFlight>();",
-    "fence.proxy.async": "tl::fence_proxy_async();",
-    "cp.async.cg.shared.global": "emulator::copy_piece(to, from, there);",
-    "cp.async.commit_group": "",
-    "cp.async.wait_group": "",
-    "cp.async.bulk.prefetch.L2.global": "emulator::check_pieces(from, bytes);",
-    "cp.async.bulk.wait_group": "tl::tma_store_wait<0, true>();",
-    "cp.async.bulk.tensor.3d": store_of("kStore", "x0, x1, x2"),
-    "cp.async.bulk.tensor.5d": store_of("kStore", "x0, x1, x2, x3, x4"),
-    "cp.reduce.async.bulk.tensor.3d": store_of("kAdd", "x0, x1, x2"),
-    "mbarrier.expect_tx": "emulator::mbarrier(barrier).expect((rows + 31 - lane) / 32 * bytes);",
-    "cp.async.bulk.shared::cluster.global": (
-        "emulator::load_bytes(emulator::mbarrier(barrier), static_cast<char*>(to) + row * pitch,"
-        " static_cast<const char*>(state) + row * stride, bytes);"
-    ),
-}
-
-
-def end_of_call(text: str, begin: int) -> int:
-    """Behind the parenthesis that closes the one at `begin`."""
-    depth, i = 0, begin
-    while True:
-        if text[i] == '"':
-            i = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL).match(text, i + 1).end()
-            continue
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        i += 1
-        if depth == 0:
-            return i
-
-
-def without_ptx(path: Path) -> str:
-    text, found, done = path.read_text(), [], 0
-    for match in re.finditer(r"\basm(?: volatile)?(?=\()", text):
-        end = end_of_call(text, match.end())
-        strings = re.match(r'\((?:\s|\\\n)*((?:"(?:[^"\\]|\\.)*"(?:\s|\\\n)*)+)', text[match.end() : end]).group(1)
-        instruction = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', strings))
-        known = [x for x in PTX if instruction.startswith(x) and (x or not instruction)]
-        if not known:
-            sys.exit(f"{path.name}: the emulator does not know {instruction!r}, see PTX in {__file__}")
-        statement = PTX[max(known, key=len)]
-        if text[end] == ";" and statement.endswith(";"):
-            end += 1
-        found += [text[done : match.start()], statement]
-        done = end
-    return "".join([*found, text[done:]])
 
 
 def without_cuda(path: Path) -> str:
@@ -151,10 +75,9 @@ def write(path: Path, text: str) -> Path:
 
 
 def write_headers(folder: Path) -> None:
-    """Device headers, and empty ones for what emulator.h has."""
-    for path in DEVICE.glob("*.cuh"):
-        text = write(folder / "device" / path.name, without_ptx(path)).read_text()
-        for name in re.findall(r"#include <((?:cub|tl_templates)/.+)>", text):
+    """Empty ones for what emulator.h has."""
+    for path in DEVICE.rglob("*.cuh"):
+        for name in re.findall(r"#include <((?:cub|tl_templates)/.+)>", path.read_text()):
             write(folder / name, "")
     for path in KERNELS.glob("*.cu"):
         for name in re.findall(r"#include <(tl_templates/.+)>", path.read_text()):
@@ -234,7 +157,7 @@ def build(out: Path, races: bool = False) -> Path:
     from build_tools.toolchain import find_toolkit, max_jobs
 
     write_headers(out / "include")
-    include = [out / "include", HERE / "include", ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
+    include = [out / "include", HERE / "include", DEVICE, ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
     # No strict aliasing, as compilers of CUDA see it: pointers of all types to the same bytes
     options = ["-Wno-psabi", "-fno-strict-aliasing", *(["-DEMULATOR_RACES"] if races else [])]
     compiler = Compiler(ROOT, out, include, find_toolkit().include, options)

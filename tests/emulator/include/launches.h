@@ -1,6 +1,6 @@
 // Programmatic dependent launches: which launches have ended when a kernel starts that need not wait for the one ahead.
 // Launches run one after the other here; on a GPU such a kernel starts as soon as all CTAs of the one ahead have
-// triggered it or ended. What a kernel touches before its wait it declares: EARLY in kernels_tl/common.py.
+// triggered it or ended. What a kernel touches before its wait it declares: EARLY in kernels_tl/core/common.py.
 //
 // Of launch n, `start` is the last launch that has surely ended, with all before it, when n starts:
 //

@@ -1,0 +1,132 @@
+"""Small helpers that all kernels share. What the names mean is in docs/glossary.md; numbers that CUDA and C++ need too
+are in layout.py.
+
+Sizes that only change grids, strides and descriptors are dynamic:
+
+    tokens          rows of q, k, v: B * T          H_k, H_v       query/key and value heads
+    N               sequences                       chunk_slots    an upper bound of chunks for varlen batches, with
+    segment_slots   an upper bound of segments                     room for padding
+    state_size      elements of all states          h_slots        slots of h, which holds no padding
+    key_dim         channels of a key, at most K    value_dim      of a value, of which a CTA has at most V, a tile
+
+K and V are what a kernel is compiled for. Keys with fewer channels, and the last tile of a value, are as good as zeros
+in the others: TMA fills them in and leaves them out. What only kernels read is padded: `value_rows` is V times the
+number of tiles.
+"""
+
+import math
+from typing import NamedTuple
+
+import tilelang
+import tilelang.language as T
+
+from kernels_tl.layout import BLOCK, CHUNK, TRIANGLE
+
+C = CHUNK
+
+# Index arithmetic is in bounds by construction (the plan clamps), so the compiler's own bounds checks are not
+# wanted; warp specialisation is written out, never inferred.
+PASS_CONFIGS = {
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_warp_specialized": True,
+}
+# Of kernels that write out all synchronisation, too, and keep each shared buffer to itself. They say EXPLICIT_FENCES as
+# well: see build_tools/lower.py.
+EXPLICIT_PASS_CONFIGS = PASS_CONFIGS | {
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+}
+
+
+def dims(*names):
+    """Dynamic (run-time) sizes by name."""
+    return tuple(T.dynamic(name) for name in names)
+
+
+def swizzled(buffer):
+    """The TMA/WGMMA swizzle as an explicit layout, for tiles that no gemm reads (those get it by themselves)."""
+    return tilelang.layout.make_swizzled_layout(buffer)
+
+
+def element_type(dtype):
+    """The name of a dtype in CUDA C++."""
+    return {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}[dtype]
+
+
+def block_row(chunk_slots, H_v, j, dtype):
+    """Block row j of the forward's two matrices of each chunk and value head, a strided part of [chunk_slots, H_v, 2,
+    TRIANGLE]."""
+    width = C - BLOCK * j
+    strides = (H_v * 2 * TRIANGLE, 2 * TRIANGLE, TRIANGLE, width, 1)
+    return T.StridedTensor([chunk_slots, H_v, 2, BLOCK, width], strides, dtype)
+
+
+def block_rows(tiles, stage, buffers, slot, hv, matrix, edge):
+    """(where it goes, where it comes from) of the block rows of one matrix, from their four buffers to a tile of C x C.
+    What lies before a row's diagonal block is out of bounds: TMA fills in zeros and reads nothing. `edge` is a variable
+    that holds 0; a negative constant would count from the end."""
+    return [
+        (
+            tiles[stage, BLOCK * j : BLOCK * (j + 1), :],
+            buffers[j][slot, hv, matrix, :, edge - BLOCK * j : edge - BLOCK * j + C],
+        )
+        for j in range(C // BLOCK)
+    ]
+
+
+# CUtensorMapSwizzle, CUtensorMapDataType, CUtensorMapL2promotion
+SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B = range(4)
+TMA_DTYPES = {"float16": 6, "bfloat16": 9}
+L2_PROMOTION_128B = 2
+
+
+def descriptor(buffer, box, swizzle):
+    """A TMA descriptor of a tensor of 16-bit elements, for a CUDA function: boxes of these extents, which are of
+    the innermost dimensions."""
+    rank = len(buffer.shape)
+    strides = list(buffer.strides) or [math.prod(buffer.shape[i + 1 :], start=1) for i in range(rank)]
+    box = [1] * (rank - len(box)) + list(box)
+    return T.create_tma_descriptor(
+        TMA_DTYPES[str(buffer.dtype)],
+        rank,
+        buffer.data,
+        *reversed(buffer.shape),
+        *(2 * stride for stride in reversed(strides)),
+        *reversed(box),
+        *[1] * rank,
+        0,  # no interleaving
+        swizzle,
+        L2_PROMOTION_128B,
+        0,  # out of bounds: zeros
+    )
+
+
+def extern(name, *args, returns="handle"):
+    """A call of a CUDA function of a header in kernels_tl."""
+    return T.call_extern(returns, f"flash_qla::device::{name}", *args)
+
+
+# A kernel that calls pdl_sync may start before the kernel ahead of it has ended. EARLY of its module names the
+# parameters that it touches before pdl_sync, and after which kernels, or whom, that is right:
+#
+#   the name of a kernel   its last launch before this one has ended
+#   CALLER                 all that ran before the call has ended: the caller's tensors are there, new memory is free
+#   HINT                   what is read does not change results
+#
+# A condition is an integer parameter: unless its argument is 0 the kernel does so. The emulator checks each launch by
+# this declaration and, with --races, each access (tests/emulator/launches.h).
+CALLER, HINT = "caller", "hint"
+
+
+class Early(NamedTuple):
+    kernels: tuple[str, ...]
+    where: str | None = None  # the condition
+
+
+def after(*kernels, where=None):
+    return Early(kernels, where)
+
+
+def load_early(number):
+    """An entry of chunk_plan's tables, perhaps before pdl_sync: see core/warp.cuh."""
+    return extern("load_early", T.access_ptr(number, "r"), returns="int32")

@@ -1,0 +1,159 @@
+"""What a CTA has: shared memory, barriers, and the pieces of work that it goes through."""
+
+import math
+from types import SimpleNamespace
+
+import tilelang.language as T
+from tvm.script.ir_builder import IRBuilder
+
+from kernels_tl.core.common import C, element_type, extern, load_early, swizzled
+from kernels_tl.layout import WIDE_TILE, SegmentColumn
+
+SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
+BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+def named(**buffers):
+    """Buffers as a record, each called by its name in the generated code."""
+    for name, buffer in buffers.items():
+        IRBuilder.name(name, buffer)
+    return SimpleNamespace(**buffers)
+
+
+def shared(kilobytes, swizzle=(), **buffers):
+    """Allocates shared memory, each buffer `name=(shape, dtype)`, as a record of these names; in the generated code
+    they are called name_s. `kilobytes` is their sum, as the kernel's page states it. `swizzle` names those that shall
+    have TMA's swizzle without a gemm that gives it to them."""
+    total = sum(math.prod(shape) * BYTES[dtype] for shape, dtype in buffers.values()) / 1024
+    assert total == kilobytes <= SHARED_LIMIT, f"{total} KB of shared memory, not {kilobytes}"
+    made = {name: T.alloc_shared(shape, dtype) for name, (shape, dtype) in buffers.items()}
+    for name, buffer in made.items():
+        IRBuilder.name(f"{name}_s", buffer)
+    if swizzle:
+        T.annotate_layout({made[name]: swizzled(made[name]) for name in swizzle})
+    return SimpleNamespace(**made)
+
+
+def barriers(**arrivals):
+    """Allocates barriers, each name a list with the number of threads that arrive at each of them, as a record."""
+    return named(**{name: T.alloc_barrier(counts) for name, counts in arrivals.items()})
+
+
+def fragments(**buffers):
+    """Allocates matrices in registers of a role's threads, each `name=(shape, dtype)`, as a record of these names."""
+    return named(**{name: T.alloc_fragment(shape, dtype) for name, (shape, dtype) in buffers.items()})
+
+
+class Variables:
+    """A thread's 32-bit variables, each `name=initial value`; reading an attribute reads the variable."""
+
+    def __init__(self, **initial):
+        self._made = {}
+        self.and_also(**initial)
+
+    def and_also(self, **initial):
+        made = {name: T.alloc_var("int32", init=value) for name, value in initial.items()}
+        for name, buffer in made.items():
+            IRBuilder.name(name, buffer)
+        self._made |= made
+        return self
+
+    def __getattr__(self, name):
+        return self._made[name][0]
+
+
+class Walk:
+    """A CTA's way through the pieces of work, `tiles` parts of the value rows of each head of each segment. CTAs take
+    pieces in turns, every other turn in the opposite order: the plan puts long segments first, so each CTA gets long
+    and short ones."""
+
+    def __init__(self, cta, ctas, segment_slots, H_v, tiles=1):
+        self.cta, self.ctas, self.H_v, self.tiles = cta, ctas, T.Cast("int32", H_v), tiles
+        self.of_all = Variables(pieces=T.Cast("int32", segment_slots * H_v) * tiles)
+
+    @property
+    def pieces(self):
+        return self.of_all.pieces
+
+    def piece(self, turn):
+        return turn * self.ctas + T.if_then_else(turn % 2 == 0, self.cta, self.ctas - 1 - self.cta)
+
+    @T.inline
+    def turns(self):
+        """How many turns the CTA has."""
+        turns = T.alloc_var("int32", init=T.truncdiv(self.pieces, self.ctas))  # those in which all CTAs have work
+        turns += T.if_then_else(self.piece(turns) < self.pieces, 1, 0)
+        return turns
+
+    @T.inline
+    def locate(self, turn):
+        """The piece of a turn: segment, value head hv, tile."""
+        work = T.alloc_var("int32", init=self.piece(turn))
+        part = T.alloc_var("int32", init=T.truncdiv(work, self.tiles))
+        segment = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
+        return Variables(segment=segment, hv=part - segment * self.H_v, tile=work - part * self.tiles)
+
+
+def locate_cta(cta, H_v, tiles):
+    """The piece of work of a CTA of [segments * H_v * tiles]: segment slot, value head hv, tile, and v0, its first
+    value row, of tiles of WIDE_TILE."""
+    piece = Variables(part=T.truncdiv(cta, tiles))
+    piece.and_also(slot=T.truncdiv(piece.part, T.Cast("int32", H_v)), tile=cta - piece.part * tiles)
+    return piece.and_also(hv=piece.part - piece.slot * T.Cast("int32", H_v), v0=piece.tile * WIDE_TILE)
+
+
+def load_segment_early(segments, segment):
+    """A segment's columns and its chunks, perhaps before pdl_sync."""
+
+    def column(number):
+        return load_early(segments[segment, number])
+
+    read = Variables(
+        row=column(SegmentColumn.ROW),
+        length=column(SegmentColumn.LENGTH),
+        first=column(SegmentColumn.CHUNK),
+        n=column(SegmentColumn.SEQUENCE),
+        flags=column(SegmentColumn.FLAGS),
+        initial=column(SegmentColumn.INITIAL),
+    )
+    return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
+
+
+def is_never(sizes):
+    """False, which the compiler cannot know. A branch on it keeps instructions on their side of it, and keeps what it
+    uses among the kernel's parameters."""
+    return sizes.group == 0
+
+
+def fetch(source, target, barrier):
+    """A part of a tensor to shared memory by TMA, by one warp; announced to the barrier."""
+    return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
+
+
+@T.macro
+def clear_rows_behind(tile, valid, *stage):
+    """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
+    factors."""
+    for i, j in T.Parallel(*tile.shape[-2:]):
+        if i >= valid:
+            tile[(*stage, i, j)] = 0
+
+
+@T.macro
+def store_rows(tiles, w, rows, row, hv, column, valid):
+    """A chunk's tile of 64 x 64 from shared memory to 64 columns of rows [tokens, H_v, width], or as many as there are
+    from `column` on, by one warp. Of a chunk with fewer tokens only its own rows, as a box of TMA would go on into the
+    next sequence."""
+    if valid >= C:
+        T.fence_proxy_async()
+        T.tma_copy(tiles[w, :, :], rows[row : row + C, hv, column : column + C], leader_scope_threads=32)
+        T.tma_store_wait(0)
+    else:
+        extern(
+            f"store_tile<{element_type(str(tiles.dtype))}>",
+            T.access_ptr(tiles[w, 0, 0], "r"),
+            T.access_ptr(rows[row, hv, column], "w"),
+            rows.shape[1] * rows.shape[2],
+            valid,
+            T.Cast("int32", rows.shape[2]) - column,
+        )

@@ -1,0 +1,228 @@
+// All inline assembly: instructions that CUDA C++ does not have, and what keeps the compiler from moving values.
+// The emulator has a header of the same name with the same functions.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_qla::device {
+
+// The compiler.
+
+// It knows nothing of these values from here on: what depends on them is computed after this point, not before.
+__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void make_opaque(int& x, int& y, int& z, int& w) {
+  asm volatile("" : "+r"(x), "+r"(y), "+r"(z), "+r"(w));
+}
+
+// A copy in a register of its own, which it cannot compute again.
+__device__ __forceinline__ int kept(int x) {
+  int y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// x is in its register here, and memory accesses stay on their side.
+__device__ __forceinline__ void pin_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
+// It loads again what it has loaded before.
+__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
+
+// Threads.
+
+__device__ __forceinline__ void exit_thread() { asm volatile("exit;" ::: "memory"); }
+__device__ __forceinline__ void trap() { asm volatile("trap;" ::: "memory"); }
+
+// Barrier kBarrier, for so many threads.
+template <int kBarrier>
+__device__ __forceinline__ void sync_named(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+// The barrier of this number, for a warpgroup.
+__device__ __forceinline__ void sync_warpgroup(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+// Arithmetic.
+
+// 2^x; relative error 2^-22.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// c += a b, 16 x 8 += (16 x 8)(8 x 8), in TF32. With g = lane / 4, t = lane % 4: c holds (g, 2t), (g, 2t + 1), (g + 8,
+// 2t), (g + 8, 2t + 1); a holds (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b holds (t, g), (t + 4, g).
+__device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// c += a b, 16 x 8 += (16 x 16)(16 x 8); c as above. As ldmatrix gives them, a holds rows 0 to 7 and 8 to 15 of columns
+// 0 to 7, then of 8 to 15; b, transposed, rows 0 to 7 and 8 to 15.
+#define FLASH_QLA_MMA(element, type)                                                                        \
+  __device__ __forceinline__ void multiply_add(element, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, \
+                                               uint32_t b1) {                                               \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                              \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                                               \
+        "{%0, %1, %2, %3};"                                                                                 \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                    \
+  }
+FLASH_QLA_MMA(__nv_bfloat16, "bf16")
+FLASH_QLA_MMA(__half, "f16")
+#undef FLASH_QLA_MMA
+
+// x = a b^T, or x += a b^T, 64 x 64 x 16, both from shared memory by their descriptors, in flight.
+template <typename T>
+__device__ __forceinline__ void begin_wgmma(float (&x)[32], uint64_t a, uint64_t b, int accumulate) {
+#define FLASH_QLA_WGMMA(type)                                                                                       \
+  asm volatile(                                                                                                     \
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"                                                            \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                                   \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "      \
+      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n\t}"                            \
+      : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), "+f"(x[8]), \
+        "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15]), "+f"(x[16]),      \
+        "+f"(x[17]), "+f"(x[18]), "+f"(x[19]), "+f"(x[20]), "+f"(x[21]), "+f"(x[22]), "+f"(x[23]), "+f"(x[24]),     \
+        "+f"(x[25]), "+f"(x[26]), "+f"(x[27]), "+f"(x[28]), "+f"(x[29]), "+f"(x[30]), "+f"(x[31])                   \
+      : "l"(a), "l"(b), "r"(accumulate))
+  if constexpr (std::is_same_v<T, __half>) {
+    FLASH_QLA_WGMMA("f16");
+  } else {
+    FLASH_QLA_WGMMA("bf16");
+  }
+#undef FLASH_QLA_WGMMA
+}
+__device__ __forceinline__ void fence_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kInFlight>
+__device__ __forceinline__ void wait_wgmma() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
+
+// Shared memory.
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A load that the compiler neither moves nor makes uniform.
+__device__ __forceinline__ float load_shared(const float* from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(from)) : "memory");
+  return x;
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of a matrix a lane
+// holds row l / 4, columns 2 (l % 4) and the next; with _transposed that is of the transposed matrix.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                                          uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// Copies.
+
+// 16 bytes of global to shared memory, or zeros. From L2: what is read once has no use for L1.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kInFlight groups of the thread's copies are there.
+template <int kInFlight>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+
+// Bytes of global memory to L2.
+__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// So many bytes will come to the barrier, a tl::Barrier.
+template <typename Barrier>
+__device__ __forceinline__ void expect_bytes(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+// They come: from global memory to `offset` bytes behind `to` in shared memory.
+template <typename Barrier>
+__device__ __forceinline__ void copy_bytes(void* to, int offset, const void* from, int bytes, Barrier& barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to) + offset),
+               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
+}
+
+// Shared to global memory by TMA, by one thread: a box of the tensor behind `map`, from the given coordinates on, the
+// innermost one first. What is out of bounds is left out. The box may be overwritten after wait_for_boxes, by the same
+// thread; before, its writers have to pass fence_boxes.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2)
+      : "memory");
+}
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2, int x3,
+                                          int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+// Likewise added to what is there, each sum rounded to the dtype of the tensor.
+__device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2)
+      : "memory");
+}
+__device__ __forceinline__ void fence_boxes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_boxes() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Other CTAs.
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(int* to, int x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+// Between accesses by instructions and by TMA.
+__device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+}  // namespace flash_qla::device

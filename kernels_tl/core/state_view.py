@@ -1,0 +1,64 @@
+"""The caller's states: where one is, and in which layout."""
+
+import tilelang.language as T
+
+from kernels_tl.core.common import extern
+from kernels_tl.layout import Dtype
+
+
+class StateView:
+    """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] as one run of numbers: `strides` are
+    the element strides of v and of k in one, so that the layout is a run-time number. In a pool slots are further
+    apart, and numbers may have 16 bits: `dtype` is their Dtype, and V comes first then. `numbers` is a pointer."""
+
+    def __init__(self, numbers, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32):
+        self.numbers, self.dtype = numbers, dtype
+        self.key_dim, self.value_dim = T.Cast("int32", key_dim), T.Cast("int32", value_dim)
+        self.stride_v, self.stride_k = strides
+        self.H_v, self.slot_stride = H_v, slot_stride
+
+    @property
+    def is_v_first(self):
+        return self.stride_k == 1
+
+    @property
+    def row_stride(self):
+        return self.stride_v + self.stride_k - 1
+
+    def pointer(self, slot, hv, v=0):
+        """To the state of a slot and head, from value row v on."""
+        head = self.key_dim * self.value_dim
+        if self.slot_stride is None:  # the slots follow one another
+            state = (T.Cast("int64", slot) * self.H_v + hv) * head
+        else:
+            state = T.Cast("int64", slot) * self.slot_stride + T.Cast("int64", hv) * head
+        return extern("number_at", self.numbers, self.dtype, state + v * self.stride_v)
+
+    def read_columns(self, fragment, slot, hv, v):
+        """The warpgroups' columns of S, from value row v on; zeros beyond those that the state has."""
+        extent = (self.stride_v, self.stride_k, self.key_dim, self.value_dim - v)
+        return extern("read_state_columns", fragment.data, self.pointer(slot, hv, v), self.dtype, *extent)
+
+    def _of_fragment(self, name, fragment, slot, hv, v):
+        """The warpgroups' rows of S^T, from value row v on; those that the state has, and so of its channels."""
+        state, K = self.pointer(slot, hv, v), fragment.shape[1]
+        extent = (self.row_stride, self.value_dim - v, self.key_dim)
+        return extern(f"{name}<{K}>", fragment.data, state, self.dtype, self.is_v_first, *extent)
+
+    def read(self, fragment, slot, hv, v=0):
+        return self._of_fragment("read_state", fragment, slot, hv, v)
+
+    def write(self, fragment, slot, hv, v=0):
+        return self._of_fragment("write_state", fragment, slot, hv, v)
+
+
+def chosen(first, a, b):
+    """States a, if `first`, or b, which differ in where they are and in their dtype alone."""
+    numbers = extern("chosen", first, a.numbers, b.numbers)
+    slot_stride, dtype = (T.Select(first, getattr(a, x), getattr(b, x)) for x in ("slot_stride", "dtype"))
+    return StateView(numbers, a.H_v, a.key_dim, a.value_dim, (a.stride_v, a.stride_k), slot_stride, dtype)
+
+
+def is_checkpoint(tokens, length, until, every):
+    """Whether there may be one behind so many tokens of a segment."""
+    return (tokens <= length) & (tokens >= until) & (T.truncmod(tokens - until, T.max(every, 1)) == 0)

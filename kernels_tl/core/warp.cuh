@@ -1,0 +1,67 @@
+// The instructions below a tile: warp-wide matrix moves and products, named barriers, conversions.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ptx.cuh"
+#include "layout.h"
+
+namespace flash_qla::device {
+
+// Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
+// branches on it may then be where WGMMAs are in flight.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
+
+// The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
+// registers from before the loops around it.
+__device__ __forceinline__ int lane_here() {
+  int lane = threadIdx.x & 31;
+  make_opaque(lane);
+  return lane;
+}
+
+// x, as a value that may differ between lanes for all that the compiler knows. What is loaded from one address for all
+// lanes it moves to a register of the warp, and waits for it there, before the next load: so several are not on their
+// way together.
+__device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= blockDim.x); }
+
+// What chunk_plan wrote, before the wait for the grid ahead: it is there, as all of chunk_matrices waits for it before
+// it lets its successor begin. From L2, as L1 may hold what was there in an earlier call.
+__device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
+
+// For CTAs that find nothing to do. One of a grid must still wait for the one ahead, or its successor would not.
+__device__ __forceinline__ void leave() { exit_thread(); }
+
+constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(double x) { return static_cast<float>(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+__device__ __forceinline__ uint32_t pack(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(__half, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {  // by an instruction each
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+__device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
+__device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+
+// Rounded to nearest, in the bits that the tensor cores read; they cut off the 13 low ones. (cvt.rna.tf32 is a dozen
+// instructions on sm_90.)
+__device__ __forceinline__ float round_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
+
+// The bits that the tensor cores read.
+__device__ __forceinline__ float truncate_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) & ~0x1fffu); }
+
+}  // namespace flash_qla::device

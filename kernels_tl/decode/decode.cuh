@@ -1,0 +1,278 @@
+// A few tokens of a sequence on some value rows of its state, which goes from the pool to registers and back once; see
+// decode/decode.py.
+#pragma once
+
+#include <type_traits>
+
+#include "decode/decode_blocks.cuh"
+#include "decode/decode_mma.cuh"
+#include "decode/decode_rows.cuh"
+
+namespace flash_qla::device {
+
+// How a kernel takes sequences of several tokens through their states.
+enum class DecodePath {
+  kOneToken,     // there are none
+  kRows,         // one token after the other, whatever becomes of the states behind them
+  kBlocks,       // blocks of them together, as far as the last state
+  kTensorCores,  // all of them together, whatever becomes of the states behind them
+};
+
+// By a CTA; o is at the head's row of the first token, `o_stride` from one token to the next.
+template <typename Element, typename State, int K, DecodePath kPath>
+class Decode {
+ public:
+  const DecodePlan& plan;
+  const DecodeTokens& tokens;
+  const DecodeStates& states;
+  Element* const o;
+  void* const tiles;  // in shared memory, for the CTA's rows of the state
+  const int64_t o_stride;
+  const DecodeShare& share;
+  const int K_, V_, N;
+
+  __device__ __forceinline__ void run() const {
+    const int64_t begin = plan.begin(share.n), slot = plan.first_slots(share.n);
+    const int count = kPath == DecodePath::kOneToken ? 1 : plan.count(share.n);
+    if (slot == kNobody) {
+      clear(begin, begin + count);
+    } else if (count == 1) {
+      one_token(begin, slot);
+    } else if (count > 1) {
+      several_tokens(begin, count, slot);
+    }
+    if (kPath != DecodePath::kOneToken && plan.offsets && share.n == N - 1) {  // rows that no sequence has
+      clear(begin + count, plan.tokens);
+    }
+  }
+
+ private:
+  using Rows = StateRows<State, K>;
+  using Raw = RawToken<Element, State, K>;
+  template <int kTileRows>
+  using Prepared = PreparedTokens<Element, State, K, kTileRows>;
+  struct Blocks {
+    typename Prepared<kDecodeTile>::Shared tokens;
+    Relations relations;
+  };
+  struct Nothing {};
+  template <DecodePath kWhose, typename T>
+  using Of = std::conditional_t<kPath == kWhose, T, Nothing>;
+  union Shared {
+    typename Prepared<kDecodeGroupRows>::Shared tokens;
+    Of<DecodePath::kBlocks, Blocks> blocks;
+    Of<DecodePath::kTensorCores, MmaTokens<kDecodeBlock, K>> few;
+    Of<DecodePath::kTensorCores, MmaTokens<kDecodeTokens, K>> more;
+  };
+  // Whether a CTA may have more value rows than its warps have at a time.
+  static constexpr bool kHasGroups = kPath == DecodePath::kBlocks || kPath == DecodePath::kTensorCores;
+
+  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
+  __device__ __forceinline__ int groups() const { return kHasGroups ? share.groups : 1; }
+  __device__ __forceinline__ int first_row_of(int group) const { return share.first_row + group * kDecodeGroupRows; }
+  __device__ __forceinline__ int row_of(int group) const { return first_row_of(group) + warp() * kDecodeWarpRows; }
+  __device__ __forceinline__ Rows rows_of(int group) const { return Rows(row_of(group), K_, V_); }
+  __device__ __forceinline__ const State* state_of(int64_t slot) const {
+    return static_cast<const State*>(states.pool) + slot * states.slot_stride;
+  }
+
+  __device__ __forceinline__ void clear(int64_t begin, int64_t end) const {
+#pragma unroll 1
+    for (int group = 0; group < groups(); ++group) {
+      for (int64_t t = begin; t < end; ++t) {
+        rows_of(group).write_output(o + t * o_stride, 0.f);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void several_tokens(int64_t begin, int count, int64_t slot) const {
+    if constexpr (kPath != DecodePath::kOneToken) {
+      __shared__ Shared shared;
+      if constexpr (kPath == DecodePath::kTensorCores) {
+        if (count <= kDecodeBlock) {
+          return by_tensor_cores<kDecodeBlock>(shared.few, begin, count, slot);
+        }
+        if (count <= kDecodeTokens) {
+          return by_tensor_cores<kDecodeTokens>(shared.more, begin, count, slot);
+        }
+      }
+      if constexpr (kPath == DecodePath::kBlocks) {
+        if (count <= kDecodeTokens) {
+          return in_blocks(shared.blocks, begin, count, slot);
+        }
+      }
+      one_by_one(shared.tokens, begin, count, slot);
+    }
+  }
+
+  // Nothing is shared: each warp makes the token ready for itself, while its first rows are on their way.
+  __device__ __forceinline__ void one_token(int64_t begin, int64_t slot) const {
+    const State* const state = state_of(slot);
+    typename Rows::Raw next;
+    rows_of(0).load(next, state);
+    Raw raw;
+    raw.load(tokens, begin, K_);
+    float next_v = value_of(begin, 0);
+    const auto token = raw.prepare(tokens);
+#pragma unroll 1
+    for (int group = 0; group < groups(); ++group) {
+      Rows rows = rows_of(group);
+      rows.set(next);
+      const float v = next_v;
+      if (group + 1 < groups()) {
+        rows_of(group + 1).load(next, state);
+        next_v = value_of(begin, group + 1);
+      }
+      rows.write_output(o + begin * o_stride, rows.step(token, v));
+      states.template places<State>(plan, share.n, 0, 1, slot).for_each([&](State* to) { rows.write(to); });
+    }
+  }
+  // v of the lane's own row.
+  __device__ __forceinline__ float value_of(int64_t at, int group) const {
+    const int row = row_of(group) + Rows::own_row();
+    return row < V_ ? to_float(static_cast<const Element*>(tokens.v)[at * tokens.v_stride + row]) : 0.f;
+  }
+
+  __device__ __forceinline__ void one_by_one(typename Prepared<kDecodeGroupRows>::Shared& shared, int64_t begin,
+                                             int count, int64_t slot) const {
+#pragma unroll 1
+    for (int group = 0; group < groups(); ++group) {
+      Rows rows = rows_of(group);
+      auto& at_start = static_cast<typename Rows::Tile*>(tiles)[warp()];
+      rows.fetch(at_start, state_of(slot));
+      commit_copies();
+      Prepared<kDecodeGroupRows> prepared(shared, plan, tokens, states, share.n, begin, count, slot,
+                                          first_row_of(group), K_, V_);
+      prepared.want(0);
+      wait_for_copies<0>();
+      rows.set(at_start);
+#pragma unroll 1
+      for (int t = 0; t < count; ++t) {
+        int depth = 0;  // of t below the state that is there
+        if (plan.parent(share.n, t) != t - 1) {
+          rows.set(at_start);
+          depth = plan.depth(share.n, t);
+        }
+        float out;
+#pragma unroll 1
+        for (; depth >= 0; --depth) {
+          const int token = plan.ancestor(share.n, t, depth);
+          prepared.want(token);
+          out = rows.step(prepared.token(token), prepared.v(token, warp() * kDecodeWarpRows + Rows::own_row()));
+        }
+        rows.write_output(o + (begin + t) * o_stride, out);
+        prepared.places(t).for_each([&](State* to) { rows.write(to); });
+      }
+    }
+  }
+
+  // While the tokens go through some rows of the state the next ones are on their way.
+  __device__ __forceinline__ void in_blocks(Blocks& shared, int64_t begin, int count, int64_t slot) const {
+    using Block = StateBlock<K>;
+    using Tiles = typename Block::Tile[kDecodeWarps];  // each warp has its own
+    constexpr int kStages = 2;
+    Tiles* const stages = static_cast<Tiles*>(tiles);  // of the state, kStages of them on their way in
+    auto& written = stages[kStages][warp()];           // and one on its way out
+    State* const state = const_cast<State*>(state_of(slot));
+    const auto block_of = [&](int group) {
+      return Block(group * kDecodeGroupRows + warp() * kDecodeWarpRows, share.first_row, K_, V_);
+    };
+    const auto fetch = [&](int group) {
+      if (group < groups()) {
+        block_of(group).fetch(stages[group % kStages][warp()], state);
+      }
+      commit_copies();
+    };
+    Prepared<kDecodeTile> prepared(shared.tokens, plan, tokens, states, share.n, begin, count, slot, share.first_row,
+                                   K_, V_);
+    const auto raw = prepared.load(warp());
+#pragma unroll
+    for (int group = 0; group < kStages - 1; ++group) {
+      fetch(group);
+    }
+    prepared.prepare(raw);
+    shared.relations.set(shared.tokens, count);
+#pragma unroll 1
+    for (int group = 0; group < groups(); ++group) {
+      __syncwarp();  // the place has been read
+      fetch(group + kStages - 1);
+      wait_for_copies<kStages - 1>();
+      __syncwarp();
+      Block rows = block_of(group);
+      rows.set(stages[group % kStages][warp()]);
+      const auto step = [&](auto tokens_together, int t) {
+        constexpr int kTokens = tokens_together.value;
+        const float out = rows.template step<kTokens>(shared.tokens, shared.relations, t);
+        rows.template write_output<kTokens>(o + (begin + t) * o_stride, o_stride, out);
+        return t + kTokens;
+      };
+      int t = 0;
+#pragma unroll 1
+      while (t + kDecodeBlock <= count) {
+        t = step(std::integral_constant<int, kDecodeBlock>(), t);
+      }
+      if (t + kDecodeBlock / 2 <= count) {
+        t = step(std::integral_constant<int, kDecodeBlock / 2>(), t);
+      }
+      if (t < count) {
+        step(std::integral_constant<int, 1>(), t);
+      }
+      if (plan.update_state) {
+        rows.write(state, written);
+      }
+    }
+  }
+
+  // All tokens go through the state together, whatever becomes of the states behind them.
+  template <int kTokens>
+  __device__ __forceinline__ void by_tensor_cores(auto& shared, int64_t begin, int count, int64_t slot) const {
+    if constexpr (kPath == DecodePath::kTensorCores) {
+      using Decoder = MmaDecoder<kTokens, K>;
+      constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // of a warp, at most
+      auto* const tile = static_cast<typename Decoder::Tile*>(tiles);
+      const State* const state = state_of(slot);
+      const int first_row = share.first_row, rows = groups() * kDecodeGroupRows;
+      const auto unit = [](int turn) { return turn * kDecodeWarps + warp(); };
+      shared.fetch(tokens, begin, count, first_row, rows, K_, V_);
+      commit_copies();
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (unit(turn) * kMmaRows < rows) {
+          Decoder(unit(turn) * kMmaRows, first_row, K_, V_).fetch(tile[unit(turn)], state);
+        }
+        commit_copies();
+      }
+      const auto own = shared.prepare_gates(plan, tokens, states, share.n, begin, count, slot);
+      wait_for_copies<kTurns>();
+      __syncthreads();
+      shared.prepare(tokens, own);
+#pragma unroll 1
+      for (int turn = 0; turn < kTurns && unit(turn) * kMmaRows < rows; ++turn) {
+        turn == 0 ? wait_for_copies<kTurns - 1>() : wait_for_copies<0>();
+        __syncwarp();
+        Decoder decoder(unit(turn) * kMmaRows, first_row, K_, V_);
+        decoder.set(tile[unit(turn)], shared);
+        decoder.write_outputs(shared, o + begin * o_stride, o_stride, count);
+#pragma unroll 1
+        for (int t = 0; t < count; ++t) {
+          const auto places = shared.of_warp().places[t];
+          if (places.slot != nullptr || places.kept != nullptr) {
+            decoder.make_state(tile[unit(turn)], shared, t);
+          }
+          places.for_each([&](State* to) { decoder.write(to, tile[unit(turn)]); });
+        }
+      }
+    }
+  }
+};
+
+template <typename Element, typename State, int K, DecodePath kPath>
+__device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
+                                       void* outputs, void* tiles, int64_t o_stride, const DecodeShare& share,
+                                       int key_dim, int value_dim, int N) {
+  Decode<Element, State, K, kPath>{plan,    tokens,    states, static_cast<Element*>(outputs), tiles, o_stride, share,
+                                   key_dim, value_dim, N}
+      .run();
+}
+
+}  // namespace flash_qla::device

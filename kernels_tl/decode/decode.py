@@ -1,0 +1,264 @@
+"""The recurrence over one or a few tokens of each sequence, on states that lie in a pool: with gamma = exp(g),
+
+    g, beta  = the activations of a and b
+    change   = beta (v - gamma S k)
+    o        = scale (gamma S q + change (k^T q))
+    S'       = gamma S + change k^T
+
+in fp32, token by token, S [V, K] being read once and written where it is wanted; q and k normalised, if the l2norm is
+inside.
+
+    q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
+    v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
+    state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
+    offsets        [N + 1]                          the tables of indices are int32 or int64, or are not there, as
+    state_indices  [N, columns]                     DecodeTable says
+    accepted       [N]
+    write_indices  [N, columns]
+    state_rows     [N]
+    parents        [N, columns]
+
+A state's memory is read and written once, whatever the number of tokens, a warp having 512 bytes of it next to each
+other at a time. There are four paths, each a kernel.
+
+one_token: each sequence has one. A warp has eight value rows, a lane 16 bytes of each of its rows, straight between
+memory and registers, and shares nothing (decode/decode_rows.cuh), so that many warps are on an SM.
+
+rows: tokens go through the same rows one by one, and whatever becomes of the states behind them. What is the same for
+all value rows, normalised q and k and the activated gates, is made once a CTA, in shared memory
+(decode/decode_tokens.cuh). In a tree of tokens the states of ancestors are made again from the one at the start, which
+is still in shared memory.
+
+blocks, on fp32 states, where only the state behind the last token is wanted: up to four tokens go through a state
+together (decode/decode_blocks.cuh): all products with a state are with the one before the first of them, and what the
+others' changes add comes by products of keys with keys and queries, made once a CTA. So their sums do not wait for each
+other. While tokens go through some value rows of a CTA the next ones are on their way.
+
+tensor_cores, with tokens and states in bf16: two to eight tokens go by tensor cores (decode/decode_mma.cuh), whatever
+becomes of the states behind them: a warp has 16 value rows of the state at the start, a left factor as it comes, for
+the products with all keys and queries, and any state is one product more with the keys, whose left factor, the changes,
+is in two parts of 16 bits.
+
+In all of them a sequence of one token takes the sums of the first path, and one of more tokens than a block or the
+tensor cores have those of the second.
+
+The first sequences of a call have their states brought to L2 while the grid ahead is still running.
+
+Sums are over the same numbers in the same order wherever a sequence lies in a batch.
+
+Launched on [tiles of value rows, H_v, places of sequences]. In the last two paths a tile has `groups` times the rows
+that a CTA's warps have at a time, DECODE_TILE at most, and the last sequences may have several places each, and their
+tiles as many CTAs, so that SMs end at the same time.
+"""
+
+import tilelang.language as T
+
+from build_tools.bundle import Bundle
+from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
+from kernels_tl.core.cta import BYTES
+from kernels_tl.layout import (
+    DECODE_CTAS_BLOCKS,
+    DECODE_CTAS_MMA,
+    DECODE_CTAS_ONE_16,
+    DECODE_CTAS_ROWS,
+    DECODE_TILE,
+    DECODE_WARP_ROWS,
+    DECODE_WARPS,
+    DecodeTable,
+)
+
+EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # a state is brought to L2
+PRELUDE = """
+#include "decode/decode.cuh"
+"""
+
+WARP = 32  # threads
+GROUP = DECODE_WARPS * DECODE_WARP_ROWS  # value rows that a CTA's warps have at a time
+assert DECODE_TILE % GROUP == 0
+
+# What decode/decode.cuh calls it, CTAs an SM, rows of a state in shared memory; in blocks these are two groups on their
+# way in and one on its way out.
+PATHS = {
+    "one_token": ("kOneToken", DECODE_CTAS_ROWS, 0),
+    "rows": ("kRows", DECODE_CTAS_ROWS, GROUP),
+    "blocks": ("kBlocks", DECODE_CTAS_BLOCKS, 3 * GROUP),
+    "tensor_cores": ("kTensorCores", DECODE_CTAS_MMA, DECODE_TILE),
+}
+
+
+class DecodeGates(Bundle):
+    """Raw gates and betas; activations, an Activation, has their dtypes."""
+
+    def __init__(self, tokens, H_v, strides):
+        super().__init__(
+            a=T.StridedTensor([tokens, H_v], (strides["a_token"], 1), "float32"),
+            b=T.StridedTensor([tokens, H_v], (strides["b_token"], 1), "float32"),
+            A_log=T.Tensor([H_v], "float32"),
+            dt_bias=T.Tensor([H_v], "float32"),
+            activations=T.int32,
+        )
+
+
+class DecodeTables(Bundle):
+    """The tables of indices that a call has: `tables` has the TableKind of each, at the bits of DecodeTable."""
+
+    def __init__(self, N):
+        state_columns, write_columns, parent_columns = dims("state_columns", "write_columns", "parent_columns")
+        super().__init__(
+            offsets=T.Tensor([N + 1], "int32"),
+            state_indices=T.Tensor([N, state_columns], "int32"),
+            accepted=T.Tensor([N], "int32"),
+            write_indices=T.Tensor([N, write_columns], "int32"),
+            state_rows=T.Tensor([N], "int32"),
+            parents=T.Tensor([N, parent_columns], "int32"),
+            tables=T.int32,
+            state_columns=state_columns,
+            write_columns=write_columns,
+            parent_columns=parent_columns,
+            null_index=T.int64,
+        )
+
+    def table(self, which, numbers, columns=1):
+        return extern("Table", T.access_ptr(numbers, "r"), self.tables >> which & 3, T.Cast("int32", columns))
+
+    def first_slots(self, slots):
+        return extern(
+            "FirstSlots",
+            self.table(DecodeTable.STATES, self.state_indices[0, 0], self.state_columns),
+            self.table(DecodeTable.ACCEPTED, self.accepted[0]),
+            self.null_index,
+            T.Cast("int64", slots),
+        )
+
+
+class DecodeShares(Bundle):
+    """How value rows are given to CTAs (csrc/gpu/decode.cpp)."""
+
+    def __init__(self):
+        super().__init__(
+            groups=T.int32,  # of value rows a CTA
+            whole=T.int32,  # sequences of which that holds
+            halvings=T.int32,  # of the others a CTA's share is halved so often
+            places=T.int32,  # of sequences: one for each of the first, one a part for each of the others
+            early=T.int32,  # places whose CTAs may begin before the grid ahead has ended
+        )
+
+
+def decode(dtype, K, state_dtype, path):
+    tokens, H_k, key_dim, H_v, value_dim, slots, N = dims("tokens", "H_k", "key_dim", "H_v", "value_dim", "slots", "N")
+    rows, steps = dims("rows", "steps")
+    strides = {
+        name: T.dynamic(name, "int64")
+        for name in (
+            *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token"),
+            *("slot_stride", "row_stride", "step_stride"),
+        )
+    }
+    threads = DECODE_WARPS * WARP
+    name, CTAS, TILE = PATHS[path]
+    if path == "one_token" and BYTES[state_dtype] == 2:
+        CTAS = DECODE_CTAS_ONE_16
+    TILE_BYTES = TILE * K * BYTES[state_dtype]  # of states in shared memory
+
+    element, state_element = element_type(dtype), element_type(state_dtype)
+    function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
+
+    def of_heads(heads, channels, name):
+        return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
+
+    state_strides = (value_dim * key_dim, key_dim, 1)
+
+    @T.prim_func
+    def main(
+        q: of_heads(H_k, key_dim, "q"),
+        k: of_heads(H_k, key_dim, "k"),
+        v: of_heads(H_v, value_dim, "v"),
+        gates: DecodeGates(tokens, H_v, strides),
+        state_pool: T.StridedTensor(
+            [slots, H_v, value_dim, key_dim], (strides["slot_stride"], *state_strides), state_dtype
+        ),
+        kept_states: T.StridedTensor(
+            [rows, steps, H_v, value_dim, key_dim],
+            (strides["row_stride"], strides["step_stride"], *state_strides),
+            state_dtype,
+        ),
+        o: T.Tensor([tokens, H_v, value_dim], dtype),
+        indices: DecodeTables(N),
+        length: T.int32,  # of a sequence, without offsets
+        update_state: T.int32,
+        group: T.int32,  # H_v / H_k
+        scale: T.float32,
+        normalize: T.int32,
+        shares: DecodeShares(),
+    ):
+        with T.Kernel(
+            T.ceildiv(value_dim, GROUP * shares.groups),
+            H_v,
+            shares.places,
+            threads=threads,
+            prelude=PRELUDE,
+        ) as (tile, hv, place):
+            T.annotate_min_blocks_per_sm(CTAS)
+            if TILE_BYTES:
+                tiles = T.alloc_shared([TILE_BYTES], "uint8")
+            if place < shares.early:
+                extern(
+                    f"prefetch_state<{state_element}>",
+                    indices.first_slots(slots),
+                    T.access_ptr(state_pool[0, hv, 0, 0], "r"),
+                    strides["slot_stride"],
+                    extern("decode_share", tile, place, shares.groups, shares.whole, shares.halvings),
+                    T.Cast("int32", key_dim),
+                    T.Cast("int32", value_dim),
+                )
+            T.pdl_sync()
+            T.pdl_trigger()
+
+            extern(
+                function,
+                extern(
+                    "DecodePlan",
+                    indices.first_slots(slots),
+                    indices.table(DecodeTable.OFFSETS, indices.offsets[0]),
+                    indices.table(DecodeTable.WRITES, indices.write_indices[0, 0], indices.write_columns),
+                    indices.table(DecodeTable.ROWS, indices.state_rows[0]),
+                    indices.table(DecodeTable.PARENTS, indices.parents[0, 0], indices.parent_columns),
+                    T.Cast("int32", tokens),
+                    length,
+                    update_state != 0,
+                ),
+                extern(
+                    "DecodeTokens",
+                    T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
+                    T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
+                    T.access_ptr(v[0, hv, 0], "r"),
+                    T.access_ptr(gates.a[0, 0], "r"),
+                    T.access_ptr(gates.b[0, 0], "r"),
+                    *(strides[f"{name}_token"] for name in "qkvab"),
+                    hv,
+                    T.access_ptr(gates.A_log[0], "r"),
+                    T.access_ptr(gates.dt_bias[0], "r"),
+                    gates.activations,
+                    scale,
+                    normalize != 0,
+                ),
+                extern(
+                    "DecodeStates",
+                    T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
+                    T.access_ptr(kept_states[0, 0, hv, 0, 0], "w"),
+                    strides["slot_stride"],
+                    strides["row_stride"],
+                    strides["step_stride"],
+                    T.Cast("int32", rows),
+                    T.Cast("int32", steps),
+                ),
+                T.access_ptr(o[0, hv, 0], "w"),
+                T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),
+                T.Cast("int64", H_v) * value_dim,
+                extern("decode_share", tile, place, shares.groups, shares.whole, shares.halvings),
+                T.Cast("int32", key_dim),
+                T.Cast("int32", value_dim),
+                T.Cast("int32", N),
+            )
+
+    return main

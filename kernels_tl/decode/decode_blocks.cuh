@@ -1,0 +1,239 @@
+// Several tokens of a sequence through its state together, in blocks; see decode/decode.py.
+#pragma once
+
+#include "decode/decode_rows.cuh"
+
+namespace flash_qla::device {
+
+constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
+
+// Of the tokens of a block of kDecodeBlock: the decays from the block's first token to this one, and of token j before
+// it, at j % kDecodeBlock, beta decay_j+1 ... decay_t (k_j k_t) and decay_j+1 ... decay_t (k_j q_t).
+struct Relations {
+  float since[kDecodeTokens], kk[kDecodeTokens][kDecodeBlock], kq[kDecodeTokens][kDecodeBlock];
+
+  // By a CTA, of tokens that are ready.
+  template <typename Tokens>
+  __device__ __forceinline__ void set(const Tokens& tokens, int count) {
+    const int lane = threadIdx.x % kWarp;
+    const auto dot = [](float4 x, float4 y) {
+      float sum = x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+#pragma unroll
+      for (int bit = 1; bit < kWarp; bit *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, bit);
+      }
+      return sum;
+    };
+#pragma unroll 1
+    for (int t = threadIdx.x / kWarp; t < count; t += kDecodeWarps) {
+      const float4 q = tokens.q[t][lane], k = tokens.k[t][lane];
+      float since_before = tokens.decay[t];
+#pragma unroll
+      for (int j = kDecodeBlock - 2; j >= 0; --j) {
+        if (j < t % kDecodeBlock) {
+          const int before = t - t % kDecodeBlock + j;
+          const float4 k_before = tokens.k[before][lane];
+          const float of_k = dot(k_before, k) * since_before * tokens.beta[t], of_q = dot(k_before, q) * since_before;
+          if (lane == 0) {
+            kk[t][j] = of_k;
+            kq[t][j] = of_q;
+          }
+          since_before *= tokens.decay[before];
+        }
+      }
+      if (lane == 0) {
+        since[t] = since_before;
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// kDecodeWarpRows value rows of a state in fp32 in a warp, from `row` of the CTA's on: of kDecodeLaneRows of them,
+// kDecodeGroups apart, a lane has its channels, four at a time, the lanes of a row 128 bytes next to each other. To and
+// from memory they go through shared memory, where they lie as in the state, and in between by 512 bytes next to each
+// other, which memory is faster with.
+template <int K>
+class StateBlock {
+ public:
+  static constexpr int kFours = K / (4 * kDecodeLanes);  // of a lane and row
+  using Tile = float4[kDecodeWarpRows][K / 4];
+  static_assert(K == 4 * kWarp && kDecodeWarpRows == kDecodeGroups * kDecodeLaneRows);
+
+  __device__ __forceinline__ StateBlock(int row, int first_row, int key_dim, int value_dim)
+      : row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
+
+  // By copies that go on by themselves; zeros for what there is not.
+  __device__ __forceinline__ void fetch(Tile& to, const float* from) const {
+    for_all_rows([&](int row, int offset, bool there) {
+      copy_async(&to[row][threadIdx.x % kWarp], from + (there ? offset : 0), there);
+    });
+  }
+  __device__ __forceinline__ void set(const Tile& from) {
+#pragma unroll
+    for (int r = 0; r < kDecodeLaneRows; ++r) {
+#pragma unroll
+      for (int four = 0; four < kFours; ++four) {
+        const float4 x = from[r * kDecodeGroups + group()][place(four)];
+        float* const S = S_[r] + 4 * four;
+        S[0] = x.x, S[1] = x.y, S[2] = x.z, S[3] = x.w;
+      }
+    }
+  }
+  __device__ __forceinline__ void write(float* to, Tile& tile) const {
+    __syncwarp();  // what is there has been read
+#pragma unroll
+    for (int r = 0; r < kDecodeLaneRows; ++r) {
+#pragma unroll
+      for (int four = 0; four < kFours; ++four) {
+        const float* const S = S_[r] + 4 * four;
+        tile[r * kDecodeGroups + group()][place(four)] = {S[0], S[1], S[2], S[3]};
+      }
+    }
+    __syncwarp();
+    for_all_rows([&](int row, int offset, bool there) {
+      if (there) {
+        __stcg(reinterpret_cast<float4*>(to + offset), tile[row][threadIdx.x % kWarp]);
+      }
+    });
+  }
+
+  // Takes the lanes' state S through the next kTokens tokens of a chain, from `first` on, where a block begins if there
+  // are several:
+  //
+  //   S_t = decay_t S_t-1 + change_t k_t^T
+  //   change_t = beta_t (v_t - since_t S k_t) - sum over j < t of kk_tj change_j
+  //   o_t = since_t S q_t + sum over j <= t of kq_tj change_j
+  //
+  // so that all products with a state are with S. Of one token since is decay. The last state is
+  //
+  //   decay_0 ... decay_T-1 S + sum over t of decay_t+1 ... decay_T-1 change_t k_t^T
+  //
+  // Gives the number of o that the lane writes.
+  template <int kTokens, typename Tokens>
+  __device__ __forceinline__ float step(const Tokens& tokens, const Relations& relations, int first) {
+    using Own = OwnSum<kTokens>;
+    float Sk[kDecodeLaneRows * kTokens] = {}, Sq[kDecodeLaneRows * kTokens] = {};
+#pragma unroll
+    for (int four = 0; four < kChannels / 4; ++four) {
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        const Four k = four_of(tokens.k[first + t], four), q = four_of(tokens.q[first + t], four);
+#pragma unroll
+        for (int r = 0; r < kDecodeLaneRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            Sk[r * kTokens + t] += S_[r][4 * four + i] * k.x[i];
+            Sq[r * kTokens + t] += S_[r][4 * four + i] * q.x[i];
+          }
+        }
+      }
+    }
+    const int own = first + Own::token(lane());
+    const float since = kTokens == 1 ? tokens.decay[own] : relations.since[own];
+    const float v = tokens.v[own][row_ + Own::row(lane()) * kDecodeGroups + group()];
+    const float alone = tokens.beta[own] * (v - since * sum_and_scatter<kDecodeLanes>(Sk, lane()));
+    float out = since * sum_and_scatter<kDecodeLanes>(Sq, lane());
+    float change[kDecodeLaneRows][kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+      for (int r = 0; r < kDecodeLaneRows; ++r) {
+        change[r][t] = __shfl_sync(~0u, alone, Own::lane_of(r, t), kDecodeLanes);
+#pragma unroll
+        for (int j = 0; j < t; ++j) {
+          change[r][t] -= relations.kk[first + t][j] * change[r][j];
+        }
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      float change_of_row = change[0][t];
+#pragma unroll
+      for (int r = 1; r < kDecodeLaneRows; ++r) {
+        change_of_row = Own::row(lane()) == r ? change[r][t] : change_of_row;
+      }
+      if (first + t <= own) {
+        out += change_of_row * (first + t == own ? tokens.qk[own] : relations.kq[own][t]);
+      }
+    }
+    float until = 1.f;  // the decays behind token t, and in the end all of them
+#pragma unroll
+    for (int t = kTokens - 1; t >= 0; --t) {
+#pragma unroll
+      for (int r = 0; r < kDecodeLaneRows; ++r) {
+        change[r][t] *= until;
+      }
+      until *= tokens.decay[first + t];
+    }
+    if (kTokens > 1) {
+      forget_memory();  // k is read again: registers do not hold it
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+      for (int four = 0; four < kChannels / 4; ++four) {
+        const Four k = four_of(tokens.k[first + t], four);
+#pragma unroll
+        for (int r = 0; r < kDecodeLaneRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& S = S_[r][4 * four + i];
+            S = (t == 0 ? until * S : S) + change[r][t] * k.x[i];
+          }
+        }
+      }
+    }
+    return out;
+  }
+
+  // What step has given; `o` is of the head's first row of the step's first token.
+  template <int kTokens, typename Element>
+  __device__ __forceinline__ void write_output(Element* o, int64_t o_stride, float out) const {
+    using Own = OwnSum<kTokens>;
+    const int row = first_row_ + row_ + Own::row(lane()) * kDecodeGroups + group();
+    if (lane() % Own::kLanes == 0 && row < V_) {
+      o[Own::token(lane()) * o_stride + row] = from_float(Element(), out);
+    }
+  }
+
+ private:
+  static constexpr int kChannels = K / kDecodeLanes;
+
+  struct Four {
+    float x[4];
+  };
+  // The lane's channels 4 * four to 4 * four + 3 of a token.
+  __device__ __forceinline__ static Four four_of(const float4 (&token)[K / 4], int four) {
+    const float4 x = token[place(four)];
+    return {{x.x, x.y, x.z, x.w}};
+  }
+
+  // sum_and_scatter of the sums of kTokens tokens of each of the lane's rows: whose sum a lane of the row has.
+  template <int kTokens>
+  struct OwnSum {
+    static constexpr int kLanes = kDecodeLanes / (kDecodeLaneRows * kTokens);  // that have the same
+    __device__ __forceinline__ static int row(int lane) { return lane / (kLanes * kTokens); }
+    __device__ __forceinline__ static int token(int lane) { return lane / kLanes % kTokens; }
+    __device__ __forceinline__ static int lane_of(int row, int token) { return (row * kTokens + token) * kLanes; }
+  };
+
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kDecodeLanes; }
+  __device__ __forceinline__ static int group() { return threadIdx.x % kWarp / kDecodeLanes; }
+  __device__ __forceinline__ static int place(int four) { return four * kDecodeLanes + lane(); }
+  // use(row, offset in a head's state, whether there are such channels), a lane having four channels.
+  template <typename Use>
+  __device__ __forceinline__ void for_all_rows(Use use) const {
+    const int channel = 4 * (threadIdx.x % kWarp);
+#pragma unroll
+    for (int i = 0; i < kDecodeWarpRows; ++i) {
+      const int row = first_row_ + row_ + i;
+      use(i, row * K_ + channel, row < V_ && channel < K_);
+    }
+  }
+
+  const int row_, first_row_, K_, V_;
+  float S_[kDecodeLaneRows][kChannels];
+};
+
+}  // namespace flash_qla::device

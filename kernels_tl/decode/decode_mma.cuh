@@ -1,0 +1,398 @@
+// A few tokens of a sequence on 16 value rows of its state a warp, by tensor cores, where tokens and states are in bf16
+// and so are factors as they come; see decode/decode.py.
+#pragma once
+
+#include "core/warp.cuh"
+#include "decode/decode_plan.cuh"
+
+namespace flash_qla::device {
+
+// Up to kTokens tokens of a sequence, in shared memory as they come, four at a time: rows of keys, then of queries,
+// whose 16-byte pieces are swizzled; and what a warp makes of them.
+template <int kTokens, int K>
+struct MmaTokens {
+  static_assert(kDecodeBlock == 4 && (kTokens == 4 || kTokens == 8));  // a block is half of a factor's eight rows
+  static constexpr int kBlocks = kTokens / kDecodeBlock, kRows = 2 * kTokens, kPieces = K / 8;
+  enum Factor { kValue, kKey, kQuery, kSince, kFactors };  // of a token
+  enum Pair { kChange, kOutput, kDecay, kPairs };          // of a token and itself or one before it
+
+  // With changes that have the factor of their key's normalisation: kValue, kKey are of v and of the product of the key
+  // with the state at the start in a change, kQuery is of that of the query in an output, kSince the decays to behind
+  // the token. Of pairs, of which the second is an ancestor or the first itself, and otherwise 0, kDecay is the decays
+  // from behind the second to behind the first; kChange and kOutput are of the second's change in the first's change
+  // and output.
+  struct OfWarp {
+    float products[kRows][kRows];  // of rows
+    float factors[kFactors][kTokens], pairs[kPairs][kTokens][kTokens];
+    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // of the states behind tokens
+  };
+  uint4 rows[kRows][kPieces], values[kTokens][kDecodeTile / 8];
+  OfWarp warps[kDecodeWarps];
+
+  // By all threads: copies that go on by themselves, zeros for what there is not; `value_rows` of v from first_row on.
+  __device__ __forceinline__ void fetch(const DecodeTokens& tokens, int64_t begin, int count, int first_row,
+                                        int value_rows, int key_dim, int value_dim) {
+    const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    constexpr int kStep = kDecodeThreads / kPieces;  // rows at a time
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep) {
+      const int row = i + first, t = row / (2 * kDecodeBlock) * kDecodeBlock + row % kDecodeBlock;
+      const bool is_key = row % (2 * kDecodeBlock) < kDecodeBlock, there = t < count && 8 * piece < key_dim;
+      const int64_t offset = (begin + t) * (is_key ? tokens.k_stride : tokens.q_stride) + 8 * piece;
+      const auto* const from = static_cast<const __nv_bfloat16*>(is_key ? tokens.k : tokens.q);
+      copy_async(&rows[row][piece ^ (row & 7)], from + (there ? offset : 0), there);
+    }
+    static_assert(kPieces == kDecodeTile / 8 && kTokens <= kStep);
+    if (first < kTokens && 8 * piece < value_rows) {
+      const int row = first_row + 8 * piece;
+      const bool there = first < count && row < value_dim;
+      const int64_t offset = (begin + first) * tokens.v_stride + row;
+      copy_async(&values[first][piece], static_cast<const __nv_bfloat16*>(tokens.v) + (there ? offset : 0), there);
+    }
+  }
+
+  // What a lane has of its token, lane % kTokens, and of its pairs, number lane and every kWarp-th behind it.
+  struct Own {
+    static constexpr int kPairsOfLane = 2 * kTokens * kTokens / kWarp;  // of changes, then of outputs
+    float beta, since, decays[kPairsOfLane];
+  };
+
+  // By each warp for itself, while rows and states are on their way: gates, and where states go. Of tokens that there
+  // are not, beta is 0.
+  __device__ __forceinline__ Own prepare_gates(const DecodePlan& plan, const DecodeTokens& tokens,
+                                               const DecodeStates& states, int n, int64_t begin, int count,
+                                               int64_t slot) {
+    OfWarp& here = warps[threadIdx.x / kWarp];
+    const int activations = tokens.activations, t = lane() % kTokens;
+    const bool there = t < count;
+    const GateBits bits = load_gate_bits(tokens.A_log, tokens.dt_bias, activations, as_of_lane(tokens.head));
+    uint32_t a = 0, b = 0;
+    if (there) {
+      a = load_bits(tokens.a, activations, Activation::kG, (begin + t) * tokens.a_stride + tokens.head);
+      b = load_bits(tokens.b, activations, Activation::kBeta, (begin + t) * tokens.b_stride + tokens.head);
+    }
+    if (there && lane() < kTokens) {
+      here.places[t] = states.places<__nv_bfloat16>(plan, n, t, count, slot);
+    }
+    uint32_t path = (2u << t) - 1;  // the token and its ancestors
+    if (plan.parents) {
+      const int parent = there ? plan.parent(n, t) : -1;
+      path = 1u << t;
+      int next = parent;
+      for (int i = 1; i < kTokens; ++i) {
+        const int behind = __shfl_sync(~0u, parent, max(next, 0));
+        path |= next >= 0 ? 1u << next : 0;
+        next = next >= 0 ? behind : next;
+      }
+    }
+    const float g = there ? HeadGate(bits, activations)(from_bits(a, activations, Activation::kG)) : 0.f;
+    Own own;
+    own.beta = there ? activated_beta(from_bits(b, activations, Activation::kBeta), activations) : 0.f;
+    float gates[kTokens], since = 0.f;
+#pragma unroll
+    for (int s = 0; s < kTokens; ++s) {
+      gates[s] = __shfl_sync(~0u, g, s);
+      since += path >> s & 1 ? gates[s] : 0.f;
+    }
+    own.since = expf(since);
+#pragma unroll
+    for (int i = 0; i < Own::kPairsOfLane; ++i) {
+      const Indices at = pair_of_lane(i);
+      const uint32_t of_first = __shfl_sync(~0u, path, at.first);
+      float decay = 0.f;
+#pragma unroll
+      for (int s = 1; s < kTokens; ++s) {
+        decay += s > at.second && of_first >> s & 1 ? gates[s] : 0.f;
+      }
+      own.decays[i] = of_first >> at.second & 1 ? expf(decay) : 0.f;
+    }
+    return own;
+  }
+
+  // Once the rows are there: all else.
+  __device__ __forceinline__ void prepare(const DecodeTokens& tokens, const Own& own) {
+    OfWarp& here = warps[threadIdx.x / kWarp];
+    multiply_rows(here);
+    __syncwarp();
+    const int t = lane() % kTokens;
+    float key = 1.f, query = tokens.scale;
+    if (tokens.normalize) {
+      constexpr float kEps = static_cast<float>(kNormEps);
+      key = rsqrtf(here.products[key_row(t)][key_row(t)] + kEps);
+      query *= rsqrtf(here.products[query_row(t)][query_row(t)] + kEps);
+    }
+    const float change = own.beta * key * key;
+    if (lane() < kTokens) {
+      here.factors[kValue][t] = own.beta * key;
+      here.factors[kKey][t] = change * own.since;
+      here.factors[kQuery][t] = query * own.since;
+      here.factors[kSince][t] = own.since;
+    }
+#pragma unroll
+    for (int i = 0; i < Own::kPairsOfLane; ++i) {
+      const auto [which, first, second] = pair_of_lane(i);
+      const float of_change = __shfl_sync(~0u, change, first), of_output = __shfl_sync(~0u, query, first);
+      const float decay = own.decays[i];
+      const float product = here.products[which == kChange ? key_row(first) : query_row(first)][key_row(second)];
+      // What is no ancestor is left out, even if it is not a number.
+      here.pairs[which][first][second] =
+          decay == 0.f ? 0.f : decay * (which == kChange ? of_change : of_output) * product;
+      if (which == kChange) {
+        here.pairs[kDecay][first][second] = decay;
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ const OfWarp& of_warp() const { return warps[threadIdx.x / kWarp]; }
+  __device__ __forceinline__ float v(int t, int row) const {
+    return to_float(reinterpret_cast<const __nv_bfloat16*>(values[t])[row]);
+  }
+
+  // Eight rows, transposed, as a right factor: of two products over 16 channels each, from channel 16 step on.
+  __device__ __forceinline__ void load_rows(uint32_t (&x)[4], int block, int step, int lane) const {
+    load_matrices(x, piece_of(2 * kDecodeBlock * block + lane % 8, 2 * step + lane / 8));
+  }
+  // The keys, twice if they are four, as right factors: of four products with eight channels each, from 32 quarter on.
+  __device__ __forceinline__ void load_keys(uint32_t (&x)[4], int quarter, int lane) const {
+    load_matrices_transposed(x, piece_of(key_row(lane % 8 % kTokens), 4 * quarter + lane / 8));
+  }
+
+ private:
+  struct Indices {
+    int which, first, second;  // kChange or kOutput, tokens
+  };
+  __device__ __forceinline__ static Indices pair_of_lane(int i) {
+    const int number = i * kWarp + lane();
+    return {number / (kTokens * kTokens), number / kTokens % kTokens, number % kTokens};
+  }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
+  __device__ __forceinline__ static int key_row(int t) {
+    return t / kDecodeBlock * 2 * kDecodeBlock + t % kDecodeBlock;
+  }
+  __device__ __forceinline__ static int query_row(int t) { return key_row(t) + kDecodeBlock; }
+  __device__ __forceinline__ uint32_t piece_of(int row, int piece) const {
+    return shared_address(&rows[row][piece ^ (row & 7)]);
+  }
+
+  // All products of rows: each block of eight rows is a right factor, and half of the left one.
+  __device__ __forceinline__ void multiply_rows(OfWarp& here) const {
+    float products[kBlocks][2][4] = {};  // of even and odd steps
+#pragma unroll
+    for (int step = 0; step < K / 16; step += 2) {
+      uint32_t x[kBlocks][4];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        load_rows(x[block], block, step, lane());
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t left[4] = {};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          left[block] = x[block][2 * half];
+          left[2 + block] = x[block][2 * half + 1];
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          multiply_add(__nv_bfloat16(), products[block][half], left, x[block][2 * half], x[block][2 * half + 1]);
+        }
+      }
+    }
+    const int row = lane() / 4, column = lane() % 4 * 2;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        here.products[i / 2 * 8 + row][8 * block + column + i % 2] = products[block][0][i] + products[block][1][i];
+      }
+    }
+  }
+};
+
+// kMmaRows value rows of a state in a warp, as left factor: the state at the start, in bf16.
+constexpr int kMmaRows = 16;
+
+// Where a factor is 0 a token has nothing to do with another, which may be no number.
+__device__ __forceinline__ float seen(float factor, float x) { return factor == 0.f ? 0.f : x; }
+
+template <int kTokens, int K>
+class MmaDecoder {
+ public:
+  using State = __nv_bfloat16;
+  using Tokens = MmaTokens<kTokens, K>;
+  static constexpr int kPieces = K / 8;   // of a row
+  using Tile = uint4[kMmaRows][kPieces];  // in shared memory; pieces are swizzled
+
+  // The rows are from `row` of the CTA's on.
+  __device__ __forceinline__ MmaDecoder(int row, int first_row, int key_dim, int value_dim)
+      : lane_(lane_here()), row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
+
+  // By copies that go on by themselves; zeros for what there is not.
+  __device__ __forceinline__ void fetch(Tile& tile, const State* from) const {
+    for_all_pieces(tile,
+                   [&](uint4& to, int offset, bool there) { copy_async(&to, from + (there ? offset : 0), there); });
+  }
+
+  // Of what has been fetched the products with all tokens, and so the tokens' changes.
+  __device__ __forceinline__ void set(const Tile& tile, const Tokens& tokens) {
+    float products[kBlocks][2][4] = {};  // of even and odd steps
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+      load_matrices(S_[step], place(tile, step));
+      load_matrices(S_[step + 1], place(tile, step + 1));
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        uint32_t rows[4];
+        tokens.load_rows(rows, block, step, lane_);
+        multiply_add(State(), products[block][0], S_[step], rows[0], rows[1]);
+        multiply_add(State(), products[block][1], S_[step + 1], rows[2], rows[3]);
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        products_[block][i] = products[block][0][i] + products[block][1][i];
+      }
+    }
+    const auto& of = tokens.of_warp();
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float product =
+            __shfl_sync(~0u, products_[t / kDecodeBlock][2 * half + t % 2], lane_ / 4 * 4 + t % kDecodeBlock / 2);
+        float change = of.factors[Tokens::kValue][t] * tokens.v(t, row_ + 8 * half + lane_ / 4) -
+                       of.factors[Tokens::kKey][t] * product;
+#pragma unroll
+        for (int j = 0; j < t; ++j) {
+          const float factor = of.pairs[Tokens::kChange][t][j];
+          change -= factor * seen(factor, changes_[half][j]);
+        }
+        changes_[half][t] = change;
+        own_[half][t % 2] = t < 2 || own_token() == t - t % 2 ? change : own_[half][t % 2];
+      }
+    }
+  }
+
+  // `o` is of the head's first row of the first token.
+  __device__ __forceinline__ void write_outputs(const Tokens& tokens, State* o, int64_t o_stride, int count) const {
+    const auto& of = tokens.of_warp();
+    const int row = first_row_ + row_ + lane_ / 4;
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // of lanes that have products with queries
+      float out[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        out[half] = of.factors[Tokens::kQuery][t] * products_[i / 2][2 * half + i % 2];
+      }
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        const float factor = of.pairs[Tokens::kOutput][t][j];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          out[half] += factor * seen(factor, changes_[half][j]);
+        }
+      }
+      if (lane_ % 4 >= 2 && t < count) {
+        State* const to = o + t * o_stride + row;
+        if (row < V_) {
+          to[0] = from_float(State(), out[0]);
+        }
+        if (row + 8 < V_) {
+          to[8] = from_float(State(), out[1]);
+        }
+      }
+    }
+  }
+
+  // The state behind token t, in the place of what was fetched:
+  //
+  //   since_t S + sum over j, t or an ancestor, of decays_tj change_j k_j^T
+  //
+  // with changes in two parts of 16 bits.
+  __device__ __forceinline__ void make_state(Tile& tile, const Tokens& tokens, int t) const {
+    const auto& of = tokens.of_warp();
+    // Where there are four tokens half of the lanes have their changes' high parts, half the low ones.
+    const bool low = kTokens < 8 && lane_ % 4 >= 2;
+    const float* const pairs = &of.pairs[Tokens::kDecay][t][own_token()];
+    const float decays[2] = {pairs[0], pairs[1]};
+    const uint32_t there = (decays[0] == 0.f ? 0 : 0xffff) | (decays[1] == 0.f ? 0 : 0xffff0000);
+    uint32_t left[4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        x[i] = decays[i] * seen(decays[i], own_[half][i]);
+      }
+      const uint32_t high = pack(State(), x[0], x[1]);
+      const float2 rounded = unpack(State(), high);
+      const uint32_t rest = pack(State(), x[0] - rounded.x, x[1] - rounded.y);
+      left[half] = low ? rest : high;
+      left[2 + half] = kTokens < 8 ? 0 : rest;
+    }
+    const float since = of.factors[Tokens::kSince][t];
+    __syncwarp();  // what is there has been read
+#pragma unroll
+    for (int quarter = 0; quarter < kPieces / 4; ++quarter) {
+      uint32_t keys[4];
+      tokens.load_keys(keys, quarter, lane_);
+#pragma unroll
+      for (int step = 2 * quarter; step < 2 * quarter + 2; ++step) {
+        uint32_t out[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // of the 16 channels
+          const float2 x = unpack(State(), S_[step][2 * half]), y = unpack(State(), S_[step][2 * half + 1]);
+          float state[4] = {since * x.x, since * x.y, since * y.x, since * y.y};
+          const uint32_t key = keys[step % 2 * 2 + half] & there;
+          multiply_add(State(), state, left, key, kTokens < 8 ? 0 : key);
+          out[2 * half] = pack(State(), state[0], state[1]);
+          out[2 * half + 1] = pack(State(), state[2], state[3]);
+        }
+        store_matrices(place(tile, step), out[0], out[1], out[2], out[3]);
+      }
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void write(State* to, Tile& tile) const {
+    for_all_pieces(tile, [&](const uint4& from, int offset, bool there) {
+      if (there) {
+        __stcg(reinterpret_cast<uint4*>(to + offset), from);
+      }
+    });
+  }
+
+ private:
+  static constexpr int kBlocks = Tokens::kBlocks, kSteps = K / 16;
+
+  // Of the left factor of make_state the lane has this token and the next one.
+  __device__ __forceinline__ int own_token() const { return 2 * lane_ % kTokens; }
+  // Of the lane's row of the four matrices that are 16 channels.
+  __device__ __forceinline__ uint32_t place(const Tile& tile, int step) const {
+    const int row = lane_ % kMmaRows, piece = 2 * step + lane_ / kMmaRows;
+    return shared_address(&tile[row][piece ^ (row & 7)]);
+  }
+  // use(place in the tile, offset in a head's state, whether there is such a piece), the lanes having pieces side by
+  // side.
+  template <typename Use>
+  __device__ __forceinline__ void for_all_pieces(Tile& tile, Use use) const {
+    constexpr int kStep = kWarp / kPieces;  // rows that a warp has at a time
+    const int lane = lane_here(), piece = lane % kPieces, above = lane / kPieces;
+    const int row = first_row_ + row_ + above, offset = row * K_ + 8 * piece;
+    const int rows = 8 * piece < K_ ? V_ - row : 0;  // that there are, of those which follow
+#pragma unroll
+    for (int i = 0; i < kMmaRows; i += kStep) {
+      const int in_tile = i + above;
+      use(tile[in_tile][piece ^ (in_tile & 7)], offset + i * K_, i < rows);
+    }
+  }
+
+  const int lane_, row_, first_row_, K_, V_;
+  uint32_t S_[kSteps][4];
+  float products_[kBlocks][4], changes_[2][kTokens], own_[2][2];
+};
+
+}  // namespace flash_qla::device

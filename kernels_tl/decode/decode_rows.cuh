@@ -1,0 +1,140 @@
+// Value rows of a state in a warp, which takes tokens through them one by one; see decode/decode.py.
+#pragma once
+
+#include "decode/decode_tokens.cuh"
+
+namespace flash_qla::device {
+
+// Of kCount sums over kLanes lanes next to each other this lane's, number lane / (kLanes / kCount). Every step halves
+// what a lane still has to add up.
+template <int kLanes, int kCount>
+__device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int lane) {
+  constexpr int kHalf = kLanes / 2;
+  if constexpr (kLanes == 1) {
+    return x[0];
+  } else if constexpr (kCount == 1) {
+    const float sum[1] = {x[0] + __shfl_xor_sync(~0u, x[0], kHalf)};
+    return sum_and_scatter<kHalf>(sum, lane);
+  } else {
+    float own[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float low = x[i], high = x[i + kCount / 2];
+      own[i] = (lane & kHalf ? high : low) + __shfl_xor_sync(~0u, lane & kHalf ? low : high, kHalf);
+    }
+    return sum_and_scatter<kHalf>(own, lane);
+  }
+}
+
+template <typename State, int K>
+class StateRows {
+ public:
+  using L = RowLanes<State, K>;
+  using Raw = uint4[L::kRows];          // a lane's part of them, as it lies in memory
+  using Tile = uint4[L::kRows][kWarp];  // all lanes' parts, in shared memory
+
+  // From `row` on, of a head's state.
+  __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim) : row_(row), K_(key_dim), V_(value_dim) {}
+
+  __device__ __forceinline__ void load(Raw& raw, const State* state) const {
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      raw[r] = is_there(r) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(r))) : uint4{};
+    }
+  }
+  // By copies that go on by themselves; a lane has only its own part to wait for.
+  __device__ __forceinline__ void fetch(Tile& tile, const State* state) const {
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      copy_async(&tile[r][threadIdx.x % kWarp], state + (is_there(r) ? offset(r) : 0), is_there(r));
+    }
+  }
+  __device__ __forceinline__ void set(const Tile& tile) {
+    Raw raw;
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      raw[r] = tile[r][threadIdx.x % kWarp];
+    }
+    set(raw);
+  }
+  __device__ __forceinline__ void set(const Raw& raw) {
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      const uint32_t words[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(State) == 4) {
+          S_[r][i] = __uint_as_float(words[i]);
+        } else {
+          const float2 pair = unpack(State(), words[i]);
+          S_[r][2 * i] = pair.x;
+          S_[r][2 * i + 1] = pair.y;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void write(State* state) const {
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(State) == 4) {
+          words[i] = __float_as_uint(S_[r][i]);
+        } else {
+          words[i] = pack(State(), S_[r][2 * i], S_[r][2 * i + 1]);
+        }
+      }
+      if (is_there(r)) {
+        __stcg(reinterpret_cast<uint4*>(state + offset(r)), uint4{words[0], words[1], words[2], words[3]});
+      }
+    }
+  }
+
+  // Of the warp's rows that whose v and o the lane has: half of a row's lanes makes the changes, the other one the
+  // outputs.
+  __device__ __forceinline__ static int own_row() {
+    return L::lane() % (L::kLanes / 2) / kLanesOfSum * L::kTogether + L::above();
+  }
+
+  // change = beta (v - decay S k), o = decay S q + change (k q), S' = decay S + change k^T
+  __device__ __forceinline__ float step(const LaneToken<L::kChannels>& token, float v) {
+    float sums[2 * L::kRows];
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      sums[r] = L::dot_of_lane(S_[r], token.k);
+      sums[L::kRows + r] = L::dot_of_lane(S_[r], token.q);
+    }
+    const float decayed = token.decay * sum_and_scatter<L::kLanes>(sums, L::lane());
+    const float change = token.beta * (v - decayed);
+    const float out = decayed + __shfl_xor_sync(~0u, change, L::kLanes / 2) * token.qk;
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r) {
+      const float change_of_row = __shfl_sync(~0u, change, kLanesOfSum * r, L::kLanes);
+#pragma unroll
+      for (int i = 0; i < L::kChannels; ++i) {
+        S_[r][i] = token.decay * S_[r][i] + change_of_row * token.k[i];
+      }
+    }
+    return out;
+  }
+  // What step has given, of a token; or another number.
+  template <typename Element>
+  __device__ __forceinline__ void write_output(Element* o, float out) const {
+    const int row = row_ + own_row();
+    if (L::lane() >= L::kLanes / 2 && L::lane() % kLanesOfSum == 0 && row < V_) {
+      o[row] = from_float(Element(), out);
+    }
+  }
+
+ private:
+  static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // that have the same one
+  __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
+  __device__ __forceinline__ int offset(int r) const { return row(r) * K_ + L::channel(); }
+  __device__ __forceinline__ bool is_there(int r) const { return row(r) < V_ && L::channel() < K_; }
+
+  const int row_, K_, V_;
+  float S_[L::kRows][L::kChannels];
+};
+
+}  // namespace flash_qla::device

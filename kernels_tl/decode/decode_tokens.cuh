@@ -1,0 +1,237 @@
+// A token as decoding takes it, made ready by a warp; see decode/decode.py.
+#pragma once
+
+#include "decode/decode_plan.cuh"
+
+namespace flash_qla::device {
+
+// How a warp has kDecodeWarpRows value rows of a state: a lane 16 bytes of each of its rows, which are kTogether apart.
+// Channels behind a head's last one are as good as zeros.
+template <typename State, int K>
+struct RowLanes {
+  static constexpr int kChannels = 16 / sizeof(State);  // of a lane
+  static constexpr int kLanes = K / kChannels;          // of a row
+  static constexpr int kTogether = kWarp / kLanes, kRows = kDecodeWarpRows / kTogether;
+  static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kDecodeWarpRows % kTogether == 0);
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // of its row
+  static __device__ __forceinline__ int above() { return threadIdx.x % kWarp / kLanes; }
+  static __device__ __forceinline__ int channel() { return kChannels * lane(); }
+
+  static __device__ __forceinline__ float dot_of_lane(const float (&x)[kChannels], const float (&y)[kChannels]) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      sum += x[i] * y[i];
+    }
+    return sum;
+  }
+  static __device__ __forceinline__ float dot(const float (&x)[kChannels], const float (&y)[kChannels]) {
+    float sum = dot_of_lane(x, y);
+#pragma unroll
+    for (int bit = 1; bit < kLanes; bit *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, bit);
+    }
+    return sum;
+  }
+};
+
+// What a lane has of a token: channels of q and k, normalised, q scaled.
+template <int kChannels>
+struct LaneToken {
+  float q[kChannels], k[kChannels];
+  float decay, beta, qk;
+};
+
+// A token on its way to a warp.
+template <typename Element, typename State, int K>
+class RawToken {
+ public:
+  using L = RowLanes<State, K>;
+
+  __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at, int key_dim) {
+    if (L::channel() < key_dim) {
+      q_ = load_channels(tokens.q, at * tokens.q_stride);
+      k_ = load_channels(tokens.k, at * tokens.k_stride);
+    }
+    const int head = as_of_lane(tokens.head);
+    a_ = load_bits(tokens.a, tokens.activations, Activation::kG, at * tokens.a_stride + head);
+    b_ = load_bits(tokens.b, tokens.activations, Activation::kBeta, at * tokens.b_stride + head);
+    gate_ = load_gate_bits(tokens.A_log, tokens.dt_bias, tokens.activations, head);
+  }
+
+  __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens) const {
+    LaneToken<L::kChannels> token;
+    unpack_channels(token.q, q_);
+    unpack_channels(token.k, k_);
+    float q_factor = tokens.scale, k_factor = 1.f;
+    if (tokens.normalize) {
+      constexpr float kEps = static_cast<float>(kNormEps);
+      q_factor *= rsqrtf(L::dot(token.q, token.q) + kEps);
+      k_factor = rsqrtf(L::dot(token.k, token.k) + kEps);
+    }
+    token.qk = L::dot(token.q, token.k) * q_factor * k_factor;
+#pragma unroll
+    for (int i = 0; i < L::kChannels; ++i) {
+      token.q[i] *= q_factor;
+      token.k[i] *= k_factor;
+    }
+    const int activations = tokens.activations;
+    token.decay = expf(HeadGate(gate_, activations)(from_bits(a_, activations, Activation::kG)));
+    token.beta = activated_beta(from_bits(b_, activations, Activation::kBeta), activations);
+    return token;
+  }
+
+ private:
+  static_assert(sizeof(Element) == 2);
+  struct alignas(2 * L::kChannels) Channels {
+    uint32_t pairs[L::kChannels / 2] = {};
+  };
+  __device__ __forceinline__ static Channels load_channels(const void* elements, int64_t offset) {
+    return *reinterpret_cast<const Channels*>(static_cast<const Element*>(elements) + offset + L::channel());
+  }
+  __device__ __forceinline__ static void unpack_channels(float (&x)[L::kChannels], const Channels& channels) {
+#pragma unroll
+    for (int i = 0; i < L::kChannels / 2; ++i) {
+      const float2 pair = unpack(Element(), channels.pairs[i]);
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+
+  Channels q_, k_;
+  uint32_t a_ = 0, b_ = 0;
+  GateBits gate_;
+};
+
+// kDecodeTokens tokens at a time, which a CTA's warps make ready for each other: the same for all value rows but v, of
+// which there are the kTileRows rows of the CTA.
+template <typename Element, typename State, int K, int kTileRows>
+class PreparedTokens {
+ public:
+  using L = RowLanes<State, K>;
+  using Places = DecodeStates::Places<State>;
+  static constexpr int kRowsOfLane = kTileRows / kWarp;  // of v, side by side
+
+  struct alignas(sizeof(Element) * kRowsOfLane) Values {
+    Element of_row[kRowsOfLane];
+  };
+  struct Raw {
+    RawToken<Element, State, K> token;
+    Values v = {};
+  };
+  struct Shared {
+    float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];
+    float v[kDecodeTokens][kTileRows];
+    float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
+    Places places[kDecodeTokens];  // of the states behind them
+  };
+
+  __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodePlan& plan, const DecodeTokens& tokens,
+                                            const DecodeStates& states, int n, int64_t begin, int count, int64_t slot,
+                                            int first_row, int key_dim, int value_dim)
+      : shared_(shared),
+        plan_(plan),
+        tokens_(tokens),
+        states_(states),
+        begin_(begin),
+        slot_(slot),
+        n_(n),
+        count_(count),
+        first_row_(first_row),
+        K_(key_dim),
+        V_(value_dim) {}
+
+  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
+  // Of what is behind the sequence's last token nothing is read.
+  __device__ __forceinline__ Raw load(int token) const {
+    Raw raw;
+    if (token < count_) {
+      const int64_t at = begin_ + token;
+      raw.token.load(tokens_, at, K_);
+      if (const int row = first_row_ + row_of_lane(); row < V_) {
+        raw.v = *reinterpret_cast<const Values*>(static_cast<const Element*>(tokens_.v) + at * tokens_.v_stride + row);
+      }
+    }
+    return raw;
+  }
+  // The first tokens, by all threads of the CTA, of which `raw` is the warp's first: the next one is on its way.
+  __device__ __forceinline__ void prepare(Raw raw) {
+#pragma unroll 1
+    for (int t = warp(); t < kDecodeTokens && t < count_; t += kDecodeWarps) {
+      store(t, raw);
+      raw = load(t + kDecodeWarps);
+    }
+    __syncthreads();
+  }
+  // Makes the token's block the one that is there, by all threads of the CTA. In few registers: it may be among the
+  // tokens that a state goes through.
+  __device__ __forceinline__ void want(int token) {
+    if (const int block = token / kDecodeTokens; block != block_) {
+      block_ = block;
+      __syncthreads();  // what is there has been read
+#pragma unroll
+      for (int first = 0; first < kDecodeTokens; first += kDecodeWarps) {
+        const int t = first + warp();
+        if (block * kDecodeTokens + t < count_) {
+          const int token = block * kDecodeTokens + t;
+          const Raw raw = load(token);
+          if (threadIdx.x % kWarp == 0) {
+            shared_.places[t] = states_.template places<State>(plan_, n_, token, count_, slot_);
+          }
+          store(t, raw);
+        }
+      }
+      __syncthreads();
+    }
+  }
+  // What a lane has of a token that is there.
+  __device__ __forceinline__ LaneToken<L::kChannels> token(int token) const {
+    const int t = token % kDecodeTokens;
+    LaneToken<L::kChannels> found;
+#pragma unroll
+    for (int four = 0; four < L::kChannels / 4; ++four) {
+      reinterpret_cast<float4*>(found.q)[four] = shared_.q[t][L::channel() / 4 + four];
+      reinterpret_cast<float4*>(found.k)[four] = shared_.k[t][L::channel() / 4 + four];
+    }
+    found.decay = shared_.decay[t];
+    found.beta = shared_.beta[t];
+    found.qk = shared_.qk[t];
+    return found;
+  }
+  __device__ __forceinline__ float v(int token, int row) const { return shared_.v[token % kDecodeTokens][row]; }
+  __device__ __forceinline__ Places places(int token) const { return shared_.places[token % kDecodeTokens]; }
+
+ private:
+  __device__ __forceinline__ static int row_of_lane() { return threadIdx.x % kWarp * kRowsOfLane; }
+
+  __device__ __forceinline__ void store(int t, const Raw& raw) {
+    const auto ready = raw.token.prepare(tokens_);
+    if (threadIdx.x % kWarp < L::kLanes) {
+#pragma unroll
+      for (int four = 0; four < L::kChannels / 4; ++four) {
+        shared_.q[t][L::channel() / 4 + four] = reinterpret_cast<const float4*>(ready.q)[four];
+        shared_.k[t][L::channel() / 4 + four] = reinterpret_cast<const float4*>(ready.k)[four];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      shared_.v[t][row_of_lane() + i] = to_float(raw.v.of_row[i]);
+    }
+    if (threadIdx.x % kWarp == 0) {
+      shared_.decay[t] = ready.decay;
+      shared_.beta[t] = ready.beta;
+      shared_.qk[t] = ready.qk;
+    }
+  }
+
+  Shared& shared_;
+  const DecodePlan& plan_;
+  const DecodeTokens& tokens_;
+  const DecodeStates& states_;
+  const int64_t begin_, slot_;
+  const int n_, count_, first_row_, K_, V_;
+  int block_ = -1;
+};
+
+}  // namespace flash_qla::device

@@ -1,0 +1,76 @@
+"""From the gradients of g and beta, as chunk_backward leaves them, to those of what came: the sum over the tiles of the
+value rows, through the activations that are inside, in the dtypes of what came; and with the gate's inside
+
+    dA_log = sum_t dg_t g_t,    ddt_bias = sum_t dg_raw_t
+
+    db_parts, dg_parts  [value tiles, tokens, H_v] fp32     of chunk_backward
+    gate_sums           [chunk_slots, H_v, 2] fp32          what a chunk adds to dA_log and ddt_bias
+    counters            [H_v / 8]                           0; how many CTAs of these heads are through
+
+Rows that no sequence covers get zeros. The last CTA of its heads adds up their sums of all chunks, in an order that
+depends on shapes alone.
+
+A CTA takes 8 heads of a chunk.
+
+Launched on [chunk_slots, H_v / 8], behind chunk_backward, where an activation is inside or there is more than one tile.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Gates, Plan, Sizes
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
+from kernels_tl.layout import GATE_HEADS, GATE_TOKENS, PADDING, ChunkColumn
+
+PRELUDE = """
+#include "gradients/gate_gradients.cuh"
+"""
+
+
+def gate_gradients():
+    sizes = Sizes()
+    tokens, H_v, chunk_slots = sizes.tokens, sizes.H_v, sizes.chunk_slots
+    value_tiles, head_blocks = dims("value_tiles", "head_blocks")
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        plan: Plan(sizes),
+        gates: Gates(sizes),
+        db_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
+        dg_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
+        db: T.Tensor([tokens, H_v], "float32"),  # with dg of the dtypes that activations say
+        dg: T.Tensor([tokens, H_v], "float32"),
+        gate_sums: T.Tensor([sizes.chunk_slots, H_v, 2], "float32"),
+        counters: T.Tensor([head_blocks], "int32"),
+        dA_log: T.Tensor([H_v], "float32"),
+        ddt_bias: T.Tensor([H_v], "float32"),
+    ):
+        with T.Kernel(chunk_slots, head_blocks, threads=GATE_HEADS * GATE_TOKENS, prelude=PRELUDE) as (slot, block):
+            T.pdl_sync()
+            extern(
+                "gate_gradients",
+                T.access_ptr(db_parts[0, 0, 0], "r"),
+                T.access_ptr(dg_parts[0, 0, 0], "r"),
+                T.Cast("int32", value_tiles),
+                T.Cast("int64", tokens) * H_v,
+                T.access_ptr(gates.g[0, 0], "r"),
+                T.access_ptr(gates.beta[0, 0], "r"),
+                T.access_ptr(gates.A_log[0], "r"),
+                T.access_ptr(gates.dt_bias[0], "r"),
+                gates.activations,
+                T.access_ptr(db[0, 0], "w"),
+                T.access_ptr(dg[0, 0], "w"),
+                T.access_ptr(gate_sums[0, 0, 0], "rw"),
+                T.access_ptr(counters[block], "rw"),
+                T.access_ptr(dA_log[0], "w"),
+                T.access_ptr(ddt_bias[0], "w"),
+                slot,
+                T.Cast("int32", chunk_slots),
+                block * GATE_HEADS,
+                T.Cast("int32", H_v),
+                T.Cast("int64", plan.chunks[slot, ChunkColumn.ROW]),
+                plan.chunks[slot, ChunkColumn.LENGTH],
+                plan.chunks[slot, ChunkColumn.SEQUENCE] == PADDING,
+            )
+
+    return main

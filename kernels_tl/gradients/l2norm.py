@@ -1,0 +1,70 @@
+"""The l2norm of the rows of queries or keys, in fp32, for the backward:
+
+    rstd = 1 / sqrt(rowsum(x * x) + eps)        eps as in transformers
+    y    = diag(rstd) x
+
+    q, k        [rows, pieces, 8]        x, rows = tokens * H_k; in pieces of 16 bytes, or loads would be of 2
+    normalized  [2, rows, pieces, 8]     y of both
+    rstd        [2, rows] fp32           likewise
+
+A lane has a piece of a row.
+
+Launched on [rows / ROWS, 2].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
+from kernels_tl.layout import NORM_EPS, NORM_PIECE
+
+ROWS = 16  # of a CTA
+
+
+@T.macro
+def sum_of_lanes(number, lanes):
+    """The sum of a number over so many lanes next to each other, in all of them."""
+    total = T.alloc_var("float32", init=number)
+    for bit in T.unroll(lanes.bit_length() - 1):
+        total += T.shfl_xor(total, 1 << bit)
+    return total
+
+
+def l2norm(dtype, K):
+    rows, pieces = dims("rows", "pieces")
+    LANES = K // NORM_PIECE  # of a row
+
+    @T.macro
+    def normalize(row, piece, there, which, x, normalized, rstd):
+        values = T.alloc_local([NORM_PIECE], "float32")
+        squares = T.alloc_var("float32", init=0.0)
+        for i in T.unroll(NORM_PIECE):
+            values[i] = 0.0
+        if there:
+            for i in T.vectorized(NORM_PIECE):
+                values[i] = x[row, piece, i]
+        for i in T.unroll(NORM_PIECE):
+            squares += values[i] * values[i]
+        factor = T.alloc_var("float32", init=T.rsqrt(sum_of_lanes(squares, LANES) + NORM_EPS))
+        if there:
+            for i in T.vectorized(NORM_PIECE):
+                normalized[which, row, piece, i] = values[i] * factor
+        if there & (piece == 0):
+            rstd[which, row] = factor
+
+    @T.prim_func
+    def main(
+        q: T.Tensor([rows, pieces, NORM_PIECE], dtype),
+        k: T.Tensor([rows, pieces, NORM_PIECE], dtype),
+        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], dtype),
+        rstd: T.Tensor([2, rows], "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
+            row = cta * ROWS + T.get_thread_binding() // LANES
+            piece = T.get_thread_binding() % LANES
+            there = (row < rows) & (piece < T.Cast("int32", pieces))
+            if which == 0:
+                normalize(row, piece, there, 0, q, normalized, rstd)
+            else:
+                normalize(row, piece, there, 1, k, normalized, rstd)
+
+    return main

@@ -1,0 +1,67 @@
+"""The backward of the l2norm: of the gradients of the normalised rows y = x / |x|, in their place, those of x:
+
+    dx = rstd (dy - y rowsum(y * dy))
+
+    normalized, rstd  [2, rows, pieces, 8], [2, rows] fp32    y and 1 / |x| of q and k, by l2norm
+    dq, dk            [rows, pieces, 8]                       dy, then dx
+
+A lane has a piece of a row.
+
+Launched on [rows / ROWS, 2].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
+from kernels_tl.gradients.l2norm import ROWS, sum_of_lanes
+from kernels_tl.layout import NORM_PIECE
+
+
+def l2norm_backward(dtype, K):
+    rows, pieces = dims("rows", "pieces")
+    LANES = K // NORM_PIECE  # of a row
+
+    @T.macro
+    def replace(row, piece, there, which, normalized, rstd, gradient):
+        y = T.alloc_local([NORM_PIECE], "float32")
+        dy = T.alloc_local([NORM_PIECE], "float32")
+        products = T.alloc_var("float32", init=0.0)
+        sizes = T.alloc_var("float32", init=0.0)
+        for i in T.unroll(NORM_PIECE):
+            y[i] = 0.0
+            dy[i] = 0.0
+        if there:
+            for i in T.vectorized(NORM_PIECE):
+                y[i] = normalized[which, row, piece, i]
+            for i in T.vectorized(NORM_PIECE):
+                dy[i] = gradient[row, piece, i]
+        for i in T.unroll(NORM_PIECE):
+            products += y[i] * dy[i]
+            sizes += T.abs(dy[i])
+        product = T.alloc_var("float32", init=sum_of_lanes(products, LANES))
+        size = T.alloc_var("float32", init=sum_of_lanes(sizes, LANES))
+        # Rows that no sequence covers have zeros, and anything, even NaN, in y.
+        if there & (size != 0.0):
+            factor = T.alloc_var("float32", init=rstd[which, row])
+            for i in T.unroll(NORM_PIECE):
+                dy[i] = factor * (dy[i] - y[i] * product)
+            for i in T.vectorized(NORM_PIECE):
+                gradient[row, piece, i] = dy[i]
+
+    @T.prim_func
+    def main(
+        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], dtype),
+        rstd: T.Tensor([2, rows], "float32"),
+        dq: T.Tensor([rows, pieces, NORM_PIECE], dtype),
+        dk: T.Tensor([rows, pieces, NORM_PIECE], dtype),
+    ):
+        with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
+            row = cta * ROWS + T.get_thread_binding() // LANES
+            piece = T.get_thread_binding() % LANES
+            there = (row < rows) & (piece < T.Cast("int32", pieces))
+            if which == 0:
+                replace(row, piece, there, 0, normalized, rstd, dq)
+            else:
+                replace(row, piece, there, 1, normalized, rstd, dk)
+
+    return main

@@ -1,0 +1,102 @@
+"""A chunk's step of the recurrence in reverse, by the warpgroups that carry the gradient of the state, as
+states/recurrence.py is for the state. With dS' the gradient of the state behind the chunk, dS of that before it:
+
+    dV_new^T = dO^T P + (dS'^T K^T) diag(gamma_C / gamma)
+    U^T      = dV_new^T + dV_new^T L
+    dS^T     = gamma_C dS'^T + (dO^T diag(scale gamma)) Q - (U^T diag(beta gamma)) K, formed as
+               gamma_1 times the same with gamma / gamma_1, so that 16 bits hold the factors however small gamma is
+
+The transposed form keeps every intermediate in registers as the next WGMMA's A operand. chunk_backward, whose
+warpgroups have fewer registers, takes dS' from shared memory and the same products and roundings in another order.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.core.common import C, element_type, extern
+from kernels_tl.core.cta import fragments, named
+from kernels_tl.layout import BackwardGate
+
+Full = T.GemmWarpPolicy.FullRow
+
+
+def registers(rows, K, dtype):
+    """The registers of the warpgroups that carry `rows` rows of dS^T."""
+    made = fragments(
+        dS=([rows, K], "float32"),  # dS'^T, dS^T
+        dS_16=([rows, K], dtype),
+        dSK=([rows, C], "float32"),  # dS'^T K^T
+        U=([rows, C], "float32"),  # dO^T P, dV_new^T, U^T in turn
+        U_16=([rows, C], dtype),  # dV_new^T
+        # dO^T diag(scale gamma / gamma_1) in two parts: rounded to one, it would be the largest error of dS
+        faded_dO=([rows, C], dtype),
+        faded_dO_rest=([rows, C], dtype),
+        faded_U=([rows, C], dtype),  # -U^T diag(beta gamma / gamma_1)
+    )
+    # Loaded ahead of WGMMAs: gamma_C / gamma, -beta gamma / gamma_1.
+    ahead = named(decays=T.alloc_local([16], "float32"), fades=T.alloc_local([16], "float32"))
+    vars(made).update(vars(ahead))
+    made.element = element_type(dtype)
+    return made
+
+
+def gate_row(tiles, s, row):
+    return T.access_ptr(tiles.gates[s, row, 0], "r")
+
+
+@T.macro
+def begin_step(r, tiles, s, dO, offset, column, scale):
+    """Leaves dS'^T K^T in dSK and dO^T P in U, and in flight in dS what dO and dS' are of dS^T / gamma_1; meanwhile dS
+    and dS_16 hold dS'^T.
+
+    The chunk's tiles are those of stage s, of L and P the transposed matrices, gates BackwardGate's rows; dO is the
+    first element of the warpgroup's tile of dO. offset and column are the thread's place in a tile and in a fragment
+    (core/tiles.cuh)."""
+    T.copy(r.dS, r.dS_16)
+    T.wgmma_gemm(r.dS_16, tiles.K[s, :, :], r.dSK, transpose_B=True, policy=Full, clear_accum=True)
+    T.wgmma_gemm(
+        tiles.dO[s, :, :], tiles.P[s, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full, clear_accum=True
+    )
+    extern(
+        f"round_scaled_tile<{r.element}>",
+        r.faded_dO.data,
+        r.faded_dO_rest.data,
+        T.access_ptr(dO, "r"),
+        gate_row(tiles, s, BackwardGate.FADE),
+        scale,
+        offset,
+        column,
+    )
+    fade = T.alloc_var(
+        "float32",
+        init=extern("load_factor", T.access_ptr(tiles.gates[s, BackwardGate.FADE, C - 1], "r"), returns="float32"),
+    )
+    for i, j in T.Parallel(*r.dS.shape):
+        r.dS[i, j] *= fade
+    T.wgmma_gemm(r.faded_dO, tiles.Q[s, :, :], r.dS, policy=Full)
+    T.wgmma_gemm(r.faded_dO_rest, tiles.Q[s, :, :], r.dS, policy=Full)
+    extern("load_column_factors", r.decays.data, gate_row(tiles, s, BackwardGate.DECAY), column)
+    T.wait_wgmma(2)
+
+
+@T.macro
+def end_step(r, tiles, s, column):
+    """Leaves dS^T in dS; meanwhile U holds U^T."""
+    extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
+    T.copy(r.U, r.U_16)
+    T.wgmma_gemm(r.U_16, tiles.L[s, :, :], r.U, transpose_B=True, policy=Full)
+    extern(
+        "load_column_products",
+        r.fades.data,
+        gate_row(tiles, s, BackwardGate.BETA),
+        gate_row(tiles, s, BackwardGate.FADE),
+        column,
+    )
+    T.wait_wgmma(0)
+    extern(f"round_scaled_columns<{r.element}>", r.faded_U.data, r.U.data, r.fades.data)
+    T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
+    gamma = T.alloc_var(
+        "float32", init=extern("load_factor", gate_row(tiles, s, BackwardGate.GAMMA), returns="float32")
+    )
+    T.wait_wgmma(0)
+    for i, j in T.Parallel(*r.dS.shape):
+        r.dS[i, j] *= gamma

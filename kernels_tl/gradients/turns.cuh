@@ -1,0 +1,76 @@
+// dQ and dK of a query/key head, to which the value heads of its group, and the tiles of each, add one after the other,
+// in their order, so that the sums are the same bits every time. A chunk's turn is the number of those that have added.
+//
+// Each waits for those before it only, whose CTAs have lower numbers: the GPU begins CTAs in the order of their
+// numbers, so they run, or have run.
+#pragma once
+
+#include "core/tiles.cuh"
+
+namespace flash_qla::device {
+
+// By a warp: until it is the own turn; what those before it have added can then be read and added to.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
+  if (own > 0) {
+    if (lane_here() == 0) {
+      while (load_acquire(turn) < own) {
+        __nanosleep(100);
+      }
+    }
+    __syncwarp();
+    fence_proxies();  // to boxes, too
+  }
+}
+
+// By the same warp, after what it added is there.
+__device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
+  if (own + 1 < takers) {
+    fence_proxies();
+    __syncwarp();
+    if (lane_here() == 0) {
+      store_release(turn, own + 1);
+    }
+  }
+}
+
+// By a warp: a chunk's two tiles of 64 x 64 side by side, or the first key_dim of their columns, one part of 64 tokens'
+// rows from `row` on, or of as many as are valid: a box would go on into the next sequence. In flight until
+// wait_until_stored.
+template <typename T>
+__device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
+                                         int H_k, int key_dim, int valid, bool is_first) {
+  constexpr int kTileBytes = kChunk * kChunk * 2;
+  const int lane = lane_here();
+  if (valid >= kChunk) {
+    if (lane < 2) {
+      const char* const tile = static_cast<const char*>(tiles) + lane * kTileBytes;
+      if (is_first) {
+        store_box(map, tile, kChunk * lane, hk, row);
+      } else {
+        add_box(map, tile, kChunk * lane, hk, row);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = lane / 16; i < valid; i += 2) {
+    const int piece = lane & 15;
+    const char* const from = static_cast<const char*>(tiles) + piece / 8 * kTileBytes;
+    if (8 * piece >= key_dim) {
+      continue;
+    }
+    uint4 x = *reinterpret_cast<const uint4*>(from + swizzled(i, piece & 7));
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(rows) + static_cast<int64_t>(i) * H_k * key_dim) + piece;
+    if (!is_first) {
+      const uint4 before = __ldcg(to);
+      const auto add = [](uint32_t a, uint32_t b) {
+        const float2 p = unpack(T(), a), q = unpack(T(), b);
+        return pack(T(), p.x + q.x, p.y + q.y);
+      };
+      x = {add(before.x, x.x), add(before.y, x.y), add(before.z, x.z), add(before.w, x.w)};
+    }
+    *to = x;
+  }
+}
+
+}  // namespace flash_qla::device

@@ -1,0 +1,221 @@
+"""The maps of each segment in both directions, all segments in parallel: S -> M S + Z from the state before it to the
+state behind it, and in reverse dS' -> M^T dS' + dZ, of their gradients.
+
+Z and M are made as by segment_maps. dZ is the recurrence in reverse (reverse_recurrence.py) run from dS' = 0.
+
+    states        [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
+    grad_states   [segment_slots, H_v, value_rows, K] fp32   dZ^T of segment s in slot s - 1
+    maps          [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
+    skips         [segment_slots, H_v] int32        1 where the gates make M negligible to the state behind the segment
+    reverse_skips [segment_slots, H_v] int32        1 where they make it negligible to the gradient of the state before
+                                                    it (maps/segments.cuh)
+
+With skips Z is made from the last few chunks alone, with reverse_skips dZ from the first few, and with both M is not
+made. The two are the same unless the bounds of some chunks let the state grow. The last segment of a sequence has no
+Z, the first no dZ, and one that is both no M.
+
+A CTA makes M, or V rows of Z^T or of dZ^T, a tile.
+
+Launched on [segments * H_v * (1 + 2 * value tiles)], dZ first, which takes longest.
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
+from kernels_tl.core.common import (
+    EXPLICIT_PASS_CONFIGS,
+    C,
+    after,
+    block_rows,
+    extern,
+)
+from kernels_tl.core.cta import Variables, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers
+from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.maps.segment_maps import (
+    CONSUMER_REGISTERS,
+    MAP_M,
+    MAP_Z,
+    PRODUCER_REGISTERS,
+    PRODUCERS,
+    ROWS,
+    STAGES,
+    V,
+    consumers,
+    make_barriers,
+    map_roles,
+)
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
+PRELUDE = """
+#include "maps/segments.cuh"
+#include "core/tiles.cuh"
+"""
+
+MAP_DZ = 2  # beside MAP_Z, MAP_M
+
+
+def backward_maps(dtype, K):
+    sizes = Sizes()
+    H_v, value_rows = sizes.H_v, sizes.value_rows
+    assert K == V, "M^T has K rows, a tile of Z^T and dZ^T has V, and the same warpgroups make each"
+    assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
+    CONSUMERS = consumers(V)
+    roles = map_roles(dtype, K, partial=True, of_backward=True)
+
+    def make_tiles():
+        return shared(
+            195.75,
+            K=([STAGES, C, K], dtype),
+            V=([STAGES, C, V], dtype),  # or dO
+            L=([STAGES, C, C], dtype),
+            gates=([STAGES, ForwardGate.COUNT, C], "float32"),  # or BackwardGate's
+            Q=([STAGES, C, K], dtype),
+            P=([STAGES, C, C], dtype),
+            swizzle=("V",),
+        )
+
+    def bound(gates, segment, hv):
+        """The segment's first chunk's, see maps/segments.cuh, and the way to the next."""
+        return (
+            T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r"),
+            T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
+            segment.chunks,
+        )
+
+    @T.macro
+    def chunks_that_matter(segment, hv, which, gates, skips, reverse_skips):
+        """Where the recurrence begins and ends: at the segment's chunks for those that have nothing to do."""
+        first = T.alloc_var("int32", init=segment.chunks)
+        last = T.alloc_var("int32", init=-1)
+        is_first = T.alloc_var("int32", init=segment.flags % SegmentFlag.LAST)
+        is_last = T.alloc_var("int32", init=T.truncdiv(segment.flags, SegmentFlag.LAST))
+        skip = T.alloc_var("int32", init=1)
+        reverse_skip = T.alloc_var("int32", init=1)
+        if (which != MAP_DZ) & (is_last == 0) & (segment.chunks > 0):
+            first = extern("first_chunk_that_matters", *bound(gates, segment, hv), returns="int32")
+            skip = T.Select(first < 0, 0, 1)
+            first = T.max(first, 0)
+        if (which != MAP_Z) & (is_first == 0) & (segment.chunks > 0):
+            last = extern("last_chunk_that_matters", *bound(gates, segment, hv), returns="int32")
+            reverse_skip = T.Select(last < 0, 0, 1)
+            last = T.Select(last < 0, segment.chunks - 1, last)
+        if which == MAP_M:
+            if T.get_thread_binding() == 0:
+                skips[segment.slot, hv] = skip
+                reverse_skips[segment.slot, hv] = reverse_skip
+            first = T.Select((skip == 0) | (reverse_skip == 0), 0, segment.chunks)
+        return Variables(first=first, last=last)
+
+    @T.macro
+    def compute_dZ(tiles, ready, chunks, segment, hv, v0, grad_states, scale):
+        """The consumers: the recurrence in reverse, and its result."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(V, K, dtype)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        T.clear(r.dS)
+        for step in T.serial(chunks):
+            c = chunks - 1 - step
+            s = T.alloc_var("int32", init=step % STAGES)
+            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            if segment.length - c * C < C:
+                clear_rows_behind(tiles.Q, segment.length - c * C, s)
+                clear_rows_behind(tiles.K, segment.length - c * C, s)
+                clear_rows_behind(tiles.dO, segment.length - c * C, s)
+                T.fence_proxy_async()
+                T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
+            begin_step(r, tiles, s, tiles.dO[s, 0, warpgroup * ROWS], offset, column, scale)
+            end_step(r, tiles, s, column)
+            T.barrier_arrive(ready.released[s])
+        if chunks > 0:
+            for i, j in T.Parallel(V, K):
+                grad_states[segment.slot - 1, hv, v0 + i, j] = r.dS[i, j]
+
+    @T.macro
+    def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
+        """The loader: the chunks' operands, the last chunk's first."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for step in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, 0)):
+            s = T.alloc_var("int32", init=step % STAGES)
+            c = chunks - 1 - step
+            t = segment.row + c * C
+            slot = segment.first + c
+            T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.P, s, matrices.rows, slot, hv, 1, edge):
+                fetch(source, target, ready.loaded[s])
+            fetch(gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        grad_o: T.Tensor([sizes.tokens, H_v, sizes.value_dim], dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        backward_gates: T.Tensor([sizes.chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        maps: Maps(sizes, dtype, K),
+        grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
+        reverse_skips: T.Tensor([sizes.segment_slots, H_v], "int32"),
+        scale: T.float32,
+    ):
+        with T.Kernel(
+            sizes.segment_slots * H_v * (1 + 2 * T.truncdiv(value_rows, V)),
+            threads=CONSUMERS + PRODUCERS,
+            prelude=PRELUDE,
+        ) as cta:
+            tiles = make_tiles()
+            ready = make_barriers(V)
+            value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
+            of_dZ = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v) * value_tiles)  # CTAs
+            is_dZ = T.alloc_var("int32", init=T.Select(cta < of_dZ, 1, 0))
+            piece = locate_cta(
+                T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + 1)
+            )
+            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # behind the tiles of Z
+            v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
+            which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
+            hv = T.alloc_var("int32", init=piece.hv)
+            segment = load_segment_early(plan.segments, piece.slot)
+            # Bits of the flags that leave a map out: a last segment's Z, a first one's dZ, M where it is both.
+            without = T.alloc_var(
+                "int32",
+                init=T.Select(
+                    which == MAP_M,
+                    SegmentFlag.FIRST + SegmentFlag.LAST,
+                    T.Select(which == MAP_Z, SegmentFlag.LAST, SegmentFlag.FIRST),
+                ),
+            )
+            if (((segment.flags & without) == without) | (segment.length == 0)) & (cta != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
+            hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
+            segment = segment.and_also(slot=piece.slot)
+            needed = chunks_that_matter(segment, hv, which, matrices.gates, maps.skips, reverse_skips)
+            reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
+            if T.get_thread_binding() < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                if which == MAP_DZ:
+                    compute_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, grad_states, scale)
+                else:
+                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, v0, maps)
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                if which == MAP_DZ:
+                    inputs = (tokens, grad_o, backward_gates, matrices)
+                    load_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, hk, *inputs)
+                else:
+                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, v0, hk, tokens, matrices)
+
+    return main

@@ -1,0 +1,184 @@
+"""The map of whole sequences, composed of those of their segments (segment_maps, backward_maps): what ranks exchange
+under context parallelism.
+
+    S behind the sequence = M S before it + Z
+
+    composed  [mapped, H_v, value_dim + key_dim, key_dim] fp32   of at most two sequences, mapped_0 and mapped_1: rows
+                                                                of Z^T, from the initial state where there is one, then
+                                                                those of M^T
+    offsets   [segment_slots, H_v, value_rows, K] fp32           Z_s^T of segment s in slot s
+    maps      [segment_slots, H_v, 2, K, K]                      M_s^T in two 16-bit parts
+    skips     [segment_slots, H_v]                               1 where M_s is negligible: what is before is left out
+
+V-first rows of a state do not depend on each other, so M^T is K more of them, which begin as those of I and have no Z.
+With `reverse` the same of gradients: M_s^T in the place of M_s, dZ_s^T in `offsets`, from the last segment to the
+first; rows of dZ^T, then those of M. The arithmetic is that of segment_scan, of whose roles there is no storer, as only
+the end is wanted. A sequence without tokens has the map of nothing, [initial state; I].
+
+A CTA goes through one sequence with 32 rows of the map of one head.
+
+Launched on [mapped * H_v * (value_dim / 32 + key_dim / 32)].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Maps, Plan, Sizes, States
+from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
+from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
+PRELUDE = """
+#include "core/tiles.cuh"
+"""
+
+PRODUCERS = 32  # a warp that loads
+
+
+def compose_maps(dtype, K, reverse):
+    sizes = Sizes()
+    H_v, key_dim, value_dim = sizes.H_v, sizes.key_dim, sizes.value_dim
+    mapped, map_rows, key_channels = dims("mapped", "map_rows", "key_channels")
+    CONSUMERS = consumers(K)
+    of_map = map_step(dtype, K, reverse)
+
+    def make_tiles():
+        return shared(
+            208.01171875,
+            M=([MAP_STAGES, 2, K, K], dtype),
+            S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
+            Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),
+            skip=([STAGES], "int32"),
+            swizzle=("Z",),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to consumers: Z and skip
+            released=[CONSUMERS] * STAGES,  # back
+            map_loaded=[32] * MAP_STAGES,
+            map_released=[CONSUMERS] * MAP_STAGES,
+        )
+
+    @T.macro
+    def begin(S, initial, n, hv, v0, k0, is_M, has_initial_state):
+        for i, j in T.Parallel(K, COLUMNS):
+            S[i, j] = T.Select((is_M != 0) & (i == k0 + j), 1.0, 0.0)
+        if (is_M == 0) & (has_initial_state != 0):
+            initial.read_columns(S, n, hv, v0)
+
+    @T.macro
+    def compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, r):
+        """The consumers: S from segment to segment, and its end."""
+        skip = T.alloc_var("int32", init=0)
+        maps_used = T.alloc_var("int32", init=0)
+        S = T.alloc_fragment([K, COLUMNS], "float32")
+        S_16 = T.alloc_fragment([K, COLUMNS], dtype)
+        rest = T.alloc_fragment([K, COLUMNS], dtype)
+        begin(S, initial, n, hv, v0, k0, is_M, has_initial_state)
+        for step in T.serial(parts):
+            u = T.alloc_var("int32", init=step % STAGES)
+            T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
+            skip = tiles.skip[u]
+            if skip == 0:
+                of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
+            if is_M == 0:
+                extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+            else:
+                T.clear(S)
+            T.barrier_arrive(ready.released[u])
+            if skip == 0:
+                m = maps_used % MAP_STAGES
+                of_map.add_product(S, tiles, ready, m, maps_used)
+                maps_used = maps_used + 1
+        row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
+        rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))
+        for i, j in T.Parallel(K, COLUMNS):
+            if (i < initial.key_dim) & (j < rows):
+                composed[r, hv, row + j, i] = S[i, j]
+
+    @T.macro
+    def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):
+        """The loader: Z, M, and whether there is an M."""
+        maps_used = T.alloc_var("int32", init=0)
+        slot = T.alloc_var("int32", init=first_slot)
+        skip = T.alloc_var("int32", init=0)
+        next_skip = T.alloc_var("int32", init=0)
+        if parts > 0:
+            next_skip = maps.skips[slot, hv]
+        for step in T.serial(parts):
+            u = T.alloc_var("int32", init=step % STAGES)
+            skip = next_skip
+            next_slot = T.alloc_var("int32", init=T.Select(step + 1 < parts, slot + (-1 if reverse else 1), slot))
+            next_skip = maps.skips[next_slot, hv]  # ahead: latencies of the table would add up
+            T.barrier_wait(ready.released[u], ((step // STAGES) % 2) ^ 1)
+            if T.get_thread_binding() == CONSUMERS:
+                tiles.skip[u] = skip
+            if is_M == 0:
+                for box in T.unroll(K // BOX):
+                    fetch(
+                        offsets[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX],
+                        tiles.Z[u, box, :, :],
+                        ready.loaded[u],
+                    )
+            T.barrier_arrive(ready.loaded[u])
+            if skip == 0:
+                m = maps_used % MAP_STAGES
+                of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)
+                maps_used = maps_used + 1
+            slot = next_slot
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        plan: Plan(sizes),
+        maps: Maps(sizes, dtype, K),
+        states: States(sizes),
+        has_initial_state: T.int32,
+        offsets: T.Tensor(
+            [sizes.segment_slots, H_v, sizes.value_rows, K], "float32"
+        ),  # Z^T of a segment in its own slot
+        composed: T.Tensor([mapped, H_v, map_rows, key_channels], "float32"),
+        mapped_0: T.int32,
+        mapped_1: T.int32,
+    ):
+        with T.Kernel(
+            mapped * H_v * (T.ceildiv(value_dim, COLUMNS) + T.ceildiv(key_dim, COLUMNS)),
+            threads=CONSUMERS + PRODUCERS,
+            prelude=PRELUDE,
+        ) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            of_Z = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))
+            of_both = T.alloc_var("int32", init=of_Z + T.truncdiv(key_dim + (COLUMNS - 1), COLUMNS))
+            head = T.alloc_var("int32", init=T.truncdiv(cta, of_both))
+            part = T.alloc_var("int32", init=cta - head * of_both)
+            is_M = T.alloc_var("int32", init=T.Select(part >= of_Z, 1, 0))
+            v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, part * COLUMNS))
+            k0 = T.alloc_var("int32", init=T.Select(is_M != 0, (part - of_Z) * COLUMNS, 0))
+            r = T.alloc_var("int32", init=T.truncdiv(head, T.Cast("int32", H_v)))
+            hv = T.alloc_var("int32", init=head - r * T.Cast("int32", H_v))
+            n = T.alloc_var("int32", init=T.Select(r == 0, mapped_0, mapped_1))
+            slot = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.SEGMENT]))
+            length = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.LENGTH]))
+            # The first segment is as long as all but the last
+            flags = T.alloc_var("int32", init=load_early(plan.segments[slot, SegmentColumn.FLAGS]))
+            size = T.alloc_var("int32", init=load_early(plan.segments[slot, SegmentColumn.LENGTH]))
+            parts = T.alloc_var("int32", init=T.Select(length > 0, 1, 0))
+            if flags == SegmentFlag.FIRST:
+                parts = T.truncdiv(length + size - 1, size)
+            if reverse:  # noqa: SIM102  decided here, the other on the device
+                if parts > 0:
+                    slot = slot + parts - 1
+            T.pdl_sync()
+            T.pdl_trigger()
+            if T.get_thread_binding() < CONSUMERS:
+                initial = states.initial_in_a_run()
+                compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, r)
+            else:
+                load(tiles, ready, parts, slot, hv, v0, is_M, maps, offsets)
+
+    return main

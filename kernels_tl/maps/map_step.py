@@ -1,0 +1,56 @@
+"""What segment_scan and compose_maps do with a segment's map: S to M S, on columns of S.
+
+M and S are taken in two 16-bit parts each, rounded and rest, so the product is of three, in fp32; the fourth, of both
+rests, is less than what the parts leave out.
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.core.cta import fetch
+from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier
+
+ROWS = 64  # of S a warpgroup: the M of its WGMMA
+COLUMNS = SCAN_COLUMNS  # of S a CTA
+MAP_STAGES, STAGES = 2, 3  # of M; of Z
+BOX = 32  # floats: 128 bytes, what the swizzle takes
+Full = T.GemmWarpPolicy.FullRow
+
+
+def consumers(K):
+    """A warpgroup for each ROWS."""
+    return 128 * (K // ROWS)
+
+
+def map_step(dtype, K, reverse):
+    """With `reverse` M^T is in the place of M."""
+
+    @T.macro
+    def round_in_parts(S, S_16, rest, tiles, turn):
+        """S to shared memory, as a rounded part and the rest."""
+        T.copy(S, S_16)
+        for i, j in T.Parallel(K, COLUMNS):
+            rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
+        T.copy(S_16, tiles.S[turn % 2, 0, :, :])
+        T.copy(rest, tiles.S[turn % 2, 1, :, :])
+        T.fence_proxy_async()
+        T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
+
+    @T.macro
+    def add_product(S, tiles, ready, m, turn):
+        """S += M S, of the S that was rounded last."""
+        T.barrier_wait(ready.map_loaded[m], (turn // MAP_STAGES) % 2)
+        for a, b in ((0, 0), (0, 1), (1, 0)):
+            T.wgmma_gemm(tiles.M[m, a, :, :], tiles.S[turn % 2, b, :, :], S, transpose_A=not reverse, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.map_released[m])
+
+    @T.macro
+    def load_map(maps, slot, hv, tiles, ready, m, turn):
+        T.barrier_wait(ready.map_released[m], ((turn // MAP_STAGES) % 2) ^ 1)
+        for part in T.unroll(2):
+            fetch(maps[slot, hv, part, :, :], tiles.M[m, part, :, :], ready.map_loaded[m])
+        T.barrier_arrive(ready.map_loaded[m])
+
+    return SimpleNamespace(round_in_parts=round_in_parts, add_product=add_product, load_map=load_map)

@@ -1,0 +1,203 @@
+"""The map of each segment from the state before it to the state behind it, S -> M S + Z, all segments in parallel.
+
+Z^T is the recurrence (recurrence.py) run from S = 0 without outputs, M^T that run with V = 0 from S = I:
+
+    states  [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
+    maps    [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
+    skips   [segment_slots, H_v] int32        1 where the gates make M negligible (maps/segments.cuh): it is not made
+                                              then, and Z is made from the last few chunks alone
+
+A segment with the flag of a sequence's last needs no map. A CTA makes M or V rows of Z^T, a tile. `partial` is the
+kernel for tables that leave that flag out (chunk_plan's map_segments), so that last chunks may be partial ones.
+
+Launched on [segments * H_v * (1 + value tiles)].
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
+from kernels_tl.core.common import (
+    EXPLICIT_PASS_CONFIGS,
+    C,
+    after,
+    block_rows,
+    extern,
+)
+from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.states.recurrence import begin_step, end_step, registers
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
+PRELUDE = """
+#include "maps/segments.cuh"
+#include "core/tiles.cuh"
+"""
+
+V = WIDE_TILE  # value rows a CTA
+ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
+STAGES = 3
+EARLY_FACTORS = (
+    4  # of eight, see recurrence.registers; with all of them it was 5 % slower (benchmarks/notes/segment_maps.md)
+)
+PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+MAP_Z, MAP_M = 0, 1
+
+
+def consumers(rows):
+    """A warpgroup for each ROWS."""
+    return 128 * (rows // ROWS)
+
+
+def make_barriers(rows):
+    return barriers(
+        loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
+        released=[consumers(rows)] * STAGES,  # back: they have been used
+    )
+
+
+def map_roles(dtype, K, partial, of_backward=False):
+    """The roles of a CTA that makes M or Z. With `partial` the last chunk of a segment may be a partial one. The
+    backward's are exact, like its states; it makes M alone of segments that end a sequence."""
+
+    @T.macro
+    def clear_behind(tiles, s, valid):
+        if valid < C:
+            clear_rows_behind(tiles.K, valid, s)
+            if not of_backward:
+                clear_rows_behind(tiles.V, valid, s)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, consumers(V))
+
+    def store_map(r, place):
+        return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
+
+    @T.macro
+    def compute(tiles, ready, start, chunks, which, segment, hv, v0, maps):
+        """The consumers: the recurrence, and its result."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=of_backward)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        for i, j in T.Parallel(V, K):
+            r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
+        for c in T.serial(start, chunks):
+            s = T.alloc_var("int32", init=(c - start) % STAGES)
+            T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
+            if partial:
+                clear_behind(tiles, s, segment.length - c * C)
+            begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
+            T.wait_wgmma(0)
+            end_step(r, tiles, s)
+            T.barrier_arrive(ready.released[s])
+
+        if start < chunks:
+            if which == MAP_Z:
+                for i, j in T.Parallel(V, K):
+                    maps.states[segment.slot + 1, hv, v0 + i, j] = r.S[i, j]
+            else:
+                T.copy(r.S, r.S_16)
+                for i, j in T.Parallel(V, K):
+                    r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
+                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w"))
+                T.copy(r.S, r.S_16)
+                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w"))
+
+    @T.macro
+    def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
+        """The loader: the chunks' operands."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < consumers(V) + 32, chunks, start)):
+            s = T.alloc_var("int32", init=(c - start) % STAGES)
+            t = segment.row + c * C
+            slot = segment.first + c
+            T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
+            fetch(tokens.v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
+
+    return SimpleNamespace(compute=compute, load=load)
+
+
+def segment_maps(dtype, K, partial):
+    sizes = Sizes()
+    H_v, value_rows = sizes.H_v, sizes.value_rows
+    assert K == V, "M^T has K rows and a tile of Z^T has V, and the same warpgroups make either"
+    CONSUMERS = consumers(V)
+    roles = map_roles(dtype, K, partial)
+
+    def make_tiles():
+        return shared(
+            123.75,
+            K=([STAGES, C, K], dtype),
+            V=([STAGES, C, V], dtype),
+            L=([STAGES, C, C], dtype),
+            gates=([STAGES, ForwardGate.COUNT, C], "float32"),
+            swizzle=("V",),
+        )
+
+    @T.macro
+    def first_chunk(segment, hv, which, gates, skips):
+        """Where the recurrence begins: at the segment's chunks for those that have nothing to do."""
+        start = T.alloc_var("int32", init=0)
+        if segment.is_idle != 0:
+            start = segment.chunks
+        else:
+            start = extern(
+                "first_chunk_that_matters",
+                T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r"),
+                T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
+                segment.chunks,
+                returns="int32",
+            )
+            if (which == MAP_M) & (T.get_thread_binding() == 0):
+                skips[segment.slot, hv] = T.Select(start < 0, 0, 1)
+            if start < 0:
+                start = 0
+            else:
+                if which == MAP_M:
+                    start = segment.chunks
+        return start
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        maps: Maps(sizes, dtype, K),
+    ):
+        with T.Kernel(
+            sizes.segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+        ) as cta:
+            tiles = make_tiles()
+            ready = make_barriers(V)
+            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M behind the tiles of Z
+            v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
+            which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
+            segment = load_segment_early(plan.segments, piece.slot)
+            idle = T.alloc_var(
+                "int32", init=T.Select((segment.flags >= SegmentFlag.LAST) | (segment.length == 0), 1, 0)
+            )
+            if (idle != 0) & (cta != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            segment = segment.and_also(slot=piece.slot, is_idle=idle)
+            start = first_chunk(segment, piece.hv, which, matrices.gates, maps.skips)
+            if T.get_thread_binding() < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, maps)
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, tokens, matrices)
+
+    return main

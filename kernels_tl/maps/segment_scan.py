@@ -1,0 +1,221 @@
+"""The state before each segment: the maps of segment_maps applied one after the other along each sequence.
+
+    S behind segment s = M_s S before it + Z_s
+
+    states  [segment_slots, H_v, value_rows, K] fp32, V-first: in slot s + 1 Z_s^T, which becomes the state before
+            segment s + 1
+    maps    [segment_slots, H_v, 2, K, K]: M_s^T in two 16-bit parts
+    skips   [segment_slots, H_v]: 1 where M is negligible, so that Z is all there is, and states is right already
+
+With `reverse`, for the backward, the gradient of the state behind each segment, from the last segment to the first:
+
+    dS' behind segment s - 1 = M_s^T dS' behind s + dZ_s
+
+`states` holds dZ_s^T in slot s - 1, which becomes dS'^T behind segment s - 1; `initial_state` is the gradient of the
+final state, behind a sequence's last segment, and `skips` are those of the reverse. What is said of S here is then said
+of dS', and of Z of dZ.
+
+With `beside` it is launched right after the scan of states and runs beside it: that scan waits for the kernels ahead of
+it before it lets this one start, so what this one reads is there. Without, it waits like any other kernel.
+
+Where a sequence's first state is SCANNED too (plan/chunk_plan.py), it is written to that segment's slot of states.
+
+S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
+
+A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, a warp that
+keeps the next Z and M coming, and one that stores. M is the left factor, and S goes through shared memory between its
+products: so the columns may be few. Z arrives in shared memory, where the new S takes its place and leaves from; each
+thread's own loads and stores of them, 32 bytes at a time, had been half of the time.
+
+Launched on [N * H_v * value_dim / 32].
+"""
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Maps, Plan, Sizes, States
+from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
+from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
+EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "skips", "states")}
+EARLY |= {"initial_state": after(CALLER, where="beside")}
+PRELUDE = """
+#include "core/tiles.cuh"
+"""
+
+PRODUCERS = 64  # a warp that loads and one that stores
+SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next one is the last on the way, without a map
+
+
+def segment_scan(dtype, K, reverse):
+    sizes = Sizes()
+    H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
+    CONSUMERS = consumers(K)
+    of_map = map_step(dtype, K, reverse)
+    WAY = -1 if reverse else 1  # from a segment to the next one
+
+    def on_the_way(slot, segments):
+        """So many segments further; where there are none, it does not matter which."""
+        return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
+
+    def read(number):
+        """An entry of a table that was written before the kernel ahead, for which the reverse may not wait."""
+        return load_early(number) if reverse else number
+
+    def is_end(flags):
+        """Whether a segment is the last on the way."""
+        return flags % SegmentFlag.LAST != 0 if reverse else flags >= SegmentFlag.LAST
+
+    def make_tiles():
+        return shared(
+            208.01171875,
+            M=([MAP_STAGES, 2, K, K], dtype),
+            S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
+            Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),  # Z^T, then S^T
+            about=([STAGES], "int32"),
+            swizzle=("Z",),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to the others: Z and about
+            made=[CONSUMERS] * STAGES,  # consumers to storer: S in the place of Z
+            stored=[32] * STAGES,  # storer to loader
+            map_loaded=[32] * MAP_STAGES,  # loader to consumers
+            map_released=[CONSUMERS] * MAP_STAGES,  # back
+        )
+
+    def part_of(states, slot, hv, v0, box):
+        """A box of the state in a slot."""
+        return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
+
+    @T.macro
+    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot, begin):
+        """The consumers: S from segment to segment."""
+        about = T.alloc_var("int32", init=begin)
+        step = T.alloc_var("int32", init=0)
+        maps_used = T.alloc_var("int32", init=0)
+        S = T.alloc_fragment([K, COLUMNS], "float32")
+        S_16 = T.alloc_fragment([K, COLUMNS], dtype)
+        rest = T.alloc_fragment([K, COLUMNS], dtype)
+        T.clear(S)
+        if (about < END) & (slot != NOBODY):
+            initial.read_columns(S, slot, hv, v0)
+            if is_scanned:
+                for i, j in T.Parallel(K, COLUMNS):
+                    states[first_slot, hv, v0 + j, i] = S[i, j]
+        while about < END:
+            u = step % STAGES
+            T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
+            about = tiles.about[u]
+            if about % END != SKIP:
+                of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
+            extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+            if about % END != SKIP:
+                m = maps_used % MAP_STAGES
+                of_map.add_product(S, tiles, ready, m, maps_used)
+                extern("write_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
+                T.fence_proxy_async()
+                maps_used = maps_used + 1
+            T.barrier_arrive(ready.made[u])
+            step = step + 1
+
+    @T.macro
+    def load(tiles, ready, first_slot, hv, v0, segments, maps, begin):
+        """The loader: Z, M, and what the others have to know of a segment. Reads ahead: latencies of the tables would
+        add up."""
+        about = T.alloc_var("int32", init=begin)
+        step = T.alloc_var("int32", init=0)
+        maps_used = T.alloc_var("int32", init=0)
+        slot = T.alloc_var("int32", init=first_slot)
+        skip = T.alloc_var("int32", init=read(maps.skips[slot, hv]))
+        flags = T.alloc_var("int32", init=read(segments[on_the_way(slot, 1), SegmentColumn.FLAGS]))
+        next_skip = T.alloc_var("int32", init=0)
+        next_flags = T.alloc_var("int32", init=0)
+        while about < END:
+            u = step % STAGES
+            next_skip = read(maps.skips[on_the_way(slot, 1), hv])
+            next_flags = read(segments[on_the_way(slot, 2), SegmentColumn.FLAGS])
+            about = T.Select(skip == 0, 0, SKIP) + T.Select(is_end(flags), END, 0)
+            T.barrier_wait(ready.stored[u], ((step // STAGES) % 2) ^ 1)
+            if T.get_thread_binding() == CONSUMERS:
+                tiles.about[u] = about
+            for box in T.unroll(K // BOX):
+                fetch(part_of(maps.states, slot + WAY, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
+            T.barrier_arrive(ready.loaded[u])
+            if skip == 0:
+                m = maps_used % MAP_STAGES
+                of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)
+                maps_used = maps_used + 1
+            step = step + 1
+            slot = slot + WAY
+            skip = next_skip
+            flags = next_flags
+
+    @T.macro
+    def store(tiles, ready, first_slot, hv, v0, states, begin):
+        """The storer: S where it is not Z, which is there already."""
+        about = T.alloc_var("int32", init=begin)
+        slot = T.alloc_var("int32", init=first_slot)
+        step = T.alloc_var("int32", init=0)
+        while about < END:
+            u = step % STAGES
+            T.barrier_wait(ready.made[u], (step // STAGES) % 2)
+            about = tiles.about[u]
+            if about % END != SKIP:
+                for box in T.unroll(K // BOX):
+                    place = part_of(states, slot + WAY, hv, v0, box)
+                    T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
+                T.tma_store_wait(0)
+            T.barrier_arrive(ready.stored[u])
+            step = step + 1
+            slot = slot + WAY
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        plan: Plan(sizes),
+        maps: Maps(sizes, dtype, K),
+        states: States(sizes),
+        beside: T.int32,  # only with reverse
+    ):
+        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            parts = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))
+            part = T.alloc_var("int32", init=T.truncdiv(cta, parts))
+            v0 = T.alloc_var("int32", init=(cta - part * parts) * COLUMNS)
+            n = T.alloc_var("int32", init=T.truncdiv(part, T.Cast("int32", H_v)))
+            hv = T.alloc_var("int32", init=part - n * T.Cast("int32", H_v))
+            first_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.SEGMENT]))
+            first = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.FLAGS]))
+            given = SequenceColumn.FINAL if reverse else SequenceColumn.INITIAL
+            state_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, given]))
+            first_state = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.INITIAL]))
+            if reverse:  # noqa: SIM102  decided here, the other on the device
+                if first == SegmentFlag.FIRST:  # and so as long as all but the last
+                    length = load_early(plan.sequences[n, SequenceColumn.LENGTH])
+                    segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
+                    first_slot += T.truncdiv(length - 1, segment_length)
+            if (first != SegmentFlag.FIRST) & (cta != 0):  # but the last as well
+                extern("leave")
+            if beside == 0:
+                T.pdl_sync()
+            T.pdl_trigger()
+            begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
+            if T.get_thread_binding() < CONSUMERS:
+                is_scanned = False if reverse else first_state == SCANNED
+                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
+            else:
+                if T.get_thread_binding() < CONSUMERS + 32:
+                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps, begin)
+                else:
+                    store(tiles, ready, first_slot, hv, v0, maps.states, begin)
+                    if reverse:
+                        T.pdl_sync()  # because the next kernel takes for granted that the one ahead of this has ended
+
+    return main

@@ -1,0 +1,170 @@
+// The gates of a chunk: b_i = g_1 + ... + g_i, and what a token brings to its value head besides its vectors.
+#pragma once
+
+#include "core/activations.cuh"
+#include "matrices/chunk_products.cuh"
+
+namespace flash_qla::device {
+
+// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
+// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
+__device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int stride, int heads, int length) {
+  const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    x[s] = head < heads && first + s < length ? rows[(first + s) * stride + head] : 0.f;
+  }
+}
+
+__device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
+  float4* const pieces = reinterpret_cast<float4*>(to + threadIdx.x % 8 * 8);
+  pieces[0] = {x[0], x[1], x[2], x[3]};
+  pieces[1] = {x[4], x[5], x[6], x[7]};
+}
+
+constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), before that g; beta
+
+// By the CTA: g, unless it is `cumulative` already, and beta of `heads` heads, of which first_head is the first, from
+// what came, from element `at` on, `stride` apart; behind `length` tokens 0. Not inlined: in the way of gates that are
+// ready this code took chunk_matrices 10 % more time.
+static __device__ __noinline__ void activate_chunk(float* gates, const void* g, const void* beta, const void* A_log,
+                                                   const void* dt_bias, int activations, bool cumulative, int64_t at,
+                                                   int first_head, int stride, int heads, int length) {
+  constexpr int kMost = 2;  // gates a thread: 4 heads, 128 threads
+  uint32_t g_bits[kMost], beta_bits[kMost];
+  GateBits gate_bits[kMost];
+  const auto token_of = [=](int n) { return static_cast<int>(threadIdx.x + n * blockDim.x) / heads; };
+  const auto head_of = [=](int n) { return static_cast<int>(threadIdx.x + n * blockDim.x) % heads; };
+#pragma unroll
+  for (int n = 0; n < kMost; ++n) {
+    if (token_of(n) < length) {
+      const int64_t from = at + token_of(n) * stride + head_of(n);
+      beta_bits[n] = load_bits(beta, activations, Activation::kBeta, from);
+      if (!cumulative) {
+        g_bits[n] = load_bits(g, activations, Activation::kG, from);
+        gate_bits[n] = load_gate_bits(A_log, dt_bias, activations, first_head + head_of(n));
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kMost; ++n) {
+    if (token_of(n) < kChunk) {
+      float made_g = 0.f, made_beta = 0.f;
+      if (token_of(n) < length) {
+        if (!cumulative) {
+          const float raw = from_bits(g_bits[n], activations, Activation::kG);
+          made_g = activations & Activation::kGate ? HeadGate(gate_bits[n], activations)(raw) : limit_decay(raw);
+        }
+        const float raw = from_bits(beta_bits[n], activations, Activation::kBeta);
+        made_beta = activations & Activation::kSigmoid ? activated_beta(raw, activations) : raw;
+      }
+      float* const to = gates + head_of(n) * kHeadGates + token_of(n);
+      to[0] = made_g;
+      to[kChunk] = made_beta;
+    }
+  }
+}
+
+// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows. Of g, or of what
+// activate_chunk has left.
+__device__ __forceinline__ void load_gates(float* gates, const float* g, bool activated, float* b_rows, int stride,
+                                           int heads, int length, int valid) {
+  const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
+  float b[8];
+  if (activated) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      b[s] = gates[min(head, heads - 1) * kHeadGates + 8 * i + s];
+    }
+    __syncwarp();  // before these become b
+  } else {
+    load_heads(b, g, stride, heads, length);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      b[s] = limit_decay(b[s]);
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] = b[s] * kLog2e + (s > 0 ? b[s - 1] : 0.f);
+  }
+  float before = b[7];
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    const float below = __shfl_up_sync(~0u, before, step, 8);
+    before += i >= step ? below : 0.f;
+  }
+  before = __shfl_up_sync(~0u, before, 1, 8);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] += i > 0 ? before : 0.f;
+    if (head < heads && 8 * i + s < valid) {
+      b_rows[(8 * i + s) * stride + head] = b[s] * kLn2;
+    }
+  }
+  store_head(gates + head * kHeadGates, b);
+}
+
+// By one warp: b log2(e) of `heads` heads from b itself, which behind the chunk's last token stays what it was.
+__device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int stride, int heads,
+                                                      int length) {
+  const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
+  float b[8];
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    b[s] = head < heads ? b_rows[min(first + s, length - 1) * stride + head] * kLog2e : 0.f;
+  }
+  store_head(gates + head * kHeadGates, b);
+}
+
+// By one warp: likewise beta.
+__device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int stride, int heads, int length) {
+  float beta[8];
+  load_heads(beta, beta_rows, stride, heads, length);
+  store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
+}
+
+// By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
+// scale / |q|.
+__device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
+                                            float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
+  const int lane = lane_here();
+  const float rstd_k[2] = {rstd_k_low, rstd_k_high}, scale_q[2] = {scale_q_low, scale_q_high};
+  const float total = gates[kChunk - 1];
+  float growth = 1.f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    const float b = gates[token], beta = gates[kChunk + token], gamma = exp2_fast(b);
+    const float square = diagonals[(token / kBlock) * kDiagonalStride + (token % kBlock) * (kBlock + 1)];
+    growth *= fmaxf(1.f, fabsf(1.f - beta * square));
+    reinterpret_cast<float2*>(table + ForwardGate::kBeta * kChunk)[token] = {beta, beta * gamma * rstd_k[i]};
+    table[ForwardGate::kQuery * kChunk + token] = scale_q[i] * gamma;
+    table[ForwardGate::kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
+  }
+  float bound = __log2f(growth);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    bound += __shfl_xor_sync(~0u, bound, step);
+  }
+  if (lane < 2) {
+    table[ForwardGate::kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
+  }
+}
+
+// By one warp: likewise the backward's.
+__device__ __forceinline__ void store_backward_gates(const float* gates, float* table) {
+  const int lane = lane_here();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    const float b = gates[token];
+    table[BackwardGate::kLog * kChunk + token] = b;
+    table[BackwardGate::kGamma * kChunk + token] = exp2_fast(b);
+    table[BackwardGate::kDecay * kChunk + token] = exp2_fast(gates[kChunk - 1] - b);
+    table[BackwardGate::kFade * kChunk + token] = exp2_fast(b - gates[0]);
+    table[BackwardGate::kBeta * kChunk + token] = gates[kChunk + token];
+  }
+}
+
+}  // namespace flash_qla::device

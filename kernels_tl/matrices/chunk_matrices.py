@@ -1,0 +1,354 @@
+"""Everything about a chunk that does not need the state, for all chunks in parallel: gates, inverse, attention.
+
+    gates      [chunk_slots, H_v, 5, C] fp32       ForwardGate's rows (layout.py)
+    matrices   [chunk_slots, H_v, 2, TRIANGLE]     L^T and P^T, L = A * D - I, A = (I + stril(diag(beta) K K^T))^-1,
+                                                   P = scale tril(Q K^T) * D: by rows of blocks, of each those from the
+                                                   diagonal on (common.block_row)
+    A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
+    g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b_i = g_1 + ... + g_i
+    backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
+    turns      [chunk_slots, H_k]                  likewise: zeros, for chunk_backward to count in
+    counters   [H_v / 8]                           likewise, for gate_gradients
+
+The backward, too, has its matrices made here, from keys and queries that are normalised already: its g is b
+(`cumulative`), and o is the gradient of v, whose rows that no sequence covers want zeros likewise.
+
+D_ij = exp(b_i - b_j) for i >= j and 0 above, formed from differences, so it never overflows. A * D is diag(gamma) A
+diag(1/gamma), so the gates never enter the inverse; its unit diagonal is left out, so that products with it round only
+what is small. Rows that no sequence covers get zeros in A, g_cumsum and o.
+
+With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it; with larger keys
+entries grow like the product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
+
+The arithmetic is in matrices/chunk_matrices.cuh. A CTA takes `heads` value heads of a group: K K^T and Q K^T are made
+once for them, by WGMMA, and go to the places of K and Q; then every warp works on a head of its own, or a team of two
+or four warps on one where the heads are 2 or 1. Its shared memory lets 4 CTAs share an SM, which hide each other's
+latencies.
+
+Launched on [chunk slots * H_v / heads], one warpgroup. The first early_ctas of them find their chunk in cu_seqlens
+themselves, while chunk_plan runs.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.bundles import (
+    BackwardTables,
+    Gates,
+    Gradients,
+    Matrices,
+    Outputs,
+    Plan,
+    Sequences,
+    Sizes,
+    Slots,
+    Tokens,
+)
+from kernels_tl.core.common import (
+    CALLER,
+    EXPLICIT_PASS_CONFIGS,
+    SWIZZLE_32B,
+    SWIZZLE_64B,
+    SWIZZLE_128B,
+    SWIZZLE_NONE,
+    C,
+    after,
+    descriptor,
+    element_type,
+    extern,
+)
+from kernels_tl.core.cta import Variables, barriers, clear_rows_behind, shared
+from kernels_tl.layout import (
+    BLOCK,
+    DIAGONAL_STRIDE,
+    GATE_HEADS,
+    INVERSE_STRIDE,
+    MATRICES_CTAS,
+    PADDING,
+    ChunkColumn,
+    NamedBarrier,
+)
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+# The first CTAs. g_cumsum is written
+EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
+EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
+PRELUDE = """
+#include "matrices/chunk_matrices.cuh"
+#include "plan/plan.cuh"
+"""
+
+THREADS = 128
+WARPS = THREADS // 32
+SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
+Full = T.GemmWarpPolicy.FullRow
+
+
+def chunk_matrices(dtype, K, normalize):
+    sizes = Sizes()
+    H_v = sizes.H_v
+    element = element_type(dtype)
+    parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
+
+    def make_tiles():
+        return shared(
+            54.796875,
+            K=([C, K], dtype),  # then blocks of the products
+            Q=([C, K], dtype),  # then block columns of the matrices, a warp's two after another's
+            diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
+            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # of A; before them the norms
+            gates=([WARPS, 2, C], "float32"),  # b log2(e) and beta of a head
+        )
+
+    def make_barriers():
+        return barriers(loaded=[THREADS])  # all threads: K and Q have arrived
+
+    @T.macro
+    def find_chunk(slot, early, chunks, sequences, slots):
+        """The chunk in a slot: row, length, sequence."""
+        found = T.alloc_local([ChunkColumn.COUNT], "int32")
+        if early:
+            extern(
+                "find_chunk",
+                found.data,
+                slot,
+                T.access_ptr(sequences.offsets[0], "r"),
+                sequences.has_offsets,
+                sequences.wide_offsets,
+                T.Cast("int32", sizes.N),
+                T.Cast("int32", sizes.tokens),
+                sequences.uniform_length,
+                slots.table(),
+            )
+        else:
+            T.pdl_sync()
+            for i in T.unroll(ChunkColumn.COUNT):
+                found[i] = chunks[slot, i]
+        return Variables(
+            row=found[ChunkColumn.ROW], length=found[ChunkColumn.LENGTH], sequence=found[ChunkColumn.SEQUENCE]
+        )
+
+    def clear_rows(rows, chunk, head):
+        _, heads, columns = rows.shape
+        place = T.access_ptr(rows[chunk.row, head, 0], "w")
+        return extern("clear_rows", place, T.Cast("int64", heads) * columns, T.Cast("int32", columns), chunk.length)
+
+    @T.macro
+    def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
+        """Zeros in the outputs of rows that no sequence covers."""
+        tx = T.get_thread_binding()
+        for l in T.serial(heads):
+            clear_rows(outputs.o, chunk, first + l)
+            if outputs.has_A != 0:
+                clear_rows(outputs.A, chunk, first + l)
+            if (outputs.has_g_cumsum != 0) & (tx < chunk.length):
+                outputs.g_cumsum[chunk.row + tx, first + l] = 0.0
+            if (has_backward_gates > gate_gradients) & (tx < chunk.length):
+                gradients.db[chunk.row + tx, first + l] = 0.0
+                gradients.dg[chunk.row + tx, first + l] = 0.0
+        if (has_backward_gates != 0) & leads:
+            clear_rows(gradients.dq, chunk, hk)
+            clear_rows(gradients.dk, chunk, hk)
+
+    @T.macro
+    def load(tiles, ready, chunk, warp, first, hk, heads, tokens, inside, outputs, cumulative):
+        """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
+        become zeros."""
+        T.tma_copy(tokens.k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
+        T.tma_copy(tokens.q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
+        T.barrier_arrive(ready.loaded)
+        if inside.activations != 0:
+            extern(
+                "activate_chunk",
+                T.access_ptr(tiles.gates, "w"),
+                T.access_ptr(inside.g[0, 0], "r"),
+                T.access_ptr(inside.beta[0, 0], "r"),
+                T.access_ptr(inside.A_log[0], "r"),
+                T.access_ptr(inside.dt_bias[0], "r"),
+                inside.activations,
+                cumulative != 0,
+                T.Cast("int64", chunk.row) * H_v + first,
+                first,
+                H_v,
+                heads,
+                chunk.length,
+            )
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+        if warp == 0:
+            if cumulative != 0:
+                extern(
+                    "load_cumulative_gates",
+                    T.access_ptr(tiles.gates, "rw"),
+                    T.access_ptr(inside.g[chunk.row, first], "r"),
+                    H_v,
+                    heads,
+                    chunk.length,
+                )
+            else:
+                extern(
+                    "load_gates",
+                    T.access_ptr(tiles.gates, "rw"),
+                    T.access_ptr(inside.g[chunk.row, first], "r"),
+                    inside.activations != 0,
+                    T.access_ptr(outputs.g_cumsum[chunk.row, first], "w"),
+                    H_v,
+                    heads,
+                    chunk.length,
+                    T.if_then_else(outputs.has_g_cumsum != 0, chunk.length, 0),
+                )
+        if (warp == 1) & (inside.activations == 0):
+            extern(
+                "load_beta",
+                T.access_ptr(tiles.gates, "rw"),
+                T.access_ptr(inside.beta[chunk.row, first], "r"),
+                H_v,
+                heads,
+                chunk.length,
+            )
+        T.barrier_wait(ready.loaded, 0)
+        if chunk.length < C:
+            clear_rows_behind(tiles.K, chunk.length)
+            clear_rows_behind(tiles.Q, chunk.length)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+
+    @T.macro
+    def make_products(tiles, scale):
+        """K K^T and K Q^T into shared memory. Returns the factors of the keys and queries that the lane has in the
+        table of gates, the low and the high one."""
+        KK = T.alloc_fragment([C, C], "float32")
+        KQ = T.alloc_fragment([C, C], "float32")
+        T.wgmma_gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
+        T.wgmma_gemm(tiles.K, tiles.Q, KQ, transpose_B=True, policy=Full, clear_accum=True)
+        T.wait_wgmma(0)
+        T.pdl_sync()  # before its successors may begin, which take the plan for granted
+        T.pdl_trigger()
+        lane = T.get_thread_binding() % 32
+        factors = T.alloc_local([4], "float32")
+        factors[0] = 1.0
+        factors[1] = 1.0
+        factors[2] = scale
+        factors[3] = scale
+        if normalize:
+            extern(f"chunk_norms<{element}>", T.access_ptr(tiles.inverses, "rw"), KK.data, T.access_ptr(tiles.Q, "r"))
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+            factors[0] = tiles.inverses[0, lane]
+            factors[1] = tiles.inverses[0, lane + 32]
+            factors[2] = scale * tiles.inverses[0, C + lane]
+            factors[3] = scale * tiles.inverses[0, C + lane + 32]
+        else:
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)  # K and Q have been read
+        extern(
+            f"store_products<{element}, {str(normalize).lower()}>",
+            KK.data,
+            KQ.data,
+            T.access_ptr(tiles.inverses, "r"),
+            T.access_ptr(tiles.K, "rw"),
+            T.access_ptr(tiles.diagonals, "rw"),
+            scale,
+        )
+        T.sync_threads(NamedBarrier.MATRICES, THREADS)
+        return factors
+
+    @T.macro
+    def invert_diagonal(tiles, team):
+        """The inverses of the diagonal blocks: two a warp, one in a team of four."""
+        for step in T.serial(T.if_then_else(team.warps == 1, 2, 1)):
+            diagonal = T.alloc_var(
+                "int32", init=T.if_then_else(team.warps == WARPS, team.member, 2 * (team.member + step))
+            )
+            extern(
+                f"invert_blocks<{parts}>",
+                T.access_ptr(tiles.diagonals[diagonal * DIAGONAL_STRIDE], "r"),
+                DIAGONAL_STRIDE,
+                T.access_ptr(tiles.inverses[team.head, diagonal * INVERSE_STRIDE], "rw"),
+                T.access_ptr(tiles.gates[team.head, 1, diagonal * BLOCK], "r"),
+                T.if_then_else(team.warps == WARPS, 1, 2),
+            )
+        extern("team_sync", team.head, team.warps)
+
+    @T.macro
+    def make_columns(tiles, team, slot, hv, chunk, matrices, outputs):
+        """The block columns of the matrices that are the warp's, from shared memory out."""
+        extern(
+            f"make_columns<{element}>",
+            *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
+            descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
+            team.warps,
+            team.member,
+            T.access_ptr(tiles.K, "r"),
+            T.access_ptr(tiles.inverses[team.head, 0], "r"),
+            T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+            T.access_ptr(tiles.Q, "rw"),
+            T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
+            slot,
+            hv,
+            chunk.row,
+            H_v,
+            T.if_then_else(outputs.has_A != 0, chunk.length, 0),
+        )
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        gates: Gates(sizes),
+        sequences: Sequences(),
+        slots: Slots(sizes),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        outputs: Outputs(sizes, dtype),
+        backward: BackwardTables(sizes),
+        gradients: Gradients(sizes, dtype),  # zeros where no sequence is
+        heads: T.int32,  # a CTA: a divisor of group, at most 4
+        scale: T.float32,
+        cumulative: T.int32,  # g is b, in fp32
+        gate_gradients: T.int32,  # runs behind chunk_backward, and makes all of db and dg
+        early_ctas: T.int32,
+    ):
+        with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            T.annotate_min_blocks_per_sm(MATRICES_CTAS)
+            share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs a chunk
+            slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
+            first = T.alloc_var("int32", init=(cta - slot * share) * heads)
+            hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
+            leads = first == hk * sizes.group  # of the CTAs of a chunk and query/key head the first
+            chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
+            warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
+            warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
+            head = T.alloc_var("int32", init=T.truncdiv(warp, warps))
+            team = Variables(warps=warps, head=head, member=warp - head * warps)
+            if chunk.sequence == PADDING:
+                T.pdl_sync()
+                T.pdl_trigger()
+                of_backward = (gradients, backward.has_backward_gates, gate_gradients)
+                clear_padding(chunk, first, heads, hk, leads, outputs, *of_backward)
+            else:
+                load(tiles, ready, chunk, warp, first, hk, heads, tokens, gates, outputs, cumulative)
+                factors = make_products(tiles, scale)
+                if (backward.has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
+                    backward.turns[slot, hk] = 0
+                if team.head < heads:
+                    hv = first + team.head
+                    if team.member == 0:
+                        extern(
+                            "store_gates",
+                            T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+                            T.access_ptr(tiles.diagonals, "r"),
+                            *(factors[i] for i in range(4)),
+                            T.access_ptr(matrices.gates[slot, hv, 0, 0], "w"),
+                        )
+                        if backward.has_backward_gates != 0:
+                            extern(
+                                "store_backward_gates",
+                                T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+                                T.access_ptr(backward.backward_gates[slot, hv, 0, 0], "w"),
+                            )
+                    invert_diagonal(tiles, team)
+                    make_columns(tiles, team, slot, hv, chunk, matrices.rows, outputs)
+            if (gate_gradients != 0) & (slot == 0) & (T.get_thread_binding() == 0):
+                backward.counters[T.truncdiv(first, GATE_HEADS)] = 0
+
+    return main

@@ -1,0 +1,151 @@
+// Rows of chunk_plan's tables: what chunk_plan and the warps that begin before it has written them both compute.
+//
+// cu_seqlens comes as `offsets`, of 32 or 64 bits (`wide`), or there is none and all N sequences have `uniform_length`
+// tokens, as many as `tokens` together. What it holds need not be offsets: see chunk_plan.py.
+#pragma once
+
+#include <cstdint>
+
+#include "core/table.cuh"
+
+namespace flash_qla::device {
+
+__device__ __forceinline__ int chunks_of(int length) { return (length + kChunk - 1) / kChunk; }
+
+// An offset within what is left behind the sequences before; the running maximum of these is the end of a sequence.
+__device__ __forceinline__ int clip_offset(int64_t offset, int tokens_before, int tokens) {
+  return static_cast<int>(max(min(offset, int64_t{tokens}), int64_t{tokens_before}));
+}
+
+// Whether sequence a comes before b in the table of segments: the longest first, so that no long one is left for the
+// end.
+__device__ __forceinline__ bool comes_first(int chunks_a, int a, int chunks_b, int b) {
+  return chunks_a > chunks_b || (chunks_a == chunks_b && a < b);
+}
+
+// A row of `chunks`: of a sequence, of which kPadding is one that is nobody's, or of what follows the last one.
+__device__ __forceinline__ void put_chunk(int* row, int begin, int end, int chunk, int sequence) {
+  const int first = begin + chunk * kChunk;
+  row[ChunkColumn::kRow] = first;
+  row[ChunkColumn::kLength] = min(end - first, kChunk);
+  row[ChunkColumn::kSequence] = sequence;
+}
+__device__ __forceinline__ void put_padding(int* row, int begin, int tokens, int chunk) {
+  const int first = begin + chunk * kChunk;
+  row[ChunkColumn::kRow] = min(first, tokens);
+  row[ChunkColumn::kLength] = max(min(tokens - first, kChunk), 0);
+  row[ChunkColumn::kSequence] = kPadding;
+}
+
+__device__ __forceinline__ int slot_of(const Slots& slots, int n) { return slots(n); }
+
+// Whether sequence n starts from a state: see FirstStates. Flags are read for kFlagged only.
+__device__ __forceinline__ bool has_first_state(int first_states, const void* flags, int64_t stride, int n) {
+  return first_states == FirstStates::kFlagged ? static_cast<const bool*>(flags)[n * stride]
+                                               : first_states == FirstStates::kAll;
+}
+
+// Where the state behind a chunk goes: behind `every` tokens of a sequence, twice as many and so on, to the slots that
+// its row of the table says or, without one, to `first` and those that follow it; of `slots`.
+__device__ __forceinline__ int checkpoint_slot(const Table& indices, int64_t null_index, int64_t slots, int every,
+                                               int length, int chunk, int n, int first) {
+  const int64_t tokens = (int64_t{chunk} + 1) * kChunk;
+  if (tokens > length || tokens % every != 0) {
+    return kNobody;
+  }
+  const int i = static_cast<int>(tokens / every) - 1;
+  int64_t index = int64_t{first} + i;
+  if (indices) {
+    index = i < indices.columns ? indices(n, i) : kNobody;
+  }
+  return static_cast<int>(checked_slot(index, indices ? null_index : -1, slots));
+}
+
+constexpr int kLanes = 32;
+
+struct Extent {
+  int begin, end;  // tokens
+};
+
+// By a warp: of sequence n + lane, empty from the N-th on; those before n end at `tokens_before`.
+__device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int N, int tokens, int n,
+                                              int tokens_before) {
+  const int lane = threadIdx.x & 31;
+  int64_t offset = 0;
+  if (n + lane < N) {
+    offset =
+        wide ? static_cast<const int64_t*>(offsets)[n + lane + 1] : static_cast<const int32_t*>(offsets)[n + lane + 1];
+  }
+  int end = clip_offset(offset, tokens_before, tokens);
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    const int y = __shfl_up_sync(~0u, end, step);
+    end = max(end, lane >= step ? y : 0);
+  }
+  const int end_before = __shfl_up_sync(~0u, end, 1);
+  return {lane == 0 ? tokens_before : end_before, end};
+}
+
+__device__ __forceinline__ int sum_up_to_lane(int x) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    const int y = __shfl_up_sync(~0u, x, step);
+    x += (threadIdx.x & 31) >= step ? y : 0;
+  }
+  return x;
+}
+
+// By each warp: a slot's row of `chunks`.
+__device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
+                                           int tokens, int uniform_length, const Slots& slots) {
+  const auto sequence = [&](int n) { return slots(n) == kNobody ? int{kPadding} : n; };
+  if (!has_offsets) {
+    const int chunks = chunks_of(uniform_length);
+    const int n = slot / max(chunks, 1);
+    if (slot < N * chunks) {
+      put_chunk(row, n * uniform_length, (n + 1) * uniform_length, slot - n * chunks, sequence(n));
+    } else {
+      put_padding(row, tokens, tokens, slot - N * chunks);
+    }
+    return;
+  }
+  int tokens_before = 0, chunks_before = 0;  // sequence n
+  for (int n = 0; n < N; n += kLanes) {
+    const Extent extent = lane_extent(offsets, wide, N, tokens, n, tokens_before);
+    const int chunks = chunks_of(extent.end - extent.begin);
+    const int sum = chunks_before + sum_up_to_lane(chunks);
+    const unsigned up_to_here = __ballot_sync(~0u, slot < sum);
+    if (up_to_here != 0) {
+      const int owner = __ffs(up_to_here) - 1;
+      put_chunk(row, __shfl_sync(~0u, extent.begin, owner), __shfl_sync(~0u, extent.end, owner),
+                slot - __shfl_sync(~0u, sum - chunks, owner), sequence(n + owner));
+      return;
+    }
+    tokens_before = __shfl_sync(~0u, extent.end, kLanes - 1);
+    chunks_before = __shfl_sync(~0u, sum, kLanes - 1);
+  }
+  put_padding(row, tokens_before, tokens, slot - chunks_before);
+}
+
+// By each warp: the first token row and the tokens of a slot of `segments` where no sequence is cut, and there are at
+// most 32 or all are of the same length. A sequence that is nobody's keeps its place in the table, with no tokens.
+__device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
+                                             int N, int tokens, int uniform_length, const Slots& slots) {
+  if (!has_offsets) {
+    found[0] = slot * uniform_length;
+    found[1] = slots(slot) == kNobody ? 0 : uniform_length;
+    return;
+  }
+  const int lane = threadIdx.x & 31;
+  const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
+  const int chunks = chunks_of(extent.end - extent.begin);
+  int before = 0;  // this one, in the order of the table
+  for (int i = 0; i < N; ++i) {
+    before += comes_first(__shfl_sync(~0u, chunks, i), i, chunks, lane);
+  }
+  const int owner = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
+  found[0] = __shfl_sync(~0u, extent.begin, owner);
+  found[1] = slots(owner) == kNobody ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
+}
+
+}  // namespace flash_qla::device

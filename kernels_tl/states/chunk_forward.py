@@ -1,0 +1,346 @@
+"""The recurrence over the chunks of each segment, and the output, with the state in registers from first to last chunk.
+
+A segment is a whole sequence or, with context parallelism, a run of its chunks. The step of a chunk, with its formulas,
+is recurrence.py; chunk_matrices makes its L and P. At a chunk's start S is stored as h, V-first, if that is wanted.
+
+A piece of work is value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which
+share nothing but the loader's stages, a warp for each of these that stores O, and a warp that keeps the next chunks'
+operands coming by TMA, over the borders of pieces: while the last chunks of one are computed, the state and the first
+chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the head,
+for when there are few heads. The first piece's segment, state and K, Q and V are fetched while the kernel before this
+one still runs. The consumers go through a segment in runs of chunks, each up to the next checkpoint, behind which the
+state is written there; behind the last run it goes where the segment's does.
+
+Launched on [ctas], at most [segments * H_v * value tiles]; twice, with both value tiles, where the device is to choose
+between them: `only_if` is what the first segment tells of the longest sequence.
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
+from kernels_tl.core.common import (
+    CALLER,
+    EXPLICIT_PASS_CONFIGS,
+    C,
+    after,
+    block_rows,
+    dims,
+    element_type,
+    extern,
+    load_early,
+)
+from kernels_tl.core.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
+from kernels_tl.core.state_view import chosen, is_checkpoint
+from kernels_tl.layout import NOBODY, SCANNED, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.states.recurrence import begin_step, end_step, registers
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
+EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
+EARLY |= {"final_state": after(CALLER)}  # of a sequence without tokens, written
+PRELUDE = """
+#include "core/tiles.cuh"
+"""
+
+ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
+STAGES = 2
+EARLY_FACTORS = 8  # of eight, see recurrence.registers
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
+# Behind a segment's columns in shared memory: how many turns follow, and the piece's head and first value row.
+MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
+
+
+def chunk_forward(dtype, K, value_tile):
+    sizes = Sizes()
+    key_dim, value_dim = sizes.key_dim, sizes.value_dim
+    (h_slots,) = dims("h_slots")
+    element = element_type(dtype)
+    WARPGROUPS = value_tile // ROWS
+    # Threads: the consumers, a warp that loads, one for each consumer warpgroup that stores. setmaxnreg takes whole
+    # warpgroups, so with two of them there are as many producers as a third has.
+    CONSUMERS = 128 * WARPGROUPS
+    PRODUCERS = 64 if WARPGROUPS == 1 else 128
+
+    def size_of(dtype):
+        """Bytes of a state's number."""
+        return T.Select(dtype == Dtype.FLOAT32, 4, 2)
+
+    def pitch(columns, size=4):
+        """Numbers from one row of a state in shared memory to the next."""
+        return columns + STATE_PAD // size
+
+    def make_tiles():
+        state = max(K * pitch(value_tile), value_tile * pitch(K))  # K first, V first
+        return shared(
+            {64: 156.5859375, 128: 212.5859375}[value_tile],
+            K=([STAGES, C, K], dtype),
+            Q=([STAGES, C, K], dtype),
+            V=([STAGES, WARPGROUPS, C, ROWS], dtype),
+            L=([STAGES, C, C], dtype),
+            P=([STAGES, C, C], dtype),
+            O=([WARPGROUPS, C, ROWS], dtype),
+            gates=([STAGES, ForwardGate.COUNT, C], "float32"),
+            S=([state], "float32"),  # a state on its way in
+            segment=([2, COLUMNS], "int32"),  # this turn's and the next one's
+            swizzle=("V", "O"),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
+            released=[CONSUMERS] * STAGES,  # consumers to loader: K, P and gates of a stage have been used,
+            released_early=[CONSUMERS] * STAGES,  # Q, V and L
+            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its O of a chunk lies in shared memory
+            stored=[32] * WARPGROUPS,  # back: it has left
+            begun=[32],  # loader to consumers: a turn's segment and state have arrived
+            taken=[CONSUMERS],  # back: they have been read
+        )
+
+    def rest_of_value(v0):
+        """Value rows from v0 on."""
+        return T.Cast("int32", value_dim) - v0
+
+    def layout_of(slot, initial):
+        """Of the state in a slot: whether V comes first, and its dtype. segment_scan's is V-first, in fp32."""
+        return SimpleNamespace(
+            v_first=T.Select(slot == SCANNED, 1, initial.stride_k) == 1,
+            dtype=T.Select(slot == SCANNED, Dtype.FLOAT32, initial.dtype),
+        )
+
+    @T.macro
+    def step(
+        r,
+        tiles,
+        ready,
+        h,
+        has_h,
+        turn: T.Ref,
+        length: T.Ref,
+        done: T.Ref,
+        c: T.Ref,
+        offset: T.Ref,
+        column: T.Ref,
+        warpgroup,
+    ):
+        """A consumer's step, chunk c of the segment: from its tiles to O's."""
+        s = (done + c) % STAGES
+        T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
+        if length - c * C < C:
+            # What Q has there stays in columns not stored.
+            for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
+                extern("clear_rows_behind", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
+        begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
+        if has_h != 0:  # keeps what is before it from sinking behind the wait
+            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
+            if slot < h_slots:
+                v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
+                extern(
+                    f"store_state<{K}>",
+                    r.S_16.data,
+                    T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w"),
+                    T.Cast("int32", key_dim),
+                    rest_of_value(v0),
+                    T.Cast("int32", key_dim),
+                )
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.released_early[s])
+        end_step(r, tiles, s)
+        T.barrier_arrive(ready.released[s])
+        T.barrier_wait(ready.stored[warpgroup], ((done + c) % 2) ^ 1)
+        extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
+        T.barrier_arrive(ready.staged[warpgroup])
+
+    @T.macro
+    def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
+        """The consumers: the recurrence, and O's way to shared memory."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(value_tile, K, dtype, EARLY_FACTORS)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        turn = T.alloc_var("int32", init=0)
+        while turn >= 0:
+            T.barrier_wait(ready.begun[0], turn % 2)
+            length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
+            T.clear(r.S)
+            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
+            if slot != NOBODY:
+                state = layout_of(slot, initial)
+                extern(
+                    f"read_state<{K}>",
+                    r.S.data,
+                    T.access_ptr(tiles.S, "r"),
+                    state.dtype,
+                    state.v_first,
+                    T.Select(state.v_first, pitch(K, size_of(state.dtype)), pitch(value_tile)),
+                    rest_of_value(tiles.segment[turn % 2, FIRST_ROW]),
+                    T.Cast("int32", key_dim),
+                )
+            T.barrier_arrive(ready.taken[0])
+            T.copy(r.S, r.S_16)
+
+            c = T.alloc_var("int32", init=0)
+            is_end = T.alloc_var("int32", init=0)
+            while is_end == 0:
+                until = T.alloc_var("int32", init=c * C + checkpoint_every)
+                if c == 0:
+                    until = tiles.segment[turn % 2, SegmentColumn.UNTIL]
+                stop = T.alloc_var("int32", init=T.truncdiv(T.min(until, length) + (C - 1), C))
+                while c < stop:
+                    step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
+                    c += 1
+                is_end = T.Select(c * C >= length, 1, 0)
+                is_final = T.alloc_var("int32", init=1)
+                if is_checkpoint(c * C, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
+                    is_final = 0
+                while is_final <= is_end:
+                    to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
+                    if is_final == 0:
+                        to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
+                    if to != NOBODY:
+                        states = chosen(is_final != 0, final, kept)
+                        states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
+                    is_final += 1
+            done += c
+            turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
+
+    @T.macro
+    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
+        """A turn's segment and state to shared memory, by the loader."""
+        T.barrier_wait(ready.taken[0], (turn % 2) ^ 1)
+        lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
+        if lane < SegmentColumn.COUNT:
+            tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
+        if lane == MORE:
+            tiles.segment[turn % 2, MORE] = turns - 1 - turn
+        if lane == HEAD:
+            tiles.segment[turn % 2, HEAD] = piece.hv
+        if lane == FIRST_ROW:
+            tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
+        if segment.initial == SCANNED:
+            T.pdl_sync()
+        if segment.initial != NOBODY:
+            is_scanned = segment.initial == SCANNED
+            state = layout_of(segment.initial, initial)
+            size = T.alloc_var("int32", init=size_of(state.dtype))
+            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # of S^T
+            channels = T.Cast("int32", key_dim)
+            extern(
+                "fetch_state",
+                ready.begun[0],
+                T.access_ptr(tiles.S, "w"),
+                extern(
+                    "chosen",
+                    is_scanned,
+                    T.access_ptr(scanned[piece.segment, piece.hv, v0, 0], "r"),
+                    initial.pointer(segment.initial, piece.hv, v0),
+                ),
+                T.Select(state.v_first, rows, channels),
+                T.Select(state.v_first, channels, rows) * size,
+                T.Select(is_scanned, K, initial.row_stride) * size,
+                T.Select(state.v_first, K, value_tile) * size + STATE_PAD,
+            )
+        T.barrier_arrive(ready.begun[0])
+
+    @T.macro
+    def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial):
+        """The loader: segments, states and the chunks' operands."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        for turn in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, turns, 0)):
+            piece = walk.locate(turn)
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            segment = load_segment_early(segments, piece.segment)
+            begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
+            for c in T.serial(segment.chunks):
+                s = (done + c) % STAGES
+                t = segment.row + c * C
+                slot = segment.first + c
+                T.barrier_wait(ready.released_early[s], (((done + c) // STAGES) % 2) ^ 1)
+                fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+                for w in T.unroll(WARPGROUPS):
+                    fetch(
+                        tokens.v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                        tiles.V[s, w, :, :],
+                        ready.loaded[s],
+                    )
+                at_once = done + c == 0  # what does not come from the kernel before this one
+                if at_once:
+                    fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                    T.pdl_sync()
+                for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
+                    fetch(source, target, ready.loaded[s])
+                T.barrier_wait(ready.released[s], (((done + c) // STAGES) % 2) ^ 1)
+                if not at_once:
+                    fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+                for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
+                    fetch(source, target, ready.loaded[s])
+                T.barrier_arrive(ready.loaded[s])
+            done += segment.chunks
+
+    @T.macro
+    def store(walk, tiles, ready, turns, segments, o):
+        """The storers, one for each consumer warpgroup: O from shared memory."""
+        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
+        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
+            piece = walk.locate(turn)
+            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
+            length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+            v0 = piece.tile * value_tile + w * ROWS
+            for c in T.serial(T.truncdiv(length + (C - 1), C)):
+                T.barrier_wait(ready.staged[w], (done + c) % 2)
+                store_rows(tiles.O, w, o, row + c * C, piece.hv, v0, length - c * C)
+                T.barrier_arrive(ready.stored[w])
+            done += T.truncdiv(length + (C - 1), C)
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        states: States(sizes),
+        kept: Checkpoints(sizes),
+        maps: Maps(sizes, dtype, K),
+        o: T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+        h: T.Tensor([h_slots, sizes.H_v, sizes.value_dim, sizes.key_dim], dtype),
+        has_h: T.int32,
+        ctas: T.int32,
+        value_tiles: T.int32,  # of value_tile rows
+        only_if: T.int32,  # the first segment's flags are these; 0: in any case
+    ):
+        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            if only_if != 0:
+                if load_early(plan.segments[0, SegmentColumn.FLAGS]) != only_if:
+                    if cta == 0:
+                        T.pdl_sync()
+                    extern("leave")
+                if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
+                    T.pdl_trigger()
+            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
+            initial = states.initial()
+            if T.get_thread_binding() < CONSUMERS:
+                if WARPGROUPS == 2:
+                    T.inc_max_nreg(CONSUMER_REGISTERS)
+                ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
+                compute(tiles, ready, initial, *ends, h, has_h)
+            else:
+                if WARPGROUPS == 2:
+                    T.dec_max_nreg(PRODUCER_REGISTERS)
+                turns = walk.turns()
+                load(walk, tiles, ready, turns, tokens, matrices, plan.segments, maps.states, initial)
+                T.pdl_sync()
+                store(walk, tiles, ready, turns, plan.segments, o)
+
+    return main

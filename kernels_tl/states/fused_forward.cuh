@@ -1,0 +1,360 @@
+// A chunk's matrices for one value head, as chunk_matrices.cuh makes them for a group: by a warpgroup that also carries
+// half of the head's state.
+#pragma once
+
+#include "core/tiles.cuh"
+#include "core/wgmma.cuh"
+#include "matrices/chunk_matrices.cuh"
+#include "states/fused_gates.cuh"
+#include "states/place.cuh"
+
+namespace flash_qla::device {
+
+// The same in all lanes, so that the compiler sees that it is.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// By 256 threads: what lies below the diagonal blocks of L^T and P^T stays zero.
+__device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
+  for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
+    static_cast<uint4*>(L)[piece] = {};
+    static_cast<uint4*>(P)[piece] = {};
+  }
+}
+
+// By one warp.
+__device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
+  for (int64_t i = lane_here() * 16; i < bytes; i += 32 * 16) {
+    *reinterpret_cast<uint4*>(static_cast<char*>(begin) + i) = {};
+  }
+}
+
+// With low_level a warpgroup's tile of O holds A of its first chunk, w, then O of chunk 0, and so on: O of each chunk,
+// and behind that of every chunk c with c % 2 = w A of chunk c + 2. So with c = 2 p + u O comes there as number 3 p + u
+// + 1 if w = 1, 3 p + 2 u + 1 if w = 0, and A, for which u = w, as the next. Of a place, w is the warpgroup, u the
+// value stage and p % 2 its phase; the first A is number 0, made with p = u = 0.
+
+// Until the tile is free for O,
+template <typename Barrier>
+__device__ __forceinline__ void wait_for_tile(Barrier& stored, int number) {
+  const ConsumerPlace place(number);
+  const int w = place.warpgroup(), u = place.value_stage(), p = place.value_phase();
+  (&stored)[w].wait(p ^ (u & w));
+}
+
+// and for A. The warpgroup's number.
+template <typename Barrier>
+__device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
+  const ConsumerPlace place(number);
+  const int w = place.warpgroup(), u = place.value_stage(), p = place.value_phase();
+  (&stored)[w].wait(p ^ u ^ 1);
+  return w;
+}
+
+// What a warpgroup makes a chunk's matrices of. Warp j makes their rows 16 j to 16 j + 15, transposed. All warps run
+// the same code, also for blocks left of the diagonal one, which are not stored: code for each of them would have to be
+// fetched for each chunk.
+//
+// Lane 4 g + t of warp j has of each 16 x 16 block the accumulators' elements [4 n + 2 h + e]: row g + 8 h, column 8 n
+// + 2 t + e. Factors of the TF32 products are rounded once, for fp16 too: nothing but L is made of them, which has no
+// more digits.
+template <typename T, bool kNormalize>
+struct MatricesMaker {
+  static constexpr int kParts = 1;
+
+  float* table;    // FusedGate's rows
+  float* scratch;  // the six blocks of K K^T below the diagonal as product_block has them, then its diagonal blocks by
+                   // rows, and in their place the inverted ones
+  float scale;
+  int j, lane, g, t;
+
+  __device__ __forceinline__ MatricesMaker(float* table, float* scratch, float scale)
+      : table(table), scratch(scratch), scale(scale), j(warp_index()), lane(lane_here()), g(lane >> 2), t(lane & 3) {}
+
+  __device__ __forceinline__ float* inverses() const { return scratch + 6 * kBlockFloats; }
+
+  // Of a row of the table: what the lane's rows have, h = 0 and 1, and its columns of block i.
+  __device__ __forceinline__ float of_row(int gate, int h) const {
+    return table[kBlock * j + g + gate * kChunk + 8 * h];
+  }
+  __device__ __forceinline__ float2 of_columns(int gate, int i, int n) const {
+    return *reinterpret_cast<const float2*>(table + 2 * t + gate * kChunk + kBlock * i + 8 * n);
+  }
+  __device__ __forceinline__ bool is_in_upper_triangle(int n, int e) const {
+    return 8 * n + 2 * t + (e & 1) >= g + 8 * (e >> 1);
+  }
+
+  // The diagonal block of D^T, which is formed from differences.
+  __device__ __forceinline__ void gate_diagonal(float (&diagonal)[8], const float (&b_row)[2]) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 b = of_columns(FusedGate::kLog, j, n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float d = exp2_fast((e & 1 ? b.y : b.x) - b_row[e >> 1]);
+        diagonal[4 * n + e] = is_in_upper_triangle(n, e) ? d : 0.f;
+      }
+    }
+  }
+
+  // The norms of K from the diagonal of K K^T, to the table.
+  __device__ __forceinline__ void keep_norms(const float* KK) const {
+    float* const gates = table;
+    for_diagonal(KK, [gates](int i, float square) {
+      const float rstd = key_norm(square);
+      gates[FusedGate::kKeyRstd * kChunk + i] = rstd;
+      gates[FusedGate::kKeyNorm * kChunk + i] = (square + float{kNormEps}) * rstd;
+      gates[FusedGate::kPlainBeta * kChunk + i] *= rstd * rstd;
+    });
+  }
+
+  // The warp's blocks of K K^T, to the scratch.
+  __device__ __forceinline__ void keep_products(const float* KK) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const x = KK + 8 * i;
+      if (i == j) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float* const to = inverses() + j * kInverseStride + g * kBlock + 8 * n + 2 * t;
+          *reinterpret_cast<float2*>(to) = {x[4 * n], x[4 * n + 1]};
+          *reinterpret_cast<float2*>(to + 8 * kBlock) = {x[4 * n + 2], x[4 * n + 3]};
+        }
+      }
+      if (i < j) {
+        float4* const to = reinterpret_cast<float4*>(scratch) + (j * (j - 1) / 2 + i) * kBlockPieces + lane;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          to[32 * n] = {as_factor<kParts>(x[4 * n]), as_factor<kParts>(x[4 * n + 1]), as_factor<kParts>(x[4 * n + 2]),
+                        as_factor<kParts>(x[4 * n + 3])};
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void invert_diagonal() const {
+    float* const own = inverses() + j * kInverseStride;
+    invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
+  }
+
+  // By the warpgroup: the norms into what the steps multiply keys and queries with; D^T becomes diag(1 / |k|) D^T.
+  __device__ __forceinline__ void normalize(float (&diagonal)[8], float (&from)[2]) const {
+    const int token = threadIdx.x & 127;
+    if (token < kChunk) {
+      const float rstd_k = table[FusedGate::kKeyRstd * kChunk + token];
+      const float scale_q = table[FusedGate::kQueryScale * kChunk + token];
+      table[ForwardGate::kBeta * kChunk + 2 * token + 1] *= rstd_k;
+      table[ForwardGate::kDecay * kChunk + token] *= rstd_k;
+      table[ForwardGate::kQuery * kChunk + token] *= scale_q;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float rstd = of_row(FusedGate::kKeyRstd, h);
+      from[h] *= rstd;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        diagonal[4 * (i / 2) + 2 * h + i % 2] *= rstd;
+      }
+    }
+  }
+
+  // All blocks of D^T: off the diagonal products of a row's and a column's factor.
+  __device__ __forceinline__ void gate(float (&D)[4][8], const float (&diagonal)[8], const float (&from)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float2 to = of_columns(FusedGate::kToBlockEnd + j, i, n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          D[i][4 * n + e] = i == j ? diagonal[4 * n + e] : (e & 1 ? to.y : to.x) * from[e >> 1];
+        }
+      }
+    }
+  }
+
+  // Block i of the warp's rows to a tile, if it is one of the triangle's.
+  __device__ __forceinline__ void put_block(void* tile, int i, const uint32_t (&x)[2][2]) const {
+    const uint32_t row = shared_address(tile) + (kBlock * j + (lane & 15)) * 128;
+    const int here = lane_here();
+    if (i >= j) {
+      store_matrices(row + ((2 * i + (here >> 4) ^ (here & 7)) << 4), x[0][0], x[0][1], x[1][0], x[1][1]);
+    }
+  }
+
+  __device__ __forceinline__ void put_attention(void* P, const float (&KQ)[32], const float (&D)[4][8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t p[2][2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float2 norm = {scale, scale};
+        if constexpr (kNormalize) {
+          norm = of_columns(FusedGate::kQueryScale, i, n);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            x[e] = KQ[8 * i + 4 * n + 2 * h + e] * (e ? norm.y : norm.x) * D[i][4 * n + 2 * h + e];
+          }
+          p[n][h] = pack(T(), x[0], x[1]);
+        }
+      }
+      put_block(P, i, p);
+    }
+  }
+
+  // The block column j of A, transposed, with zeros on A's diagonal.
+  template <int kColumn>
+  __device__ __forceinline__ void invert_column_of(float (&X)[4][2][4]) const {
+    const float* const blocks = scratch - product_block(1, 0) * kBlockFloats;
+    invert_column<kParts, kColumn>(X, blocks, inverses(), table + FusedGate::kPlainBeta * kChunk);
+    const int here = lane_here();
+    const int row = here >> 2, column = 2 * (here & 3);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        X[kColumn][n][e] = 8 * n + column + (e & 1) == row + 8 * (e >> 1) ? 0.f : X[kColumn][n][e];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void invert(float (&X)[4][2][4]) const {
+    switch (j) {
+      case 0:
+        return invert_column_of<0>(X);
+      case 1:
+        return invert_column_of<1>(X);
+      case 2:
+        return invert_column_of<2>(X);
+      default:
+        return invert_column_of<3>(X);
+    }
+  }
+
+  __device__ __forceinline__ void put_inverse(void* L, const float (&X)[4][2][4], const float (&D)[4][8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t l[2][2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float2 norm = {1.f, 1.f};
+        if constexpr (kNormalize) {
+          norm = of_columns(FusedGate::kKeyNorm, i, n);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* const x = &X[i][n][2 * h];
+          const float* const d = &D[i][4 * n + 2 * h];
+          l[n][h] = pack(T(), x[0] * d[0] * norm.x, x[1] * d[1] * norm.y);
+        }
+      }
+      put_block(L, i, l);
+    }
+  }
+};
+
+// By warp j of a warpgroup: block column j of A, which X holds transposed and without its unit diagonal, to a tile of
+// 64 rows of 128 bytes under the 128-byte swizzle. With the l2norm A is r^-1 X r (r of fused_forward.py).
+template <typename T, bool kNormalize>
+__device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const float* table, void* tile) {
+  const int j = warp_index(), lane = lane_here();
+  const int g = lane >> 2, t = lane & 3;
+  float rstd[2] = {1.f, 1.f};
+  if constexpr (kNormalize) {
+    const float* const rows = table + FusedGate::kKeyRstd * kChunk + kBlock * j + g;
+    rstd[0] = rows[0];
+    rstd[1] = rows[8];
+  }
+  const uint32_t row =
+      shared_address(tile) + (8 * (lane >> 4) + (lane & 7)) * 128 + ((2 * j + (lane >> 3 & 1) ^ (lane & 7)) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t a[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float2 norm = {1.f, 1.f};
+      if constexpr (kNormalize) {
+        norm = *reinterpret_cast<const float2*>(table + FusedGate::kKeyNorm * kChunk + kBlock * i + 8 * n + 2 * t);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool one = i == j && 8 * n + 2 * t + e == g + 8 * h;
+          x[e] = one ? 1.f : X[i][n][2 * h + e] * (e ? norm.y : norm.x) * rstd[h];
+        }
+        a[n][h] = pack(T(), x[0], x[1]);
+      }
+    }
+    store_matrices_transposed(row + 16 * 128 * i, a[0][0], a[0][1], a[1][0], a[1][1]);
+  }
+}
+
+// By one warpgroup, if there is such a chunk: its L and P. `barrier` is the warpgroup's. With kLowLevel A goes to O's
+// tile, as soon as what was there has left; the warp that stores is told so even if there is no such chunk.
+//
+// A kernel cannot pass records, so everything is an argument here; MatricesMaker has the arithmetic.
+template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
+__device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
+                                              const int* length, void* K, const void* Q, float* table, float scale,
+                                              float* scratch, void* L, void* P, int barrier, Barrier& stored,
+                                              Barrier& staged, int place, void* O) {
+  gated.wait(phase);
+  const int valid = *length;
+  if (valid < 0) {
+    if constexpr (kLowLevel) {
+      (&staged)[wait_for_tile_of_A(stored, place)].arrive();
+    }
+    return;
+  }
+  loaded.wait(phase);
+  if (valid < kChunk) {
+    // Rows behind the sequence belong to others. (What Q has there stays in columns of P and O that nobody uses.)
+    clear_rows_behind(K, 2, valid, 128);
+    fence_boxes();
+    sync_warpgroup(barrier);
+  }
+  float KK[32], KQ[32];
+  fence_wgmma();
+  begin_product<T>(KK, K, K);
+  begin_product<T>(KQ, K, Q);
+  if constexpr (kNormalize) {
+    query_norms<T>(table + FusedGate::kQueryScale * kChunk, Q, scale);
+  }
+  const MatricesMaker<T, kNormalize> maker(table, scratch, scale);
+  float diagonal[8], D[4][8], X[4][2][4] = {};
+  const float b_row[2] = {maker.of_row(FusedGate::kLog, 0), maker.of_row(FusedGate::kLog, 1)};
+  float from[2] = {maker.of_row(FusedGate::kFromBlockEnd, 0), maker.of_row(FusedGate::kFromBlockEnd, 1)};
+  maker.gate_diagonal(diagonal, b_row);
+
+  end_product<1>(KK);
+  if constexpr (kNormalize) {
+    maker.keep_norms(KK);
+  }
+  maker.keep_products(KK);
+  __syncwarp();
+  maker.invert_diagonal();
+  sync_warpgroup(barrier);
+  if constexpr (kNormalize) {
+    maker.normalize(diagonal, from);
+  }
+  maker.gate(D, diagonal, from);
+
+  end_product<0>(KQ);
+  maker.put_attention(P, KQ, D);
+  maker.invert(X);
+  maker.put_inverse(L, X, D);
+  fence_boxes();
+  made.arrive();
+  if constexpr (kLowLevel) {
+    const int own = wait_for_tile_of_A(stored, place);
+    stage_inverse<T, kNormalize>(X, table, static_cast<char*>(O) + own * (kChunk * 128));
+    (&staged)[own].arrive();
+  }
+}
+
+}  // namespace flash_qla::device

@@ -1,0 +1,456 @@
+"""The whole forward of a segment in one kernel: chunk_forward whose warpgroups make the chunks' matrices themselves.
+
+chunk_matrices makes K K^T and Q K^T once for a group of heads, but K and Q are then loaded a second time, and the
+matrices cross the memory. With one head a group, or two, that costs more than it saves. Here each of the two warpgroups
+that carry the state makes L and P (recurrence.py has the formula) for every other chunk, between two of its steps and
+two chunks ahead, while the other one is in a step:
+
+    K K^T, K Q^T     by WGMMA from the tiles that are there for the steps
+    P = scale tril(Q K^T) * D, L = A * D - I, both transposed: a row of blocks a warp (states/fused_forward.cuh)
+
+A warp loads K, Q and V, two store O, and one makes the chunks' tables of gates. With low_level g_cumsum and A are
+written, too: A goes out by way of O's tiles, whose warpgroups have an A to store for every other O. h is not made: that
+is chunk_forward's. Rows that no sequence covers get zeros.
+
+With the l2norm and r = diag(1 / |k_i|), K is left as it is, for
+
+    I + stril(diag(beta) r K K^T r) = r^-1 (I + stril(diag(beta) r^2 K K^T)) r
+
+so that the inverse needs no norms but those of its own rows, and the others come in with the gates.
+
+A CTA goes through several pieces of work, heads of segments, in turns as chunk_forward's do; chunks are counted through
+all of them, so the matrices of a piece's first chunks are made in the last steps of the one before it.
+
+Launched on [ctas], at most [segments * H_v]. With `early` the first piece is found in cu_seqlens, while chunk_plan
+runs.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
+from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
+from kernels_tl.core.cta import Walk, barriers, fetch, is_never, shared, store_rows
+from kernels_tl.core.state_view import chosen, is_checkpoint
+from kernels_tl.layout import (
+    BLOCK,
+    INVERSE_STRIDE,
+    NOBODY,
+    PADDING,
+    ChunkColumn,
+    FusedGate,
+    NamedBarrier,
+    Place,
+    Ring,
+    SegmentColumn,
+)
+from kernels_tl.states import place as at_place
+from kernels_tl.states.place import next_chunk, phase, stage, value_phase, value_stage
+from kernels_tl.states.recurrence import begin_step, end_step, registers
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+# The loader and the gates' warp of a CTA that finds its first segment itself. g_cumsum is written
+EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+EARLY |= {"g_cumsum": after(CALLER)}
+PRELUDE = """
+#include "states/fused_forward.cuh"
+#include "plan/plan.cuh"
+"""
+
+ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
+WARPGROUPS = 2  # take turns in making matrices
+STAGES, VALUE_STAGES = Ring.STAGES, Ring.VALUE_STAGES  # of K, Q, matrices and gates; of V
+CONSUMERS, PRODUCERS = 128 * WARPGROUPS, 128
+LOADER, STORERS, GATES = 0, 1, 3  # warps of the producers: one, one for each consumer warpgroup, one
+SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
+EARLY_FACTORS = 4  # of eight, see recurrence.registers; more spill
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
+
+
+def fused_forward(dtype, K, normalize, low_level):
+    sizes = Sizes()  # value_dim is at most V: a CTA has all value rows of a head
+    H_v = sizes.H_v
+    V = ROWS * WARPGROUPS
+    options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
+
+    def make_tiles():
+        return shared(
+            225.63671875,
+            K=([STAGES, C, K], dtype),
+            Q=([STAGES, C, K], dtype),
+            V=([VALUE_STAGES, WARPGROUPS, C, ROWS], dtype),
+            L=([STAGES, C, C], dtype),
+            P=([STAGES, C, C], dtype),
+            O=([WARPGROUPS, C, ROWS], dtype),
+            scratch=([WARPGROUPS, SCRATCH], "float32"),
+            gates=([STAGES, FusedGate.COUNT, C], "float32"),
+            lengths=([STAGES], "int32"),  # tokens of the chunk, negative behind the last one
+            turns=([CONSUMERS], "int32"),  # a consumer's, while the chunks take all registers,
+            done=([CONSUMERS], "int32"),  # and tokens of its segment
+            swizzle=("V", "O"),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to makers: a stage's K and Q have arrived
+            gated=[32] * STAGES,  # gates' warp to makers: its table is there
+            made=[128] * STAGES,  # a maker to the consumers: its L and P are there
+            released=[CONSUMERS] * STAGES,  # consumers to loader and gates' warp: all of these have been used
+            loaded_v=[32] * VALUE_STAGES,  # loader to consumers
+            released_v=[CONSUMERS] * VALUE_STAGES,  # back
+            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its O of a chunk (or an A) is in O's tile
+            stored=[32] * WARPGROUPS,  # back: it has left
+        )
+
+    @T.macro
+    def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
+        """L and P of the chunk in stage s, by a warpgroup."""
+        extern(
+            f"make_matrices<{options}>",
+            ready.gated[s],
+            ready.loaded[s],
+            ready.made[s],
+            in_phase,
+            T.access_ptr(tiles.lengths[s], "r"),
+            T.access_ptr(tiles.K[s, 0, 0], "rw"),
+            T.access_ptr(tiles.Q[s, 0, 0], "r"),
+            T.access_ptr(tiles.gates[s, 0, 0], "rw"),
+            scale,
+            T.access_ptr(tiles.scratch[warpgroup, 0], "rw"),
+            T.access_ptr(tiles.L[s, 0, 0], "w"),
+            T.access_ptr(tiles.P[s, 0, 0], "w"),
+            NamedBarrier.FUSED_MAKER + warpgroup,
+            ready.stored[0],
+            ready.staged[0],
+            place,
+            T.access_ptr(tiles.O[0, 0, 0], "w"),
+        )
+
+    @T.macro
+    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
+        """A consumer's step, from its tiles to O's, and by turns the matrices of the chunk after the next."""
+        s = stage(now)
+        u = value_stage(now)
+        own = at_place.warpgroup(place)
+        T.barrier_wait(ready.made[s], phase(now))
+        T.barrier_wait(ready.loaded_v[u], value_phase(now))
+        if left < C:
+            extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
+            extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
+        begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
+        if is_never(sizes):  # keeps what is before it from sinking behind the wait
+            extern("trap")
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.released_v[u])
+        # Over long ago; behind the products it would cost 2 %.
+        if low_level:
+            extern("wait_for_tile", ready.stored[0], place)
+        else:
+            T.barrier_wait(ready.stored[own], u ^ 1)
+        end_step(r, tiles, s)
+        T.barrier_arrive(ready.released[s])
+        O_s = tiles.O[0, 0, 0]
+        extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), at_place.offset(place))
+        T.barrier_arrive(ready.staged[own])
+        if u == own:  # two chunks ahead: the stage before this one
+            before = T.if_then_else(s == 0, STAGES - 1, s - 1)
+            before_phase = T.if_then_else(s == 0, phase(now), phase(now) ^ 1)
+            make_matrices(tiles, ready, before, before_phase, own, place, scale)
+
+    @T.macro
+    def compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, scale):
+        """The consumers: their steps, piece after piece."""
+        tx = T.get_thread_binding()
+        r = registers(V, K, dtype, EARLY_FACTORS)
+        place = T.alloc_var("int32", init=at_place.place_of_thread(C * ROWS * 2))
+        extern("clear_matrices", T.access_ptr(tiles.L, "w"), T.access_ptr(tiles.P, "w"), STAGES)
+        T.sync_threads(NamedBarrier.FUSED_BEGIN, CONSUMERS)
+        make_matrices(tiles, ready, T.truncdiv(tx, 128), 0, T.truncdiv(tx, 128), place, scale)
+
+        T.pdl_sync()
+        tiles.turns[tx] = 0
+        while walk.piece(tiles.turns[tx]) < walk.pieces:
+            piece = walk.locate(tiles.turns[tx])
+            first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
+            T.clear(r.S)
+            if first != NOBODY:
+                initial.read(r.S, first, piece.hv)
+            T.copy(r.S, r.S_16)
+
+            tiles.done[tx] = 0
+            is_end = T.alloc_var("int32", init=0)
+            while is_end == 0:
+                begin = walk.locate(tiles.turns[tx])
+                left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
+                until = T.alloc_var("int32", init=checkpoint_every)
+                if tiles.done[tx] == 0:
+                    until = segments[begin.segment, SegmentColumn.UNTIL]
+                left = T.min(left, until)
+                tiles.done[tx] += left
+                while left > 0:
+                    now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
+                    step(r, tiles, ready, now, place, left, scale)
+                    place = next_chunk(place, Place.RING)
+                    left -= C
+
+                end = walk.locate(tiles.turns[tx])
+                done = T.alloc_var("int32", init=tiles.done[tx])
+                length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
+                is_end = T.Select(done >= length, 1, 0)
+                is_final = T.alloc_var("int32", init=1)
+                if is_checkpoint(done, length, segments[end.segment, SegmentColumn.UNTIL], checkpoint_every):
+                    is_final = 0
+                while is_final <= is_end:
+                    to = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.FINAL])
+                    if is_final == 0:
+                        chunks_done = T.truncdiv(done, C)
+                        to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
+                    if to != NOBODY:
+                        states = chosen(is_final != 0, final, kept)
+                        states.write(r.S, to, end.hv)
+                    is_final += 1
+            tiles.turns[tx] += 1
+
+    @T.macro
+    def read_extent(extent, segments, segment, wanted):
+        """A piece's first token row and tokens, unless they are known."""
+        if wanted:
+            T.pdl_sync()
+            extent[0] = segments[segment, SegmentColumn.ROW]
+            extent[1] = segments[segment, SegmentColumn.LENGTH]
+
+    @T.macro
+    def load(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, tokens):
+        """The loader: K, Q and V."""
+        for turn in T.serial(turns):
+            piece = walk.locate(turn)
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
+            row = T.alloc_var("int32", init=extent[0])
+            length = T.alloc_var("int32", init=extent[1])
+            for c in T.serial(T.truncdiv(length + (C - 1), C)):
+                s = stage(ring)
+                u = value_stage(ring)
+                t = row + c * C
+                T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+                fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+                fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+                T.barrier_arrive(ready.loaded[s])
+                T.barrier_wait(ready.released_v[u], value_phase(ring) ^ 1)
+                for w in T.unroll(WARPGROUPS):
+                    fetch(
+                        tokens.v[t : t + C, piece.hv, w * ROWS : w * ROWS + ROWS],
+                        tiles.V[u, w, :, :],
+                        ready.loaded_v[u],
+                    )
+                T.barrier_arrive(ready.loaded_v[u])
+                ring = next_chunk(ring)
+
+    @T.macro
+    def load_gates(g_bits, beta_bits, inside, row, hv, rest):
+        extern(
+            "load_pairs",
+            g_bits.data,
+            beta_bits.data,
+            T.access_ptr(inside.g[0, 0], "r"),
+            T.access_ptr(inside.beta[0, 0], "r"),
+            inside.activations,
+            T.Cast("int64", row) * H_v + hv,
+            H_v,
+            rest,
+        )
+
+    @T.macro
+    def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, inside, g_cumsum, scale):
+        """The gates' warp: the chunks' tables. What one is made of is on its way while the one before is made."""
+        head_gate = T.alloc_local([2], "float32")
+        g_bits = T.alloc_local([2], "uint32")
+        beta_bits = T.alloc_local([2], "uint32")
+        g_pair = T.alloc_local([2], "float32")
+        beta_pair = T.alloc_local([2], "float32")
+        for turn in T.serial(turns):
+            piece = walk.locate(turn)
+            read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
+            row = T.alloc_var("int32", init=extent[0])
+            rest = T.alloc_var("int32", init=extent[1])
+            load_gates(g_bits, beta_bits, inside, row, piece.hv, rest)
+            extern(
+                "load_head_gate",
+                head_gate.data,
+                T.access_ptr(inside.A_log[0], "r"),
+                T.access_ptr(inside.dt_bias[0], "r"),
+                inside.activations,
+                piece.hv,
+            )
+            while rest > 0:
+                s = stage(ring)
+                extern(
+                    "activate_pairs",
+                    g_pair.data,
+                    beta_pair.data,
+                    g_bits.data,
+                    beta_bits.data,
+                    head_gate[0],
+                    head_gate[1],
+                    inside.activations,
+                    rest,
+                )
+                load_gates(g_bits, beta_bits, inside, row + C, piece.hv, rest - C)
+                T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+                tiles.lengths[s] = T.min(rest, C)
+                extern(
+                    "make_table",
+                    T.access_ptr(tiles.gates[s, 0, 0], "w"),
+                    g_pair.data,
+                    beta_pair.data,
+                    T.float32(1) if normalize else scale,
+                )
+                T.barrier_arrive(ready.gated[s])
+                if low_level:
+                    extern(
+                        "store_cumsum",
+                        T.access_ptr(g_cumsum[row, piece.hv], "w"),
+                        T.access_ptr(tiles.gates[s, 0, 0], "r"),
+                        H_v,
+                        rest,
+                    )
+                ring = next_chunk(ring)
+                row += C
+                rest -= C
+
+    @T.macro
+    def end_tables(tiles, ready, times, ring: T.Ref):
+        """The gates' warp, at the end: each warpgroup asks for one chunk too many."""
+        for _ in T.serial(times):
+            s = stage(ring)
+            T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+            tiles.lengths[s] = -1
+            T.barrier_arrive(ready.gated[s])
+            ring = next_chunk(ring)
+
+    @T.macro
+    def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, chunks: T.Ref):
+        """So many chunks on, over the borders of pieces."""
+        while chunks > 0:
+            row += C
+            rest -= C
+            while (rest <= 0) & (turn + 1 < turns):
+                turn += 1
+                piece = walk.locate(turn)
+                hv = piece.hv  # noqa: F841, the caller's
+                row = segments[piece.segment, SegmentColumn.ROW]
+                rest = segments[piece.segment, SegmentColumn.LENGTH]
+            chunks -= 1
+
+    @T.macro
+    def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, outputs):
+        """The storers: O, and with low_level between them the A that the warpgroup has made."""
+        if low_level:
+            stores = T.alloc_var("int32", init=0)
+            # A's chunk: w at first, then every other one.
+            A_turn = T.alloc_var("int32", init=-1)
+            A_row = T.alloc_var("int32", init=0)
+            A_rest = T.alloc_var("int32", init=0)
+            A_hv = T.alloc_var("int32", init=0)
+            A_ahead = T.alloc_var("int32", init=1 + w)  # chunks; 0 where O is next
+        for turn in T.serial(turns):
+            piece = walk.locate(turn)
+            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
+            rest = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+            while rest > 0:
+                if low_level:  # noqa: SIM102, this one is Python's
+                    if A_ahead > 0:
+                        next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_ahead)
+                        T.barrier_wait(ready.staged[w], stores % 2)
+                        store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
+                        T.barrier_arrive(ready.stored[w])
+                        stores += 1
+                T.barrier_wait(ready.staged[w], stores % 2 if low_level else value_stage(ring))
+                store_rows(tiles.O, w, outputs.o, row, piece.hv, w * ROWS, rest)
+                T.barrier_arrive(ready.stored[w])
+                if low_level:
+                    stores += 1
+                    if value_stage(ring) == w:
+                        A_ahead = 2
+                ring = next_chunk(ring)
+                row += C
+                rest -= C
+
+    @T.macro
+    def clear_padding(walk, warp, chunks, outputs):
+        """Zeros in the outputs of rows that no sequence covers, by one warp of each CTA."""
+        slots = T.alloc_var(
+            "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
+        )
+        for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
+            slot = T.alloc_var("int32", init=walk.cta + i * walk.ctas)
+            if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
+                row = chunks[slot, ChunkColumn.ROW]
+                values = T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v
+                extern("clear_bytes", T.access_ptr(outputs.o[row, 0, 0], "w"), values * (2 * sizes.value_dim))
+                # is_never: so that all instances have the same parameters
+                if T.bool(low_level) | is_never(sizes):
+                    extern("clear_bytes", T.access_ptr(outputs.A[row, 0, 0], "w"), values * (2 * C))
+                    gates = chunks[slot, ChunkColumn.LENGTH] * T.Cast("int32", H_v)
+                    for i in T.serial(T.ceildiv(gates, 32)):
+                        number = T.alloc_var("int32", init=i * 32 + T.get_thread_binding() % 32)
+                        if number < gates:
+                            token = T.truncdiv(number, T.Cast("int32", H_v))
+                            outputs.g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        gates: Gates(sizes),
+        sequences: Sequences(),
+        slots: Slots(sizes),
+        plan: Plan(sizes),
+        states: States(sizes),
+        kept: Checkpoints(sizes),
+        outputs: Outputs(sizes, dtype),
+        ctas: T.int32,
+        early: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
+            if T.get_thread_binding() < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                ends = (states.initial(), states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
+                compute(walk, tiles, ready, plan.segments, *ends, scale)
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
+                turns = walk.turns()
+                ring = T.alloc_var("int32", init=0)  # of this warp
+                extent = T.alloc_local([2], "int32")
+                if (early != 0) & ((warp == LOADER) | (warp == GATES)):
+                    extern(
+                        "find_segment",
+                        extent.data,
+                        T.truncdiv(cta, T.Cast("int32", sizes.H_v)),
+                        T.access_ptr(sequences.offsets[0], "r"),
+                        sequences.has_offsets,
+                        sequences.wide_offsets,
+                        T.Cast("int32", sizes.N),
+                        T.Cast("int32", sizes.tokens),
+                        sequences.uniform_length,
+                        slots.table(),
+                    )
+                else:
+                    T.pdl_sync()
+                of_loader = T.if_then_else(warp == LOADER, turns, 0)
+                load(walk, tiles, ready, of_loader, ring, extent, early, plan.segments, tokens)
+                of_gates = T.if_then_else(warp == GATES, turns, 0)
+                of_tables = (plan.segments, gates, outputs.g_cumsum, scale)
+                make_tables(walk, tiles, ready, of_gates, ring, extent, early, *of_tables)
+                end_tables(tiles, ready, T.if_then_else(warp == GATES, 2, 0), ring)
+                w = T.alloc_var("int32", init=warp - STORERS)
+                of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)
+                store(walk, tiles, ready, of_storer, turns, w, ring, plan.segments, outputs)
+                clear_padding(walk, warp, plan.chunks, outputs)
+
+    return main

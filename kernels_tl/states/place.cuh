@@ -1,0 +1,21 @@
+// Numbers of several fields, as layout.py lays them out; states/place.py reads the same.
+#pragma once
+
+#include "core/ptx.cuh"
+#include "layout.h"
+
+namespace flash_qla::device {
+
+// What a consumer of fused_forward has in one register. The number is opaque here, so that nothing is made of it
+// earlier.
+struct ConsumerPlace {
+  int number;
+
+  __device__ __forceinline__ explicit ConsumerPlace(int place) : number(place) { make_opaque(number); }
+
+  __device__ __forceinline__ int warpgroup() const { return number >> Place::kWarpgroup & 1; }
+  __device__ __forceinline__ int value_stage() const { return number >> (Place::kRing + Ring::kValueStage) & 1; }
+  __device__ __forceinline__ int value_phase() const { return number >> (Place::kRing + Ring::kValuePhase) & 1; }
+};
+
+}  // namespace flash_qla::device

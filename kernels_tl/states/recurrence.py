@@ -1,0 +1,125 @@
+"""A chunk's step of the recurrence, by the warpgroups that carry the state. In the transposed form, which keeps every
+intermediate in registers as the next WGMMA's A operand, with L = A * D - I and P = scale tril(Q K^T) * D:
+
+    residual^T = (V^T - (S^T K^T) diag(gamma)) diag(beta)
+    V_new^T    = residual^T + residual^T L^T
+    O^T        = (S^T Q^T) diag(scale gamma) + V_new^T P^T
+    S^T        = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
+
+With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came. Two macros,
+so that between them a kernel can release what has been used. Without an output O is left out, and there is one product
+at a time to hide loads and conversions behind: so their order differs, and what else there is to do, `meanwhile`, is
+done behind the first and the last product.
+
+An exact S' has a second product, with what rounding takes from V_new^T diag(gamma_C / gamma): that would be its largest
+error.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.core.common import C, element_type, extern
+from kernels_tl.core.cta import fragments, named
+from kernels_tl.layout import ForwardGate
+
+Full = T.GemmWarpPolicy.FullRow
+
+
+def nothing():
+    pass
+
+
+def registers(rows, K, dtype, early, output=True, exact=False):
+    """The registers of the warpgroups that carry `rows` rows of S^T. `early` of eight quadruples of the residual's
+    factors are loaded before the first product (core/tiles.cuh: load_minuend); more of them may spill."""
+    made = fragments(
+        S=([rows, K], "float32"),  # S^T
+        S_16=([rows, K], dtype),
+        V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
+        V_new_16=([rows, C], dtype),
+        decayed=([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
+        **({"decayed_rest": ([rows, C], dtype)} if exact else {}),  # what rounding took from it
+        **({"O": ([rows, C], "float32")} if output else {}),  # O^T
+    )
+    # Loaded ahead of WGMMAs: the tile of V, its pairs of factors, gamma_C / gamma, and for O scale gamma.
+    ahead = named(
+        minuend=T.alloc_local([16], "uint32"),
+        pairs=T.alloc_local([32], "float32"),
+        decays=T.alloc_local([16], "float32"),
+        **({"queries": T.alloc_local([16], "float32")} if output else {}),
+    )
+    vars(made).update(vars(ahead))
+    made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
+    return made
+
+
+@T.macro
+def fetch_residual_factors(r, tiles, s, V, offset, column):
+    """The warpgroup's tile of V and factors of the residual to registers, before the product they meet is made."""
+    extern(
+        f"load_minuend<{r.early}>",
+        r.minuend.data,
+        r.pairs.data,
+        T.access_ptr(V, "r"),
+        T.access_ptr(tiles.gates[s, ForwardGate.BETA, 0], "r"),
+        offset,
+        column,
+    )
+
+
+@T.macro
+def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
+    """Leaves gamma_C S^T in S, S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
+
+    The chunk's tiles are those of stage s; V is the first element of the warpgroup's tile of V. offset and column are
+    the thread's place in a tile and in a fragment (core/tiles.cuh). Unless has_V, V is taken as zero."""
+    if r.output:
+        fetch_residual_factors(r, tiles, s, V, offset, column)
+        total = T.alloc_var(
+            "float32",
+            init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
+        )
+    else:  # gamma_C is read where it is used, which is faster here
+        T.copy(r.S, r.S_16)
+    T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
+    if r.output:
+        T.wgmma_gemm(r.S_16, tiles.Q[s, :, :], r.O, transpose_B=True, policy=Full, clear_accum=True)
+        T.wait_wgmma(1)
+    else:
+        fetch_residual_factors(r, tiles, s, V, offset, column)
+        meanwhile()
+        T.wait_wgmma(0)
+    extern(
+        f"subtract_from_minuend<{r.element}, {r.early}>",
+        r.V_new.data,
+        r.minuend.data,
+        r.pairs.data,
+        T.access_ptr(tiles.gates[s, ForwardGate.BETA, 0], "r"),
+        column,
+        *(() if has_V is True else (has_V,)),
+    )
+    T.copy(r.V_new, r.V_new_16)
+    T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, policy=Full)
+    for i, j in T.Parallel(*r.S.shape):
+        r.S[i, j] *= total if r.output else tiles.gates[s, ForwardGate.TOTAL, 0]
+    extern("load_column_factors", r.decays.data, T.access_ptr(tiles.gates[s, ForwardGate.DECAY, 0], "r"), column)
+    if r.output:
+        extern("load_column_factors", r.queries.data, T.access_ptr(tiles.gates[s, ForwardGate.QUERY, 0], "r"), column)
+
+
+@T.macro
+def end_step(r, tiles, s, meanwhile=nothing):
+    """Behind the wait for V_new: leaves the next state in S, and with an output in S_16, too, and O^T in O."""
+    extern(f"round_scaled_columns<{r.element}>", r.decayed.data, r.V_new.data, r.decays.data)
+    T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
+    if r.exact:
+        extern(f"round_scaled_columns<{r.element}>", r.decayed_rest.data, r.V_new.data, r.decays.data, r.decayed.data)
+        T.wgmma_gemm(r.decayed_rest, tiles.K[s, :, :], r.S, policy=Full)
+    if r.output:
+        extern("scale_columns", r.O.data, r.queries.data)
+        T.copy(r.V_new, r.V_new_16)
+        T.wgmma_gemm(r.V_new_16, tiles.P[s, :, :], r.O, policy=Full)
+        T.wait_wgmma(1)
+        T.copy(r.S, r.S_16)
+    else:
+        meanwhile()
+    T.wait_wgmma(0)

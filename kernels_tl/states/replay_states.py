@@ -1,0 +1,208 @@
+"""The states again, for the backward: the recurrence (states/recurrence.py, without outputs, S' exact) over the chunks
+of each segment, with the state in registers from first to last chunk. What it leaves of each chunk:
+
+    h          S before the chunk    [chunk_slots, H_v, value_rows, K], V-first
+    v_new      V_new                 [chunk_slots, H_v, C, value_rows]
+
+A segment starts from the caller's state or from zero if it is its sequence's first, else from `states`.
+
+A CTA owns V value rows of a head of a segment, a tile: a consumer warpgroup for each 64 rows of S^T, a warp for each of
+these that stores h and V_new, and a warp that keeps the next chunks' operands coming by TMA.
+
+Launched on [segments * H_v * value tiles].
+"""
+
+from functools import partial
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
+from kernels_tl.core.common import (
+    EXPLICIT_PASS_CONFIGS,
+    C,
+    after,
+    block_rows,
+    extern,
+)
+from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.layout import WIDE_TILE, Dtype, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.states.recurrence import begin_step, end_step, registers
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EXPLICIT_FENCES = True
+EARLY = {"segments": after("chunk_plan")}
+PRELUDE = """
+#include "core/tiles.cuh"
+"""
+
+V = WIDE_TILE  # value rows a CTA
+ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
+STAGES = 4
+EARLY_FACTORS = 4  # of eight, see recurrence.registers
+PRODUCERS = 128  # a warp that loads, one for each consumer warpgroup that stores; setmaxnreg takes whole warpgroups
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+
+
+def replay_states(dtype, K):
+    sizes = Sizes()
+    H_v, value_rows = sizes.H_v, sizes.value_rows
+    WARPGROUPS = V // ROWS
+    CONSUMERS = 128 * WARPGROUPS
+    BOXES = K // C  # of a warpgroup's h
+
+    def make_tiles():
+        return shared(
+            213,
+            K=([STAGES, C, K], dtype),
+            V=([STAGES, WARPGROUPS, C, ROWS], dtype),
+            L=([STAGES, C, C], dtype),  # L^T
+            gates=([STAGES, ForwardGate.COUNT, C], "float32"),
+            h=([WARPGROUPS, BOXES, ROWS, C], dtype),
+            V_new=([WARPGROUPS, C, ROWS], dtype),
+            swizzle=("V", "h", "V_new"),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
+            released=[CONSUMERS] * STAGES,  # back: they have been used
+            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its h of a chunk lies in shared memory
+            h_stored=[32] * WARPGROUPS,  # back: it has left
+            V_new_staged=[128] * WARPGROUPS,
+            V_new_stored=[32] * WARPGROUPS,
+        )
+
+    @T.macro
+    def stage_h(r, tiles, ready, warpgroup, c, rows):
+        T.barrier_wait(ready.h_stored[warpgroup], (c % 2) ^ 1)
+        extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
+        T.barrier_arrive(ready.h_staged[warpgroup])
+
+    @T.macro
+    def stage_V_new(r, tiles, ready, warpgroup, c, offset):
+        T.barrier_wait(ready.V_new_stored[warpgroup], (c % 2) ^ 1)
+        extern(f"stage_transposed<{r.element}>", r.V_new.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), offset)
+        T.barrier_arrive(ready.V_new_staged[warpgroup])
+
+    @T.macro
+    def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
+        """The consumers: the recurrence, and the way to shared memory of what it leaves."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=True)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
+        T.clear(r.S)
+        if segment.flags % SegmentFlag.LAST == SegmentFlag.FIRST:
+            if has_initial_state != 0:
+                initial.read(r.S, segment.n, piece.hv, piece.v0)
+        else:
+            if segment.chunks > 0:
+                extern(
+                    f"read_state<{K}>",
+                    r.S.data,
+                    T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r"),
+                    Dtype.FLOAT32,
+                    True,
+                    K,
+                    V,
+                    K,
+                )
+        for c in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=c % STAGES)
+            T.barrier_wait(ready.loaded[s], (c // STAGES) % 2)
+            if segment.length - c * C < C:
+                clear_rows_behind(tiles.K, segment.length - c * C, s)
+                for w in T.unroll(WARPGROUPS):
+                    clear_rows_behind(tiles.V, segment.length - c * C, s, w)
+                T.fence_proxy_async()
+                T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
+            begin_step(
+                r,
+                tiles,
+                s,
+                tiles.V[s, warpgroup, 0, 0],
+                offset,
+                column,
+                meanwhile=partial(stage_h, r, tiles, ready, warpgroup, c, rows),
+            )
+            T.wait_wgmma(0)
+            end_step(r, tiles, s, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
+            T.barrier_arrive(ready.released[s])
+
+    @T.macro
+    def load(tiles, ready, piece, segment, hk, tokens, matrices):
+        """The loader: the chunks' operands."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for c in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=c % STAGES)
+            t = segment.row + c * C
+            slot = segment.first + c
+            T.barrier_wait(ready.released[s], ((c // STAGES) % 2) ^ 1)
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            for w in T.unroll(WARPGROUPS):
+                v0 = piece.v0 + w * ROWS
+                fetch(tokens.v[t : t + C, piece.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
+                fetch(source, target, ready.loaded[s])
+            T.barrier_arrive(ready.loaded[s])
+
+    @T.macro
+    def store(tiles, ready, piece, segment, h, v_new):
+        """The storers, one for each consumer warpgroup: h and V_new from shared memory."""
+        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
+        for c in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
+            slot = segment.first + c
+            v0 = piece.v0 + w * ROWS
+            T.barrier_wait(ready.h_staged[w], c % 2)
+            T.fence_proxy_async()
+            for box in T.unroll(BOXES):
+                T.tma_copy(
+                    tiles.h[w, box, :, :],
+                    h[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
+                    leader_scope_threads=32,
+                )
+            T.tma_store_wait(0)
+            T.barrier_arrive(ready.h_stored[w])
+            T.barrier_wait(ready.V_new_staged[w], c % 2)
+            T.fence_proxy_async()
+            T.tma_copy(tiles.V_new[w, :, :], v_new[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
+            T.tma_store_wait(0)
+            T.barrier_arrive(ready.V_new_stored[w])
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype),
+        states: States(sizes),
+        has_initial_state: T.int32,
+        maps: Maps(sizes, dtype, K),
+        h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
+        v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+    ):
+        with T.Kernel(
+            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+        ) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            piece = locate_cta(cta, H_v, T.truncdiv(T.Cast("int32", value_rows), V))
+            segment = load_segment_early(plan.segments, piece.slot)
+            if (segment.length == 0) & (cta != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            if T.get_thread_binding() < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                compute(tiles, ready, piece, segment, states.initial_in_a_run(), has_initial_state, maps.states)
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                if T.get_thread_binding() < CONSUMERS + 32:
+                    load(tiles, ready, piece, segment, hk, tokens, matrices)
+                else:
+                    store(tiles, ready, piece, segment, h, v_new)
+
+    return main

@@ -1,0 +1,90 @@
+// kernels_tl/core/ptx.cuh on a CPU: the same functions. What only orders accesses is empty where the emulator does
+// everything in order, or tells races.cpp.
+#pragma once
+
+#include "emulator.h"
+
+namespace flash_qla::device {
+
+inline void make_opaque(int&) {}
+inline void make_opaque(int&, int&, int&, int&) {}
+inline int kept(int x) { return x; }
+inline void pin_here(float&) {}
+inline void forget_memory() {}
+
+inline void exit_thread() { emulator::exit_thread(); }
+inline void trap() { emulator::fail("trap"); }
+
+template <int kBarrier>
+void sync_named(int threads) {
+  emulator::synchronize(emulator::named_barrier(kBarrier), threads);
+}
+inline void sync_warpgroup(int barrier) { emulator::synchronize(emulator::named_barrier(barrier), 128); }
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+  emulator::mma_tf32(c, {a0, a1, a2, a3}, {b0, b1});
+}
+template <typename T>
+void multiply_add(T, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulator::mma_16(c, a, {b0, b1}, std::is_same_v<T, __nv_bfloat16>);
+}
+template <typename T>
+void begin_wgmma(float (&x)[32], uint64_t a, uint64_t b, int accumulate) {
+  emulator::wgmma({nullptr, a, b, x, 64, false, false, accumulate != 0, std::is_same_v<T, __nv_bfloat16>});
+}
+inline void fence_wgmma() {}
+inline void commit_wgmma() { tl::warpgroup_commit_batch(); }
+template <int kInFlight>
+void wait_wgmma() {
+  tl::wait_wgmma<kInFlight>();
+}
+
+inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
+inline float load_shared(const float* from) { return *from; }
+inline void load_matrices(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address, false); }
+inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address, true); }
+inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  emulator::store_matrices(address, {a, b, c, d}, false);
+}
+inline void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  emulator::store_matrices(address, {a, b, c, d}, true);
+}
+
+inline void copy_async(void* to, const void* from, bool there) { emulator::copy_piece(to, from, there); }
+inline void commit_copies() {}
+template <int kInFlight>
+void wait_for_copies() {}
+inline void prefetch_bytes(const void* from, int bytes) { emulator::check_pieces(from, bytes); }
+
+template <typename Barrier>
+void expect_bytes(Barrier& barrier, int bytes) {
+  emulator::mbarrier(barrier).expect(bytes);
+}
+template <typename Barrier>
+void copy_bytes(void* to, int offset, const void* from, int bytes, Barrier& barrier) {
+  emulator::load_bytes(emulator::mbarrier(barrier), static_cast<char*>(to) + offset, from, bytes);
+}
+
+inline void move_box(emulator::Box move, const CUtensorMap& map, const void* box, std::initializer_list<int> from) {
+  emulator::move_box(move, map, box, from);
+  tl::tma_store_arrive();
+}
+inline void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
+  move_box(emulator::Box::kStore, map, box, {x0, x1, x2});
+}
+inline void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2, int x3, int x4) {
+  move_box(emulator::Box::kStore, map, box, {x0, x1, x2, x3, x4});
+}
+inline void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
+  move_box(emulator::Box::kAdd, map, box, {x0, x1, x2});
+}
+inline void fence_boxes() { tl::fence_proxy_async(); }
+inline void wait_for_boxes() { tl::tma_store_wait<0, true>(); }
+inline void wait_until_stored() { tl::tma_store_wait<0, true>(); }
+
+inline int load_acquire(const int* from) { return *from; }
+inline void store_release(int* to, int x) { *to = x; }
+inline void fence_proxies() { tl::fence_proxy_async(); }
+
+}  // namespace flash_qla::device
