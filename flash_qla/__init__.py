@@ -9,7 +9,7 @@ if any(Path(__file__).with_name("ops").rglob("*.py")):  # this package has stubs
         "those of this package. `pip uninstall flash-qla flash-qla-aot`, then install this package again."
     )
 
-from flash_qla import gated_delta_rule, ops as ops  # loads the library that defines torch.ops.flash_qla
+from flash_qla import gated_delta_rule, ops as ops, testing as testing  # ops loads the library
 from flash_qla._version import __version__
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
