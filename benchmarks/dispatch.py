@@ -65,12 +65,12 @@ class Forward:
 
     @staticmethod
     def modes(H_v: int, V: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
-        """Arguments of override."""
+        """Modes of forced_dispatch."""
         if V <= WIDE_TILE:  # more than a tile the one kernel does not take
-            yield {"fused": 1}
+            yield {"fused": True}
         for value_tile in (NARROW_TILE, WIDE_TILE):
             for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
-                yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": 0}
+                yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": False}
 
     @staticmethod
     def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]):
@@ -78,9 +78,10 @@ class Forward:
         return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
 
     def __init__(self):
-        from flash_qla import _C
+        from flash_qla import _C, testing
 
-        self.override, self.dispatch = _C.override_forward_dispatch, _C.forward_dispatch
+        self.dispatch = _C.forward_dispatch
+        self.forced = lambda mode: testing.forced_dispatch(forward=mode)
 
 
 class Backward:
@@ -96,9 +97,10 @@ class Backward:
         return flash_qla_backward(*make_inputs(H_k, H_v, lengths, head_dims, gradients=True))
 
     def __init__(self):
-        from flash_qla import _C
+        from flash_qla import _C, testing
 
-        self.override, self.dispatch = _C.override_backward_dispatch, _C.backward_dispatch
+        self.dispatch = _C.backward_dispatch
+        self.forced = lambda mode: testing.forced_dispatch(backward=mode)
 
 
 def measure(options) -> Iterator[dict]:
@@ -116,22 +118,21 @@ def measure(options) -> Iterator[dict]:
             call = direction.call(H_k, H_v, lengths, options.head_dims)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
-            for override in ({}, *direction.modes(H_v, V, lengths, sm_count)):
-                direction.override(**override)
-                times = time_graph(call, options.samples, options.sample_ms)
-                if override and equal:
-                    found = direction.dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False, K=K, V=V)
-                else:
-                    found = direction.dispatch(1, T, N, H_k, H_v, sm_count, K=K, V=V)
+            for mode in ({}, *direction.modes(H_v, V, lengths, sm_count)):
+                with direction.forced(mode):
+                    times = time_graph(call, options.samples, options.sample_ms)
+                    if mode and equal:
+                        found = direction.dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False, K=K, V=V)
+                    else:
+                        found = direction.dispatch(1, T, N, H_k, H_v, sm_count, K=K, V=V)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
                     **head_dims_field(options.head_dims),
-                    "chosen": not override,
+                    "chosen": not mode,
                     **{name: getattr(found, name) for name in direction.fields},
                     **spread(times),
                 }
-            direction.override()
 
 
 def name(cell: dict) -> str:

@@ -86,11 +86,6 @@ const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatc
   });
 }
 
-const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
-                                                int64_t cut_above, int64_t whole_tile) noexcept {
-  return error_of([&] { override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile); });
-}
-
 const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept {
   return error_of([&] {
     require_possible("backward", *shape);
@@ -98,8 +93,51 @@ const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDisp
   });
 }
 
-const char* flash_qla_override_backward_dispatch(int64_t segment_chunks, int64_t cut_above) noexcept {
-  return error_of([&] { override_backward_dispatch(segment_chunks, cut_above); });
+const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward,
+                                         Overrides* previous) noexcept {
+  return error_of([&] { *previous = exchange_overrides(forward, backward); });
+}
+
+int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }
+
+int64_t flash_qla_forward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
+                                          int64_t V, bool varlen, int sm_count, bool auto_cp,
+                                          bool use_qk_l2norm) noexcept {
+  const ForwardShape shape{.B = B,
+                           .T = T,
+                           .N = N,
+                           .H_k = H_k,
+                           .H_v = H_v,
+                           .varlen = varlen,
+                           .sm_count = sm_count,
+                           .auto_cp = auto_cp,
+                           .low_level = false,
+                           .use_qk_l2norm = use_qk_l2norm,
+                           .output_h = false,
+                           .fp16 = false,
+                           .K = K,
+                           .V = V,
+                           .in_halves = true};
+  return dispatch_forward(shape).workspace_bytes;
+}
+
+int64_t flash_qla_backward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
+                                           int64_t V, bool varlen, int sm_count, bool auto_cp, bool use_qk_l2norm,
+                                           bool activations) noexcept {
+  const BackwardShape shape{.B = B,
+                            .T = T,
+                            .N = N,
+                            .H_k = H_k,
+                            .H_v = H_v,
+                            .varlen = varlen,
+                            .sm_count = sm_count,
+                            .auto_cp = auto_cp,
+                            .use_qk_l2norm = use_qk_l2norm,
+                            .activations = activations,
+                            .K = K,
+                            .V = V,
+                            .in_halves = true};
+  return dispatch_backward(shape).workspace_bytes;
 }
 
 }  // extern "C"

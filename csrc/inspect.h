@@ -1,13 +1,15 @@
-// What flash_qla._C asks of the op library beside its ops: what was compiled, whether it runs here, what a call would
-// launch. Each of the two binaries has a libstdc++ of its own, so between them go plain structs and no exceptions. What
-// points to text or to several of something stays until the thread's next question, if not for good; an error is a
-// sentence, or nullptr.
+// The library's C functions, beside its ops: what was compiled, whether it runs here, what a call would launch.
+// flash_qla._C asks all but the three that take and give numbers alone: those flash_qla/_library.py asks, by ctypes, as
+// the ops' Python works without _C. Each of the two binaries has a libstdc++ of its own, so between them go plain
+// structs and no exceptions. What points to text or to several of something stays until the thread's next question, if
+// not for good; an error is a sentence, or nullptr.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "gpu/dispatch.h"
+#include "gpu/override.h"
 #include "gpu/registry.h"
 
 namespace flash_qla {
@@ -27,7 +29,7 @@ struct GpuInfo {
 
 static_assert(std::is_trivially_copyable_v<KernelInfo> && std::is_trivially_copyable_v<ForwardShape> &&
               std::is_trivially_copyable_v<ForwardDispatch> && std::is_trivially_copyable_v<BackwardShape> &&
-              std::is_trivially_copyable_v<BackwardDispatch>);
+              std::is_trivially_copyable_v<BackwardDispatch> && std::is_trivially_copyable_v<Overrides>);
 
 extern "C" {
 #pragma GCC visibility push(default)
@@ -42,10 +44,22 @@ const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) no
 
 // As in gpu/dispatch.h, for shapes that a call can have and head dimensions that were compiled.
 const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept;
-const char* flash_qla_override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused,
-                                                int64_t cut_above, int64_t whole_tile) noexcept;
 const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept;
-const char* flash_qla_override_backward_dispatch(int64_t segment_chunks, int64_t cut_above) noexcept;
+
+// As in gpu/override.h.
+const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward,
+                                         Overrides* previous) noexcept;
+
+// The most key channels of a head on a GPU.
+int64_t flash_qla_most_key_dim() noexcept;
+
+// Bytes of a GPU's workspace between the halves of a pass (halves.h), of a call with tokens whose shapes are possible.
+int64_t flash_qla_forward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
+                                          int64_t V, bool varlen, int sm_count, bool auto_cp,
+                                          bool use_qk_l2norm) noexcept;
+int64_t flash_qla_backward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
+                                           int64_t V, bool varlen, int sm_count, bool auto_cp, bool use_qk_l2norm,
+                                           bool activations) noexcept;
 
 // Who gets warnings from now on, instead of PyTorch, which prints them; an error that is returned ends the call.
 void flash_qla_on_warning(const char* (*handle)(const char* text) noexcept) noexcept;

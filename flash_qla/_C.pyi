@@ -71,6 +71,23 @@ class BackwardDispatch:
     predicted_us: Final[float]
     __match_args__ = ("segment_chunks", "cut_above", "segments", "heads_per_cta", "workspace_bytes", "predicted_us")
 
+class Override:
+    value_tile: Final[int]
+    segment_chunks: Final[int]
+    fused: Final[int]
+    cut_above: Final[int]
+    whole_tile: Final[int]
+    __match_args__ = ("value_tile", "segment_chunks", "fused", "cut_above", "whole_tile")
+    def __init__(
+        self,
+        *,
+        value_tile: int = 0,
+        segment_chunks: int = -1,
+        fused: int = -1,
+        cut_above: int = 0,
+        whole_tile: int = 0,
+    ) -> None: ...
+
 def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...
 def driver_cuda_version() -> int: ...
@@ -93,9 +110,6 @@ def forward_dispatch(
     V: int = 128,
     in_halves: bool = False,
 ) -> ForwardDispatch: ...
-def override_forward_dispatch(
-    value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0, whole_tile: int = 0
-) -> None: ...
 def backward_dispatch(
     B: int,
     T: int,
@@ -111,4 +125,4 @@ def backward_dispatch(
     V: int = 128,
     in_halves: bool = False,
 ) -> BackwardDispatch: ...
-def override_backward_dispatch(segment_chunks: int = -1, cut_above: int = 0) -> None: ...
+def exchange_overrides(forward: Override | None, backward: Override | None) -> tuple[Override, Override]: ...

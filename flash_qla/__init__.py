@@ -1,7 +1,9 @@
 """Gated Delta Rule (Gated DeltaNet) for PyTorch: kernels compiled ahead of time, a CPU default, and plain ops."""
 
 import sys
+import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if any(Path(__file__).with_name("ops").rglob("*.py")):  # this package has stubs there
     raise ImportError(
@@ -9,7 +11,7 @@ if any(Path(__file__).with_name("ops").rglob("*.py")):  # this package has stubs
         "those of this package. `pip uninstall flash-qla flash-qla-aot`, then install this package again."
     )
 
-from flash_qla import gated_delta_rule, ops as ops  # loads the library that defines torch.ops.flash_qla
+from flash_qla import gated_delta_rule, ops as ops, testing as testing  # ops loads the library
 from flash_qla._version import __version__
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
@@ -21,6 +23,18 @@ from flash_qla.serving import (
     decode_gated_delta_rule_packed,
     prefill_gated_delta_rule,
 )
+
+if not TYPE_CHECKING:  # to which any attribute would seem to be there
+
+    def __getattr__(name):
+        if name == "_C":  # which the ops do without
+            raise ImportError(
+                f"{Path(__file__).with_name('_C' + sysconfig.get_config_var('EXT_SUFFIX'))} is missing: flash_qla._C, "
+                "which `python -m flash_qla`, questions about the dispatch and flash_qla.testing need, has to be built "
+                "for this Python; the ops run without it."
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Where the published FlashQLA has them
 ops.gated_delta_rule = sys.modules["flash_qla.ops.gated_delta_rule"] = gated_delta_rule

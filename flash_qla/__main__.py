@@ -17,7 +17,10 @@ if flash_qla.__file__ is None or not hasattr(flash_qla, "prefill_gated_delta_rul
         "the published FlashQLA (flash-qla on PyPI) has been installed over this package. "
         "`pip uninstall flash-qla flash-qla-aot`, then install this package again."
     )
-from flash_qla import _C
+try:
+    from flash_qla import _C
+except ImportError as error:
+    sys.exit(str(error))
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 

@@ -1,34 +1,17 @@
-"""Loads libflash_qla.so and gives its ops, torch.ops.flash_qla.*, what only Python can: fake implementations (for
-torch.compile and torch.export), autograd and autocast. Schemas and kernels are in the library, which works without this
-module. Arguments are known here by the names that the schemas give them.
+"""Gives the library's ops, torch.ops.flash_qla.*, what only Python can: fake implementations (for torch.compile and
+torch.export), autograd and autocast. Schemas and kernels are in the library, which works without this module. Arguments
+are known here by the names that the schemas give them.
 """
 
 import collections
 import operator
-from pathlib import Path
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-_LIBRARY = Path(__file__).with_name("libflash_qla.so")
-
-if not _LIBRARY.exists():
-    raise ImportError(
-        f"{_LIBRARY} is missing: this flash_qla is a source tree in which nothing has been built, and if flash_qla "
-        "is installed as well, this tree hides it. Run Python from another directory to use the installed package, "
-        "or build this tree with `pip install -e .`."
-    )
-try:
-    torch.ops.load_library(_LIBRARY)
-except OSError as error:
-    raise ImportError(
-        f"{_LIBRARY} does not load, see above. It needs PyTorch 2.10 or newer, whose stable ABI it uses; this is "
-        f"PyTorch {torch.__version__}."
-    ) from error
-
-from flash_qla import _C as _C  # noqa: E402  makes the library's warnings Python's
-from flash_qla._layout import CHUNK  # noqa: E402  the build writes it beside the library
+from flash_qla import _binary  # first: it says what is missing in a tree that has not been built
+from flash_qla._layout import CHUNK, HEAD_DIM_STEP, MOST_VALUE_DIM
 
 _forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 _forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
@@ -284,7 +267,17 @@ def _fake_sums(call, state_shape, compute_dtype):
     )
 
 
-def _fake_begun(call, N, compute_dtype, dispatch, **shape):
+def _check_head_dim(call, name, symbol, dim, most):
+    _check(
+        call,
+        0 < dim <= most and dim % HEAD_DIM_STEP == 0,
+        lambda: (
+            f"{name} has head dimension {symbol} = {dim}, expected a multiple of {HEAD_DIM_STEP} up to {most} on a GPU"
+        ),
+    )
+
+
+def _fake_begun(call, N, compute_dtype, workspace_bytes, *of_pass):
     """Maps and workspace: see csrc/halves.h. The dispatch of a GPU's kernels says how much workspace they take."""
     q, (B, T, H_v, V) = call.q, call.v.shape
     H_k, K = q.shape[2:]
@@ -293,17 +286,18 @@ def _fake_begun(call, N, compute_dtype, dispatch, **shape):
     if any(isinstance(x, torch.SymInt) for x in (B, T, N, H_k, H_v, K, V)):
         size = torch.library.get_ctx().new_dynamic_size()  # the dispatch would fix all sizes that it is asked about
     elif q.device.type == "cuda" and B * T > 0 and N > 0:
-        shape |= {"auto_cp": call.auto_cp, "varlen": call.cu_seqlens is not None, "in_halves": True}
-        shape |= {"use_qk_l2norm": call.use_qk_l2norm_in_kernel, "K": K, "V": V}
-        shape["sm_count"] = torch.cuda.get_device_properties(q.device).multi_processor_count
-        size = getattr(_C, dispatch)(B, T, N, H_k, H_v, **shape).workspace_bytes
+        _check_head_dim(call, "q", "K", K, _binary.MOST_KEY_DIM)
+        _check_head_dim(call, "v", "V", V, MOST_VALUE_DIM)
+        sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
+        options = (call.cu_seqlens is not None, sm_count, call.auto_cp, call.use_qk_l2norm_in_kernel)
+        size = workspace_bytes(B, T, N, H_k, H_v, K, V, *options, *of_pass)
     return maps, q.new_empty((size,), dtype=torch.uint8)
 
 
 def _fake_forward_begin(call):
     state_shape, dtype = _check_inputs(call, "initial_state")
     return (
-        *_fake_begun(call, state_shape[0], dtype, "forward_dispatch"),
+        *_fake_begun(call, state_shape[0], dtype, _binary.forward_workspace_bytes),
         call.q.new_empty(call.v.shape),
         call.q.new_empty(call.g.shape if call.output_g_cumsum else (0,), dtype=dtype),
     )
@@ -318,7 +312,7 @@ def _fake_forward_finish(call):
 def _fake_backward_begin(call):
     state_shape, dtype = _check_inputs(call, "dht")
     activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
-    begun = _fake_begun(call, state_shape[0], dtype, "backward_dispatch", activations=activations)
+    begun = _fake_begun(call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations)
     return *begun, *_fake_gradients(call, dtype)
 
 

@@ -3,7 +3,6 @@ check_backward run the public functions over poisoned memory and compare every o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import random
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from poison import poisoned
 
 import flash_qla
-from flash_qla import _C
+from flash_qla.testing import forced_dispatch
 
 # The differentiable arguments, and what the backward calls their gradients, in the order in which it returns them
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
@@ -363,7 +362,6 @@ def run_all(arguments: dict, store=dict) -> dict:
     }
 
 
-@contextlib.contextmanager
 def forward_mode(
     value_tile: int = 0,
     segment_chunks: int = -1,
@@ -371,25 +369,17 @@ def forward_mode(
     cut_above: int = 0,
     whole_tile: int = 0,
 ):
-    """What the forward's dispatch decides meanwhile; the defaults leave it to the cost model. A tile or segments are
-    asked of the kernels that have them, unless it says fused."""
+    """forced_dispatch of the forward; the defaults leave a field to the cost model. A tile or segments force the
+    kernels that have them, unless fused is given."""
     if fused is None:
         fused = -1 if (value_tile, segment_chunks) == (0, -1) else 0
-    _C.override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile)
-    try:
-        yield
-    finally:
-        _C.override_forward_dispatch()
+    fields = {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": fused}
+    return forced_dispatch(forward=fields | {"cut_above": cut_above, "whole_tile": whole_tile})
 
 
-@contextlib.contextmanager
 def backward_mode(segment_chunks: int = -1, cut_above: int = 0):
-    """Likewise for the backward's."""
-    _C.override_backward_dispatch(segment_chunks, cut_above)
-    try:
-        yield
-    finally:
-        _C.override_backward_dispatch()
+    """forced_dispatch of the backward."""
+    return forced_dispatch(backward={"segment_chunks": segment_chunks, "cut_above": cut_above})
 
 
 def equal(actual: dict, expected: dict) -> bool:

@@ -1,5 +1,6 @@
 """What a call launches on a GPU. The decision is made on the host, from shapes alone, so no GPU is needed here."""
 
+import concurrent.futures
 import itertools
 import math
 import random
@@ -10,6 +11,7 @@ from subprocesses import run_python
 
 from flash_qla import _C
 from flash_qla._layout import CHUNK, PLAN_STEP
+from flash_qla.testing import forced_dispatch
 
 K = 128  # of the instances: a key is padded to it
 TILE = 128  # value rows: those of states that only kernels read are whole ones
@@ -24,13 +26,6 @@ SHAPES = tuple(
     {**sizes, "H_k": H_k, "H_v": H_v, **head_dims}
     for (sizes, (H_k, H_v)), head_dims in itertools.product(itertools.product((*DENSE, *VARLEN), HEADS), HEAD_DIMS)
 )
-
-
-@pytest.fixture(autouse=True)
-def the_cost_model_decides_again():
-    yield
-    _C.override_forward_dispatch()
-    _C.override_backward_dispatch()
 
 
 def chunks_of(tokens: int) -> int:
@@ -245,15 +240,14 @@ def test_depends_on_its_arguments_alone():
 @pytest.mark.parametrize("segment_chunks", (0, 1, 2, 5, 16, 1000))
 def test_override(value_tile, segment_chunks):
     before = [_C.forward_dispatch(**shape) for shape in SHAPES]
-    _C.override_forward_dispatch(value_tile=value_tile, segment_chunks=segment_chunks)
-    for shape in SHAPES:
-        found = _C.forward_dispatch(**shape)
-        assert (found.value_tile, found.segment_chunks) == (value_tile, segment_chunks)
-        assert math.isfinite(found.predicted_us) and found.predicted_us > 0, (shape, found)
-        without = _C.forward_dispatch(**shape, auto_cp=False)
-        assert (without.value_tile, without.segment_chunks) == (value_tile, 0)
-        assert without.segments == shape["N"]
-    _C.override_forward_dispatch()
+    with forced_dispatch(forward={"value_tile": value_tile, "segment_chunks": segment_chunks}):
+        for shape in SHAPES:
+            found = _C.forward_dispatch(**shape)
+            assert (found.value_tile, found.segment_chunks) == (value_tile, segment_chunks)
+            assert math.isfinite(found.predicted_us) and found.predicted_us > 0, (shape, found)
+            without = _C.forward_dispatch(**shape, auto_cp=False)
+            assert (without.value_tile, without.segment_chunks) == (value_tile, 0)
+            assert without.segments == shape["N"]
     assert [_C.forward_dispatch(**shape) for shape in SHAPES] == before
 
 
@@ -261,27 +255,25 @@ def test_override_of_the_fused_kernel():
     """It serves the calls that want neither h nor, in fp16, A, of values of one tile."""
     for shape in SHAPES:
         if tiles_of(shape) > 1:
-            _C.override_forward_dispatch(fused=1)
-            assert not _C.forward_dispatch(**shape).fused
-            _C.override_forward_dispatch()
+            with forced_dispatch(forward={"fused": True}):
+                assert not _C.forward_dispatch(**shape).fused
             continue
         found = _C.forward_dispatch(**shape)
-        _C.override_forward_dispatch(fused=1)
-        fused = _C.forward_dispatch(**shape)
-        assert (fused.fused, fused.value_tile, fused.segment_chunks) == (1, 128, 0), shape
-        assert _C.forward_dispatch(**shape, low_level=True).fused
-        for outside in ({"output_h": True}, {"fp16": True}):
-            assert not _C.forward_dispatch(**shape, low_level=True, **outside).fused
-        assert _C.forward_dispatch(**shape, fp16=True) == fused
-        _C.override_forward_dispatch(fused=0)
-        unfused = _C.forward_dispatch(**shape)
-        assert not unfused.fused
-        low_level = _C.forward_dispatch(**shape, low_level=True)  # which writes A, too
+        with forced_dispatch(forward={"fused": True}):
+            fused = _C.forward_dispatch(**shape)
+            assert (fused.fused, fused.value_tile, fused.segment_chunks) == (1, 128, 0), shape
+            assert _C.forward_dispatch(**shape, low_level=True).fused
+            for outside in ({"output_h": True}, {"fp16": True}):
+                assert not _C.forward_dispatch(**shape, low_level=True, **outside).fused
+            assert _C.forward_dispatch(**shape, fp16=True) == fused
+        with forced_dispatch(forward={"fused": False}):
+            unfused = _C.forward_dispatch(**shape)
+            assert not unfused.fused
+            low_level = _C.forward_dispatch(**shape, low_level=True)  # which writes A, too
         assert unfused.predicted_us < low_level.predicted_us, shape
         assert launch_of(unfused) == launch_of(low_level), shape
         assert found.predicted_us == min(fused.predicted_us, unfused.predicted_us), shape
         assert found.fused == (fused.predicted_us < unfused.predicted_us), shape
-        _C.override_forward_dispatch()
 
 
 def test_the_fused_kernel_is_for_small_groups_on_full_cards_and_for_short_sequences():
@@ -300,14 +292,14 @@ def test_override_of_one_leaves_the_other_to_the_cost_model():
     shape = (1, 32768, 1, 2, 8)
     decided = _C.forward_dispatch(*shape)
     for value_tile in TILES:
-        _C.override_forward_dispatch(value_tile=value_tile)
-        found = _C.forward_dispatch(*shape)
+        with forced_dispatch(forward={"value_tile": value_tile}):
+            found = _C.forward_dispatch(*shape)
         assert found.value_tile == value_tile and found.segment_chunks > 0
         assert found.predicted_us >= decided.predicted_us
-    _C.override_forward_dispatch(segment_chunks=0)
-    assert _C.forward_dispatch(*shape) == _C.forward_dispatch(*shape, auto_cp=False)
-    _C.override_forward_dispatch(segment_chunks=decided.segment_chunks)
-    assert _C.forward_dispatch(*shape) == decided
+    with forced_dispatch(forward={"segment_chunks": 0}):
+        assert _C.forward_dispatch(*shape) == _C.forward_dispatch(*shape, auto_cp=False)
+    with forced_dispatch(forward={"segment_chunks": decided.segment_chunks}):
+        assert _C.forward_dispatch(*shape) == decided
 
 
 # The backward
@@ -374,14 +366,57 @@ def test_override_of_the_backward():
     before = [_C.backward_dispatch(**shape) for shape in SHAPES]
     forward = [_C.forward_dispatch(**shape) for shape in SHAPES]
     for segment_chunks, cut_above in ((0, 0), (1, 0), (5, 0), (5, 9), (1000, 0)):
-        _C.override_backward_dispatch(segment_chunks, cut_above)
-        for shape in SHAPES:
-            found = _C.backward_dispatch(**shape)
-            assert (found.segment_chunks, found.cut_above) == (segment_chunks, cut_above)
-            assert _C.backward_dispatch(**shape, auto_cp=False).segment_chunks == 0
-    assert [_C.forward_dispatch(**shape) for shape in SHAPES] == forward
-    _C.override_backward_dispatch()
+        with forced_dispatch(backward={"segment_chunks": segment_chunks, "cut_above": cut_above}):
+            for shape in SHAPES:
+                found = _C.backward_dispatch(**shape)
+                assert (found.segment_chunks, found.cut_above) == (segment_chunks, cut_above)
+                assert _C.backward_dispatch(**shape, auto_cp=False).segment_chunks == 0
+            assert [_C.forward_dispatch(**shape) for shape in SHAPES] == forward
     assert [_C.backward_dispatch(**shape) for shape in SHAPES] == before
+
+
+# Scopes
+
+
+def segment_chunks_of_both() -> tuple[int, int]:
+    shape = (1, 65536, 1, 2, 8)
+    return _C.forward_dispatch(*shape).segment_chunks, _C.backward_dispatch(*shape).segment_chunks
+
+
+def test_scopes_nest_and_restore_what_was_in_force():
+    decided = segment_chunks_of_both()
+    assert decided not in ((3, 5), (7, 5))
+    with forced_dispatch(forward={"segment_chunks": 3}, backward={"segment_chunks": 5}):
+        with forced_dispatch(forward={"segment_chunks": 7}):  # and keeps the backward's
+            assert segment_chunks_of_both() == (7, 5)
+            with forced_dispatch(forward={}):
+                assert segment_chunks_of_both() == (decided[0], 5)
+            with forced_dispatch(forward={"value_tile": 64}):  # a mode is a whole one: nothing of the outer stays
+                assert segment_chunks_of_both()[0] != 7
+            assert segment_chunks_of_both() == (7, 5)
+        assert segment_chunks_of_both() == (3, 5)
+    assert segment_chunks_of_both() == decided
+
+
+def test_scopes_end_by_exceptions_too():
+    decided = segment_chunks_of_both()
+    with forced_dispatch(forward={"segment_chunks": 3}, backward={"segment_chunks": 5}):
+        with pytest.raises(KeyError), forced_dispatch(forward={"segment_chunks": 7}):
+            raise KeyError
+        for wrong in ({"segment_chunks": -2}, {"cut_above": 5}):  # the forward's is not set either
+            with pytest.raises(ValueError), forced_dispatch(forward={"segment_chunks": 7}, backward=wrong):
+                pass
+        with pytest.raises(TypeError), forced_dispatch(forward={"segment_chunk": 7}):
+            pass
+        assert segment_chunks_of_both() == (3, 5)
+    assert segment_chunks_of_both() == decided
+
+
+def test_scopes_hold_in_other_threads():
+    """Autograd runs the backward of GPU tensors in a thread of its own."""
+    modes = {"forward": {"segment_chunks": 3}, "backward": {"segment_chunks": 5}}
+    with forced_dispatch(**modes), concurrent.futures.ThreadPoolExecutor() as pool:
+        assert pool.submit(segment_chunks_of_both).result() == (3, 5)
 
 
 # What no call has. An integer division by zero would end the process, so these are in one of their own.
@@ -390,7 +425,11 @@ def test_override_of_the_backward():
 def check_errors(calls: dict[str, tuple[str, int]]):
     """Each call raises a ValueError that says which argument is wrong, what it is and what was expected."""
     code = f"""
+import flash_qla
 from flash_qla import _C
+def enter(**modes):
+    with flash_qla.testing.forced_dispatch(**modes):
+        pass
 for call in {list(calls)}:
     try:
         print("returned", eval(call), flush=True)
@@ -407,12 +446,13 @@ print(_C.forward_dispatch(1, 2048, 1, 2, 8))
 def test_override_takes_known_modes_only():
     wrong = [("value_tile", tile) for tile in (1, 32, 96, 256, -64)]
     wrong += [("segment_chunks", chunks) for chunks in (-2, 2**31 // CHUNK)]  # tokens are counted in 32 bits
-    wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1)]
+    wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1), ("segment_chunks=5, fused", 1)]
     wrong += [("cut_above", 5), ("segment_chunks=5, whole_tile", 64)]
     wrong += [("segment_chunks=5, cut_above=9, whole_tile", tile) for tile in (-64, 96)]
-    check_errors({f"_C.override_forward_dispatch({name}={value})": (name, value) for name, value in wrong})
+    check_errors({f"enter(forward=dict({name}={value}))": (name, value) for name, value in wrong})
     wrong = [("segment_chunks", -2), ("segment_chunks", 2**31 // CHUNK), ("cut_above", 5)]
-    check_errors({f"_C.override_backward_dispatch({name}={value})": (name, value) for name, value in wrong})
+    wrong += [("value_tile", 64), ("fused", 0), ("segment_chunks=5, cut_above=9, whole_tile", 64)]  # it has none
+    check_errors({f"enter(backward=dict({name}={value}))": (name, value) for name, value in wrong})
 
 
 def test_impossible_shapes():

@@ -24,15 +24,23 @@ def test_the_stub_is_the_module():
     functions = {node.name: ast.unparse(node) for node in stub if isinstance(node, ast.FunctionDef)}
     classes = {node.name: ast.unparse(node) for node in stub if isinstance(node, ast.ClassDef)}
     assert functions.keys() | classes.keys() == {name for name in vars(_C) if not name.startswith("_")}
+
+    def declaration(function):
+        signature = function.__doc__.splitlines()[0].replace("flash_qla._C.", "")
+        return ast.unparse(ast.parse(f"def {signature}: ..."))
+
     for name, text in functions.items():
-        signature = getattr(_C, name).__doc__.splitlines()[0].replace("flash_qla._C.", "")
-        assert text == ast.unparse(ast.parse(f"def {signature}: ..."))
+        assert text == declaration(getattr(_C, name))
     for name, text in classes.items():
         record = getattr(_C, name)
         types = {field: getattr(record, field).fget.__doc__.partition(" -> ")[2] for field in record.__match_args__}
         fields = [f"    {field}: Final[{type.strip()}]" for field, type in types.items()]
         names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}"))
-        assert text == "\n".join([f"class {name}:", *fields, f"    {names}"])
+        made = []
+        if record.__init__.__doc__.startswith("__init__("):
+            text_of_init = declaration(record.__init__).replace(f"self: {name}", "self")
+            made = ["", *(f"    {line}" for line in text_of_init.splitlines())]
+        assert text == "\n".join([f"class {name}:", *fields, f"    {names}", *made])
     assert LIBRARY.with_name("py.typed").exists()
 
 

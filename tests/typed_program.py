@@ -58,6 +58,12 @@ def integrations(model: torch.nn.Module) -> None:
     sglang.use_flash_qla()
 
 
+def forced(x: Tensor) -> None:
+    with flash_qla.testing.forced_dispatch(forward={"fused": False, "value_tile": 64}, backward={"segment_chunks": 4}):
+        forward(x)
+    flash_qla.testing.forced_dispatch(backward={"segments": 4})  # type: ignore[arg-type]
+
+
 def registry() -> None:
     dispatch = _C.forward_dispatch(1, 4096, 1, 2, 8)
     assert_type(dispatch.fused, bool)

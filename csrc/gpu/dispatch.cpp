@@ -118,11 +118,11 @@ Dispatch decide_once(const Shape& shape, Override forced) {
 }  // namespace
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape) {
-  return decide_once<ForwardDispatch>(shape, current_override());
+  return decide_once<ForwardDispatch>(shape, current_overrides().forward);
 }
 
 BackwardDispatch dispatch_backward(const BackwardShape& shape) {
-  return decide_once<BackwardDispatch>(shape, current_backward_override());
+  return decide_once<BackwardDispatch>(shape, current_overrides().backward);
 }
 
 }  // namespace flash_qla

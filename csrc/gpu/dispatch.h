@@ -112,14 +112,4 @@ struct BackwardDispatch {
 
 BackwardDispatch dispatch_backward(const BackwardShape& shape);
 
-// For tests and experts: what dispatch_forward decides from now on in this process. 0, -1 and -1 leave it to the cost
-// model; segment_chunks = 0 switches context parallelism off, which auto_cp = false still does for its call. fused = 1
-// takes the fused kernel, which has no other mode, for every call that it can serve. cut_above goes with a number of
-// segment_chunks; 0 cuts whatever is longer than a segment. whole_tile goes with that; 0 is the same as value_tile.
-void override_forward_dispatch(int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
-                               int64_t whole_tile);
-
-// Likewise for dispatch_backward.
-void override_backward_dispatch(int64_t segment_chunks, int64_t cut_above);
-
 }  // namespace flash_qla

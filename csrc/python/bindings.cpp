@@ -1,11 +1,14 @@
 // flash_qla._C: what flash_qla asks of the op library beside its ops (inspect.h), as Python functions and classes.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
 #include <algorithm>
 #include <cctype>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "inspect.h"
 
@@ -51,6 +54,11 @@ class Record : py::class_<Struct> {
   Record& field(const char* name, Field (*get)(const Struct&), const char* doc) {
     this->def_property_readonly(name, get, doc);
     return add(name);
+  }
+  template <typename Make, typename... Arguments>
+  Record& made_by(Make make, const Arguments&... arguments) {
+    this->def(py::init(make), py::kw_only(), arguments...);
+    return *this;
   }
 
  private:
@@ -150,6 +158,21 @@ void add_classes(py::module_& module) {
       .field("heads_per_cta", &BackwardDispatch::heads_per_cta, "Of chunk_matrices.")
       .field("workspace_bytes", &BackwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
       .field("predicted_us", &BackwardDispatch::predicted_us, "Microseconds by the cost model.");
+
+  Record<Override>(module, "Override", "What one direction's dispatch is forced to decide.")
+      .field("value_tile", &Override::value_tile, "Value rows a CTA (64 or 128); 0: the cost model's choice.")
+      .field("segment_chunks", &Override::segment_chunks,
+             "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
+      .field("fused", &Override::fused,
+             "1: the fused kernel wherever it can serve a call; 0: never; -1: the cost model's choice.")
+      .field("cut_above", &Override::cut_above,
+             "With segments: chunks up to which no sequence is cut; 0: whatever is longer than a segment is cut.")
+      .field("whole_tile", &Override::whole_tile,
+             "With cut_above: the value tile where no sequence is cut; 0: value_tile.")
+      .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
+                  int64_t whole_tile) { return Override{value_tile, segment_chunks, fused, cut_above, whole_tile}; },
+               strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
+               strict("whole_tile") = 0);
 }
 
 void add_functions(py::module_& module) {
@@ -195,19 +218,6 @@ N is the number of sequences. low_level asks for chunk_gated_delta_rule_fwd, whi
 l2norm inside; output_h and fp16 say that it is to return h and what dtype q has: the one kernel makes no h, and A in
 bf16 only; in_halves is for a rank's call of context parallelism. Raises ValueError for a shape that no call has.)");
   module.def(
-      "override_forward_dispatch",
-      [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t whole_tile) {
-        raise(flash_qla_override_forward_dispatch(value_tile, segment_chunks, fused, cut_above, whole_tile));
-      },
-      strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
-      strict("whole_tile") = 0,
-      R"(For tests and experts: what forward_dispatch decides from now on in this process.
-
-The defaults leave it to the cost model; segment_chunks = 0 switches context parallelism off; fused = 0 or 1 leaves out
-or takes the fused kernel wherever it can serve a call; cut_above goes with a number of segment_chunks, and 0 cuts
-whatever is longer than one; whole_tile goes with cut_above, and 0 is the same as value_tile. Raises ValueError for a
-mode that there is not.)");
-  module.def(
       "backward_dispatch",
       [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
          bool use_qk_l2norm, bool activations, int64_t K, int64_t V, bool in_halves) {
@@ -236,14 +246,17 @@ mode that there is not.)");
 N is the number of sequences; use_qk_l2norm asks for the l2norm inside, activations for that of gate or beta;
 in_halves is the forward's. Raises ValueError for a shape that no call has.)");
   module.def(
-      "override_backward_dispatch",
-      [](int64_t segment_chunks, int64_t cut_above) {
-        raise(flash_qla_override_backward_dispatch(segment_chunks, cut_above));
+      "exchange_overrides",
+      [](const std::optional<Override>& forward, const std::optional<Override>& backward) {
+        Overrides previous;
+        raise(flash_qla_exchange_overrides(forward ? &*forward : nullptr, backward ? &*backward : nullptr, &previous));
+        return std::pair(previous.forward, previous.backward);
       },
-      strict("segment_chunks") = -1, strict("cut_above") = 0,
-      R"(For tests and experts: what backward_dispatch decides from now on in this process.
+      py::arg("forward"), py::arg("backward"),
+      R"(Sets the overrides of both dispatches at once, for the process, and returns those that were in force.
 
-The arguments are those of override_forward_dispatch of these names. Raises ValueError for a mode that there is not.)");
+None keeps a direction's override. Raises ValueError for an override that no call can follow. flash_qla.testing's
+forced_dispatch calls it, and restores what it returns.)");
 }
 
 // Whether code is of this package, of PyTorch, or generated by PyTorch, which gives it no module or one of its own.

@@ -29,10 +29,9 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 
 import flash_qla
-from flash_qla import _C
+from flash_qla._binary import MOST_KEY_DIM
 from flash_qla._layout import HEAD_DIM_STEP, MOST_VALUE_DIM
 
-_MOST_KEY_DIM = max(kernel.params.get("K", 0) for kernel in _C.kernels())
 _FLA_HEAD_DIM = 128  # the only K and V that FLA's backend lets flash_qla have
 
 # What FLA's own backend refuses, and flash_qla takes by the same names
@@ -79,9 +78,9 @@ class _Backend(FlashQLABackend):
         if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
             return False, "this flash_qla requires a Hopper GPU (sm_90)"
         K, V = q.shape[-1], call["v"].shape[-1]
-        if not (_is_head_dim(K, _MOST_KEY_DIM) and _is_head_dim(V, MOST_VALUE_DIM)):
+        if not (_is_head_dim(K, MOST_KEY_DIM) and _is_head_dim(V, MOST_VALUE_DIM)):
             return False, (
-                f"flash_qla requires multiples of {HEAD_DIM_STEP}, K up to {_MOST_KEY_DIM} and V up to "
+                f"flash_qla requires multiples of {HEAD_DIM_STEP}, K up to {MOST_KEY_DIM} and V up to "
                 f"{MOST_VALUE_DIM}, got K={K} and V={V}"
             )
         cp_context = call.pop("cp_context", None)
