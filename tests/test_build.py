@@ -23,6 +23,10 @@ _spec = importlib.util.spec_from_file_location("toolchain", ROOT / "build_tools/
 toolchain = sys.modules["toolchain"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(toolchain)
 
+# Documents and scripts that name versions of what builds the project
+VERSIONED = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / ".ci/run", *(ROOT / ".github").rglob("*.yml")]
+VERSIONED.remove(ROOT / "CHANGELOG.md")
+
 needs_tilelang = pytest.mark.skipif(
     importlib.util.find_spec("tilelang") is None, reason="needs TileLang (in the `test` extra)"
 )
@@ -328,9 +332,35 @@ class TestToolchain:
         assert all(f"{name}=={version}" in str(error.value) for name, version in toolchain.CUDA_PACKAGES.items())
 
     def test_packages_have_one_version(self):
-        project = (ROOT / "pyproject.toml").read_text()
-        pinned = re.findall(r'"(nvidia-[\w-]+)==([\d.]+)"', project)
-        assert sorted(pinned) == sorted(2 * list(toolchain.CUDA_PACKAGES.items()))  # to build, and to test
+        """Which the build's requirements decide. Tests build, too, so the extra of that name has the same pins."""
+        pins = toolchain.PINS
+        assert set(pins) > {"setuptools", "torch", "tilelang", *toolchain.CUDA_PACKAGES}
+        build, extras = (ROOT / "pyproject.toml").read_text().split("\n[project]\n")
+        assert all(f'"{name}=={version}"' in build for name, version in pins.items())
+        assert set(toolchain.CUDA_PACKAGES) < {name for name, _ in self.pinned(extras)}
+        for text in (extras, *(page.read_text() for page in VERSIONED)):
+            assert [(name, version) for name, version in self.pinned(text) if version != pins.get(name, version)] == []
+
+    @staticmethod
+    def pinned(text: str) -> list[tuple[str, str]]:
+        return re.findall(r"\b([\w-]+)==(\d[\w.]*)", text)
+
+    def test_documents_name_these_versions(self):
+        named = {"NVRTC": toolchain.CUDA_VERSION, "TileLang": toolchain.PINS["tilelang"]}
+        found = set()
+        for page in VERSIONED:
+            text = page.read_text().partition("## What was tested")[0]  # what follows is a record
+            for tool, version in re.findall(r"\b(NVRTC|TileLang)\s+(\d[\d.]*\d)", text):
+                assert f"{named[tool]}.".startswith(f"{version}."), (page, tool, version)
+                found.add(page.name)
+        assert found >= {"CONTRIBUTING.md", "wheels.md"}
+
+    def test_the_oldest_torch_is_decided_once(self):
+        """CMakeLists.txt has the stable ABI's version, in both of its spellings; users' torch is at least that."""
+        cmake = (ROOT / "CMakeLists.txt").read_text()
+        major, minor = re.search(r"^set\(TORCH_TARGET (\d+)\.(\d+)\)$", cmake, re.MULTILINE).groups()
+        assert f"set(TORCH_TARGET_VERSION 0x{int(major):02x}{int(minor):02x}{0:012x})" in cmake
+        assert f'dependencies = ["torch>={major}.{minor}"]' in (ROOT / "pyproject.toml").read_text()
 
     @pytest.mark.parametrize("jobs", ("abc", "-1", "0", "1.5"))
     def test_how_many_jobs(self, jobs, monkeypatch):
