@@ -132,7 +132,10 @@ def max_jobs() -> int:
 
 
 def lock(folder: Path) -> None:
-    """Waits until no other process has the folder; then it is this one's until it ends, however it ends."""
+    """Waits until no other process has the folder; then it is this one's until it ends, however it ends.
+
+    Builds in one tree share build/, and no build backend makes them wait (benchmarks/notes/packaging.md).
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
