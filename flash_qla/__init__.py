@@ -22,9 +22,9 @@ from flash_qla.serving import (
     prefill_gated_delta_rule,
 )
 
-# Where the published FlashQLA has them
+# ByteDance-Seed/VeOmni and the published FlashQLA's tests of context parallelism import chunk_gated_delta_rule from
+# flash_qla.ops.gated_delta_rule. FLA takes it from flash_qla.
 ops.gated_delta_rule = sys.modules["flash_qla.ops.gated_delta_rule"] = gated_delta_rule
-ops.chunk_gated_delta_rule = chunk_gated_delta_rule
 
 __all__ = [
     "__version__",
