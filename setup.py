@@ -1,4 +1,8 @@
-"""Drives CMake. The project's metadata is in pyproject.toml, the build itself in CMakeLists.txt."""
+"""Drives CMake, because no CMake backend puts the library beside the sources from a build folder that is kept.
+
+The judgement is benchmarks/notes/packaging.md. The project's metadata is in pyproject.toml, the build itself in
+CMakeLists.txt.
+"""
 
 import shutil
 import subprocess

@@ -16,9 +16,7 @@ kernel does not use costs nothing: TileLang drops it from the device code.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from unittest import mock
 
 
 @dataclass(frozen=True)
@@ -42,24 +40,3 @@ class Bundle:
             is_dtype = callable(value) and not isinstance(value, type)
             setattr(self, field, add(field, value() if is_dtype else value))
         return dict.fromkeys(self._fields, Membership(name, type(self).__name__))
-
-
-@contextlib.contextmanager
-def as_parameters():
-    """PrimFuncs that are parsed meanwhile may take bundles. Gives the Membership of each field, by the field's name."""
-    from tilelang.language.eager.builder import Builder
-
-    found: dict[str, Membership] = {}
-    add = Builder.prim_func_arg
-
-    def add_all(builder, name, value):
-        if not isinstance(value, Bundle):
-            return add(builder, name, value)
-        fields = value.declare(name, lambda field, annotation: add(builder, field, annotation))
-        if again := found.keys() & fields:
-            raise ValueError(f"{', '.join(sorted(again))} are fields of two bundles of a kernel")
-        found.update(fields)
-        return value
-
-    with mock.patch.object(Builder, "prim_func_arg", add_all):
-        yield found

@@ -1,9 +1,9 @@
-"""The wheel's platform tag, and what makes it manylinux_2_28 where the build machine's glibc is newer.
+"""A wheel that is built on any machine loads on glibc 2.28, without a container (benchmarks/notes/packaging.md).
 
 A linker binds a function to its newest version: pthread_create of glibc 2.36 is GLIBC_2.34, and a library that uses it
 does not load under 2.28, although 2.28 has a pthread_create too. Here the linker is given stubs in front of the real
 libraries, in which every function has the version that it has in glibc 2.28. Nothing of them is shipped: at run time
-the real libraries answer, which keep the old versions forever.
+the real libraries answer, which keep the old versions forever. The wheel's platform tag is read from the result.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Besides the kernel's own files, what the generated code depends on.
 BUILD_SOURCES = [
     ROOT / "build_tools/lower.py",
+    ROOT / "build_tools/tilelang_patches.py",
     ROOT / "build_tools/codegen.py",
     *sorted(nvrtc.PREAMBLE.parent.iterdir()),
 ]

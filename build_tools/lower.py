@@ -3,18 +3,16 @@
 The result is plain data: C++ expressions over the fields of the kernel's argument struct, so that
 code generation needs neither TileLang nor TVM.
 
-TileLang's internals are read here and nowhere else; its version is pinned for that reason.
+Everything is read from TileLang's IR. What of TileLang is changed stands in build_tools/tilelang_patches.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from unittest import mock
 
-from build_tools.bundle import as_parameters
+from build_tools import tilelang_patches as patches
 from build_tools.instance import Instance
 from build_tools.toolchain import ARCH
 
@@ -28,6 +26,8 @@ C_TYPES = {
     "uint32": "uint32_t",
     "uint64": "uint64_t",
 }
+# All that TileLang does with a TMA descriptor without writing the tensor. Other functions may write it.
+READS_OF_DESCRIPTORS = ("tl.tma_load", "tl.prefetch_tma_descriptor")
 
 
 class LoweringError(Exception):
@@ -93,11 +93,15 @@ def lower(package: str, instance: Instance) -> Lowered:
     from tilelang import tvm
 
     module = importlib.import_module(f"{package}.{instance.module}")
-    with as_parameters() as bundles:
+    with patches.bundles_as_parameters() as bundles:
         prim_func = getattr(module, instance.kernel)(**instance.params)
     target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
-    pass_configs = getattr(module, "PASS_CONFIGS", {})
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target, _needed_passes(module):
+    with (
+        tvm.transform.PassContext(opt_level=3, config=patches.pass_configs(module)),
+        target,
+        patches.no_negative_indices(),
+        patches.no_inferred_fences(module),
+    ):
         artifact = tilelang.lower(prim_func, target=target)
 
     device_functions = list(artifact.device_mod.functions.items())
@@ -111,10 +115,14 @@ def lower(package: str, instance: Instance) -> Lowered:
         raise LoweringError("grid-wide synchronisation (cooperative launch) is not supported")
     if attributes.get("cluster_dims", None) is not None:
         raise LoweringError("thread block clusters are not supported")
-    _check_shared_names(artifact.kernel_source)
+    if again := patches.doubled_shared_buffers(device_function):
+        raise LoweringError(
+            f"two shared buffers are called {again[0]}; a variable that is bound to a buffer renames it, one that is"
+            " bound to a region of it does not"
+        )
 
     # The packed call passes the device function's parameters, then the launch extents.
-    names = _parameter_names(artifact.kernel_source, symbol)
+    names = _distinct(parameter.name for parameter in device_function.params)
     passed = dict(zip(names, _packed_call(host_function.body, symbol), strict=False))
     # Descriptors are told apart as objects: two of the same tensor carry the same name.
     descriptors = host_function.attrs.get("tma_descriptor_args", {})
@@ -123,16 +131,16 @@ def lower(package: str, instance: Instance) -> Lowered:
 
     waits = "has_cuda_pdl_sync" in attributes
     early = getattr(module, "EARLY", {}) if waits else {}
-    names = [param.name for param in prim_func.params] + [x.data.name for x in prim_func.buffer_map.values()]
+    known = [param.name for param in prim_func.params] + [x.data.name for x in prim_func.buffer_map.values()]
     for name, what in early.items():
         for parameter in (name, *([what.where] if what.where else [])):
-            if parameter not in names:
+            if parameter not in known:
                 raise LoweringError(f"EARLY names {parameter}, which is no parameter")
 
     return Lowered(
-        source=_uniform_warpgroups(artifact.kernel_source),
+        source=patches.uniform_warpgroups(artifact.kernel_source),
         symbol=symbol,
-        fields=_fields(prim_func, bundles, artifact.kernel_source, tensor_maps),
+        fields=_fields(prim_func, bundles, _written_tensors(device_function, names, tensor_maps)),
         arguments=[_kernel_argument(name, value, value in descriptors) for name, value in passed.items()],
         tensor_maps=tensor_maps,
         grid=[_cpp(extents.get(f"blockIdx.{axis}", 1)) for axis in "xyz"],
@@ -143,56 +151,13 @@ def lower(package: str, instance: Instance) -> Lowered:
     )
 
 
-@contextlib.contextmanager
-def _needed_passes(module):
-    """TileLang's passes but for two:
-
-    - LegalizeNegativeIndex, for indices that count from the end, which no kernel has. To find out takes a third of the
-      time of lowering.
-    - InjectFenceProxy, where a kernel says EXPLICIT_FENCES: it puts a fence between generic and asynchronous accesses
-      to shared memory before almost every WGMMA and TMA copy, and each waits for all of the thread's outstanding
-      accesses to memory.
-    """
-    import tilelang.cuda.transform
-
-    left_out = [(tilelang.transform, "LegalizeNegativeIndex")]
-    if getattr(module, "EXPLICIT_FENCES", False):
-        left_out.append((tilelang.cuda.transform, "InjectFenceProxy"))
-    with contextlib.ExitStack() as stack:
-        for where, name in left_out:
-            stack.enter_context(mock.patch.object(where, name, lambda: lambda mod: mod))
-        yield
-
-
-def _uniform_warpgroups(source: str) -> str:
-    """TileLang computes the descriptors of operands that depend on the warpgroup from threadIdx, step by step. The
-    compiler does not see that they are the same in a warp, and makes each in vector registers, to be moved to uniform
-    ones. Behind a shuffle it does see it."""
-    index = "((int)threadIdx.x) >> 7"
-    lines = source.split("\n")
-    products = [i for i, line in enumerate(lines) if "tl::wgmma_ss<" in line and index in line]
-    if not products:
-        return source
-    for i in products:
-        lines[i] = lines[i].replace(index, "warpgroup_of_cta")
-    source = "\n".join(lines)
-    body = source.index("{", source.index("__launch_bounds__")) + 1
-    return f"{source[:body]}\n  const int warpgroup_of_cta = __shfl_sync(~0u, threadIdx.x >> 7, 0);{source[body:]}"
-
-
-def _check_shared_names(source: str) -> None:
-    """Shared buffers of the same name lie in memory in an order that changes from build to build."""
-    declared = re.findall(r"void\* (\w+?)(?:_\d+)? = \(\(void\*\)\(\(char\*\)buf_dyn_shmem", source)
-    if again := sorted({name for name in declared if declared.count(name) > 1}):
-        raise LoweringError(
-            f"two shared buffers are called {again[0]}; a variable that is bound to a buffer renames it, one that is"
-            " bound to a region of it does not"
-        )
-
-
-def _parameter_names(source: str, symbol: str) -> list[str]:
-    declaration = re.search(rf"\b{symbol}\((.*)\);", source).group(1)
-    return [parameter.split()[-1] for parameter in declaration.split(",")]
+def _distinct(names: Iterable[str]) -> list[str]:
+    """The names, with _1, _2, ... behind those that have come before."""
+    found: list[str] = []
+    for name in names:
+        candidates = (name, *(f"{name}_{i}" for i in range(1, len(found) + 1)))
+        found.append(next(candidate for candidate in candidates if candidate not in found))
+    return found
 
 
 def _packed_call(body, symbol: str) -> list:
@@ -211,7 +176,7 @@ def _packed_call(body, symbol: str) -> list:
     return found[0]
 
 
-def _fields(prim_func, bundles: dict, source: str, tensor_maps: list[TensorMap]) -> list[Field]:
+def _fields(prim_func, bundles: dict, written: set[str]) -> list[Field]:
     """The PrimFunc's parameters in order, then the dynamic dimensions in order of appearance."""
     from tilelang import tvm
 
@@ -222,8 +187,8 @@ def _fields(prim_func, bundles: dict, source: str, tensor_maps: list[TensorMap])
             dimensions[param.name] = param
             continue
         buffer = prim_func.buffer_map[param]
-        written = _is_written(buffer.data.name, source, tensor_maps)
-        fields.append(Field(buffer.data.name, "void*" if written else "const void*"))
+        name = buffer.data.name
+        fields.append(Field(name, "void*" if name in written else "const void*"))
         for extent in [*buffer.shape, *buffer.strides]:
             if not isinstance(extent, tvm.tirx.Var):
                 continue
@@ -236,17 +201,22 @@ def _fields(prim_func, bundles: dict, source: str, tensor_maps: list[TensorMap])
     return fields + [Field(name, "int64_t") for name in dimensions if name not in names]
 
 
-def _is_written(tensor: str, source: str, tensor_maps: list[TensorMap]) -> bool:
-    """Whether the kernel may write the tensor, through its pointer or through a TMA descriptor."""
-    if re.search(rf"(?<!const )\b\w+\* (__restrict__ )?{tensor}[,)]", source):
-        return True
-    names = "|".join(tma.name for tma in tensor_maps if tma.tensor == tensor)
-    if not names:
-        return False
-    uses = len(re.findall(rf"\b(?:{names})\b", source))
-    declarations = len(re.findall(rf"\bCUtensorMap (?:{names})\b", source))
-    reads = len(re.findall(rf"\b(?:tma_load|prefetch)\w*(?:<[^()]*>)?\((?:{names})\b", source))
-    return uses > declarations + reads
+def _written_tensors(device_function, names: list[str], tensor_maps: list[TensorMap]) -> set[str]:
+    """Tensors that the kernel may write, through their pointers or through TMA descriptors."""
+    from tilelang import tvm
+
+    tensors = {tma.name: tma.tensor for tma in tensor_maps}
+    parameters = list(zip(names, device_function.params, strict=True))
+    read_only = {int(i) for i in device_function.attrs.get("tl.readonly_param_indices", ())}
+    written = {name for i, (name, _) in enumerate(parameters) if i not in read_only and name not in tensors}
+
+    def visit(node):
+        if isinstance(node, tvm.tirx.Call) and getattr(node.op, "name", None) not in READS_OF_DESCRIPTORS:
+            for argument in node.args:
+                written.update(tensors[name] for name, var in parameters if name in tensors and var.same_as(argument))
+
+    tvm.tirx.stmt_functor.post_order_visit(device_function.body, visit)
+    return written
 
 
 def _kernel_argument(name: str, value, is_descriptor: bool) -> KernelArgument:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from build_tools import tilelang_patches as patches
 from build_tools.toolchain import ARCH, Toolkit, package_root
 
-PREAMBLE = Path(__file__).resolve().parent / "rtc_include/preamble.h"
+PREAMBLE = patches.HOST_HEADERS / "preamble.h"
 PRECOMPILED_HEAP = 512 << 20  # bytes that the precompiled preamble may take; it takes 247 MiB
 
 # The fixed options; the include paths differ between machines and come on top.
@@ -16,9 +17,7 @@ OPTIONS = [
     f"-arch={ARCH}",
     "-default-device",  # functions without an annotation are the device's
     "--ptxas-options=-v",
-    # TileLang declares variables that it does not always use, and annotates defaulted functions; CUDA's headers for the
-    # device include what they warn of.
-    "--diag-suppress=177,20012,1105",
+    f"--diag-suppress={','.join(map(str, patches.SUPPRESSED_WARNINGS))}",
     f"--pre-include={PREAMBLE.name}",
 ]
 # The end of what is precompiled, which is the preamble; lines of the source behind it keep their numbers

@@ -1,7 +1,7 @@
 """Finds the compilers and what surrounds them, and says clearly when something is missing or too old.
 
-Kernels are compiled by NVRTC of CUDA 12.9, from PyPI packages that are part of build-system.requires, whatever CUDA
-toolkit the machine has: one compiler for every build, whose code each driver of CUDA 12 and later loads.
+Kernels are compiled by NVRTC, from PyPI packages, whatever CUDA toolkit the machine has: one compiler for every build,
+whose code each driver of its major version of CUDA and of later ones loads. The versions are decided in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MINIMUM_GXX = 11  # the oldest that has been tried
-TILELANG_VERSION = "0.1.15"  # build_tools/lower.py reads its internals
 ARCH = "sm_90a"
 
 
@@ -26,14 +26,23 @@ class BuildError(Exception):
     """A failure whose message is all that the user needs to see."""
 
 
-# What the kernels and the host code are compiled with; pyproject.toml has the same.
-CUDA_PACKAGES = {
-    "nvidia-cuda-nvrtc-cu12": "12.9.86",
-    "nvidia-cuda-nvcc-cu12": "12.9.86",  # headers
-    "nvidia-cuda-runtime-cu12": "12.9.79",
-    "nvidia-cuda-cccl-cu12": "12.9.27",
+def build_requirements() -> dict[str, str]:
+    """Package -> version, as pyproject.toml pins what builds the project. Python 3.10 has no tomllib."""
+    project = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
+    requires = re.search(r"^\[build-system\]$.*?^requires = \[$(.*?)^\]$", project, re.MULTILINE | re.DOTALL)[1]
+    return dict(re.findall(r'^ +"([\w-]+)==([\w.]+)",', requires, re.MULTILINE))
+
+
+PINS = build_requirements()
+# What the kernels and the host code are compiled with, package by package, and the folder of each
+CUDA_FOLDERS = {
+    "nvidia-cuda-nvrtc-cu12": "cuda_nvrtc",
+    "nvidia-cuda-nvcc-cu12": "cuda_nvcc",  # headers
+    "nvidia-cuda-runtime-cu12": "cuda_runtime",
+    "nvidia-cuda-cccl-cu12": "cuda_cccl",
 }
-CUDA_VERSION = CUDA_PACKAGES["nvidia-cuda-nvrtc-cu12"]
+CUDA_PACKAGES = {package: PINS[package] for package in CUDA_FOLDERS}
+CUDA_VERSION = PINS["nvidia-cuda-nvrtc-cu12"]
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,11 @@ def find_toolkit() -> Toolkit:
         raise BuildError(f"the kernels' compiler is missing: {', '.join(wrong)}. pip install {packages}")
     nvrtc, nvcc, runtime, cccl = (
         Path(importlib.metadata.distribution(package).locate_file(f"nvidia/{folder}"))
-        for package, folder in zip(CUDA_PACKAGES, ("cuda_nvrtc", "cuda_nvcc", "cuda_runtime", "cuda_cccl"), strict=True)
+        for package, folder in CUDA_FOLDERS.items()
     )
+    major = CUDA_VERSION.partition(".")[0]
     return Toolkit(
-        nvrtc=nvrtc / "lib/libnvrtc.so.12",
+        nvrtc=nvrtc / f"lib/libnvrtc.so.{major}",
         include=[folder / "include" for folder in (runtime, nvcc, cccl)],
         static_runtime=runtime / "lib/libcudart_static.a",
     )
@@ -88,10 +98,11 @@ def check_tilelang() -> str:
         version = importlib.metadata.version("tilelang")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    if version != TILELANG_VERSION:
+    needed = PINS["tilelang"]
+    if version != needed:
         raise BuildError(
-            f"TileLang {TILELANG_VERSION} is needed, found {version}: the build reads interfaces"
-            f" that change between releases. pip install tilelang=={TILELANG_VERSION}"
+            f"TileLang {needed} is needed, found {version}: the build reads interfaces"
+            f" that change between releases. pip install tilelang=={needed}"
         )
     return version
 
@@ -121,7 +132,10 @@ def max_jobs() -> int:
 
 
 def lock(folder: Path) -> None:
-    """Waits until no other process has the folder; then it is this one's until it ends, however it ends."""
+    """Waits until no other process has the folder; then it is this one's until it ends, however it ends.
+
+    Builds in one tree share build/, and no build backend makes them wait (benchmarks/notes/packaging.md).
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)

@@ -36,9 +36,9 @@ if not TYPE_CHECKING:  # to which any attribute would seem to be there
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Where the published FlashQLA has them
+# ByteDance-Seed/VeOmni and the published FlashQLA's tests of context parallelism import chunk_gated_delta_rule from
+# flash_qla.ops.gated_delta_rule. FLA takes it from flash_qla.
 ops.gated_delta_rule = sys.modules["flash_qla.ops.gated_delta_rule"] = gated_delta_rule
-ops.chunk_gated_delta_rule = chunk_gated_delta_rule
 
 __all__ = [
     "__version__",

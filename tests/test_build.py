@@ -3,6 +3,7 @@
 Everything runs in subprocesses, as in a build, on a small kernel package of its own.
 """
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -22,6 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("toolchain", ROOT / "build_tools/toolchain.py")
 toolchain = sys.modules["toolchain"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(toolchain)
+
+# Documents and scripts that name versions of what builds the project
+VERSIONED = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / ".ci/run", *(ROOT / ".github").rglob("*.yml")]
+VERSIONED.remove(ROOT / "CHANGELOG.md")
 
 needs_tilelang = pytest.mark.skipif(
     importlib.util.find_spec("tilelang") is None, reason="needs TileLang (in the `test` extra)"
@@ -263,6 +268,75 @@ def test_a_tensor_has_a_descriptor_for_each_tile(tmp_path):
 
 @pytest.mark.build
 @needs_tilelang
+class TestPatches:
+    """build_tools/tilelang_patches.py."""
+
+    # Lowers an instance, and again without one patch after the other: whether the code differs, and where it should.
+    PROGRAM = """
+import json
+from unittest import mock
+from build_tools import tilelang_patches as patches
+from build_tools.lower import lower
+from kernels_tl.instances import INSTANCES
+
+(instance,) = [each for each in INSTANCES if each.name == "backward_maps_bf16_K128"]
+configs = patches.pass_configs
+
+def lowered():
+    return lower("kernels_tl", instance).source
+
+def without(patch, replacement):
+    with mock.patch.object(patches, patch, replacement):
+        return lowered()
+
+def without_config(name):
+    return without("pass_configs", lambda module: {k: v for k, v in configs(module).items() if k != name})
+
+ours = lowered()
+nothing = patches.contextlib.nullcontext
+print(json.dumps({
+    "patched": ours,
+    "no_negative_indices": without("no_negative_indices", nothing),
+    "no_inferred_fences": without("no_inferred_fences", nothing),
+    "uniform_warpgroups": without("uniform_warpgroups", lambda source: source),
+    **{name: without_config(name) for name in patches.PASS_CONFIGS},
+}))
+"""
+
+    def test_each_says_what_why_where_and_until_when(self):
+        tree = ast.parse((ROOT / "build_tools/tilelang_patches.py").read_text())
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and "What:" in str(node.value)]
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+        undocumented = [node.name for node in functions if ast.get_docstring(node, clean=False) not in texts]
+        assert undocumented == ["pass_configs"]  # each of them has a text of its own
+        labels = ["What", "Why", "Upstream", "Until"]
+        assert all(re.findall(r"^ *(\w+): ", text, re.MULTILINE) == labels for text in texts)
+        known = r"Upstream: .*(tile-ai/tilelang#\d+|none filed that we know of)"
+        assert all(re.search(known, text) for text in texts)
+
+    def test_each_is_still_needed(self):
+        result = run([sys.executable, "-c", self.PROGRAM])
+        assert result.returncode == 0, result.stderr
+        sources = json.loads(result.stdout.splitlines()[-1])
+        ours = sources.pop("patched")
+        # The pass is left out because it takes time, the option is a guard. Neither changes the code.
+        same = [name for name, source in sources.items() if source == ours]
+        assert same == ["no_negative_indices", "tl.disable_warp_specialized"]
+        fences, barriers = (lambda source: source.count("fence_proxy_async")), (lambda source: source.count("__sync"))
+        assert fences(sources["no_inferred_fences"]) > fences(ours)
+        assert barriers(sources["tl.disable_thread_storage_sync"]) > barriers(ours)
+        assert "warpgroup_of_cta" not in sources["uniform_warpgroups"]
+
+    def test_an_option_without_a_reason(self, tmp_path):
+        option = 'PASS_CONFIGS = {"tl.disable_vectorize_256": True}\n'
+        package = write_package(tmp_path, KERNELS | {"scale.py": KERNELS["scale.py"] + option})
+        result = build_kernels(package, "--only", "scale_fp16", "--sources")
+        assert result.returncode == 1
+        assert "PASS_CONFIGS has tl.disable_vectorize_256, which build_tools/tilelang_patches.py lacks" in result.stderr
+
+
+@pytest.mark.build
+@needs_tilelang
 class TestFailures:
     def test_a_kernel_that_does_not_lower(self, tmp_path):
         broken = KERNELS["scale.py"].replace("for j in T.Parallel(128)", "for j in T.Parallel(nowhere)")
@@ -328,9 +402,35 @@ class TestToolchain:
         assert all(f"{name}=={version}" in str(error.value) for name, version in toolchain.CUDA_PACKAGES.items())
 
     def test_packages_have_one_version(self):
-        project = (ROOT / "pyproject.toml").read_text()
-        pinned = re.findall(r'"(nvidia-[\w-]+)==([\d.]+)"', project)
-        assert sorted(pinned) == sorted(2 * list(toolchain.CUDA_PACKAGES.items()))  # to build, and to test
+        """Which the build's requirements decide. Tests build, too, so the extra of that name has the same pins."""
+        pins = toolchain.PINS
+        assert set(pins) > {"setuptools", "torch", "tilelang", *toolchain.CUDA_PACKAGES}
+        build, extras = (ROOT / "pyproject.toml").read_text().split("\n[project]\n")
+        assert all(f'"{name}=={version}"' in build for name, version in pins.items())
+        assert set(toolchain.CUDA_PACKAGES) < {name for name, _ in self.pinned(extras)}
+        for text in (extras, *(page.read_text() for page in VERSIONED)):
+            assert [(name, version) for name, version in self.pinned(text) if version != pins.get(name, version)] == []
+
+    @staticmethod
+    def pinned(text: str) -> list[tuple[str, str]]:
+        return re.findall(r"\b([\w-]+)==(\d[\w.]*)", text)
+
+    def test_documents_name_these_versions(self):
+        named = {"NVRTC": toolchain.CUDA_VERSION, "TileLang": toolchain.PINS["tilelang"]}
+        found = set()
+        for page in VERSIONED:
+            text = page.read_text().partition("## What was tested")[0]  # what follows is a record
+            for tool, version in re.findall(r"\b(NVRTC|TileLang)\s+(\d[\d.]*\d)", text):
+                assert f"{named[tool]}.".startswith(f"{version}."), (page, tool, version)
+                found.add(page.name)
+        assert found >= {"CONTRIBUTING.md", "wheels.md"}
+
+    def test_the_oldest_torch_is_decided_once(self):
+        """CMakeLists.txt has the stable ABI's version, in both of its spellings; users' torch is at least that."""
+        cmake = (ROOT / "CMakeLists.txt").read_text()
+        major, minor = re.search(r"^set\(TORCH_TARGET (\d+)\.(\d+)\)$", cmake, re.MULTILINE).groups()
+        assert f"set(TORCH_TARGET_VERSION 0x{int(major):02x}{int(minor):02x}{0:012x})" in cmake
+        assert f'dependencies = ["torch>={major}.{minor}"]' in (ROOT / "pyproject.toml").read_text()
 
     @pytest.mark.parametrize("jobs", ("abc", "-1", "0", "1.5"))
     def test_how_many_jobs(self, jobs, monkeypatch):

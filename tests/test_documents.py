@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash_qla import _C
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 forward = importlib.import_module("forward")
@@ -89,6 +91,13 @@ def test_figures_are_those_of_the_results():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_oldest_driver_is_that_of_the_library():
+    floor = re.search(r"need NVIDIA driver (\d+) or newer", _C.obstacle(0, 9, 0))[1]
+    for name in ("README.md", "CONTRIBUTING.md", "docs/support.md", "docs/wheels.md"):
+        said = re.findall(r"\bdrivers?(?: from)? (\d+)(?= or newer| on\b)", (ROOT / name).read_text())
+        assert said and set(said) == {floor}, name
 
 
 def test_notes_are_all_in_the_index():

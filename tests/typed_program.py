@@ -10,8 +10,7 @@ from flash_qla import _C, chunk_gated_delta_rule_bwd, decode_gated_delta_rule, p
 from flash_qla.cp import CPContext, build_cp_context, exchange_halo
 from flash_qla.integrations import sglang, vllm
 from flash_qla.integrations.transformers import Switched, restore, use_flash_qla
-from flash_qla.ops import chunk_gated_delta_rule
-from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule_bwd as published_bwd
+from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd as published_bwd
 
 
 def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

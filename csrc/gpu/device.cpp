@@ -8,17 +8,13 @@
 #include <stdexcept>
 
 #include "checks.h"
+#include "gpu/driver_floor.h"
 #include "gpu/head_dims.h"
 #include "layout.h"
 
 namespace flash_qla {
 
 namespace {
-
-// A driver runs the code of every toolkit of its own major version or an older one.
-constexpr int kNeededDriver = 12000;
-constexpr const char* kNeededDriverName = "525";  // the first of CUDA 12, as NVIDIA numbers drivers
-static_assert(CUDART_VERSION / 1000 * 1000 == kNeededDriver);
 
 std::string cuda_version(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -75,14 +71,14 @@ const Gpu& gpu_of(const Tensor& tensor) {
 }
 
 std::string obstacle(int driver_cuda_version, int major, int minor) {
-  const bool driver_is_old = driver_cuda_version < kNeededDriver;
+  const bool driver_is_old = driver_cuda_version < kDriverFloor;
   if (!driver_is_old && major == 9 && minor == 0) {
     return {};  // every call on a GPU asks
   }
   std::ostringstream text;
   if (driver_is_old) {
     text << "the kernels were compiled with CUDA " << cuda_version(CUDART_VERSION) << " and need NVIDIA driver "
-         << kNeededDriverName << " or newer, but ";
+         << kDriverFloorName << " or newer, but ";
     if (driver_cuda_version == 0) {
       text << "no driver was found";
     } else {
@@ -105,7 +101,7 @@ void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
 
   const int driver = driver_cuda_version();
   // Asking an old driver for more than its version fails, with a worse message.
-  if (driver < kNeededDriver) {
+  if (driver < kDriverFloor) {
     fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
   }
   const Gpu& gpu = gpu_of(q);

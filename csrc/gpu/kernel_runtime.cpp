@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "gpu/driver_floor.h"
+
 namespace flash_qla::runtime {
 namespace {
 
@@ -54,19 +56,19 @@ void check_grid(const LaunchConfig& config) {
   }
 }
 
-// A function of the driver as CUDA 12.0 defines it, which is the oldest that this library runs on. Through the runtime,
-// so that the library links no libcuda and loads where there is no driver.
+// A function of the driver as the oldest one that this library runs on defines it. Through the runtime, so that the
+// library links no libcuda and loads where there is no driver.
 template <typename Function>
 Function driver_function(const char* name) {
   void* symbol = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &symbol, 12000, cudaEnableDefault, &found);
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &symbol, kDriverFloor, cudaEnableDefault, &found);
   if (status != cudaSuccess) {  // an earlier kernel's error, say
     throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(status));
   }
   if (found != cudaDriverEntryPointSuccess) {
-    throw std::runtime_error(std::string("flash_qla: the CUDA driver does not offer ") + name +
-                             " (CUDA 12.0 or newer)");
+    throw std::runtime_error(std::string("flash_qla: the CUDA driver does not offer ") + name + " (driver " +
+                             kDriverFloorName + " or newer)");
   }
   return reinterpret_cast<Function>(symbol);
 }

@@ -1,3 +1,2 @@
 # What type checkers see of ops.py, which at run time has this submodule: see __init__.py of the package.
-from flash_qla.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
 from flash_qla.ops import gated_delta_rule as gated_delta_rule
