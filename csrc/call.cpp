@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "activations.h"
 #include "checks.h"
 #include "chunks.h"
 #include "contents.h"
@@ -17,26 +18,6 @@
 namespace flash_qla {
 
 namespace {
-
-void check_devices(const Call& call) {
-  check_defined(call.op, "q", call.q);
-  check_device(call.op, "k", call.k, call.q);
-  check_device(call.op, "v", call.v, call.q);
-  check_device(call.op, "g", call.g, call.q);
-  check_device(call.op, "beta", call.beta, call.q);
-  if (call.initial_state) {
-    check_device(call.op, "initial_state", *call.initial_state, call.q);
-  }
-  if (call.cu_seqlens) {
-    check_device(call.op, "cu_seqlens", *call.cu_seqlens, call.q);
-  }
-  if (call.A_log) {
-    check_device(call.op, "A_log", *call.A_log, call.q);
-  }
-  if (call.dt_bias) {
-    check_device(call.op, "dt_bias", *call.dt_bias, call.q);
-  }
-}
 
 void read_dtypes(Call& call) {
   call.compute_dtype = call.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -49,21 +30,6 @@ void read_dtypes(Call& call) {
     check(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float ||
               dtype == ScalarType::Double,
           call.op, "state_dtype is ", dtype_string(dtype), ", expected bfloat16, float16, float32 or float64");
-  }
-}
-
-void check_activations(const Call& call) {
-  check(call.use_gate || !call.A_log, call.op, "A_log is a tensor, expected None without use_gate_in_kernel");
-  check(call.use_gate || !call.dt_bias, call.op, "dt_bias is a tensor, expected None without use_gate_in_kernel");
-  check(!call.use_gate || call.A_log, call.op, "A_log is None, expected a tensor [H_v] with use_gate_in_kernel");
-  check(call.use_beta_sigmoid || !call.allow_neg_eigval, call.op,
-        "allow_neg_eigval is True, expected False without use_beta_sigmoid_in_kernel (a beta that is ready may be "
-        "up to 2 by itself)");
-  if (call.A_log) {
-    check_of_heads(call, "A_log", *call.A_log);
-  }
-  if (call.dt_bias) {
-    check_of_heads(call, "dt_bias", *call.dt_bias);
   }
 }
 
@@ -88,18 +54,27 @@ void count_chunks(Call& call) {
   check(call.B <= kMax && call.T <= kMax && call.tokens() <= kMax, call.op, "q has ", call.B, " x ", call.T,
         " tokens, expected at most ", kMax, " (B * T)");
   check(call.N < kMax, call.op, "cu_seqlens has ", call.N + 1, " offsets, expected at most ", kMax);
-  call.h_chunks = call.varlen ? (call.T + (kChunk - 1) * call.N) / kChunk : call.B * chunk_count(call.T);
+  call.h_chunks = most_chunks(call.B, call.T, call.N, call.varlen);
   check(call.h_chunks <= kMax, call.op, call.h_chunks, " chunks of ", kChunk, " tokens (", call.N, " sequences, ",
         call.T, " tokens), expected at most ", kMax);
 }
 
 void check_arguments(Call& call) {
-  check_devices(call);
+  check_devices(call.op, call.q,
+                {{"k", &call.k},
+                 {"v", &call.v},
+                 {"initial_state", or_null(call.initial_state)},
+                 {"cu_seqlens", or_null(call.cu_seqlens)}});
   read_tokens(call, call.q, call.k, call.v);
-  check_gates(call, "g", call.g);
-  check_gates(call, "beta", call.beta);
+  check_activations(call, call.q,
+                    {.g = {"g", &call.g},
+                     .beta = {"beta", &call.beta},
+                     .A_log = or_null(call.A_log),
+                     .dt_bias = or_null(call.dt_bias),
+                     .use_gate = call.use_gate,
+                     .use_beta_sigmoid = call.use_beta_sigmoid,
+                     .allow_neg_eigval = call.allow_neg_eigval});
   read_dtypes(call);
-  check_activations(call);
   read_sequences(call, call.cu_seqlens);
   call.varlen = call.cu_seqlens.has_value();
   call.wide_offsets = call.varlen && has_dtype(*call.cu_seqlens, ScalarType::Long);
@@ -128,14 +103,7 @@ void check_gradients(const BackwardCall& call) {
     check_floating(call.op, "dht", *call.grad_final_state);
     check_state_shape(call, "dht", *call.grad_final_state);
   }
-
-  check(call.use_gate || !call.g_raw, call.op, "g_raw is a tensor, expected None without use_gate_in_kernel");
-  check(!call.use_gate || call.g_raw, call.op,
-        "g_raw is None, expected the g of the forward, a tensor [B, T, H_v], with use_gate_in_kernel");
-  if (call.g_raw) {
-    check_device(call.op, "g_raw", *call.g_raw, call.q);
-    check_gates(call, "g_raw", *call.g_raw);
-  }
+  check_g_raw(call, call.q, call.use_gate, or_null(call.g_raw));
 }
 
 // Copies only what has to change. What TMA reads is aligned. g_dtype is that of g as it is read.

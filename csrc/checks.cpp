@@ -38,24 +38,17 @@ std::string device_string(const Tensor& tensor) {
 }  // namespace
 
 const char* dtype_string(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Byte:
-      return "uint8";
-    default:
-      return torch::headeronly::toString(dtype);
+  static constexpr std::pair<ScalarType, const char*> kNames[] = {
+      {ScalarType::BFloat16, "bfloat16"}, {ScalarType::Half, "float16"}, {ScalarType::Float, "float32"},
+      {ScalarType::Double, "float64"},    {ScalarType::Int, "int32"},    {ScalarType::Long, "int64"},
+      {ScalarType::Byte, "uint8"},
+  };
+  for (const auto& [named, name] : kNames) {
+    if (named == dtype) {
+      return name;
+    }
   }
+  return torch::headeronly::toString(dtype);
 }
 
 const char* dtype_string(const Tensor& tensor) {
@@ -85,6 +78,15 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
   check_defined(op, name, tensor);
   if (!on_one_device(tensor, q)) [[unlikely]] {
     fail(op, name, " is on ", device_string(tensor), ", expected ", device_string(q), ", the device of q");
+  }
+}
+
+void check_devices(const char* op, const Tensor& q, std::initializer_list<NamedTensor> others) {
+  check_defined(op, "q", q);
+  for (const auto& [name, tensor] : others) {
+    if (tensor) {
+      check_device(op, name, *tensor, q);
+    }
   }
 }
 

@@ -7,9 +7,12 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace flash_qla {
 
@@ -40,11 +43,18 @@ std::string shape_string(torch::headeronly::IntHeaderOnlyArrayRef shape);  // [1
 // Cheaper than Tensor::scalar_type, which compares the dtype with one after the other, each a call into libtorch.
 bool has_dtype(const torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 
+// An argument; null: none.
+using NamedTensor = std::pair<const char*, const torch::stable::Tensor*>;
+inline const torch::stable::Tensor* or_null(const std::optional<torch::stable::Tensor>& tensor) {
+  return tensor ? &*tensor : nullptr;
+}
+
 // Each fails unless the argument is as the function's name says. symbols says what the dimensions are, e.g.
 // "[B, T, H_v]".
 void check_defined(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,
                   const torch::stable::Tensor& q);
+void check_devices(const char* op, const torch::stable::Tensor& q, std::initializer_list<NamedTensor> others);
 void check_floating(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_same_dtype(const char* op, const char* name, const torch::stable::Tensor& tensor,
                       const torch::stable::Tensor& q);

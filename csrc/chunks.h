@@ -1,6 +1,7 @@
 // Numbers of chunks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "layout.h"
@@ -11,5 +12,12 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The last chunk of a sequence may be shorter than the others.
 inline int64_t chunk_count(int64_t tokens) { return ceil_div(tokens, kChunk); }
+inline int64_t chunk_tokens(int64_t begin, int64_t end) { return std::min<int64_t>(kChunk, end - begin); }
+
+// Chunks of B rows of T tokens. A row is a sequence; if varlen, the one row holds N of them, of any lengths, and this
+// is the most that they can have: each sequence pads its last chunk by at most kChunk - 1 tokens.
+inline int64_t most_chunks(int64_t B, int64_t T, int64_t N, bool varlen) {
+  return varlen ? (T + (kChunk - 1) * N) / kChunk : B * chunk_count(T);
+}
 
 }  // namespace flash_qla

@@ -125,15 +125,36 @@ std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& c
   return live;
 }
 
-void check_tokens(const Checker& checker, const Call& call, const std::vector<bool>& live) {
+// Of each row of tokens whether a sequence with a slot has it. Checks the states that sequences with tokens start from,
+// those of which reads_state(n) holds.
+std::vector<bool> live_tokens_of_slots(const Checker& checker, const auto& call, const FirstSlots& slots,
+                                       const auto& reads_state) {
+  return live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
+    const int64_t slot = slots(n);
+    if (slot != kNobody && tokens > 0 && reads_state(n)) {
+      checker.check_state(call.state_pool, slot);
+    }
+    return slot != kNobody;
+  });
+}
+
+// The numbers that all calls have.
+void check_common(const Checker& checker, const auto& call, const std::vector<bool>& live) {
   for (const auto& [name, tensor] : {std::pair{"q", &call.q}, {"k", &call.k}, {"v", &call.v}}) {
     checker.check(name, *tensor, Allowed::kFinite, live);
   }
-  checker.check("beta", call.beta, call.use_beta_sigmoid ? Allowed::kNotNan : Allowed::kFinite, live);
   checker.check("A_log", call.A_log, Allowed::kNotNan);
   checker.check("dt_bias", call.dt_bias, Allowed::kFinite);
+}
+
+void check_tokens(const Checker& checker, const Call& call, Allowed allowed_g, const std::vector<bool>& live) {
+  check_common(checker, call, live);
+  checker.check("g", call.g, allowed_g, live);
+  checker.check("beta", call.beta, call.use_beta_sigmoid ? Allowed::kNotNan : Allowed::kFinite, live);
   checker.check("initial_state", call.initial_state, Allowed::kFinite);
 }
+
+Allowed allowed_gates(const Call& call) { return call.use_gate ? Allowed::kNotNan : Allowed::kLogDecay; }
 
 bool any_sequence(int64_t, int64_t) { return true; }
 
@@ -150,9 +171,7 @@ bool contents_are_checked() {
 void check_contents(const Call& call) {
   if (contents_are_checked() && !call.is_empty()) {
     const Checker checker(call.op);
-    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, any_sequence);
-    check_tokens(checker, call, live);
-    checker.check("g", call.g, call.use_gate ? Allowed::kNotNan : Allowed::kLogDecay, live);
+    check_tokens(checker, call, allowed_gates(call), live_tokens(call, call.cu_seqlens, any_sequence));
   }
 }
 
@@ -160,8 +179,7 @@ void check_contents(const BackwardCall& call) {
   if (contents_are_checked() && !call.is_empty()) {
     const Checker checker(call.op);
     const std::vector<bool> live = live_tokens(call, call.cu_seqlens, any_sequence);
-    check_tokens(checker, call, live);
-    checker.check("g", call.g, Allowed::kNotNan, live);
+    check_tokens(checker, call, Allowed::kNotNan, live);
     if (call.g_raw) {
       checker.check("g_raw", *call.g_raw, Allowed::kNotNan, live);
     }
@@ -176,15 +194,9 @@ void check_contents(const PrefillCall& call) {
     const FirstSlots slots(call.state_indices, {}, call.null_index, call.state_pool.size(0));
     const std::optional<Tensor> mask =
         call.has_initial_state ? std::optional(to_cpu(*call.has_initial_state)) : std::nullopt;
-    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
-      const int64_t slot = slots(n);
-      if (slot != kNobody && tokens > 0 && (!mask || mask->const_data_ptr<bool>()[n * mask->stride(0)])) {
-        checker.check_state(call.state_pool, slot);
-      }
-      return slot != kNobody;
-    });
-    check_tokens(checker, call, live);
-    checker.check("g", call.g, call.use_gate ? Allowed::kNotNan : Allowed::kLogDecay, live);
+    const std::vector<bool> live = live_tokens_of_slots(
+        checker, call, slots, [&](int64_t n) { return !mask || mask->const_data_ptr<bool>()[n * mask->stride(0)]; });
+    check_tokens(checker, call, allowed_gates(call), live);
   }
 }
 
@@ -192,20 +204,10 @@ void check_contents(const DecodeCall& call) {
   if (contents_are_checked() && call.N > 0 && call.tokens() > 0) {
     const Checker checker(call.op);
     const FirstSlots slots(call.state_indices, call.num_accepted_tokens, call.null_index, call.slots());
-    const std::vector<bool> live = live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
-      const int64_t slot = slots(n);
-      if (slot != kNobody && tokens > 0) {
-        checker.check_state(call.state_pool, slot);
-      }
-      return slot != kNobody;
-    });
-    for (const auto& [name, tensor] : {std::pair{"q", &call.q}, {"k", &call.k}, {"v", &call.v}}) {
-      checker.check(name, *tensor, Allowed::kFinite, live);
-    }
+    const std::vector<bool> live = live_tokens_of_slots(checker, call, slots, [](int64_t) { return true; });
+    check_common(checker, call, live);
     checker.check("a", call.a, Allowed::kNotNan, live);
     checker.check("b", call.b, Allowed::kNotNan, live);
-    checker.check("A_log", call.A_log, Allowed::kNotNan);
-    checker.check("dt_bias", call.dt_bias, Allowed::kFinite);
   }
 }
 

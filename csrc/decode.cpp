@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "activations.h"
 #include "checks.h"
 #include "contents.h"
 #include "pool.h"
@@ -12,30 +13,6 @@
 namespace flash_qla {
 
 namespace {
-
-void check_devices(const DecodeCall& call) {
-  check_defined(call.op, "q", call.q);
-  const auto wanted = [](const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; };
-  const std::pair<const char*, const Tensor*> tensors[] = {{"k", &call.k},
-                                                           {"v", &call.v},
-                                                           {"a", &call.a},
-                                                           {"b", &call.b},
-                                                           {"A_log", &call.A_log},
-                                                           {"dt_bias", wanted(call.dt_bias)},
-                                                           {"state_pool", &call.state_pool},
-                                                           {"state_indices", &call.state_indices},
-                                                           {"cu_seqlens", wanted(call.cu_seqlens)},
-                                                           {"num_accepted_tokens", wanted(call.num_accepted_tokens)},
-                                                           {"write_indices", wanted(call.write_indices)},
-                                                           {"intermediate_states", wanted(call.intermediate_states)},
-                                                           {"intermediate_indices", wanted(call.intermediate_indices)},
-                                                           {"parents", wanted(call.parents)}};
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor) {
-      check_device(call.op, name, *tensor, call.q);
-    }
-  }
-}
 
 void check_tables(const DecodeCall& call) {
   const int64_t rank = call.state_indices.dim();
@@ -66,14 +43,21 @@ void check_tables(const DecodeCall& call) {
 
 DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
   DecodeCall call{std::move(arguments), {.op = op}};
-  check_devices(call);
+  check_devices(op, call.q,
+                {{"k", &call.k},
+                 {"v", &call.v},
+                 {"state_pool", &call.state_pool},
+                 {"state_indices", &call.state_indices},
+                 {"cu_seqlens", or_null(call.cu_seqlens)},
+                 {"num_accepted_tokens", or_null(call.num_accepted_tokens)},
+                 {"write_indices", or_null(call.write_indices)},
+                 {"intermediate_states", or_null(call.intermediate_states)},
+                 {"intermediate_indices", or_null(call.intermediate_indices)},
+                 {"parents", or_null(call.parents)}});
   read_tokens(call, call.q, call.k, call.v);
-  check_gates(call, "a", call.a);
-  check_gates(call, "b", call.b);
-  check_of_heads(call, "A_log", call.A_log);
-  if (call.dt_bias) {
-    check_of_heads(call, "dt_bias", *call.dt_bias);
-  }
+  check_activations(
+      call, call.q,
+      {.g = {"a", &call.a}, .beta = {"b", &call.b}, .A_log = &call.A_log, .dt_bias = or_null(call.dt_bias)});
   read_sequences(call, call.cu_seqlens);
   check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
   if (call.intermediate_states) {

@@ -51,6 +51,12 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   }
 }
 
+// `own` are those of the schema between beta and the activations, which ops of the forward have at their end.
+void take_forward(const Stack& stack, Arguments& a, auto&... own) {
+  stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+             a.allow_neg_eigval);
+}
+
 constexpr const char* kChunkGatedDeltaRule =
     "chunk_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
     "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
@@ -62,9 +68,8 @@ constexpr const char* kChunkGatedDeltaRule =
 template <auto Forward>
 void chunk_gated_delta_rule(const Stack& stack) {
   Arguments a;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens,
-             a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-             a.allow_neg_eigval);
+  take_forward(stack, a, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
+               a.auto_cp, a.state_dtype);
   const Call call = make_call("flash_qla::chunk_gated_delta_rule", std::move(a));
   ForwardOutputs out = Forward(call);
   stack.give(std::move(out.o), final_state_as_returned(call, std::move(out.final_state)));
@@ -82,9 +87,8 @@ template <auto Forward>
 void chunk_gated_delta_rule_fwd(const Stack& stack) {
   Arguments a;
   a.output_g_cumsum = a.output_A = true;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h,
-             a.auto_cp, a.state_v_first, a.use_qk_l2norm, a.state_dtype, a.use_gate, a.A_log, a.dt_bias,
-             a.use_beta_sigmoid, a.allow_neg_eigval);
+  take_forward(stack, a, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h, a.auto_cp,
+               a.state_v_first, a.use_qk_l2norm, a.state_dtype);
   const Call call = make_call("flash_qla::chunk_gated_delta_rule_fwd", std::move(a));
   ForwardOutputs out = Forward(call);
   stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(call, std::move(out.h)),
@@ -99,14 +103,19 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
     "bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
+// `own` are those of the schema between beta and cu_seqlens; the others all ops of the backward have.
+BackwardCall take_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
+  stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate,
+             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, d.g_raw);
+  return make_backward_call(op, std::move(a), std::move(d));
+}
+
 template <auto Backward>
 void chunk_gated_delta_rule_bwd(const Stack& stack) {
   Arguments a;
   Gradients d;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, d.A, d.grad_o, d.grad_final_state, a.scale, a.initial_state, a.cu_seqlens,
-             a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-             a.allow_neg_eigval, d.g_raw);
-  const BackwardCall call = make_backward_call("flash_qla::chunk_gated_delta_rule_bwd", std::move(a), std::move(d));
+  const BackwardCall call = take_backward(stack, "flash_qla::chunk_gated_delta_rule_bwd", a, d, d.A, d.grad_o,
+                                          d.grad_final_state, a.scale, a.initial_state);
   BackwardOutputs out = Backward(call);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
@@ -121,13 +130,16 @@ constexpr const char* kGatedDeltaRuleForwardBegin =
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
     "-> (Tensor maps, Tensor workspace, Tensor o, Tensor g_cumsum)";
 
+void take_half_forward(const Stack& stack, Arguments& a, auto&... own) {
+  a.in_halves = true;
+  take_forward(stack, a, own...);
+}
+
 template <auto Begin>
 void gated_delta_rule_forward_begin(const Stack& stack) {
   Arguments a;
-  a.in_halves = true;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, a.map_sequences, a.scale, a.initial_state, a.output_g_cumsum, a.use_qk_l2norm,
-             a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-             a.allow_neg_eigval);
+  take_half_forward(stack, a, a.map_sequences, a.scale, a.initial_state, a.output_g_cumsum, a.use_qk_l2norm,
+                    a.cu_seqlens, a.state_v_first, a.auto_cp);
   const Call call = make_call("flash_qla::gated_delta_rule_forward_begin", std::move(a));
   ForwardOutputs out = allocate_forward(call);
   Begun begun = Begin(call, out);
@@ -146,12 +158,10 @@ constexpr const char* kGatedDeltaRuleForwardFinish =
 template <auto Finish>
 void gated_delta_rule_forward_finish(const Stack& stack) {
   Arguments a;
-  a.in_halves = true;
   Tensor workspace = undefined_tensor();
   ForwardOutputs out;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, workspace, out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
-             a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate, a.A_log, a.dt_bias,
-             a.use_beta_sigmoid, a.allow_neg_eigval);
+  take_half_forward(stack, a, workspace, out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
+                    a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype);
   a.output_g_cumsum = out.g_cumsum.dim() == 3;
   const Call call = make_call("flash_qla::gated_delta_rule_forward_finish", std::move(a));
   check_begun(call, workspace, out);
@@ -167,17 +177,18 @@ constexpr const char* kGatedDeltaRuleBackwardBegin =
     "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor maps, Tensor workspace, Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg)";
 
+BackwardCall take_half_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
+  a.in_halves = true;
+  d.has_A = false;
+  return take_backward(stack, op, a, d, d.grad_o, own...);
+}
+
 template <auto Begin>
 void gated_delta_rule_backward_begin(const Stack& stack) {
   Arguments a;
-  a.in_halves = true;
   Gradients d;
-  d.has_A = false;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, a.map_sequences, d.grad_final_state, a.scale, a.cu_seqlens,
-             a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-             a.allow_neg_eigval, d.g_raw);
-  const BackwardCall call =
-      make_backward_call("flash_qla::gated_delta_rule_backward_begin", std::move(a), std::move(d));
+  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_begin", a, d,
+                                               a.map_sequences, d.grad_final_state, a.scale);
   BackwardOutputs out = allocate_backward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
@@ -195,15 +206,10 @@ constexpr const char* kGatedDeltaRuleBackwardReplay =
 template <auto Replay>
 void gated_delta_rule_backward_replay(const Stack& stack) {
   Arguments a;
-  a.in_halves = true;
   Gradients d;
-  d.has_A = false;
   Tensor workspace = undefined_tensor();
-  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, workspace, a.scale, a.initial_state, a.cu_seqlens, a.state_v_first,
-             a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval,
-             d.g_raw);
-  const BackwardCall call =
-      make_backward_call("flash_qla::gated_delta_rule_backward_replay", std::move(a), std::move(d));
+  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_replay", a, d, workspace,
+                                               a.scale, a.initial_state);
   check_workspace(call, workspace);
   Replay(call, workspace);
   stack.give();
@@ -221,16 +227,12 @@ constexpr const char* kGatedDeltaRuleBackwardFinish =
 template <auto Finish>
 void gated_delta_rule_backward_finish(const Stack& stack) {
   Arguments a;
-  a.in_halves = true;
   Gradients d;
-  d.has_A = false;
   Tensor workspace = undefined_tensor();
   BackwardOutputs out;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, d.grad_o, workspace, out.dq, out.dk, out.dv, out.db, out.dg,
-             d.grad_final_state, a.scale, a.initial_state, a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm,
-             a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, d.g_raw);
   const BackwardCall call =
-      make_backward_call("flash_qla::gated_delta_rule_backward_finish", std::move(a), std::move(d));
+      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_finish", a, d, workspace, out.dq, out.dk, out.dv,
+                         out.db, out.dg, d.grad_final_state, a.scale, a.initial_state);
   check_begun(call, workspace, out);
   allocate_sums(call, out);
   Finish(call, workspace, out);

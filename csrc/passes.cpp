@@ -30,14 +30,12 @@ struct Allocator {
 
 ForwardOutputs allocate_forward(const Call& c) {
   const Allocator empty{c};
-  const int64_t rows = c.varlen ? 1 : c.B;
-  const int64_t chunks_per_row = c.varlen ? c.h_chunks : chunk_count(c.T);
+  const int64_t row_chunks = most_chunks(1, c.T, c.N, c.varlen);
   return {
       .g_cumsum = c.output_g_cumsum ? empty(c.compute_dtype, {c.B, c.T, c.H_v}) : undefined_tensor(),
       .A = c.output_A ? empty(c.dtype, {c.B, c.T, c.H_v, kChunk}) : undefined_tensor(),
       .o = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
-      .h = c.output_A ? empty.if_wanted(c.output_h, c.dtype, {rows, chunks_per_row, c.H_v, c.V, c.K})
-                      : undefined_tensor(),
+      .h = c.output_A ? empty.if_wanted(c.output_h, c.dtype, {c.B, row_chunks, c.H_v, c.V, c.K}) : undefined_tensor(),
       .final_state = allocate_final_state(c),
   };
 }

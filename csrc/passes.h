@@ -37,8 +37,7 @@ ForwardOutputs forward_cuda(const Call& call);
 BackwardOutputs backward_cpu(const BackwardCall& call);
 BackwardOutputs backward_cuda(const BackwardCall& call);
 
-// Uninitialized. h is always stored V-first: [B, chunks of a row, H_v, V, K] (varlen: [1,
-// h_chunks, H_v, V, K]).
+// Uninitialized. h is always stored V-first: [B, chunks of a row, H_v, V, K].
 ForwardOutputs allocate_forward(const Call& call);
 BackwardOutputs allocate_backward(const BackwardCall& call);
 // Those of them that have no tokens: the final state; dh0, dA_log and ddt_bias.

@@ -42,14 +42,4 @@ void read_sequences(Tokens& tokens, const std::optional<Tensor>& cu_seqlens) {
   tokens.N = cu_seqlens->size(0) - 1;
 }
 
-void check_gates(const Tokens& tokens, const char* name, const Tensor& tensor) {
-  check_floating(tokens.op, name, tensor);
-  check_shape(tokens.op, name, tensor, {tokens.B, tokens.T, tokens.H_v}, "[B, T, H_v]");
-}
-
-void check_of_heads(const Tokens& tokens, const char* name, const Tensor& tensor) {
-  check_floating(tokens.op, name, tensor);
-  check_shape(tokens.op, name, tensor, {tokens.H_v}, "[H_v]");
-}
-
 }  // namespace flash_qla

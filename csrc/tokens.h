@@ -26,8 +26,4 @@ void read_tokens(Tokens& tokens, const torch::stable::Tensor& q, const torch::st
 // N by cu_seqlens, if there are any.
 void read_sequences(Tokens& tokens, const std::optional<torch::stable::Tensor>& cu_seqlens);
 
-// Fails unless the tensor has a floating dtype and a number for each token and value head; or for each value head.
-void check_gates(const Tokens& tokens, const char* name, const torch::stable::Tensor& tensor);
-void check_of_heads(const Tokens& tokens, const char* name, const torch::stable::Tensor& tensor);
-
 }  // namespace flash_qla

@@ -43,24 +43,12 @@ void sum_sequences(const Call& call, const std::vector<CT>& gate_sums, const Bac
 
 template <typename T, typename CT>
 void run(const BackwardCall& call, const BackwardOutputs& out) {
-  const auto data = [](const std::optional<Tensor>& state) { return state ? state->const_data_ptr<CT>() : nullptr; };
   std::vector<CT> gate_sums(call.use_gate ? call.N * call.H_v * 2 : 0);
   const cpu::Backward<T, CT> backward{
-      .H_k = call.H_k,
-      .H_v = call.H_v,
-      .K = call.K,
-      .V = call.V,
-      .scale = static_cast<CT>(*call.scale),
-      .use_qk_l2norm = call.use_qk_l2norm,
-      .state_v_first = call.state_v_first,
-      .q = call.q.const_data_ptr<T>(),
-      .k = call.k.const_data_ptr<T>(),
-      .v = call.v.const_data_ptr<T>(),
+      .in = inputs_of<T, CT>(call, call.use_gate ? *call.g_raw : call.g),
       .g_cumsum = call.g.const_data_ptr<CT>(),
-      .gates = activations_of<CT>(call, call.use_gate ? *call.g_raw : call.g),
-      .initial_state = data(call.initial_state),
       .grad_o = call.grad_o.const_data_ptr<T>(),
-      .grad_final_state = data(call.grad_final_state),
+      .grad_final_state = call.grad_final_state ? call.grad_final_state->const_data_ptr<CT>() : nullptr,
       .dq = out.dq.mutable_data_ptr<T>(),
       .dk = out.dk.mutable_data_ptr<T>(),
       .dv = out.dv.mutable_data_ptr<T>(),
@@ -75,12 +63,12 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
   }
   int64_t longest = 0;
   for (const cpu::Sequence& sequence : sequences) {
-    longest = std::max(longest, sequence.end - sequence.begin);
+    longest = std::max(longest, sequence.length());
   }
   in_parallel(call.op, call.N * call.H_k, [&](int64_t begin, int64_t end) {
     const cpu::BackwardScratch<CT> scratch(call.K, call.V, longest);
     for (int64_t i = begin; i < end; ++i) {
-      cpu::SequenceBackward(backward, sequences[i / call.H_k], i % call.H_k, scratch).run();
+      cpu::SequenceBackward(backward, sequences[i / call.H_k], scratch).run(i % call.H_k);
     }
   });
   if (call.use_gate) {

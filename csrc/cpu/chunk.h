@@ -17,52 +17,54 @@ inline constexpr int64_t kBlockV = 128 / sizeof(CT);
 // accumulator.
 inline constexpr int64_t kRowsK = 4;
 
+// A chunk's tokens of one value head.
 template <typename CT>
-struct ValueBlock {
+struct PackedChunk {
   int64_t tokens;
   int64_t padded_k;  // K, rounded up to a multiple of kRowsK
   const CT* q;       // [tokens, padded_k]
   const CT* k;       // [tokens, padded_k]
-  const CT* v;       // [tokens, kBlockV]
   const CT* decay;   // [tokens] e^g
   const CT* beta;    // [tokens]
-  CT scale;
-  CT* state;  // [padded_k, kBlockV], in and out
-  CT* o;      // [tokens, kBlockV]
 };
 
-// Token by token: S <- a S + beta k (v - a S^T k)^T, o = scale * S^T q, with a = e^g.
+template <typename CT>
+struct ValueBlock {
+  PackedChunk<CT> chunk;
+  const CT* v;  // [tokens, kBlockV]
+  CT scale;
+  CT* state;  // [padded_k, kBlockV], in and out
+  CT* o;      // [tokens, kBlockV], times scale
+};
+
+// The state after the last token, and o: step.h, token by token.
 void advance(const ValueBlock<float>& block);
 void advance(const ValueBlock<double>& block);
 
 template <typename CT>
 struct ReplayBlock {
-  int64_t tokens;
-  int64_t padded_k;
-  const CT* k;      // [tokens, padded_k]
-  const CT* v;      // [tokens, kBlockV]
-  const CT* decay;  // [tokens] e^g
-  const CT* beta;   // [tokens]
-  CT* states;       // [tokens + 1, padded_k, kBlockV]: the first is given, the others are written
-  CT* error;        // [tokens, kBlockV] v - a S^T k, to be written
+  PackedChunk<CT> chunk;
+  const CT* v;  // [tokens, kBlockV]
+  CT* states;   // [tokens + 1, padded_k, kBlockV]: the first is given, the others are written
+  CT* error;    // [tokens, kBlockV] v - a S^T k, to be written
 };
 
-// The states of advance, all of them.
+// The states after each token, the same as those of advance.
 void replay(const ReplayBlock<float>& block);
 void replay(const ReplayBlock<double>& block);
 
 template <typename CT>
-struct ReverseBlock {
-  int64_t tokens;
-  int64_t padded_k;
-  const CT* q;       // [tokens, padded_k]
-  const CT* k;       // [tokens, padded_k]
+struct GradientBlock {
+  PackedChunk<CT> chunk;
   const CT* grad_o;  // [tokens, kBlockV], times scale
-  const CT* decay;   // [tokens] e^g
-  const CT* beta;    // [tokens]
+  CT* grad_state;    // [padded_k, kBlockV], in and out
+};
+
+template <typename CT>
+struct ReverseBlock {
+  GradientBlock<CT> gradient;
   const CT* states;  // [tokens + 1, padded_k, kBlockV], from replay
   const CT* error;   // [tokens, kBlockV], from replay
-  CT* grad_state;    // [padded_k, kBlockV], in and out
   CT* dq;            // [tokens, padded_k], added to
   CT* dk;            // [tokens, padded_k], added to
   CT* dv;            // [tokens, kBlockV], written
@@ -80,19 +82,7 @@ struct ReverseBlock {
 void reverse(const ReverseBlock<float>& block);
 void reverse(const ReverseBlock<double>& block);
 
-template <typename CT>
-struct GradientBlock {
-  int64_t tokens;
-  int64_t padded_k;
-  const CT* q;       // [tokens, padded_k]
-  const CT* k;       // [tokens, padded_k]
-  const CT* grad_o;  // [tokens, kBlockV], times scale
-  const CT* decay;   // [tokens] e^g
-  const CT* beta;    // [tokens]
-  CT* grad_state;    // [padded_k, kBlockV], in and out
-};
-
-// What reverse makes of dS, and nothing else: no states are needed.
+// The same dS' alone, which needs no states.
 void reverse_gradient(const GradientBlock<float>& block);
 void reverse_gradient(const GradientBlock<double>& block);
 

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "chunks.h"
+#include "cpu/activations.h"
 #include "cpu/chunk.h"
 
 namespace flash_qla::cpu {
@@ -17,6 +18,29 @@ struct Sequence {
   int64_t index;        // n, into the states
   int64_t begin, end;   // rows of q, k, v, over the flattened batch
   int64_t first_chunk;  // into h
+
+  int64_t length() const { return end - begin; }
+};
+
+// What both directions and decoding read: pointers to contiguous tensors, shapes as in Call. T is the storage type of
+// q, k, v and o.
+template <typename T, typename CT>
+struct Inputs {
+  int64_t H_k, H_v, K, V;
+  int64_t values;  // columns that v and the gradient of o have: V, or fewer, and then the others are zeros
+  CT scale;
+  bool use_qk_l2norm;
+  const T *q, *k, *v;
+  Activations<CT> gates;
+  bool state_v_first = true;
+  const CT* initial_state = nullptr;  // null: zero
+
+  int64_t k_head(int64_t head) const { return head / (H_v / H_k); }
+  // A head's states among states [N, H_v, K, V] or [N, H_v, V, K]; null if they are.
+  template <typename Data>
+  Data* state_of(Data* states, int64_t n, int64_t head) const {
+    return states ? states + (n * H_v + head) * K * V : nullptr;
+  }
 };
 
 // Uninitialized, aligned to a cache line.
@@ -60,6 +84,37 @@ struct PackedDims {
   int64_t state_size() const { return blocks * block_size(); }
 };
 
+// One thread's packed chunk: q, k, decay and beta of its tokens, and a block of value columns of v and of o or its
+// gradient.
+template <typename CT>
+class ChunkScratch {
+ public:
+  ChunkScratch(int64_t K, int64_t V)
+      : dims(K, V),
+        q_(kChunk * dims.padded_k),
+        k_(kChunk * dims.padded_k),
+        v_(kChunk * kBlockV<CT>),
+        o_(kChunk * kBlockV<CT>),
+        decay_(kChunk),
+        beta_(kChunk) {
+    // The padding of K has to be zero; nothing below writes there.
+    std::fill_n(q(), kChunk * dims.padded_k, CT(0));
+    std::fill_n(k(), kChunk * dims.padded_k, CT(0));
+  }
+
+  const PackedDims<CT> dims;
+  CT* q() const { return q_.data(); }
+  CT* k() const { return k_.data(); }
+  CT* v() const { return v_.data(); }
+  CT* o() const { return o_.data(); }
+  CT* decay() const { return decay_.data(); }
+  CT* beta() const { return beta_.data(); }
+  PackedChunk<CT> chunk(int64_t tokens) const { return {tokens, dims.padded_k, q(), k(), decay(), beta()}; }
+
+ private:
+  Buffer<CT> q_, k_, v_, o_, decay_, beta_;
+};
+
 // x to CT; with l2norm, x / sqrt(|x|^2 + 1e-6). Returns the factor that x was multiplied by.
 template <typename T, typename CT>
 CT load_row(const T* x, int64_t K, bool l2norm, CT* row) {
@@ -78,6 +133,20 @@ CT load_row(const T* x, int64_t K, bool l2norm, CT* row) {
     row[d] *= factor;
   }
   return factor;
+}
+
+// Packs tokens [begin, begin + tokens) of a head, but for v; decay_of_row(i) is e^g, i an index into g.
+template <typename T, typename CT>
+PackedChunk<CT> load_chunk(const Inputs<T, CT>& in, const HeadActivations<CT>& gates, int64_t head, int64_t begin,
+                           int64_t tokens, const ChunkScratch<CT>& scratch, const auto& decay_of_row) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t row = begin + t, at = row * in.H_v + head, key = (row * in.H_k + in.k_head(head)) * in.K;
+    load_row(in.q + key, in.K, in.use_qk_l2norm, scratch.q() + t * scratch.dims.padded_k);
+    load_row(in.k + key, in.K, in.use_qk_l2norm, scratch.k() + t * scratch.dims.padded_k);
+    scratch.decay()[t] = decay_of_row(at);
+    scratch.beta()[t] = gates.beta(at);
+  }
+  return scratch.chunk(tokens);
 }
 
 // Columns [block * kBlockV, ...) of `tokens` rows of a [.., H, V] tensor to packed [tokens, kBlockV], times `factor`,
@@ -130,6 +199,20 @@ template <typename T, typename CT>
 void store_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, bool v_first, T* matrix) {
   for_state(dims, state, K, V,
             [&](int64_t k, int64_t v, CT s) { matrix[v_first ? v * K + k : k * V + v] = static_cast<T>(s); });
+}
+
+// Copies between a state of a pool, V-first and starting at element `at`, and a packed one.
+template <typename CT>
+void load_pool_state(const PackedDims<CT>& dims, const WritableFloats& pool, int64_t at, int64_t K, int64_t V,
+                     CT* state) {
+  std::fill_n(state, dims.state_size(), CT(0));
+  for_state(dims, state, K, V, [&](int64_t k, int64_t v, CT& s) { s = pool.get<CT>(at + v * K + k); });
+}
+
+template <typename CT>
+void store_pool_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, const WritableFloats& pool,
+                      int64_t at) {
+  for_state(dims, state, K, V, [&](int64_t k, int64_t v, CT s) { pool.set(at + v * K + k, s); });
 }
 
 }  // namespace flash_qla::cpu

@@ -1,10 +1,13 @@
 // Decoding on the CPU: the plain recurrence on states of the pool, in parallel over sequences and value heads.
 #include "decode.h"
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
 #include "cpu/pool.h"
+#include "cpu/recurrence.h"
 #include "cpu/sequences.h"
 #include "tensors.h"
 
@@ -97,80 +100,63 @@ class Planner {
   int64_t before_ = 0;
 };
 
-// One sequence of one value head. S of every token is kept, [tokens + 1, V, K]; the first is the one at the start.
+// One sequence of one value head. S after every token is kept, as parents need it; the first is the one at the start.
 template <typename T, typename CT>
 class Decoder {
  public:
   Decoder(const DecodeCall& call, const Tensor& o)
       : call_(call),
-        activations_{.use_gate = true,
-                     .use_beta_sigmoid = true,
-                     .beta_factor = 1,
-                     .g = floats_of(call.a),
-                     .beta = floats_of(call.b),
-                     .A_log = floats_of(call.A_log),
-                     .dt_bias = floats_of(call.dt_bias)},
         pool_(writable_floats_of(call.state_pool)),
         intermediate_(call.intermediate_states ? writable_floats_of(*call.intermediate_states) : cpu::WritableFloats{}),
+        in_(inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = true,
+                                                        .use_beta_sigmoid = true,
+                                                        .beta_factor = 1,
+                                                        .g = floats_of(call.a),
+                                                        .beta = floats_of(call.b),
+                                                        .A_log = floats_of(call.A_log),
+                                                        .dt_bias = floats_of(call.dt_bias)})),
         o_(o.mutable_data_ptr<T>()) {}
 
-  void run(const Plan& p, int64_t hv) const {
-    const int64_t size = call_.K * call_.V, tokens = p.end - p.begin;
-    std::vector<CT> states((tokens + 1) * size), q(call_.K), k(call_.K);
-    const cpu::HeadActivations<CT> gates(activations_, hv);
-    const int64_t first = p.slot * call_.state_pool.stride(0) + hv * size;
-    for (int64_t i = 0; i < size; ++i) {
-      states[i] = pool_.template get<CT>(first + i);
-    }
+  void run(const Plan& p, int64_t head, const cpu::Scratch<CT>& scratch) const {
+    const int64_t size = scratch.dims.state_size(), tokens = p.end - p.begin;
+    const cpu::Buffer<CT> states((tokens + 1) * size);
+    const cpu::HeadActivations<CT> gates(in_.gates, head);
+    const int64_t first = p.slot * call_.state_pool.stride(0);
+    cpu::load_pool_state(scratch.dims, pool_, first + of_head(head), in_.K, in_.V, states.data());
     for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t row = p.begin + t, key = (row * call_.H_k + hv / (call_.H_v / call_.H_k)) * call_.K;
-      cpu::load_row(call_.q.const_data_ptr<T>() + key, call_.K, call_.use_qk_l2norm, q.data());
-      cpu::load_row(call_.k.const_data_ptr<T>() + key, call_.K, call_.use_qk_l2norm, k.data());
-      const int64_t at = row * call_.H_v + hv;
       CT* const S = states.data() + (t + 1) * size;
-      step(states.data() + (p.parents[t] + 1) * size, q, k, std::exp(gates.g(at)), gates.beta(at), at * call_.V, S);
+      std::copy_n(states.data() + (p.parents[t] + 1) * size, size, S);
+      advance(gates, p.begin + t, head, scratch, S);
       if (p.slots[t] != kNobody) {
-        store(pool_, p.slots[t] * call_.state_pool.stride(0) + hv * size, S);
+        store(S, scratch, pool_, p.slots[t] * call_.state_pool.stride(0), head);
       }
       if (p.row != kNobody && t < call_.intermediate_states->size(1)) {
         const Tensor& kept = *call_.intermediate_states;
-        store(intermediate_, p.row * kept.stride(0) + t * kept.stride(1) + hv * size, S);
+        store(S, scratch, intermediate_, p.row * kept.stride(0) + t * kept.stride(1), head);
       }
     }
     if (call_.writes_back() && tokens > 0) {
-      store(pool_, first, states.data() + tokens * size);
+      store(states.data() + tokens * size, scratch, pool_, first, head);
     }
   }
 
  private:
-  // S' from S, both [V, K], and the row of o.
-  void step(const CT* S, const std::vector<CT>& q, const std::vector<CT>& k, CT decay, CT beta, int64_t values,
-            CT* next) const {
-    const T* const v = call_.v.const_data_ptr<T>() + values;
-    for (int64_t i = 0; i < call_.V; ++i, S += call_.K, next += call_.K) {
-      CT known = 0;
-      for (int64_t j = 0; j < call_.K; ++j) {
-        known += S[j] * k[j];
-      }
-      const CT change = beta * (static_cast<CT>(v[i]) - decay * known);
-      CT out = 0;
-      for (int64_t j = 0; j < call_.K; ++j) {
-        next[j] = decay * S[j] + change * k[j];
-        out += next[j] * q[j];
-      }
-      o_[values + i] = static_cast<T>(static_cast<CT>(*call_.scale) * out);
-    }
+  // S' in the place of S, and the row of o.
+  void advance(const cpu::HeadActivations<CT>& gates, int64_t row, int64_t head, const cpu::Scratch<CT>& scratch,
+               CT* S) const {
+    const cpu::PackedChunk<CT> token =
+        cpu::load_chunk(in_, gates, head, row, 1, scratch, [&](int64_t at) { return std::exp(gates.g(at)); });
+    cpu::advance_chunk(in_, token, row * in_.H_v + head, scratch, S, o_);
   }
 
-  void store(const cpu::WritableFloats& to, int64_t at, const CT* S) const {
-    for (int64_t i = 0; i < call_.K * call_.V; ++i) {
-      to.set(at + i, S[i]);
-    }
+  void store(CT* S, const cpu::Scratch<CT>& scratch, const cpu::WritableFloats& to, int64_t at, int64_t head) const {
+    cpu::store_pool_state(scratch.dims, S, in_.K, in_.V, to, at + of_head(head));
   }
+  int64_t of_head(int64_t head) const { return head * in_.V * in_.K; }
 
   const DecodeCall& call_;
-  const cpu::Activations<CT> activations_;
-  const cpu::WritableFloats pool_, intermediate_;
+  const cpu::WritableFloats pool_, intermediate_;  // before the pointers for reading
+  const cpu::Inputs<T, CT> in_;
   T* const o_;
 };
 
@@ -203,9 +189,10 @@ Tensor decode_cpu(DecodeCall call) {
   with_types(call.dtype, [&]<typename T, typename CT>() {
     const Decoder<T, CT> decoder(call, o);
     in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {
+      const cpu::Scratch<CT> scratch(call.K, call.V, false);
       for (int64_t i = begin; i < end; ++i) {
         if (const Plan& plan = plans[i / call.H_v]; plan.slot != kNobody) {
-          decoder.run(plan, i % call.H_v);
+          decoder.run(plan, i % call.H_v, scratch);
         }
       }
     });

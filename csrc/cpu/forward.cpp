@@ -22,7 +22,7 @@ void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences
     int64_t chunks = 0;
     if (!sequences.empty()) {
       const cpu::Sequence& last = sequences.back();
-      chunks = last.first_chunk + chunk_count(last.end - last.begin);
+      chunks = last.first_chunk + chunk_count(last.length());
     }
     zero_from(forward.h, chunks, call.h_chunks, call.H_v * call.K * call.V);
   }
@@ -31,25 +31,13 @@ void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences
 template <typename T, typename CT>
 void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out) {
   const cpu::Forward<T, CT> forward{
-      .H_k = call.H_k,
-      .H_v = call.H_v,
-      .K = call.K,
-      .V = call.V,
-      .values = call.V,
-      .scale = static_cast<CT>(*call.scale),
-      .use_qk_l2norm = call.use_qk_l2norm,
-      .state_v_first = call.state_v_first,
-      .q = call.q.const_data_ptr<T>(),
-      .k = call.k.const_data_ptr<T>(),
-      .v = call.v.const_data_ptr<T>(),
-      .gates = activations_of<CT>(call, call.g),
-      .initial_state = call.initial_state ? call.initial_state->const_data_ptr<CT>() : nullptr,
+      .in = inputs_of<T, CT>(call, call.g),
+      .checkpoints = checkpoints,
       .o = out.o.mutable_data_ptr<T>(),
       .g_cumsum = call.output_g_cumsum ? out.g_cumsum.mutable_data_ptr<CT>() : nullptr,
       .A = call.output_A ? out.A.mutable_data_ptr<T>() : nullptr,
       .h = call.output_h ? out.h.mutable_data_ptr<T>() : nullptr,
       .final_state = call.output_final_state ? out.final_state.mutable_data_ptr<CT>() : nullptr,
-      .checkpoints = checkpoints,
   };
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   if (call.varlen) {

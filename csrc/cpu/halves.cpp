@@ -23,75 +23,43 @@ std::vector<cpu::Sequence> mapped_sequences(const Call& call) {
   return mapped;
 }
 
-template <typename T, typename CT>
-void run_forward(const Call& call, CT* map) {
-  const cpu::Checkpoints none;
-  const cpu::Forward<T, CT> forward{
-      .H_k = call.H_k,
-      .H_v = call.H_v,
-      .K = call.K,
-      .V = call.V + call.K,
-      .values = call.V,
-      .scale = 0,
-      .use_qk_l2norm = call.use_qk_l2norm,
-      .state_v_first = true,
-      .q = call.q.const_data_ptr<T>(),
-      .k = call.k.const_data_ptr<T>(),
-      .v = call.v.const_data_ptr<T>(),
-      .gates = activations_of<CT>(call, call.g),
-      .initial_state = map,
-      .o = nullptr,
-      .g_cumsum = nullptr,
-      .A = nullptr,
-      .h = nullptr,
-      .final_state = map,
-      .checkpoints = none,
-  };
+// f(sequence, value head, scratch) for all of the maps, in parallel; a thread's scratch is make_scratch().
+void for_maps(const Call& call, const auto& make_scratch, const auto& f) {
   const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
-  const auto count = static_cast<int64_t>(sequences.size()) * call.H_v;
-  in_parallel(call.op, count, [&](int64_t begin, int64_t end) {
-    const cpu::Scratch<CT> scratch(forward.K, forward.V, false);
+  in_parallel(call.op, static_cast<int64_t>(sequences.size()) * call.H_v, [&](int64_t begin, int64_t end) {
+    const auto scratch = make_scratch();
     for (int64_t i = begin; i < end; ++i) {
-      cpu::run_sequence(forward, sequences[i / call.H_v], i % call.H_v, scratch);
+      f(sequences[i / call.H_v], i % call.H_v, scratch);
     }
   });
 }
 
 template <typename T, typename CT>
+void run_forward(const Call& call, CT* map) {
+  const cpu::Checkpoints none;
+  cpu::Forward<T, CT> forward{.in = inputs_of_maps<T, CT>(call), .checkpoints = none, .final_state = map};
+  forward.in.initial_state = map;
+  for_maps(
+      call, [&] { return cpu::Scratch<CT>(forward.in.K, forward.in.V, false); },
+      [&](const cpu::Sequence& sequence, int64_t head, const cpu::Scratch<CT>& scratch) {
+        cpu::run_sequence(forward, sequence, head, scratch);
+      });
+}
+
+template <typename T, typename CT>
 void run_backward(const BackwardCall& call, CT* map) {
   const cpu::Backward<T, CT> backward{
-      .H_k = call.H_k,
-      .H_v = call.H_v,
-      .K = call.K,
-      .V = call.V + call.K,
-      .scale = static_cast<CT>(*call.scale),
-      .use_qk_l2norm = call.use_qk_l2norm,
-      .state_v_first = true,
-      .q = call.q.const_data_ptr<T>(),
-      .k = call.k.const_data_ptr<T>(),
-      .v = nullptr,
+      .in = inputs_of_maps<T, CT>(call),
       .g_cumsum = call.g.const_data_ptr<CT>(),
-      .gates = activations_of<CT>(call, call.g),
-      .initial_state = nullptr,
       .grad_o = call.grad_o.const_data_ptr<T>(),
       .grad_final_state = map,
-      .dq = nullptr,
-      .dk = nullptr,
-      .dv = nullptr,
-      .db = {},
-      .dg = {},
       .dh0 = map,
-      .gate_sums = nullptr,
   };
-  const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
-  const int64_t group = call.group(), count = static_cast<int64_t>(sequences.size()) * call.H_v;
-  in_parallel(call.op, count, [&](int64_t begin, int64_t end) {
-    const cpu::BackwardScratch<CT> scratch(backward.K, backward.V, 0);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t head = i % call.H_v;
-      cpu::SequenceBackward(backward, sequences[i / call.H_v], head / group, scratch).run_gradient(head, call.V);
-    }
-  });
+  for_maps(
+      call, [&] { return cpu::BackwardScratch<CT>(backward.in.K, backward.in.V, 0); },
+      [&](const cpu::Sequence& sequence, int64_t head, const cpu::BackwardScratch<CT>& scratch) {
+        cpu::SequenceBackward(backward, sequence, scratch).run_gradient(head);
+      });
 }
 
 }  // namespace

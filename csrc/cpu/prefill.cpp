@@ -50,7 +50,7 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
   const cpu::Indices indices(call.checkpoint_indices);
   int64_t row = 0;  // of checkpoints
   for (const cpu::Sequence& sequence : sequences) {
-    const int64_t n = sequence.index, count = (sequence.end - sequence.begin) / call.checkpoint_every;
+    const int64_t n = sequence.index, count = sequence.length() / call.checkpoint_every;
     std::vector<int64_t> places(count, kNobody);
     for (int64_t j = 0; j < count; ++j, ++row) {
       if (slots[n] == kNobody) {

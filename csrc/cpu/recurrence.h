@@ -4,7 +4,6 @@
 
 #include <vector>
 
-#include "cpu/activations.h"
 #include "cpu/common.h"
 
 namespace flash_qla::cpu {
@@ -16,57 +15,34 @@ struct Checkpoints {
   std::vector<std::vector<int64_t>> places;  // of a sequence, one after the other, in elements; negative: not wanted
 };
 
-// Pointers to contiguous tensors, shapes as in Call and ForwardOutputs. What may be null says so.
+// Pointers to contiguous tensors, shapes as in ForwardOutputs. A null output is not wanted.
 template <typename T, typename CT>
 struct Forward {
-  int64_t H_k, H_v, K, V;
-  int64_t values;  // columns that v has: V, or fewer, and then the others are zeros
-  CT scale;
-  bool use_qk_l2norm, state_v_first;
-  const T *q, *k, *v;
-  Activations<CT> gates;
-  const CT* initial_state;  // null: zero
-  T* o;                     // null: not wanted
-  CT* g_cumsum;             // null: not wanted
-  T* A;                     // null: not wanted
-  T* h;                     // null: not wanted
-  CT* final_state;          // null: not wanted
+  Inputs<T, CT> in;
   const Checkpoints& checkpoints;
+  T* o = nullptr;
+  CT* g_cumsum = nullptr;
+  T* A = nullptr;
+  T* h = nullptr;
+  CT* final_state = nullptr;
 };
 
 // One thread's working set; reused from sequence to sequence.
 template <typename CT>
-class Scratch {
+class Scratch : public ChunkScratch<CT> {
  public:
   Scratch(int64_t K, int64_t V, bool inverse)
-      : dims(K, V),
-        q_(kChunk * dims.padded_k),
-        k_(kChunk * dims.padded_k),
-        v_(kChunk * kBlockV<CT>),
-        o_(kChunk * kBlockV<CT>),
-        decay_(kChunk),
-        beta_(kChunk),
-        state_(dims.state_size()),
-        k_transposed_(inverse ? dims.padded_k * kChunk : 0),
-        A_(inverse ? kChunk * kChunk : 0) {
-    // The padding of K has to be zero; nothing below writes there.
-    std::fill_n(q(), kChunk * dims.padded_k, CT(0));
-    std::fill_n(k(), kChunk * dims.padded_k, CT(0));
-  }
+      : ChunkScratch<CT>(K, V),
+        state_(this->dims.state_size()),
+        k_transposed_(inverse ? this->dims.padded_k * kChunk : 0),
+        A_(inverse ? kChunk * kChunk : 0) {}
 
-  const PackedDims<CT> dims;
-  CT* q() const { return q_.data(); }
-  CT* k() const { return k_.data(); }
-  CT* v() const { return v_.data(); }
-  CT* o() const { return o_.data(); }
-  CT* decay() const { return decay_.data(); }
-  CT* beta() const { return beta_.data(); }
   CT* state() const { return state_.data(); }
   CT* k_transposed() const { return k_transposed_.data(); }
   CT* A() const { return A_.data(); }
 
  private:
-  Buffer<CT> q_, k_, v_, o_, decay_, beta_, state_, k_transposed_, A_;
+  Buffer<CT> state_, k_transposed_, A_;
 };
 
 // The state behind so many tokens of the sequence, if it is a checkpoint.
@@ -79,82 +55,83 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   }
   const int64_t place = to.places[sequence.index][tokens / to.every - 1];
   if (place >= 0) {
-    for_state(scratch.dims, scratch.state(), p.K, p.V,
-              [&](int64_t k, int64_t v, CT s) { to.to.set(place + (head * p.V + v) * p.K + k, s); });
+    store_pool_state(scratch.dims, scratch.state(), p.in.K, p.in.V, to.to, place + head * p.in.V * p.in.K);
+  }
+}
+
+// A chunk of a head: the state after it in the place of the one before it, and o unless it is null. `first` is the
+// index of its first token among [B, T, H_v].
+template <typename T, typename CT>
+void advance_chunk(const Inputs<T, CT>& in, const PackedChunk<CT>& chunk, int64_t first, const Scratch<CT>& scratch,
+                   CT* state, T* o) {
+  for (int64_t block = 0; block < scratch.dims.blocks; ++block) {
+    pack_values(in.v + first * in.values, in.H_v * in.values, in.values, block, chunk.tokens, CT(1), scratch.v());
+    advance(ValueBlock<CT>{
+        .chunk = chunk,
+        .v = scratch.v(),
+        .scale = in.scale,
+        .state = state + block * scratch.dims.block_size(),
+        .o = scratch.o(),
+    });
+    if (o) {
+      unpack_values(scratch.o(), in.H_v * in.V, in.V, block, chunk.tokens, o + first * in.V);
+    }
+  }
+}
+
+// The chunk's rows of A.
+template <typename T, typename CT>
+void store_inverse(const Forward<T, CT>& p, int64_t head, int64_t begin, const PackedChunk<CT>& chunk,
+                   const Scratch<CT>& scratch) {
+  for (int64_t d = 0; d < chunk.padded_k; ++d) {
+    for (int64_t t = 0; t < kChunk; ++t) {
+      scratch.k_transposed()[d * kChunk + t] = t < chunk.tokens ? chunk.k[t * chunk.padded_k + d] : CT(0);
+    }
+  }
+  chunk_inverse(chunk.tokens, chunk.padded_k, chunk.k, scratch.k_transposed(), chunk.beta, scratch.A());
+  for (int64_t t = 0; t < chunk.tokens; ++t) {
+    T* A = p.A + ((begin + t) * p.in.H_v + head) * kChunk;
+    for (int64_t j = 0; j < kChunk; ++j) {
+      A[j] = static_cast<T>(scratch.A()[t * kChunk + j]);
+    }
   }
 }
 
 template <typename T, typename CT>
 void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t head, const Scratch<CT>& scratch) {
-  const int64_t K = p.K, V = p.V, padded_k = scratch.dims.padded_k;
-  const int64_t k_head = head / (p.H_v / p.H_k);
-  const int64_t state_offset = (sequence.index * p.H_v + head) * K * V;
+  const Inputs<T, CT>& in = p.in;
+  const HeadActivations<CT> gates(in.gates, head);
 
-  const HeadActivations<CT> gates(p.gates, head);
-
-  load_state(scratch.dims, p.initial_state ? p.initial_state + state_offset : nullptr, K, V, p.state_v_first,
+  load_state(scratch.dims, in.state_of(in.initial_state, sequence.index, head), in.K, in.V, in.state_v_first,
              scratch.state());
 
-  for (int64_t begin = sequence.begin, chunk = sequence.first_chunk; begin < sequence.end; begin += kChunk, ++chunk) {
-    const int64_t tokens = std::min<int64_t>(kChunk, sequence.end - begin);
+  for (int64_t begin = sequence.begin, index = sequence.first_chunk; begin < sequence.end; begin += kChunk, ++index) {
     keep_checkpoint(p, sequence, head, begin - sequence.begin, scratch);
     if (p.h) {
-      store_state(scratch.dims, scratch.state(), K, V, true, p.h + (chunk * p.H_v + head) * V * K);
+      store_state(scratch.dims, scratch.state(), in.K, in.V, true, p.h + (index * in.H_v + head) * in.V * in.K);
     }
 
     CT cumsum = 0;
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t row = begin + t;
-      load_row(p.q + (row * p.H_k + k_head) * K, K, p.use_qk_l2norm, scratch.q() + t * padded_k);
-      load_row(p.k + (row * p.H_k + k_head) * K, K, p.use_qk_l2norm, scratch.k() + t * padded_k);
-      const CT g = gates.g(row * p.H_v + head);
-      scratch.decay()[t] = std::exp(g);
-      scratch.beta()[t] = gates.beta(row * p.H_v + head);
+    const int64_t tokens = chunk_tokens(begin, sequence.end);
+    const PackedChunk<CT> chunk = load_chunk(in, gates, head, begin, tokens, scratch, [&](int64_t at) {
+      const CT g = gates.g(at);
       cumsum = add_gate(cumsum, g);
       if (p.g_cumsum) {
-        p.g_cumsum[row * p.H_v + head] = cumsum;
+        p.g_cumsum[at] = cumsum;
       }
-    }
-
+      return std::exp(g);
+    });
     if (p.A) {
-      for (int64_t d = 0; d < padded_k; ++d) {
-        for (int64_t t = 0; t < kChunk; ++t) {
-          scratch.k_transposed()[d * kChunk + t] = t < tokens ? scratch.k()[t * padded_k + d] : CT(0);
-        }
-      }
-      chunk_inverse(tokens, padded_k, scratch.k(), scratch.k_transposed(), scratch.beta(), scratch.A());
-      for (int64_t t = 0; t < tokens; ++t) {
-        T* A = p.A + ((begin + t) * p.H_v + head) * kChunk;
-        for (int64_t j = 0; j < kChunk; ++j) {
-          A[j] = static_cast<T>(scratch.A()[t * kChunk + j]);
-        }
-      }
+      store_inverse(p, head, begin, chunk, scratch);
     }
 
-    const int64_t values = (begin * p.H_v + head) * p.values, outputs = (begin * p.H_v + head) * V;
-    for (int64_t block = 0; block < scratch.dims.blocks; ++block) {
-      pack_values(p.v + values, p.H_v * p.values, p.values, block, tokens, CT(1), scratch.v());
-      advance(ValueBlock<CT>{
-          .tokens = tokens,
-          .padded_k = padded_k,
-          .q = scratch.q(),
-          .k = scratch.k(),
-          .v = scratch.v(),
-          .decay = scratch.decay(),
-          .beta = scratch.beta(),
-          .scale = p.scale,
-          .state = scratch.state() + block * scratch.dims.block_size(),
-          .o = scratch.o(),
-      });
-      if (p.o) {
-        unpack_values(scratch.o(), p.H_v * V, V, block, tokens, p.o + outputs);
-      }
-    }
+    advance_chunk(in, chunk, begin * in.H_v + head, scratch, scratch.state(), p.o);
   }
 
-  keep_checkpoint(p, sequence, head, sequence.end - sequence.begin, scratch);
+  keep_checkpoint(p, sequence, head, sequence.length(), scratch);
   if (p.final_state) {
-    store_state(scratch.dims, scratch.state(), K, V, p.state_v_first, p.final_state + state_offset);
+    store_state(scratch.dims, scratch.state(), in.K, in.V, in.state_v_first,
+                in.state_of(p.final_state, sequence.index, head));
   }
 }
 

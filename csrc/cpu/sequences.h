@@ -59,16 +59,44 @@ void in_parallel(const char* op, int64_t count, const F& f) {
   }
 }
 
+// Of a call or one of decoding.
+template <typename T, typename CT>
+cpu::Inputs<T, CT> inputs_of(const auto& call, const cpu::Activations<CT>& gates) {
+  return {.H_k = call.H_k,
+          .H_v = call.H_v,
+          .K = call.K,
+          .V = call.V,
+          .values = call.V,
+          .scale = static_cast<CT>(*call.scale),
+          .use_qk_l2norm = call.use_qk_l2norm,
+          .q = call.q.template const_data_ptr<T>(),
+          .k = call.k.template const_data_ptr<T>(),
+          .v = call.v.template const_data_ptr<T>(),
+          .gates = gates};
+}
+
 // g is that of the forward.
-template <typename CT>
-cpu::Activations<CT> activations_of(const Call& call, const Tensor& g) {
-  return {.use_gate = call.use_gate,
-          .use_beta_sigmoid = call.use_beta_sigmoid,
-          .beta_factor = CT(call.allow_neg_eigval ? 2 : 1),
-          .g = floats_of(g),
-          .beta = floats_of(call.beta),
-          .A_log = floats_of(call.A_log),
-          .dt_bias = floats_of(call.dt_bias)};
+template <typename T, typename CT>
+cpu::Inputs<T, CT> inputs_of(const Call& call, const Tensor& g) {
+  auto in = inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = call.use_gate,
+                                                        .use_beta_sigmoid = call.use_beta_sigmoid,
+                                                        .beta_factor = CT(call.allow_neg_eigval ? 2 : 1),
+                                                        .g = floats_of(g),
+                                                        .beta = floats_of(call.beta),
+                                                        .A_log = floats_of(call.A_log),
+                                                        .dt_bias = floats_of(call.dt_bias)});
+  in.state_v_first = call.state_v_first;
+  in.initial_state = call.initial_state ? call.initial_state->template const_data_ptr<CT>() : nullptr;
+  return in;
+}
+
+// The same of a first half, whose states have V rows of Z and K rows of M, V-first, and v no columns for M.
+template <typename T, typename CT>
+cpu::Inputs<T, CT> inputs_of_maps(const Call& call) {
+  cpu::Inputs<T, CT> in = inputs_of<T, CT>(call, call.g);
+  in.V += call.K;
+  in.state_v_first = true;
+  return in;
 }
 
 // Zeroes rows [first, end of tensor) of a contiguous tensor that has `rows` rows.

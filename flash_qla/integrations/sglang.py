@@ -206,18 +206,4 @@ _replacement = Replacement(
         },
     },
 )
-
-
-def use_flash_qla() -> None:
-    """Have SGLang's Gated DeltaNet layers call the functions of this module, in this process.
-
-    Raises:
-        ImportError: SGLang cannot be imported.
-        RuntimeError: this SGLang has not these functions, or they have other arguments. Nothing has been changed then.
-    """
-    _replacement.use()
-
-
-def restore() -> None:
-    """Give SGLang's layers their own functions again."""
-    _replacement.restore()
+use_flash_qla, restore = _replacement.as_functions(__name__)

@@ -1,0 +1,24 @@
+// The arguments that gates and betas come from, checked in one place for all ops.
+#pragma once
+
+#include "checks.h"
+#include "tokens.h"
+
+namespace flash_qla {
+
+struct ActivationArguments {
+  NamedTensor g, beta;                   // [B, T, H_v], any floating dtype; raw with the flag, else ready
+  const torch::stable::Tensor* A_log;    // [H_v], any floating dtype; not null with use_gate
+  const torch::stable::Tensor* dt_bias;  // [H_v], any floating dtype; may be null
+  bool use_gate = true;
+  bool use_beta_sigmoid = true;
+  bool allow_neg_eigval = false;
+};
+
+void check_activations(const Tokens& tokens, const torch::stable::Tensor& q, const ActivationArguments& arguments);
+
+// The g of the forward [B, T, H_v], any floating dtype, that a backward takes with use_gate.
+void check_g_raw(const Tokens& tokens, const torch::stable::Tensor& q, bool use_gate,
+                 const torch::stable::Tensor* g_raw);
+
+}  // namespace flash_qla
