@@ -308,8 +308,8 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
     all_maps = maps.expand(max(world_size - 1, 2), -1, -1, -1).contiguous()
     calls = {"begin": begin, "whole": whole}
     calls |= {"reverse begin": reverse_begin, "reverse replay": reverse_replay, "reverse whole": reverse_whole}
-    calls["fold"] = lambda: cp._fold(all_maps[: world_size - 1], V)
-    calls["product"] = lambda: cp._fold(all_maps[:2], V)
+    calls["fold"] = lambda: cp._fold(all_maps[: world_size - 1], world_size - 1, V)
+    calls["product"] = lambda: cp._fold(all_maps[:2], 2, V)
     cell = {"package": "flash_qla", "version": version_of("flash_qla"), "heads": "{}x{}".format(*heads)}
     cell |= common.head_dims_field(options.head_dims) | {"sequences": sequences, "parts_of": world_size}
     cell["map_bytes"] = maps.numel() * maps.element_size()

@@ -189,7 +189,7 @@ class Tree:
     @functools.cached_property
     def emulated(self) -> str:
         """The folder to import the emulated package from."""
-        return self.make(EMULATOR, [sys.executable, "tests/emulator/build.py", EMULATOR]).splitlines()[-1]
+        return self.make(EMULATOR, [sys.executable, "emulator/build.py", EMULATOR]).splitlines()[-1]
 
     def test(self, run: Run, one: str | None = None) -> subprocess.CompletedProcess:
         """The run's tests, or one of them. pytest's exit status is 0 if all have passed, 1 if one has failed, and
@@ -198,7 +198,7 @@ class Tree:
         command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         if run.where == "cpu":
             return self.command([sys.executable, *command, "-m", "not gpu"], TIMEOUT)
-        path = os.pathsep.join([self.emulated, str(self.path / "tests/emulator")])
+        path = os.pathsep.join([self.emulated, str(self.path / "emulator")])
         command = [sys.executable, "-P", *command, "-m", "gpu", "-p", "plugin"]
         return self.command(command, TIMEOUT, PYTHONPATH=path, FLASH_QLA_QUIET="1")
 
@@ -211,7 +211,7 @@ class Tree:
 
 def build_library(tree: Path) -> None:
     """libflash_qla.so, as CMakeLists.txt builds it, but for what makes it portable."""
-    sys.path[:0] = [str(TESTS / "emulator"), str(ROOT)]
+    sys.path[:0] = [str(ROOT / "emulator"), str(ROOT)]
     from build import TORCH, Compiler
     from build_tools.toolchain import find_toolkit, max_jobs
 

@@ -74,6 +74,58 @@ def follow():
 """,
 }
 
+# A bundle of a tensor, a size and a scalar, as two kernels take it; the second writes its tensor.
+BUNDLES = {
+    "instances.py": """
+from build_tools.instance import Instance
+
+INSTANCES = [Instance("read", {"which": "first"}), Instance("read", {"which": "second"}), Instance("write")]
+""",
+    "rows.py": """
+import tilelang.language as T
+
+from build_tools.bundle import Bundle
+
+
+class Rows(Bundle):
+    def __init__(self):
+        N = T.dynamic("N")
+        super().__init__(x=T.Tensor([N], "float32"), N=N, factor=T.float32, unused=T.int32)
+""",
+    "read.py": """
+import tilelang.language as T
+
+from fixture_kernels.rows import Rows
+
+
+def read(which):
+    rows = Rows()
+
+    @T.prim_func
+    def main(rows: rows, y: T.Tensor([rows.N], "float32")):
+        with T.Kernel(T.ceildiv(rows.N, 128), threads=128) as i:
+            for j in T.Parallel(128):
+                y[i * 128 + j] = rows.x[i * 128 + j] * rows.factor
+
+    return main
+""",
+    "write.py": """
+import tilelang.language as T
+
+from fixture_kernels.rows import Rows
+
+
+def write():
+    @T.prim_func
+    def main(rows: Rows()):
+        with T.Kernel(T.ceildiv(rows.N, 128), threads=128) as i:
+            for j in T.Parallel(128):
+                rows.x[i * 128 + j] = rows.factor
+
+    return main
+""",
+}
+
 # Not among the instances: lowered only.
 TWO_TILES = """
 import tilelang.language as T
@@ -218,6 +270,25 @@ class TestCache:
 
 @pytest.mark.build
 @needs_tilelang
+@pytest.mark.build
+@needs_tilelang
+def test_bundles(tmp_path):
+    """One struct for both kernels, whose tensor is not const as one of them writes it; and enumerators for strings."""
+    package = write_package(tmp_path, BUNDLES)
+    result = build_kernels(package)
+    assert result.returncode == 0, result.stdout
+    header = (package.parent / "out/kernels.h").read_text()
+    rows = "struct Rows {\n  void* x;\n  int64_t N;\n  float factor;\n  int64_t unused;\n};\n"
+    assert header.count(rows) == header.count("struct Rows") == 1, header
+    assert "struct ReadArgs {\n  Rows rows;\n  void* y;\n};" in header
+    assert "struct WriteArgs {\n  Rows rows;\n};" in header
+    assert "enum class Which { kFirst, kSecond };" in header and "struct ReadParams {\n  Which which;\n};" in header
+    launchers = (package.parent / "out/launchers.cpp").read_text()
+    assert "args.rows.factor" in launchers and "unused" not in launchers
+    registry = (package.parent / "out/registry.cpp").read_text()
+    assert "if (params.which == Which::kFirst) return launch_read_first(args, stream);" in registry
+
+
 def test_only_kernels_that_wait_overlap_their_predecessor(built):
     launchers = (built.parent / "out/launchers.cpp").read_text()
     functions = re.findall(r"^void launch_(\w+)\((.*?)^}", launchers, re.MULTILINE | re.DOTALL)

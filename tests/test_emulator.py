@@ -33,14 +33,14 @@ def package() -> str:
     """The folder to import the emulated package from."""
     if not (KERNELS / "registry.cpp").is_file():
         pytest.skip("needs the sources that a build in this checkout generates")
-    build = [sys.executable, TESTS / "emulator/build.py", TESTS.parent / "build/emulator"]
+    build = [sys.executable, TESTS.parent / "emulator/build.py", TESTS.parent / "build/emulator"]
     return subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 @pytest.mark.parametrize("file", SELECTED)
 def test_in_emulation(package, file):
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "-m", "gpu"]
-    path = os.pathsep.join([package, str(TESTS / "emulator")])
+    path = os.pathsep.join([package, str(TESTS.parent / "emulator")])
     result = subprocess.run(
         [*command, TESTS / file, "-k", SELECTED[file]],
         env=os.environ | {"PYTHONPATH": path, "FLASH_QLA_QUIET": "1"},
@@ -98,8 +98,8 @@ def test_races(tmp_path):
     from build_tools.toolchain import find_toolkit
 
     (tmp_path / "main.cpp").write_text(TWO_THREADS)
-    sources = [*(TESTS / "emulator").glob("*.cpp"), tmp_path / "main.cpp"]
-    folders = [TESTS / "emulator/include", *find_toolkit().include]
+    sources = [*(TESTS.parent / "emulator").glob("*.cpp"), tmp_path / "main.cpp"]
+    folders = [TESTS.parent / "emulator/include", *find_toolkit().include]
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-w", "-DEMULATOR_RACES", "-DUSE_CUDA"]
     command += [f"-I{folder}" for folder in folders]
     subprocess.run([*command, *sources, "-ldl", "-lpthread", "-o", tmp_path / "main"], check=True)

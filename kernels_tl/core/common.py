@@ -114,7 +114,7 @@ def extern(name, *args, returns="handle"):
 #   HINT                   what is read does not change results
 #
 # A condition is an integer parameter: unless its argument is 0 the kernel does so. The emulator checks each launch by
-# this declaration and, with --races, each access (tests/emulator/launches.h).
+# this declaration and, with --races, each access (emulator/include/launches.h).
 CALLER, HINT = "caller", "hint"
 
 

@@ -2,7 +2,7 @@
 the headers in kernels_tl, compiled by g++ with include/core/ptx.cuh in the place of theirs, and all host code, which
 finds an emulated CUDA runtime. Its ops of CPU tensors are those of GPU tensors, except what only the CPU has.
 
-    python tests/emulator/build.py build/emulator      # behind a build of the package, for the generated sources
+    python emulator/build.py build/emulator      # behind a build of the package, for the generated sources
 
 An object is made again only if something that it is made of has changed.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parent
 KERNELS, DEVICE = ROOT / "build/kernels", ROOT / "kernels_tl"
 TORCH = Path(torch.__file__).parent
 

@@ -1,6 +1,6 @@
 """For pytest, with what build.py has built: tests of the GPU run on the CPU, whose tensors stand for those of the GPU.
 
-PYTHONPATH=build/emulator/package:tests/emulator pytest -p plugin -m gpu tests/test_forward.py
+PYTHONPATH=build/emulator/package:emulator pytest -p plugin -m gpu tests/test_forward.py
 """
 
 import types
