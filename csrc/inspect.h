@@ -1,5 +1,5 @@
 // The library's C functions, beside its ops: what was compiled, whether it runs here, what a call would launch.
-// flash_qla._C asks all but the three that take and give numbers alone: those flash_qla/_library.py asks, by ctypes, as
+// flash_qla._C asks all but the three that take and give numbers alone: those flash_qla/_binary.py asks, by ctypes, as
 // the ops' Python works without _C. Each of the two binaries has a libstdc++ of its own, so between them go plain
 // structs and no exceptions. What points to text or to several of something stays until the thread's next question, if
 // not for good; an error is a sentence, or nullptr.

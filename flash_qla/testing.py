@@ -8,7 +8,7 @@ from typing import TypedDict
 class BackwardMode(TypedDict, total=False):
     """How the backward runs. The cost model decides the fields that are left out.
 
-    Fields:
+    Attributes:
         segment_chunks: chunks of 64 tokens a segment. 0 switches context parallelism off, as auto_cp=False does for a
             call, which wins over this field.
         cut_above: chunks, with segment_chunks only. If no sequence has more of them, the device cuts none. Left out, or
@@ -22,7 +22,7 @@ class BackwardMode(TypedDict, total=False):
 class ForwardMode(BackwardMode, total=False):
     """How the forward runs: the fields of BackwardMode, and these.
 
-    Fields:
+    Attributes:
         value_tile: rows of a head's state (channels of its values) a CTA, 64 or 128.
         fused: whether one kernel does it all. True takes it for every call that it can serve, False for none. True goes
             with neither segments nor a value_tile of 64.

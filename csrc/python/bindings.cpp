@@ -306,8 +306,7 @@ const char* warn_in_python(const char* text) noexcept {
 PYBIND11_MODULE(_C, module) {
   module.doc() =
       "The compiled kernels of flash_qla, how they were built, whether they run here, and what a call launches. The "
-      "ops "
-      "do not need it. Once it is imported, their warnings are Python's.";
+      "ops do not need it. Once it is imported, their warnings are Python's.";
   flash_qla::add_classes(module);
   flash_qla::add_functions(module);
   flash_qla::flash_qla_on_warning(&flash_qla::warn_in_python);
