@@ -17,7 +17,7 @@ struct ActivationArguments {
 
 void check_activations(const Tokens& tokens, const torch::stable::Tensor& q, const ActivationArguments& arguments);
 
-// The g of the forward [B, T, H_v], any floating dtype, that a backward takes with use_gate.
+// A backward with use_gate takes g_raw, the g of the forward: [B, T, H_v], any floating dtype.
 void check_g_raw(const Tokens& tokens, const torch::stable::Tensor& q, bool use_gate,
                  const torch::stable::Tensor* g_raw);
 

@@ -125,8 +125,7 @@ std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& c
   return live;
 }
 
-// Of each row of tokens whether a sequence with a slot has it. Checks the states that sequences with tokens start from,
-// those of which reads_state(n) holds.
+// live_tokens of the sequences that have a slot. Checks the initial state of each that has tokens, if reads_state(n).
 std::vector<bool> live_tokens_of_slots(const Checker& checker, const auto& call, const FirstSlots& slots,
                                        const auto& reads_state) {
   return live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
@@ -138,7 +137,7 @@ std::vector<bool> live_tokens_of_slots(const Checker& checker, const auto& call,
   });
 }
 
-// The numbers that all calls have.
+// Checks the numbers that all calls have.
 void check_common(const Checker& checker, const auto& call, const std::vector<bool>& live) {
   for (const auto& [name, tensor] : {std::pair{"q", &call.q}, {"k", &call.k}, {"v", &call.v}}) {
     checker.check(name, *tensor, Allowed::kFinite, live);

@@ -51,7 +51,8 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   }
 }
 
-// `own` are those of the schema between beta and the activations, which ops of the forward have at their end.
+// Takes the arguments of an op of the forward. `own` are its arguments between beta and the activations, which are
+// last.
 void take_forward(const Stack& stack, Arguments& a, auto&... own) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
              a.allow_neg_eigval);
@@ -103,7 +104,7 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
     "bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
-// `own` are those of the schema between beta and cu_seqlens; the others all ops of the backward have.
+// Takes the arguments of an op of the backward. `own` are its arguments between beta and cu_seqlens.
 BackwardCall take_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate,
              a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, d.g_raw);

@@ -36,7 +36,7 @@ struct Inputs {
   const CT* initial_state = nullptr;  // null: zero
 
   int64_t k_head(int64_t head) const { return head / (H_v / H_k); }
-  // A head's states among states [N, H_v, K, V] or [N, H_v, V, K]; null if they are.
+  // A head's state in states [N, H_v, K, V] or [N, H_v, V, K]; null if `states` is null.
   template <typename Data>
   Data* state_of(Data* states, int64_t n, int64_t head) const {
     return states ? states + (n * H_v + head) * K * V : nullptr;
@@ -135,7 +135,7 @@ CT load_row(const T* x, int64_t K, bool l2norm, CT* row) {
   return factor;
 }
 
-// Packs tokens [begin, begin + tokens) of a head, but for v; decay_of_row(i) is e^g, i an index into g.
+// Packs q, k, decay and beta of tokens [begin, begin + tokens) of a head; decay_of_row(i) is e^{g[i]}.
 template <typename T, typename CT>
 PackedChunk<CT> load_chunk(const Inputs<T, CT>& in, const HeadActivations<CT>& gates, int64_t head, int64_t begin,
                            int64_t tokens, const ChunkScratch<CT>& scratch, const auto& decay_of_row) {

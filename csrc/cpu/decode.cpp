@@ -141,7 +141,7 @@ class Decoder {
   }
 
  private:
-  // S' in the place of S, and the row of o.
+  // Replaces S by S' and stores the token's row of o.
   void advance(const cpu::HeadActivations<CT>& gates, int64_t row, int64_t head, const cpu::Scratch<CT>& scratch,
                CT* S) const {
     const cpu::PackedChunk<CT> token =

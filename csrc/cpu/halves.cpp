@@ -23,7 +23,7 @@ std::vector<cpu::Sequence> mapped_sequences(const Call& call) {
   return mapped;
 }
 
-// f(sequence, value head, scratch) for all of the maps, in parallel; a thread's scratch is make_scratch().
+// Calls f(sequence, value head, scratch) for each map, in parallel; make_scratch() gives a thread its scratch.
 void for_maps(const Call& call, const auto& make_scratch, const auto& f) {
   const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
   in_parallel(call.op, static_cast<int64_t>(sequences.size()) * call.H_v, [&](int64_t begin, int64_t end) {

@@ -59,7 +59,7 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   }
 }
 
-// A chunk of a head: the state after it in the place of the one before it, and o unless it is null. `first` is the
+// Advances a head's state over a chunk, in place, and stores o unless o is null. `first` is the
 // index of its first token among [B, T, H_v].
 template <typename T, typename CT>
 void advance_chunk(const Inputs<T, CT>& in, const PackedChunk<CT>& chunk, int64_t first, const Scratch<CT>& scratch,
@@ -79,7 +79,7 @@ void advance_chunk(const Inputs<T, CT>& in, const PackedChunk<CT>& chunk, int64_
   }
 }
 
-// The chunk's rows of A.
+// Stores the chunk's rows of A.
 template <typename T, typename CT>
 void store_inverse(const Forward<T, CT>& p, int64_t head, int64_t begin, const PackedChunk<CT>& chunk,
                    const Scratch<CT>& scratch) {

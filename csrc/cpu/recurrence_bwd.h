@@ -72,7 +72,7 @@ class SequenceBackward {
     }
   }
 
-  // From grad_final_state to dh0 of a value head and nothing else.
+  // Computes dh0 of a value head from grad_final_state, and nothing else.
   void run_gradient(int64_t head) const {
     const HeadActivations<CT> gates(in_.gates, head);
     load_gradient(head);
@@ -153,7 +153,7 @@ class SequenceBackward {
     sums[1] += chunk_sums[1];
   }
 
-  // Of the first token of a chunk, among [B, T, H_v].
+  // The index of a chunk's first token among [B, T, H_v].
   int64_t row_of(int64_t head, int64_t index) const { return (sequence_.begin + index * kChunk) * in_.H_v + head; }
 
   // A chunk's tokens; e^g comes from g_cumsum.
@@ -174,14 +174,14 @@ class SequenceBackward {
     replay(ReplayBlock<CT>{.chunk = chunk, .v = s_.v(), .states = s_.states(), .error = s_.error()});
   }
 
-  // dS of a block of value columns, and the gradient of its outputs.
+  // The block of value columns of dS and of do.
   GradientBlock<CT> gradient_block(int64_t head, int64_t index, const PackedChunk<CT>& chunk, int64_t block) const {
     pack_values(p_.grad_o + row_of(head, index) * in_.values, in_.H_v * in_.values, in_.values, block, chunk.tokens,
                 in_.scale, s_.o());
     return {.chunk = chunk, .grad_o = s_.o(), .grad_state = s_.grad_state() + block * s_.dims.block_size()};
   }
 
-  // dS of a value head: from grad_final_state, and to dh0.
+  // Copies a value head's dS from grad_final_state, and to dh0.
   void load_gradient(int64_t head) const {
     load_state(s_.dims, in_.state_of(p_.grad_final_state, sequence_.index, head), in_.K, in_.V, in_.state_v_first,
                s_.grad_state());

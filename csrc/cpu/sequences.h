@@ -59,7 +59,7 @@ void in_parallel(const char* op, int64_t count, const F& f) {
   }
 }
 
-// Of a call or one of decoding.
+// The inputs that a Call and a DecodeCall share.
 template <typename T, typename CT>
 cpu::Inputs<T, CT> inputs_of(const auto& call, const cpu::Activations<CT>& gates) {
   return {.H_k = call.H_k,
@@ -75,7 +75,7 @@ cpu::Inputs<T, CT> inputs_of(const auto& call, const cpu::Activations<CT>& gates
           .gates = gates};
 }
 
-// g is that of the forward.
+// The inputs of a pass; g is the g of the forward.
 template <typename T, typename CT>
 cpu::Inputs<T, CT> inputs_of(const Call& call, const Tensor& g) {
   auto in = inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = call.use_gate,
@@ -90,7 +90,7 @@ cpu::Inputs<T, CT> inputs_of(const Call& call, const Tensor& g) {
   return in;
 }
 
-// The same of a first half, whose states have V rows of Z and K rows of M, V-first, and v no columns for M.
+// The inputs of a first half: its states are V-first and have V rows of Z, then K rows of M; v has zeros for M.
 template <typename T, typename CT>
 cpu::Inputs<T, CT> inputs_of_maps(const Call& call) {
   cpu::Inputs<T, CT> in = inputs_of<T, CT>(call, call.g);
