@@ -66,18 +66,18 @@ void copy_bytes(void* to, int offset, const void* from, int bytes, Barrier& barr
   emulator::load_bytes(emulator::mbarrier(barrier), static_cast<char*>(to) + offset, from, bytes);
 }
 
-inline void move_box(emulator::Box move, const CUtensorMap& map, const void* box, std::initializer_list<int> from) {
+inline void begin_box(emulator::Box move, const CUtensorMap& map, const void* box, std::initializer_list<int> from) {
   emulator::move_box(move, map, box, from);
   tl::tma_store_arrive();
 }
 inline void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
-  move_box(emulator::Box::kStore, map, box, {x0, x1, x2});
+  begin_box(emulator::Box::kStore, map, box, {x0, x1, x2});
 }
 inline void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2, int x3, int x4) {
-  move_box(emulator::Box::kStore, map, box, {x0, x1, x2, x3, x4});
+  begin_box(emulator::Box::kStore, map, box, {x0, x1, x2, x3, x4});
 }
 inline void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
-  move_box(emulator::Box::kAdd, map, box, {x0, x1, x2});
+  begin_box(emulator::Box::kAdd, map, box, {x0, x1, x2});
 }
 inline void fence_boxes() { tl::fence_proxy_async(); }
 inline void wait_for_boxes() { tl::tma_store_wait<0, true>(); }
