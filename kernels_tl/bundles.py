@@ -79,6 +79,21 @@ class Sequences(Bundle):
             offset_words=offset_words,
         )
 
+    def search(self, function, found, what, sizes, slots):
+        """Calls a function of plan/plan.cuh that finds a row of the plan's tables, before chunk_plan has ended."""
+        return extern(
+            function,
+            found,
+            what,
+            T.access_ptr(self.offsets[0], "r"),
+            self.has_offsets,
+            self.wide_offsets,
+            T.Cast("int32", sizes.N),
+            T.Cast("int32", sizes.tokens),
+            self.uniform_length,
+            slots.table(),
+        )
+
 
 class Slots(Bundle):
     """The slot of each sequence's state: a strided table [N] of the width that `index_kind`, a TableKind, says, or

@@ -2,6 +2,7 @@
 may have. Value rows, head counts, batch, lengths and layouts are run-time numbers."""
 
 from build_tools.instance import Instance
+from kernels_tl import config
 from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
@@ -18,15 +19,12 @@ def decode_paths(dtype, state_dtype):
     return ("one_token", "rows", "blocks") if state_dtype == "float32" else ("one_token", "rows")
 
 
-DECODE_SPILLS = {"rows": 128, "tensor_cores": 64}  # mostly once a CTA
-
 INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(
-        # Around h, of which the forward without it took no more time.
-        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=52 if tile == WIDE_TILE else 0)
+        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=config.CHUNK_FORWARD[tile].spills)
         for types in TYPES
         for tile in (NARROW_TILE, WIDE_TILE)
     ),
@@ -44,11 +42,11 @@ INSTANCES = [
     *(Instance(f"gradients.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
     *(Instance("maps.backward_maps", types) for types in TYPES),
     *(Instance("states.replay_states", types) for types in TYPES),
-    *(Instance("gradients.chunk_backward", types, spill_budget=144) for types in TYPES),
+    *(Instance("gradients.chunk_backward", types, spill_budget=config.CHUNK_BACKWARD.spills) for types in TYPES),
     Instance("gradients.gate_gradients", {}),
     # serving
     *(
-        Instance("decode.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=DECODE_SPILLS.get(path, 0))
+        Instance("decode.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=config.DECODE[path].spills)
         for types in TYPES
         for dtype in STATE_DTYPES
         for path in decode_paths(types["dtype"], dtype)

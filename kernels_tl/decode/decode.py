@@ -54,16 +54,11 @@ tiles as many CTAs, so that SMs end at the same time.
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
+from kernels_tl.config import DECODE, DECODE_GROUP as GROUP
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.core.cta import BYTES
 from kernels_tl.layout import (
-    DECODE_CTAS_BLOCKS,
-    DECODE_CTAS_MMA,
-    DECODE_CTAS_ONE_16,
-    DECODE_CTAS_ROWS,
     DECODE_TILE,
-    DECODE_WARP_ROWS,
-    DECODE_WARPS,
     DecodeTable,
 )
 
@@ -72,17 +67,15 @@ PRELUDE = """
 #include "decode/decode.cuh"
 """
 
-WARP = 32  # threads
-GROUP = DECODE_WARPS * DECODE_WARP_ROWS  # value rows that a CTA's warps have at a time
 assert DECODE_TILE % GROUP == 0
 
-# What decode/decode.cuh calls it, CTAs an SM, rows of a state in shared memory; in blocks these are two groups on their
-# way in and one on its way out.
+# What decode/decode.cuh calls a path, and rows of a state in shared memory: in blocks two groups on their way in and
+# one on its way out.
 PATHS = {
-    "one_token": ("kOneToken", DECODE_CTAS_ROWS, 0),
-    "rows": ("kRows", DECODE_CTAS_ROWS, GROUP),
-    "blocks": ("kBlocks", DECODE_CTAS_BLOCKS, 3 * GROUP),
-    "tensor_cores": ("kTensorCores", DECODE_CTAS_MMA, DECODE_TILE),
+    "one_token": ("kOneToken", 0),
+    "rows": ("kRows", GROUP),
+    "blocks": ("kBlocks", 3 * GROUP),
+    "tensor_cores": ("kTensorCores", DECODE_TILE),
 }
 
 
@@ -154,11 +147,9 @@ def decode(dtype, K, state_dtype, path):
             *("slot_stride", "row_stride", "step_stride"),
         )
     }
-    threads = DECODE_WARPS * WARP
-    name, CTAS, TILE = PATHS[path]
-    if path == "one_token" and BYTES[state_dtype] == 2:
-        CTAS = DECODE_CTAS_ONE_16
-    TILE_BYTES = TILE * K * BYTES[state_dtype]  # of states in shared memory
+    name, ROWS = PATHS[path]
+    cta = DECODE["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
+    TILE_BYTES = ROWS * K * BYTES[state_dtype]  # of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
     function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
@@ -195,10 +186,10 @@ def decode(dtype, K, state_dtype, path):
             T.ceildiv(value_dim, GROUP * shares.groups),
             H_v,
             shares.places,
-            threads=threads,
+            threads=cta.threads,
             prelude=PRELUDE,
         ) as (tile, hv, place):
-            T.annotate_min_blocks_per_sm(CTAS)
+            T.annotate_min_blocks_per_sm(cta.ctas)
             if TILE_BYTES:
                 tiles = T.alloc_shared([TILE_BYTES], "uint8")
             if place < shares.early:

@@ -50,6 +50,7 @@ Launched on [segments * H_v * value tiles].
 import tilelang.language as T
 
 from kernels_tl.bundles import Gradients, Matrices, Plan, Sizes, StateGradients, Tokens
+from kernels_tl.config import CHUNK_BACKWARD as TILE
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     SWIZZLE_128B,
@@ -63,7 +64,7 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, locate_cta, shared
-from kernels_tl.layout import WIDE_TILE, BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
+from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -74,10 +75,10 @@ PRELUDE = """
 #include "gradients/turns.cuh"
 """
 
-V = WIDE_TILE  # value rows a CTA
+V = TILE.tile  # value rows a CTA
 ROWS = 64  # of dS^T a warpgroup: the M of its WGMMA
-STAGES = 2
-STATE_REGISTERS, KEY_REGISTERS, OTHER_REGISTERS = 160, 160, 32  # 2 * 160 + 160 + 32 = 4 * 128
+STAGES = TILE.stages
+CONSUMER_REGISTERS, OTHER_REGISTERS = TILE.registers
 Full = T.GemmWarpPolicy.FullRow
 
 
@@ -90,14 +91,15 @@ def chunk_backward(dtype, K):
     assert V == 2 * ROWS and K == 128, "two warpgroups carry dS^T, and a tile has two panels"
     STATE_THREADS = 2 * 128
     KEY_THREADS = 128
-    CONSUMERS = STATE_THREADS + KEY_THREADS
+    CONSUMERS = TILE.consumers
+    assert CONSUMERS == STATE_THREADS + KEY_THREADS
     VALUE_THREADS, GATE_THREADS = 64, 32  # behind them and the warp that loads
     VALUE_ROWS = C // (VALUE_THREADS // 32)  # of a warp of dV
-    THREADS = CONSUMERS + 32 + VALUE_THREADS + GATE_THREADS
+    assert TILE.producers == 32 + VALUE_THREADS + GATE_THREADS
 
     def make_tiles():
         return shared(
-            224.5625,
+            TILE.shared,
             Q=([1, C, K], dtype),
             K=([STAGES, C, K], dtype),
             dO=([1, C, V], dtype),
@@ -574,7 +576,9 @@ def chunk_backward(dtype, K):
         gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
     ):
-        with T.Kernel(sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=THREADS, prelude=PRELUDE) as cta:
+        with T.Kernel(
+            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
+        ) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             slot = locate_cta(cta, H_v, value_tiles).slot
@@ -586,13 +590,13 @@ def chunk_backward(dtype, K):
             T.pdl_trigger()
             tx = T.get_thread_binding()
             if tx < STATE_THREADS:
-                T.inc_max_nreg(STATE_REGISTERS)
+                T.inc_max_nreg(CONSUMER_REGISTERS)
                 final = ends.view(T.access_ptr(ends.dht[0], "r"))
                 initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
                 carry(tiles, ready, cta, plan.segments, final, initial, grad_states, ends, scale)
             else:
                 if tx < CONSUMERS:
-                    T.inc_max_nreg(KEY_REGISTERS)
+                    T.inc_max_nreg(CONSUMER_REGISTERS)
                     make_keys(tiles, ready, cta, plan.segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)

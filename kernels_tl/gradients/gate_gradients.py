@@ -18,8 +18,9 @@ Launched on [chunk_slots, H_v / 8], behind chunk_backward, where an activation i
 import tilelang.language as T
 
 from kernels_tl.bundles import Gates, Plan, Sizes
+from kernels_tl.config import GATE_GRADIENTS as TILE
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
-from kernels_tl.layout import GATE_HEADS, GATE_TOKENS, PADDING, ChunkColumn
+from kernels_tl.layout import GATE_HEADS, PADDING, ChunkColumn
 
 PRELUDE = """
 #include "gradients/gate_gradients.cuh"
@@ -45,7 +46,7 @@ def gate_gradients():
         dA_log: T.Tensor([H_v], "float32"),
         ddt_bias: T.Tensor([H_v], "float32"),
     ):
-        with T.Kernel(chunk_slots, head_blocks, threads=GATE_HEADS * GATE_TOKENS, prelude=PRELUDE) as (slot, block):
+        with T.Kernel(chunk_slots, head_blocks, threads=TILE.threads, prelude=PRELUDE) as (slot, block):
             T.pdl_sync()
             extern(
                 "gate_gradients",

@@ -14,10 +14,11 @@ Launched on [rows / ROWS, 2].
 
 import tilelang.language as T
 
+from kernels_tl.config import L2NORM
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
 from kernels_tl.layout import NORM_EPS, NORM_PIECE
 
-ROWS = 16  # of a CTA
+ROWS = L2NORM.tile  # of a CTA
 
 
 @T.macro

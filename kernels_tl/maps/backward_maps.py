@@ -24,6 +24,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
+from kernels_tl.config import BACKWARD_MAPS as TILE
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -39,11 +40,9 @@ from kernels_tl.maps.segment_maps import (
     MAP_M,
     MAP_Z,
     PRODUCER_REGISTERS,
-    PRODUCERS,
     ROWS,
     STAGES,
     V,
-    consumers,
     make_barriers,
     map_roles,
 )
@@ -64,12 +63,12 @@ def backward_maps(dtype, K):
     H_v, value_rows = sizes.H_v, sizes.value_rows
     assert K == V, "M^T has K rows, a tile of Z^T and dZ^T has V, and the same warpgroups make each"
     assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
-    CONSUMERS = consumers(V)
+    CONSUMERS = TILE.consumers
     roles = map_roles(dtype, K, partial=True, of_backward=True)
 
     def make_tiles():
         return shared(
-            195.75,
+            TILE.shared,
             K=([STAGES, C, K], dtype),
             V=([STAGES, C, V], dtype),  # or dO
             L=([STAGES, C, C], dtype),
@@ -171,11 +170,11 @@ def backward_maps(dtype, K):
     ):
         with T.Kernel(
             sizes.segment_slots * H_v * (1 + 2 * T.truncdiv(value_rows, V)),
-            threads=CONSUMERS + PRODUCERS,
+            threads=TILE.threads,
             prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()
-            ready = make_barriers(V)
+            ready = make_barriers()
             value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
             of_dZ = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v) * value_tiles)  # CTAs
             is_dZ = T.alloc_var("int32", init=T.Select(cta < of_dZ, 1, 0))

@@ -23,10 +23,11 @@ Launched on [mapped * H_v * (value_dim / 32 + key_dim / 32)].
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Plan, Sizes, States
+from kernels_tl.config import COMPOSE_MAPS as TILE
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
+from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -35,19 +36,19 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-PRODUCERS = 32  # a warp that loads
+# Producers: a warp that loads
 
 
 def compose_maps(dtype, K, reverse):
     sizes = Sizes()
     H_v, key_dim, value_dim = sizes.H_v, sizes.key_dim, sizes.value_dim
     mapped, map_rows, key_channels = dims("mapped", "map_rows", "key_channels")
-    CONSUMERS = consumers(K)
+    CONSUMERS = TILE.consumers
     of_map = map_step(dtype, K, reverse)
 
     def make_tiles():
         return shared(
-            208.01171875,
+            TILE.shared,
             M=([MAP_STAGES, 2, K, K], dtype),
             S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
             Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),
@@ -147,7 +148,7 @@ def compose_maps(dtype, K, reverse):
     ):
         with T.Kernel(
             mapped * H_v * (T.ceildiv(value_dim, COLUMNS) + T.ceildiv(key_dim, COLUMNS)),
-            threads=CONSUMERS + PRODUCERS,
+            threads=TILE.threads,
             prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()

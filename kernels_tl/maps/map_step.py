@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
+from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.cta import fetch
-from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier
+from kernels_tl.layout import NamedBarrier
 
 ROWS = 64  # of S a warpgroup: the M of its WGMMA
-COLUMNS = SCAN_COLUMNS  # of S a CTA
-MAP_STAGES, STAGES = 2, 3  # of M; of Z
+COLUMNS = SEGMENT_SCAN.tile  # of S a CTA
+MAP_STAGES, STAGES = 2, SEGMENT_SCAN.stages  # of M; of Z
 BOX = 32  # floats: 128 bytes, what the swizzle takes
 Full = T.GemmWarpPolicy.FullRow
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
+from kernels_tl.config import SEGMENT_MAPS as TILE
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -26,7 +27,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
-from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -37,26 +38,17 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-V = WIDE_TILE  # value rows a CTA
+V = TILE.tile  # value rows a CTA
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
-STAGES = 3
-EARLY_FACTORS = (
-    4  # of eight, see recurrence.registers; with all of them it was 5 % slower (benchmarks/notes/segment_maps.md)
-)
-PRODUCERS = 128  # of which one warp works; setmaxnreg takes whole warpgroups
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+STAGES = TILE.stages
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers  # of the producers one warp works
 MAP_Z, MAP_M = 0, 1
 
 
-def consumers(rows):
-    """A warpgroup for each ROWS."""
-    return 128 * (rows // ROWS)
-
-
-def make_barriers(rows):
+def make_barriers():
     return barriers(
         loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-        released=[consumers(rows)] * STAGES,  # back: they have been used
+        released=[TILE.consumers] * STAGES,  # back: they have been used
     )
 
 
@@ -71,7 +63,7 @@ def map_roles(dtype, K, partial, of_backward=False):
             if not of_backward:
                 clear_rows_behind(tiles.V, valid, s)
             T.fence_proxy_async()
-            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, consumers(V))
+            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, TILE.consumers)
 
     def store_map(r, place):
         return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
@@ -80,7 +72,7 @@ def map_roles(dtype, K, partial, of_backward=False):
     def compute(tiles, ready, start, chunks, which, segment, hv, v0, maps):
         """The consumers: the recurrence, and its result."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=of_backward)
+        r = registers(V, K, dtype, TILE.early_factors, output=False, exact=of_backward)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         for i, j in T.Parallel(V, K):
@@ -111,7 +103,7 @@ def map_roles(dtype, K, partial, of_backward=False):
     def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < consumers(V) + 32, chunks, start)):
+        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < TILE.consumers + 32, chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             t = segment.row + c * C
             slot = segment.first + c
@@ -130,12 +122,12 @@ def segment_maps(dtype, K, partial):
     sizes = Sizes()
     H_v, value_rows = sizes.H_v, sizes.value_rows
     assert K == V, "M^T has K rows and a tile of Z^T has V, and the same warpgroups make either"
-    CONSUMERS = consumers(V)
+    CONSUMERS = TILE.consumers
     roles = map_roles(dtype, K, partial)
 
     def make_tiles():
         return shared(
-            123.75,
+            TILE.shared,
             K=([STAGES, C, K], dtype),
             V=([STAGES, C, V], dtype),
             L=([STAGES, C, C], dtype),
@@ -175,10 +167,10 @@ def segment_maps(dtype, K, partial):
         maps: Maps(sizes, dtype, K),
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+            sizes.segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=TILE.threads, prelude=PRELUDE
         ) as cta:
             tiles = make_tiles()
-            ready = make_barriers(V)
+            ready = make_barriers()
             piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M behind the tiles of Z
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))

@@ -33,10 +33,11 @@ Launched on [N * H_v * value_dim / 32].
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Plan, Sizes, States
+from kernels_tl.config import SEGMENT_SCAN as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
 from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, consumers, map_step
+from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
@@ -47,14 +48,14 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-PRODUCERS = 64  # a warp that loads and one that stores
+# Producers: a warp that loads and one that stores
 SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next one is the last on the way, without a map
 
 
 def segment_scan(dtype, K, reverse):
     sizes = Sizes()
     H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
-    CONSUMERS = consumers(K)
+    CONSUMERS = TILE.consumers
     of_map = map_step(dtype, K, reverse)
     WAY = -1 if reverse else 1  # from a segment to the next one
 
@@ -72,7 +73,7 @@ def segment_scan(dtype, K, reverse):
 
     def make_tiles():
         return shared(
-            208.01171875,
+            TILE.shared,
             M=([MAP_STAGES, 2, K, K], dtype),
             S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
             Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),  # Z^T, then S^T
@@ -183,7 +184,7 @@ def segment_scan(dtype, K, reverse):
         states: States(sizes),
         beside: T.int32,  # only with reverse
     ):
-        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             parts = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))

@@ -43,6 +43,7 @@ from kernels_tl.bundles import (
     Slots,
     Tokens,
 )
+from kernels_tl.config import CHUNK_MATRICES as TILE
 from kernels_tl.core.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
@@ -62,7 +63,6 @@ from kernels_tl.layout import (
     DIAGONAL_STRIDE,
     GATE_HEADS,
     INVERSE_STRIDE,
-    MATRICES_CTAS,
     PADDING,
     ChunkColumn,
     NamedBarrier,
@@ -78,7 +78,7 @@ PRELUDE = """
 #include "plan/plan.cuh"
 """
 
-THREADS = 128
+THREADS = TILE.threads
 WARPS = THREADS // 32
 SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
 Full = T.GemmWarpPolicy.FullRow
@@ -92,7 +92,7 @@ def chunk_matrices(dtype, K, normalize):
 
     def make_tiles():
         return shared(
-            54.796875,
+            TILE.shared,
             K=([C, K], dtype),  # then blocks of the products
             Q=([C, K], dtype),  # then block columns of the matrices, a warp's two after another's
             diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
@@ -108,18 +108,7 @@ def chunk_matrices(dtype, K, normalize):
         """The chunk in a slot: row, length, sequence."""
         found = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
-            extern(
-                "find_chunk",
-                found.data,
-                slot,
-                T.access_ptr(sequences.offsets[0], "r"),
-                sequences.has_offsets,
-                sequences.wide_offsets,
-                T.Cast("int32", sizes.N),
-                T.Cast("int32", sizes.tokens),
-                sequences.uniform_length,
-                slots.table(),
-            )
+            sequences.search("find_chunk", found.data, slot, sizes, slots)
         else:
             T.pdl_sync()
             for i in T.unroll(ChunkColumn.COUNT):
@@ -309,7 +298,7 @@ def chunk_matrices(dtype, K, normalize):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            T.annotate_min_blocks_per_sm(MATRICES_CTAS)
+            T.annotate_min_blocks_per_sm(TILE.ctas)
             share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)

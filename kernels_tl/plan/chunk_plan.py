@@ -32,11 +32,11 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import CheckpointTable, Cuts, Plan, Sequences, Sizes, Slots, StatePresence
+from kernels_tl.config import CHUNK_PLAN
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
 from kernels_tl.layout import (
     NOBODY,
     PADDING,
-    PLAN_STEP,
     SCANNED,
     SegmentColumn,
     SegmentFlag,
@@ -48,7 +48,7 @@ PRELUDE = """
 #include "plan/plan.cuh"
 """
 
-THREADS = PLAN_STEP  # one sequence each, step by step
+THREADS = CHUNK_PLAN.threads  # one sequence each, step by step
 WHOLE = 0x7FFFFFFF // C  # chunks a segment where no sequence is cut
 
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
+from kernels_tl.config import CHUNK_FORWARD
 from kernels_tl.core.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
@@ -46,9 +47,6 @@ PRELUDE = """
 """
 
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
-STAGES = 2
-EARLY_FACTORS = 8  # of eight, see recurrence.registers
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
 # Behind a segment's columns in shared memory: how many turns follow, and the piece's head and first value row.
 MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
 
@@ -58,11 +56,10 @@ def chunk_forward(dtype, K, value_tile):
     key_dim, value_dim = sizes.key_dim, sizes.value_dim
     (h_slots,) = dims("h_slots")
     element = element_type(dtype)
+    tile = CHUNK_FORWARD[value_tile]
+    STAGES, CONSUMERS, HAS_REGISTERS = tile.stages, tile.consumers, tile.registers is not None
     WARPGROUPS = value_tile // ROWS
-    # Threads: the consumers, a warp that loads, one for each consumer warpgroup that stores. setmaxnreg takes whole
-    # warpgroups, so with two of them there are as many producers as a third has.
-    CONSUMERS = 128 * WARPGROUPS
-    PRODUCERS = 64 if WARPGROUPS == 1 else 128
+    # Producers: a warp that loads, one for each consumer warpgroup that stores
 
     def size_of(dtype):
         """Bytes of a state's number."""
@@ -75,7 +72,7 @@ def chunk_forward(dtype, K, value_tile):
     def make_tiles():
         state = max(K * pitch(value_tile), value_tile * pitch(K))  # K first, V first
         return shared(
-            {64: 156.5859375, 128: 212.5859375}[value_tile],
+            tile.shared,
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -159,7 +156,7 @@ def chunk_forward(dtype, K, value_tile):
     def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
         """The consumers: the recurrence, and O's way to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(value_tile, K, dtype, EARLY_FACTORS)
+        r = registers(value_tile, K, dtype, tile.early_factors)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
@@ -318,7 +315,7 @@ def chunk_forward(dtype, K, value_tile):
         value_tiles: T.int32,  # of value_tile rows
         only_if: T.int32,  # the first segment's flags are these; 0: in any case
     ):
-        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             if only_if != 0:
@@ -331,13 +328,13 @@ def chunk_forward(dtype, K, value_tile):
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:
-                if WARPGROUPS == 2:
-                    T.inc_max_nreg(CONSUMER_REGISTERS)
+                if HAS_REGISTERS:
+                    T.inc_max_nreg(tile.registers[0])
                 ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
                 compute(tiles, ready, initial, *ends, h, has_h)
             else:
-                if WARPGROUPS == 2:
-                    T.dec_max_nreg(PRODUCER_REGISTERS)
+                if HAS_REGISTERS:
+                    T.dec_max_nreg(tile.registers[1])
                 turns = walk.turns()
                 load(walk, tiles, ready, turns, tokens, matrices, plan.segments, maps.states, initial)
                 T.pdl_sync()

@@ -28,6 +28,7 @@ runs.
 import tilelang.language as T
 
 from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
+from kernels_tl.config import FUSED_FORWARD as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import Walk, barriers, fetch, is_never, shared, store_rows
 from kernels_tl.core.state_view import chosen, is_checkpoint
@@ -59,23 +60,22 @@ PRELUDE = """
 
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 WARPGROUPS = 2  # take turns in making matrices
-STAGES, VALUE_STAGES = Ring.STAGES, Ring.VALUE_STAGES  # of K, Q, matrices and gates; of V
-CONSUMERS, PRODUCERS = 128 * WARPGROUPS, 128
+STAGES, VALUE_STAGES = TILE.stages, Ring.VALUE_STAGES  # of K, Q, matrices and gates; of V
+CONSUMERS = TILE.consumers
 LOADER, STORERS, GATES = 0, 1, 3  # warps of the producers: one, one for each consumer warpgroup, one
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
-EARLY_FACTORS = 4  # of eight, see recurrence.registers; more spill
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56  # 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
 def fused_forward(dtype, K, normalize, low_level):
     sizes = Sizes()  # value_dim is at most V: a CTA has all value rows of a head
     H_v = sizes.H_v
-    V = ROWS * WARPGROUPS
+    V = TILE.tile
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
         return shared(
-            225.63671875,
+            TILE.shared,
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([VALUE_STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -161,7 +161,7 @@ def fused_forward(dtype, K, normalize, low_level):
     def compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, scale):
         """The consumers: their steps, piece after piece."""
         tx = T.get_thread_binding()
-        r = registers(V, K, dtype, EARLY_FACTORS)
+        r = registers(V, K, dtype, TILE.early_factors)
         place = T.alloc_var("int32", init=at_place.place_of_thread(C * ROWS * 2))
         extern("clear_matrices", T.access_ptr(tiles.L, "w"), T.access_ptr(tiles.P, "w"), STAGES)
         T.sync_threads(NamedBarrier.FUSED_BEGIN, CONSUMERS)
@@ -413,7 +413,7 @@ def fused_forward(dtype, K, normalize, low_level):
         early: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(ctas, threads=CONSUMERS + PRODUCERS, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
@@ -428,18 +428,8 @@ def fused_forward(dtype, K, normalize, low_level):
                 ring = T.alloc_var("int32", init=0)  # of this warp
                 extent = T.alloc_local([2], "int32")
                 if (early != 0) & ((warp == LOADER) | (warp == GATES)):
-                    extern(
-                        "find_segment",
-                        extent.data,
-                        T.truncdiv(cta, T.Cast("int32", sizes.H_v)),
-                        T.access_ptr(sequences.offsets[0], "r"),
-                        sequences.has_offsets,
-                        sequences.wide_offsets,
-                        T.Cast("int32", sizes.N),
-                        T.Cast("int32", sizes.tokens),
-                        sequences.uniform_length,
-                        slots.table(),
-                    )
+                    segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v))
+                    sequences.search("find_segment", extent.data, segment, sizes, slots)
                 else:
                     T.pdl_sync()
                 of_loader = T.if_then_else(warp == LOADER, turns, 0)

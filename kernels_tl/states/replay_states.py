@@ -17,6 +17,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
+from kernels_tl.config import REPLAY_STATES as TILE
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -25,7 +26,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
-from kernels_tl.layout import WIDE_TILE, Dtype, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.layout import Dtype, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -35,24 +36,23 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-V = WIDE_TILE  # value rows a CTA
+V = TILE.tile  # value rows a CTA
 ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
-STAGES = 4
-EARLY_FACTORS = 4  # of eight, see recurrence.registers
-PRODUCERS = 128  # a warp that loads, one for each consumer warpgroup that stores; setmaxnreg takes whole warpgroups
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, what a CTA of 384 threads has
+STAGES = TILE.stages
+# Producers: a warp that loads, one for each consumer warpgroup that stores
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
 def replay_states(dtype, K):
     sizes = Sizes()
     H_v, value_rows = sizes.H_v, sizes.value_rows
     WARPGROUPS = V // ROWS
-    CONSUMERS = 128 * WARPGROUPS
+    CONSUMERS = TILE.consumers
     BOXES = K // C  # of a warpgroup's h
 
     def make_tiles():
         return shared(
-            213,
+            TILE.shared,
             K=([STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
             L=([STAGES, C, C], dtype),  # L^T
@@ -88,7 +88,7 @@ def replay_states(dtype, K):
     def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
         """The consumers: the recurrence, and the way to shared memory of what it leaves."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(V, K, dtype, EARLY_FACTORS, output=False, exact=True)
+        r = registers(V, K, dtype, TILE.early_factors, output=False, exact=True)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
@@ -184,7 +184,7 @@ def replay_states(dtype, K):
         v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=CONSUMERS + PRODUCERS, prelude=PRELUDE
+            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers()

@@ -1,0 +1,153 @@
+"""The table of tiles: what a CTA of each kernel has. A kernel's page takes its numbers from here.
+
+Numbers that CUDA and C++ need too are in layout.py, and stand here by their names. The tables hold for both 16-bit
+dtypes and K = 128. `python -m flash_qla` prints what the compiler made of them.
+
+    tile           what a CTA has of the dimension that tiles cut, in value rows unless the line says otherwise
+    stages         of the ring of operands in shared memory
+    consumers      threads that compute
+    producers      threads that load, store and keep tables; setmaxnreg takes whole warpgroups
+    registers      of a consumer and of a producer after setmaxnreg; None: as compiled
+    early_factors  of eight, see states/recurrence.py: registers
+    shared         KB; the kernel's page asserts that its buffers add up to it
+    ctas           that an SM holds at a time
+    spills         bytes that the compiler may spill
+"""
+
+from dataclasses import dataclass
+
+from kernels_tl.layout import (
+    DECODE_CTAS_BLOCKS,
+    DECODE_CTAS_MMA,
+    DECODE_CTAS_ONE_16,
+    DECODE_CTAS_ROWS,
+    DECODE_TILE,
+    DECODE_WARP_ROWS,
+    DECODE_WARPS,
+    GATE_HEADS,
+    GATE_TOKENS,
+    MATRICES_CTAS,
+    NARROW_TILE,
+    PLAN_STEP,
+    SCAN_COLUMNS,
+    WIDE_TILE,
+    Ring,
+)
+
+WARPGROUP, WARP = 128, 32  # threads
+
+
+@dataclass(frozen=True)
+class Tile:
+    tile: int
+    consumers: int
+    producers: int = 0
+    stages: int = 1
+    registers: tuple[int, int] | None = None
+    early_factors: int | None = None
+    shared: float = 0
+    ctas: int = 1
+    spills: int = 0
+
+    @property
+    def threads(self):
+        return self.consumers + self.producers
+
+
+# One sequence a thread.
+CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
+
+# Heads of a group that share K K^T: one a warp. Four CTAs hide each other's latencies.
+CHUNK_MATRICES = Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS)
+
+# By value tile. With two warpgroups 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has. The spills are around h; the
+# forward without h takes no longer for them.
+CHUNK_FORWARD = {
+    NARROW_TILE: Tile(
+        tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
+    ),
+    WIDE_TILE: Tile(
+        tile=WIDE_TILE,
+        consumers=2 * WARPGROUP,
+        producers=WARPGROUP,
+        stages=2,
+        registers=(224, 56),
+        early_factors=8,
+        shared=212.5859375,
+        spills=52,
+    ),
+}
+
+# All value rows of a head. With more early factors registers spill.
+FUSED_FORWARD = Tile(
+    tile=WIDE_TILE,
+    consumers=2 * WARPGROUP,
+    producers=WARPGROUP,
+    stages=Ring.STAGES,
+    registers=(224, 56),
+    early_factors=4,
+    shared=225.63671875,
+)
+
+# 2 * 232 + 40 = 3 * 168.
+REPLAY_STATES = Tile(
+    tile=WIDE_TILE,
+    consumers=2 * WARPGROUP,
+    producers=WARPGROUP,
+    stages=4,
+    registers=(232, 40),
+    early_factors=4,
+    shared=213,
+)
+
+# With all eight early factors it took 5 % longer (benchmarks/notes/segment_maps.md).
+SEGMENT_MAPS = Tile(
+    tile=WIDE_TILE,
+    consumers=2 * WARPGROUP,
+    producers=WARPGROUP,
+    stages=3,
+    registers=(232, 40),
+    early_factors=4,
+    shared=123.75,
+)
+BACKWARD_MAPS = Tile(
+    tile=WIDE_TILE,
+    consumers=2 * WARPGROUP,
+    producers=WARPGROUP,
+    stages=3,
+    registers=(232, 40),
+    early_factors=4,
+    shared=195.75,
+)
+
+# Columns of S; stages of Z.
+SEGMENT_SCAN = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875)
+COMPOSE_MAPS = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=WARP, stages=3, shared=208.01171875)
+
+# Consumers: two warpgroups that carry dS, one that makes dK. Producers: a warp that loads, two of dV, one of the gates.
+# Registers: of dS and of dK alike, 2 * 160 + 160 + 32 = 4 * 128.
+CHUNK_BACKWARD = Tile(
+    tile=WIDE_TILE,
+    consumers=3 * WARPGROUP,
+    producers=4 * WARP,
+    stages=2,
+    registers=(160, 32),
+    shared=224.5625,
+    spills=144,
+)
+
+# Value heads.
+GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
+
+# Rows of a query or key; 16 lanes a row with 128 channels.
+L2NORM = Tile(tile=16, consumers=256)
+
+# By path. Most of the spills come once a CTA.
+DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
+DECODE = {
+    "one_token": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS),
+    "one_token_16": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ONE_16),  # states of 16 bits
+    "rows": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS, spills=128),
+    "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
+    "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
+}
