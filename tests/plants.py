@@ -213,7 +213,6 @@ def build_library(tree: Path) -> None:
     """libflash_qla.so, as CMakeLists.txt builds it, but for what makes it portable."""
     sys.path[:0] = [str(ROOT / "emulator"), str(ROOT)]
     from build import TORCH, Compiler
-
     from build_tools.toolchain import find_toolkit, max_jobs
 
     toolkit, kernels = find_toolkit(), tree / "build/kernels"

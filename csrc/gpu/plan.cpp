@@ -9,7 +9,7 @@
 namespace flash_qla {
 
 int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
-  return varlen ? (T + (kChunk - 1) * (N + 1)) / kChunk : B * chunk_count(T);
+  return most_chunks(B, T, N + 1, varlen);  // what follows the last sequence is padded like one more
 }
 
 std::array<int64_t, 2> mapped_sequences(const Call& call) {

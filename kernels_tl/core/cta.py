@@ -22,7 +22,7 @@ def named(**buffers):
 
 def shared(kilobytes, swizzle=(), **buffers):
     """Allocates shared memory, each buffer `name=(shape, dtype)`, as a record of these names; in the generated code
-    they are called name_s. `kilobytes` is their sum, as the kernel's page states it. `swizzle` names those that shall
+    they are called name_s. `kilobytes` is their sum, as the table in config.py states it. `swizzle` names those that
     have TMA's swizzle without a gemm that gives it to them."""
     total = sum(math.prod(shape) * BYTES[dtype] for shape, dtype in buffers.values()) / 1024
     assert total == kilobytes <= SHARED_LIMIT, f"{total} KB of shared memory, not {kilobytes}"
