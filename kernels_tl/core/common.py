@@ -1,15 +1,7 @@
 """Small helpers that all kernels share. What the names mean is in docs/glossary.md; numbers that CUDA and C++ need too
 are in layout.py.
 
-Sizes that only change grids, strides and descriptors are dynamic:
-
-    tokens          rows of q, k, v: B * T          H_k, H_v       query/key and value heads
-    N               sequences                       chunk_slots    an upper bound of chunks for varlen batches, with
-    segment_slots   an upper bound of segments                     room for padding
-    state_size      elements of all states          h_slots        slots of h, which holds no padding
-    key_dim         channels of a key, at most K    value_dim      of a value, of which a CTA has at most V, a tile
-
-K and V are what a kernel is compiled for. Keys with fewer channels, and the last tile of a value, are as good as zeros
+Sizes that only change grids, strides and descriptors are dynamic: Sizes of bundles.py, and those of `dims`. K and V are what a kernel is compiled for. Keys with fewer channels, and the last tile of a value, are as good as zeros
 in the others: TMA fills them in and leaves them out. What only kernels read is padded: `value_rows` is V times the
 number of tiles.
 """
