@@ -1,8 +1,9 @@
 """Small helpers that all kernels share. What the names mean is in docs/glossary.md; numbers that CUDA and C++ need too
 are in layout.py.
 
-Sizes that only change grids, strides and descriptors are dynamic: Sizes of bundles.py, and those of `dims`. K and V are what a kernel is compiled for. Keys with fewer channels, and the last tile of a value, are as good as zeros
-in the others: TMA fills them in and leaves them out. What only kernels read is padded: `value_rows` is V times the
+Sizes that only change grids, strides and descriptors are dynamic: Sizes of bundles.py, and those of `dims`. A kernel is
+compiled for K and V. Keys with fewer channels, and the last tile of a value, are padded with zeros on the chip: TMA
+fills them in and leaves them out. Tensors that only kernels read are padded in memory: `value_rows` is V times the
 number of tiles.
 """
 
