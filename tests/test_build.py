@@ -304,7 +304,7 @@ def test_rows_are_copied_by_16_bytes(kernel):
     code = (
         "from build_tools.instance import Instance\n"
         "from build_tools.lower import lower\n"
-        f"instance = Instance('backward.{kernel}', {{'dtype': 'bfloat16', 'K': 128}})\n"
+        f"instance = Instance('gradients.{kernel}', {{'dtype': 'bfloat16', 'K': 128}})\n"
         "print(lower('kernels_tl', instance).source)"
     )
     result = run([sys.executable, "-c", code])
