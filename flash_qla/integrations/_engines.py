@@ -13,7 +13,7 @@ class Replacement:
     """Functions in the place of an engine's own, in the modules whose layers look them up there.
 
     Args:
-        release: the engine's name and the release that they were written for.
+        release: of the engine that they were written for, for the messages.
         functions: {module: {name there: function}}; the modules are imported when the functions are first used.
     """
 
@@ -51,34 +51,6 @@ class Replacement:
         while self._originals:
             (module, name), theirs = self._originals.popitem()
             setattr(module, name, theirs)
-
-    def as_functions(self, module: str) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The functions use_flash_qla and restore of an integration's module."""
-        engine = self._release.split()[0]
-
-        def use_flash_qla() -> None:
-            self.use()
-
-        def restore() -> None:
-            self.restore()
-
-        use_flash_qla.__doc__ = _DOC_OF_USE.replace("ENGINE", engine)
-        restore.__doc__ = f"Give {engine}'s layers their own functions again."
-        return _of_module(module, use_flash_qla), _of_module(module, restore)
-
-
-_DOC_OF_USE = """Have ENGINE's Gated DeltaNet layers call the functions of this module, in this process.
-
-Raises:
-    ImportError: ENGINE cannot be imported.
-    RuntimeError: this ENGINE has not these functions, or they have other arguments. Nothing has been changed then.
-"""
-
-
-def _of_module(module: str, function: Callable) -> Callable:
-    """The function, named as if the module itself defined it."""
-    function.__module__, function.__qualname__ = module, function.__name__
-    return function
 
 
 def _parameters(function: Callable) -> list[tuple]:
@@ -148,7 +120,9 @@ def packed_decode(module: str, null_index: int) -> Callable:
         )
         return out.copy_(o), initial_state
 
-    return _of_module(module, fused_recurrent_gated_delta_rule_packed_decode)
+    function = fused_recurrent_gated_delta_rule_packed_decode
+    function.__module__, function.__qualname__ = module, function.__name__
+    return function
 
 
 def number_of_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:

@@ -206,4 +206,18 @@ _replacement = Replacement(
         },
     },
 )
-use_flash_qla, restore = _replacement.as_functions(__name__)
+
+
+def use_flash_qla() -> None:
+    """Have SGLang's Gated DeltaNet layers call the functions of this module, in this process.
+
+    Raises:
+        ImportError: SGLang cannot be imported.
+        RuntimeError: this SGLang has not these functions, or they have other arguments. Nothing has been changed then.
+    """
+    _replacement.use()
+
+
+def restore() -> None:
+    """Give SGLang's layers their own functions again."""
+    _replacement.restore()

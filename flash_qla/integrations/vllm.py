@@ -217,4 +217,18 @@ _replacement = Replacement(
         f"{_LAYERS}.olmo_gdn_linear_attn": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
     },
 )
-use_flash_qla, restore = _replacement.as_functions(__name__)
+
+
+def use_flash_qla() -> None:
+    """Have vLLM's Gated DeltaNet layers call the functions of this module, in this process.
+
+    Raises:
+        ImportError: vLLM cannot be imported.
+        RuntimeError: this vLLM has not these functions, or they have other arguments. Nothing has been changed then.
+    """
+    _replacement.use()
+
+
+def restore() -> None:
+    """Give vLLM's layers their own functions again."""
+    _replacement.restore()
