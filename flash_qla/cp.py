@@ -27,7 +27,7 @@ ops = torch.ops.flash_qla
 _OPTIONS = [x.name for x in ops.chunk_gated_delta_rule.default._schema.arguments[5:]]  # what is behind the tokens
 _TENSORS = ("initial_state", "A_log", "dt_bias")  # those that have gradients
 
-# What is left of a state by maps whose norm is smaller is dropped, as within a segment (kernels_tl/maps/segments.cuh)
+# Maps whose norm is smaller are replaced by 0, as within a segment (kernels_tl/maps/segments.cuh)
 _NEGLIGIBLE = 2.0**-24
 
 

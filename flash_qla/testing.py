@@ -49,7 +49,7 @@ def forced_dispatch(*, forward: ForwardMode | None = None, backward: BackwardMod
 
     Args:
         forward: the mode of the forward; {} gives all decisions back to the cost model. None keeps what is in force.
-        backward: likewise, of the backward.
+        backward: the mode of the backward; {} and None as for forward.
 
     Raises:
         ValueError: a field has a value that no call can follow.

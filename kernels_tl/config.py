@@ -54,71 +54,33 @@ class Tile:
         return self.consumers + self.producers
 
 
+def two_warpgroups(**numbers):
+    """A wide tile, two consumer warpgroups and a warpgroup of producers; 2 * 224 + 56 = 2 * 232 + 40 = 3 * 168."""
+    return Tile(tile=WIDE_TILE, consumers=2 * WARPGROUP, producers=WARPGROUP, **numbers)
+
+
 # One sequence a thread.
 CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
 
 # Heads of a group that share K K^T: one a warp. Four CTAs hide each other's latencies.
 CHUNK_MATRICES = Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS)
 
-# By value tile. With two warpgroups 2 * 224 + 56 = 3 * 168, what a CTA of 384 threads has. The spills are around h; the
-# forward without h takes no longer for them.
+# By value tile. The spills are around h; the forward without h takes no longer for them.
 CHUNK_FORWARD = {
     NARROW_TILE: Tile(
         tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
     ),
-    WIDE_TILE: Tile(
-        tile=WIDE_TILE,
-        consumers=2 * WARPGROUP,
-        producers=WARPGROUP,
-        stages=2,
-        registers=(224, 56),
-        early_factors=8,
-        shared=212.5859375,
-        spills=52,
-    ),
+    WIDE_TILE: two_warpgroups(stages=2, registers=(224, 56), early_factors=8, shared=212.5859375, spills=52),
 }
 
 # All value rows of a head. With more early factors registers spill.
-FUSED_FORWARD = Tile(
-    tile=WIDE_TILE,
-    consumers=2 * WARPGROUP,
-    producers=WARPGROUP,
-    stages=Ring.STAGES,
-    registers=(224, 56),
-    early_factors=4,
-    shared=225.63671875,
-)
+FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
 
-# 2 * 232 + 40 = 3 * 168.
-REPLAY_STATES = Tile(
-    tile=WIDE_TILE,
-    consumers=2 * WARPGROUP,
-    producers=WARPGROUP,
-    stages=4,
-    registers=(232, 40),
-    early_factors=4,
-    shared=213,
-)
+REPLAY_STATES = two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213)
 
-# With all eight early factors it took 5 % longer (benchmarks/notes/segment_maps.md).
-SEGMENT_MAPS = Tile(
-    tile=WIDE_TILE,
-    consumers=2 * WARPGROUP,
-    producers=WARPGROUP,
-    stages=3,
-    registers=(232, 40),
-    early_factors=4,
-    shared=123.75,
-)
-BACKWARD_MAPS = Tile(
-    tile=WIDE_TILE,
-    consumers=2 * WARPGROUP,
-    producers=WARPGROUP,
-    stages=3,
-    registers=(232, 40),
-    early_factors=4,
-    shared=195.75,
-)
+# With all eight early factors SEGMENT_MAPS took 5 % longer (benchmarks/notes/segment_maps.md).
+SEGMENT_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=123.75)
+BACKWARD_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=195.75)
 
 # Columns of S; stages of Z.
 SEGMENT_SCAN = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875)

@@ -37,7 +37,7 @@ ForwardShape shape_of(const Call& call, const States& states) {
           .in_halves = call.in_halves};
 }
 
-// What chunk_matrices makes in the backward alone.
+// Arguments of chunk_matrices that the backward alone has.
 constexpr kernels::BackwardTables kNoBackwardTables = {
     .backward_gates = nullptr, .turns = nullptr, .counters = nullptr, .has_backward_gates = false};
 constexpr kernels::Gradients kNoGradients = {.dq = nullptr, .dk = nullptr, .dv = nullptr, .db = nullptr, .dg = nullptr};

@@ -1,5 +1,4 @@
-// What both passes launch, and the bundles that they share: parts of the call and of the workspace, as kernels take
-// them.
+// Pass: the launches that forward and backward share, and the bundles of the call and its workspace.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,7 +29,7 @@ class Pass {
   kernels::Sizes sizes() const;
   kernels::Tokens tokens() const;
   kernels::Plan plan() const;
-  kernels::Plan map_plan() const;  // whose segments are those that have maps
+  kernels::Plan map_plan() const;  // with the table of segments that have maps
   kernels::Matrices matrices() const;
   kernels::Maps maps() const;  // of states
 
@@ -40,8 +39,8 @@ class Pass {
   // segment_scan, of states or in reverse of their gradients. `beside` the scan that is the launch before this one.
   void scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside) const;
 
-  // compose_maps, of the sequences call.map_sequences; null if there are none. `offsets` are the Z of the segments,
-  // each in its own slot, `initial` the states that are there.
+  // compose_maps, for the sequences call.map_sequences: [sequences, H_v, V + K, K], without a launch if there are none.
+  // `offsets` has Z of each segment in its own slot, `initial` the states before the first segments.
   Tensor compose(bool reverse, const kernels::Maps& maps, const float* offsets,
                  const std::optional<Tensor>& initial) const;
 

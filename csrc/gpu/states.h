@@ -16,20 +16,20 @@ int64_t table_kind(const Tensor& tensor);
 
 // The states of a call, as kernels take them (kernels_tl/bundles.py).
 struct States {
-  kernels::States numbers;           // slots, of which sequences have one each: those of `slots`
-  kernels::Slots slots;              // or, without a table, their own numbers
+  kernels::States numbers;           // where the states lie, and their layout
+  kernels::Slots slots;              // the slot of each sequence: by a table, or the sequence's number
   kernels::StatePresence presence;   // which states there are
-  kernels::Checkpoints kept;         // V-first; none: every 0 tokens
-  kernels::CheckpointTable kept_in;  // or, without a table, in the order of the sequences
+  kernels::Checkpoints kept;         // states every so many tokens, V-first; 0 tokens: none
+  kernels::CheckpointTable kept_in;  // their slots: by a table, or in the order of the sequences
 };
 
-// Of one tensor of initial states and one of final states, in the layout of the call.
+// The op's own states, one run in fp32 in the layout of the call.
 kernels::States own_states(const Call& call, const void* initial, void* final = nullptr);
 
 // States in the order of the sequences; `has_initial` and `has_final` say whether there are any.
 States states_in_order(const Call& call, const kernels::States& numbers, bool has_initial, bool has_final);
 
-// Of the op's own tensors.
+// The states of the op's own tensors.
 States states_of(const Call& call, const ForwardOutputs& out);
 
 // In halves the plan is made before it is known which states there will be, and says that sequences have all of them.

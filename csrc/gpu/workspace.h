@@ -66,7 +66,7 @@ inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * valu
 
 // Below, K is the instance's and `rows` are value_rows.
 
-// What both passes have. The fused forward has no tables of chunks.
+// The parts that both passes have. The fused forward has neither gates nor matrices.
 struct PassWorkspace : Workspace {
   template <typename Shape, typename Dispatch>
   PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)

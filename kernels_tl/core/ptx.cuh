@@ -13,13 +13,13 @@ namespace flash_qla::device {
 
 // The compiler.
 
-// It knows nothing of these values from here on: what depends on them is computed after this point, not before.
+// The compiler knows nothing of these values from here on, so it computes what depends on them after this point.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void make_opaque(int& x, int& y, int& z, int& w) {
   asm volatile("" : "+r"(x), "+r"(y), "+r"(z), "+r"(w));
 }
 
-// A copy in a register of its own, which it cannot compute again.
+// A copy in a register of its own, which the compiler cannot compute again.
 __device__ __forceinline__ int kept(int x) {
   int y;
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
@@ -29,7 +29,7 @@ __device__ __forceinline__ int kept(int x) {
 // x is in its register here, and memory accesses stay on their side.
 __device__ __forceinline__ void pin_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-// It loads again what it has loaded before.
+// The compiler loads again what it has loaded before.
 __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 
 // Threads.
@@ -167,13 +167,13 @@ __device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// So many bytes will come to the barrier, a tl::Barrier.
+// Announces so many bytes to the barrier, a tl::Barrier.
 template <typename Barrier>
 __device__ __forceinline__ void expect_bytes(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
-// They come: from global memory to `offset` bytes behind `to` in shared memory.
+// Copies bytes of global memory to shared memory, `offset` bytes after `to`; their arrival counts at the barrier.
 template <typename Barrier>
 __device__ __forceinline__ void copy_bytes(void* to, int offset, const void* from, int bytes, Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -200,7 +200,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* bo
       "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-// Likewise added to what is there, each sum rounded to the dtype of the tensor.
+// The same, but added to the tensor; each sum is rounded to the dtype of the tensor.
 __device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"

@@ -8,8 +8,8 @@
 
 namespace flash_qla::device {
 
-// Of the thread's warp in its warpgroup; by a shuffle, so that the compiler knows that it is the same in all lanes:
-// branches on it may then be where WGMMAs are in flight.
+// The warp's number in its warpgroup. By a shuffle the compiler knows that all lanes have the same number, so branches
+// on it may stand where WGMMAs are in flight.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
 
 // The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
