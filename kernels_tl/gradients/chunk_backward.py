@@ -64,6 +64,7 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, fragments, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of
 from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentColumn, SegmentFlag, TokenSum
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -222,7 +223,7 @@ def chunk_backward(dtype, K):
             T.access_ptr(tiles.columns[p, 0, 0], "w"),
             sums(tiles, p, TokenSum.VALUE),
         )
-        T.barrier_wait(ready.gated_taken, which ^ 1)
+        Stage(0, which).wait_until_free(ready.gated_taken)
         extern("stage_gated", gated.data, T.access_ptr(tiles.G[z, 0, 0], "w"))
         T.fence_proxy_async()
         T.barrier_arrive(ready.gated)
@@ -237,7 +238,8 @@ def chunk_backward(dtype, K):
     @T.macro
     def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
         """Leaves dV_new^T in U, and what dO and dS' are of dS^T / gamma_1 in dS."""
-        T.barrier_wait(ready.dO_loaded, p)
+        one = Stage(0, p)
+        one.wait_for(ready.dO_loaded)
         extern(
             f"round_scaled_tile<{element}>",
             r.faded_dO.data,
@@ -253,10 +255,10 @@ def chunk_backward(dtype, K):
         fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1) * carried)
         for i, j in T.Parallel(V, K):
             r.dS[i, j] *= fade
-        T.barrier_wait(ready.Q_loaded, p)
+        one.wait_for(ready.Q_loaded)
         T.wgmma_gemm(r.faded_dO, tiles.Q[0, :, :], r.dS, policy=Full)
         T.wgmma_gemm(r.faded_dO_rest, tiles.Q[0, :, :], r.dS, policy=Full)
-        T.barrier_wait(ready.matrices_loaded, p)
+        one.wait_for(ready.matrices_loaded)
         T.wait_wgmma(0)
         extern("multiply_columns", r.U.data, gates(tiles, s, BackwardGate.DECAY), carried, column)
         T.wgmma_gemm(tiles.dO[0, :, :], tiles.P[0, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full)
@@ -265,6 +267,8 @@ def chunk_backward(dtype, K):
     @T.macro
     def end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup):
         """Leaves U, G, diag(beta) F, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
+        one = Stage(0, p)
+        pair = Stage(p, (step // 2) % 2)
         T.copy(r.U, r.U_16)
         T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
@@ -278,7 +282,7 @@ def chunk_backward(dtype, K):
             column,
         )
         T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
-        T.barrier_wait(ready.U_taken, p ^ 1)
+        one.wait_until_free(ready.U_taken)
         extern(
             f"stage_transposed<{element}>",
             r.U.data,
@@ -288,10 +292,10 @@ def chunk_backward(dtype, K):
         T.fence_proxy_async()
         T.barrier_arrive(ready.U_staged)
         z = T.alloc_var("int32", init=0)
-        T.barrier_wait(ready.values_loaded, p)
+        one.wait_for(ready.values_loaded)
         multiply_tokens(r, tiles, s, z, tiles.dO[z, :, :], tiles.Q[z, :, :])
-        T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
-        T.barrier_wait(ready.h_loaded, p)
+        pair.wait_until_free(ready.sums_taken)
+        one.wait_for(ready.h_loaded)
         extern(
             f"tile_product<{element}, {V}>",
             T.access_ptr(tiles.dS, "r"),
@@ -305,11 +309,11 @@ def chunk_backward(dtype, K):
         T.barrier_arrive(ready.Q_released)
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)  # all of U
         multiply_tokens(r, tiles, s, z, tiles.U[z, :, :], tiles.K[s, :, :])
-        T.barrier_wait(ready.taken, p)
+        one.wait_for(ready.taken)
         stage_dS(r, tiles, ready)
         gate_products(r, tiles, ready, s, z, p, 1, -1.0)
         T.barrier_arrive(ready.values_released)
-        T.barrier_arrive(ready.sums_made[p])
+        pair.arrive(ready.sums_made)
 
     @T.macro
     def carry(tiles, ready, cta, segments, final, initial, grad_states, ends, scale):
@@ -329,9 +333,10 @@ def chunk_backward(dtype, K):
             else:
                 T.clear(r.dS)
         if segment.length % C != 0:
-            T.barrier_wait(ready.loaded[0], 0)
-            T.barrier_wait(ready.Q_loaded, 0)
-            T.barrier_wait(ready.dO_loaded, 0)
+            first = Stage(0, 0)
+            first.wait_for(ready.loaded)
+            first.wait_for(ready.Q_loaded)
+            first.wait_for(ready.dO_loaded)
             clear_rows_behind(tiles.Q, segment.length % C, 0)
             clear_rows_behind(tiles.K, segment.length % C, 0)
             clear_rows_behind(tiles.dO, segment.length % C, 0)
@@ -342,11 +347,12 @@ def chunk_backward(dtype, K):
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             p = T.alloc_var("int32", init=step % 2)
-            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_for(ready.loaded)
             begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup)
             end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
             carried = gate(tiles, s, BackwardGate.GAMMA, 0)
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
         if (ends.has_dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] *= carried
@@ -355,8 +361,9 @@ def chunk_backward(dtype, K):
     @T.macro
     def begin_dK(r, tiles, ready, s, z, p, scale, carried):
         """dQ, and what of dK needs no U."""
+        one = Stage(0, p)
         multiply(tiles.V_new[z, :, :], tiles.dS[z, :, :], r.dK)
-        T.barrier_wait(ready.h_loaded, p)
+        one.wait_for(ready.h_loaded)
         multiply(tiles.dO[z, :, :], tiles.h[z, :, :], r.product)
         T.wait_wgmma(1)
         T.barrier_arrive(ready.taken)
@@ -381,13 +388,13 @@ def chunk_backward(dtype, K):
             scale,
             sums(tiles, p, TokenSum.QUERY),
         )
-        T.barrier_wait(ready.gated, 0)
+        Stage(0, 0).wait_for(ready.gated)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.gated_taken)
         T.barrier_arrive(ready.Q_released)
-        T.barrier_wait(ready.keys_taken, p ^ 1)
+        one.wait_until_free(ready.keys_taken)
         extern(f"stage_fragment<{element}, {C}>", r.product.data, T.access_ptr(tiles.dQ, "w"))
 
     @T.macro
@@ -408,7 +415,7 @@ def chunk_backward(dtype, K):
             sums(tiles, p, TokenSum.STATE),
         )
         T.barrier_arrive(ready.sums_made[p])
-        T.barrier_wait(ready.gated, 1)
+        Stage(0, 1).wait_for(ready.gated)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, policy=Full)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, transpose_A=True, policy=Full)
         T.wait_wgmma(0)
@@ -427,20 +434,23 @@ def chunk_backward(dtype, K):
             s = T.alloc_var("int32", init=extern("kept", step % STAGES, returns="int32"))
             z = T.alloc_var("int32", init=extern("kept", 0, returns="int32"))
             p = T.alloc_var("int32", init=step % 2)
-            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
-            T.barrier_wait(ready.values_loaded, p)
-            T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
-            T.barrier_wait(ready.staged, p)  # and rows behind the sequence are zeros
-            T.barrier_wait(ready.Q_loaded, p)
-            T.barrier_wait(ready.dO_loaded, p)
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            pair = Stage(p, (step // 2) % 2)
+            stage.wait_for(ready.loaded)
+            one.wait_for(ready.values_loaded)
+            pair.wait_until_free(ready.sums_taken)
+            one.wait_for(ready.staged)  # and rows behind the sequence are zeros
+            one.wait_for(ready.Q_loaded)
+            one.wait_for(ready.dO_loaded)
             begin_dK(r, tiles, ready, s, z, p, scale, carried)
-            T.barrier_wait(ready.U_staged, p)
+            one.wait_for(ready.U_staged)
             # As if they were others: what is computed from them shall not be kept in registers from above.
             s = extern("kept", step % STAGES, returns="int32")
             z = extern("kept", 0, returns="int32")
             end_dK(r, tiles, ready, s, z, p)
             carried = gate(tiles, s, BackwardGate.GAMMA, 0)
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
 
     @T.macro
     def load(tiles, ready, cta, segments, tokens, grad_o, matrices, h, v_new):
@@ -457,26 +467,28 @@ def chunk_backward(dtype, K):
             t = segment.row + c * C
             chunk = segment.first + c
             p = T.alloc_var("int32", init=step % 2)
-            T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(matrices.gates[chunk, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
-            T.barrier_wait(ready.matrices_released, p ^ 1)
+            stage.arrive(ready.loaded)
+            one.wait_until_free(ready.matrices_released)
             for target, source in block_rows(tiles.P, 0, matrices.rows, chunk, hv, 1, edge):
                 fetch(source, target, ready.matrices_loaded)
             for target, source in block_rows(tiles.L, 0, matrices.rows, chunk, hv, 0, edge):
                 fetch(source, target, ready.matrices_loaded)
             T.barrier_arrive(ready.matrices_loaded)
-            T.barrier_wait(ready.dO_released, p ^ 1)
+            one.wait_until_free(ready.dO_released)
             fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[0, :, :], ready.dO_loaded)
             T.barrier_arrive(ready.dO_loaded)
-            T.barrier_wait(ready.Q_released, p ^ 1)
+            one.wait_until_free(ready.Q_released)
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.Q_loaded)
             T.barrier_arrive(ready.Q_loaded)
-            T.barrier_wait(ready.values_released, p ^ 1)
+            one.wait_until_free(ready.values_released)
             fetch(v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
             T.barrier_arrive(ready.values_loaded)
-            T.barrier_wait(ready.h_released, p ^ 1)
+            one.wait_until_free(ready.h_released)
             fetch(h[chunk, hv, v0 : v0 + V, :], tiles.h[0, :, :], ready.h_loaded)
             T.barrier_arrive(ready.h_loaded)
 
@@ -490,10 +502,13 @@ def chunk_backward(dtype, K):
             c = segment.chunks - 1 - step
             s = step % STAGES
             p = step % 2
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            pair = Stage(p, (step // 2) % 2)
             row = T.alloc_var("int32", init=segment.row + c * C)
-            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
-            T.barrier_wait(ready.sums_taken[p], ((step // 2) % 2) ^ 1)
-            T.barrier_wait(ready.U_staged, p)
+            stage.wait_for(ready.loaded)
+            pair.wait_until_free(ready.sums_taken)
+            one.wait_for(ready.U_staged)
             extern(
                 f"store_value_gradients<{element}>",
                 T.access_ptr(tiles.U, "r"),
@@ -516,8 +531,8 @@ def chunk_backward(dtype, K):
                 T.Cast("int32", value_dim) - piece.v0,
             )
             T.barrier_arrive(ready.U_taken)
-            T.barrier_arrive(ready.sums_made[p])
-            T.barrier_arrive(ready.released[s])
+            pair.arrive(ready.sums_made)
+            stage.arrive(ready.released)
 
     @T.macro
     def make_gates(tiles, ready, cta, segments, gradients, turns):
@@ -534,8 +549,11 @@ def chunk_backward(dtype, K):
         for step in T.serial(segment.chunks):
             s = step % STAGES
             p = step % 2
-            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
-            T.barrier_wait(ready.sums_made[p], (step // 2) % 2)
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            pair = Stage(p, (step // 2) % 2)
+            stage.wait_for(ready.loaded)
+            pair.wait_for(ready.sums_made)
             extern(
                 f"store_gate_gradients<{element}>",
                 T.access_ptr(tiles.sums[p, 0, 0], "r"),
@@ -547,9 +565,9 @@ def chunk_backward(dtype, K):
                 T.Cast("int32", H_v),
                 length,
             )
-            T.barrier_arrive(ready.sums_taken[p])
-            T.barrier_arrive(ready.released[s])
-            T.barrier_wait(ready.keys_staged, p)
+            pair.arrive(ready.sums_taken)
+            stage.arrive(ready.released)
+            one.wait_for(ready.keys_staged)
             extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), turn)
             add_rows(tiles.dQ, gradients.dq, row, hk, length, turn)
             add_rows(tiles.dK, gradients.dk, row, hk, length, turn)
@@ -600,7 +618,7 @@ def chunk_backward(dtype, K):
                     make_keys(tiles, ready, cta, plan.segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
-                    if tx < CONSUMERS + 32:
+                    if is_loader(CONSUMERS):
                         load(tiles, ready, cta, plan.segments, tokens, grad_o, matrices, h, v_new)
                     else:
                         if tx < CONSUMERS + 32 + VALUE_THREADS:

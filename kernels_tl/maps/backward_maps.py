@@ -33,6 +33,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import Variables, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers
 from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.maps.segment_maps import (
@@ -121,7 +122,8 @@ def backward_maps(dtype, K):
         for step in T.serial(chunks):
             c = chunks - 1 - step
             s = T.alloc_var("int32", init=step % STAGES)
-            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
                 clear_rows_behind(tiles.Q, segment.length - c * C, s)
                 clear_rows_behind(tiles.K, segment.length - c * C, s)
@@ -130,7 +132,7 @@ def backward_maps(dtype, K):
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             begin_step(r, tiles, s, tiles.dO[s, 0, warpgroup * ROWS], offset, column, scale)
             end_step(r, tiles, s, column)
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
         if chunks > 0:
             for i, j in T.Parallel(V, K):
                 grad_states[segment.slot - 1, hv, v0 + i, j] = r.dS[i, j]
@@ -139,12 +141,13 @@ def backward_maps(dtype, K):
     def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
         """The loader: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for step in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, 0)):
+        for step in T.serial(T.if_then_else(is_loader(CONSUMERS), chunks, 0)):
             s = T.alloc_var("int32", init=step % STAGES)
             c = chunks - 1 - step
             t = segment.row + c * C
             slot = segment.first + c
-            T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.P, s, matrices.rows, slot, hv, 1, edge):
@@ -153,7 +156,7 @@ def backward_maps(dtype, K):
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
+            stage.arrive(ready.loaded)
 
     @T.prim_func
     def main(

@@ -27,6 +27,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -79,13 +80,14 @@ def map_roles(dtype, K, partial, of_backward=False):
             r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
         for c in T.serial(start, chunks):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
-            T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
+            stage = stage_of(c - start, STAGES, s)
+            stage.wait_for(ready.loaded)
             if partial:
                 clear_behind(tiles, s, segment.length - c * C)
             begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
             T.wait_wgmma(0)
             end_step(r, tiles, s)
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
 
         if start < chunks:
             if which == MAP_Z:
@@ -103,17 +105,18 @@ def map_roles(dtype, K, partial, of_backward=False):
     def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < TILE.consumers + 32, chunks, start)):
+        for c in T.serial(start, T.if_then_else(is_loader(TILE.consumers), chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             t = segment.row + c * C
             slot = segment.first + c
-            T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
+            stage = stage_of(c - start, STAGES, s)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(matrices.gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             fetch(tokens.v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
+            stage.arrive(ready.loaded)
 
     return SimpleNamespace(compute=compute, load=load)
 

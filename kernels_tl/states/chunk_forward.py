@@ -33,7 +33,8 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
-from kernels_tl.core.state_view import chosen, is_checkpoint
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import NOBODY, SCANNED, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -124,7 +125,8 @@ def chunk_forward(dtype, K, value_tile):
     ):
         """A consumer's step, chunk c of the segment: from its tiles to O's."""
         s = (done + c) % STAGES
-        T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
+        stage = stage_of(done + c, STAGES, s)
+        stage.wait_for(ready.loaded)
         if length - c * C < C:
             # What Q has there stays in columns not stored.
             for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
@@ -145,12 +147,13 @@ def chunk_forward(dtype, K, value_tile):
                     T.Cast("int32", key_dim),
                 )
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.released_early[s])
+        stage.arrive(ready.released_early)
         end_step(r, tiles, s)
-        T.barrier_arrive(ready.released[s])
-        T.barrier_wait(ready.stored[warpgroup], ((done + c) % 2) ^ 1)
+        stage.arrive(ready.released)
+        own = Stage(warpgroup, (done + c) % 2)
+        own.wait_until_free(ready.stored)
         extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
-        T.barrier_arrive(ready.staged[warpgroup])
+        own.arrive(ready.staged)
 
     @T.macro
     def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
@@ -162,7 +165,8 @@ def chunk_forward(dtype, K, value_tile):
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
         turn = T.alloc_var("int32", init=0)
         while turn >= 0:
-            T.barrier_wait(ready.begun[0], turn % 2)
+            begun = Stage(0, turn % 2)
+            begun.wait_for(ready.begun)
             length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
             T.clear(r.S)
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
@@ -178,7 +182,7 @@ def chunk_forward(dtype, K, value_tile):
                     rest_of_value(tiles.segment[turn % 2, FIRST_ROW]),
                     T.Cast("int32", key_dim),
                 )
-            T.barrier_arrive(ready.taken[0])
+            begun.arrive(ready.taken)
             T.copy(r.S, r.S_16)
 
             c = T.alloc_var("int32", init=0)
@@ -192,24 +196,26 @@ def chunk_forward(dtype, K, value_tile):
                     step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
                     c += 1
                 is_end = T.Select(c * C >= length, 1, 0)
-                is_final = T.alloc_var("int32", init=1)
+                # A loop over the two writes, and not two writes: their registers are then the same.
+                written = T.alloc_var("int32", init=FINAL)
                 if is_checkpoint(c * C, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
-                    is_final = 0
-                while is_final <= is_end:
+                    written = CHECKPOINT
+                while written <= is_end:
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
-                    if is_final == 0:
+                    if written == CHECKPOINT:
                         to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
                     if to != NOBODY:
-                        states = chosen(is_final != 0, final, kept)
+                        states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
-                    is_final += 1
+                    written += 1
             done += c
             turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
 
     @T.macro
     def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
         """A turn's segment and state to shared memory, by the loader."""
-        T.barrier_wait(ready.taken[0], (turn % 2) ^ 1)
+        begun = Stage(0, turn % 2)
+        begun.wait_until_free(ready.taken)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
         if lane < SegmentColumn.COUNT:
             tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
@@ -243,14 +249,14 @@ def chunk_forward(dtype, K, value_tile):
                 T.Select(is_scanned, K, initial.row_stride) * size,
                 T.Select(state.v_first, K, value_tile) * size + STATE_PAD,
             )
-        T.barrier_arrive(ready.begun[0])
+        begun.arrive(ready.begun)
 
     @T.macro
     def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial):
         """The loader: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
-        for turn in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, turns, 0)):
+        for turn in T.serial(T.if_then_else(is_loader(CONSUMERS), turns, 0)):
             piece = walk.locate(turn)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
@@ -258,9 +264,10 @@ def chunk_forward(dtype, K, value_tile):
             begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
             for c in T.serial(segment.chunks):
                 s = (done + c) % STAGES
+                stage = stage_of(done + c, STAGES, s)
                 t = segment.row + c * C
                 slot = segment.first + c
-                T.barrier_wait(ready.released_early[s], (((done + c) // STAGES) % 2) ^ 1)
+                stage.wait_until_free(ready.released_early)
                 fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 for w in T.unroll(WARPGROUPS):
                     fetch(
@@ -274,19 +281,19 @@ def chunk_forward(dtype, K, value_tile):
                     T.pdl_sync()
                 for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                     fetch(source, target, ready.loaded[s])
-                T.barrier_wait(ready.released[s], (((done + c) // STAGES) % 2) ^ 1)
+                stage.wait_until_free(ready.released)
                 if not at_once:
                     fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                 fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
                 for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
-                T.barrier_arrive(ready.loaded[s])
+                stage.arrive(ready.loaded)
             done += segment.chunks
 
     @T.macro
     def store(walk, tiles, ready, turns, segments, o):
         """The storers, one for each consumer warpgroup: O from shared memory."""
-        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
+        w = T.alloc_var("int32", init=storer(CONSUMERS))
         done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
         for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
             piece = walk.locate(turn)
@@ -294,9 +301,10 @@ def chunk_forward(dtype, K, value_tile):
             length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
             v0 = piece.tile * value_tile + w * ROWS
             for c in T.serial(T.truncdiv(length + (C - 1), C)):
-                T.barrier_wait(ready.staged[w], (done + c) % 2)
+                own = Stage(w, (done + c) % 2)
+                own.wait_for(ready.staged)
                 store_rows(tiles.O, w, o, row + c * C, piece.hv, v0, length - c * C)
-                T.barrier_arrive(ready.stored[w])
+                own.arrive(ready.stored)
             done += T.truncdiv(length + (C - 1), C)
 
     @T.prim_func

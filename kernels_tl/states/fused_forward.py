@@ -31,7 +31,8 @@ from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Siz
 from kernels_tl.config import FUSED_FORWARD as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import Walk, barriers, fetch, is_never, shared, store_rows
-from kernels_tl.core.state_view import chosen, is_checkpoint
+from kernels_tl.core.pipeline import Stage
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
     BLOCK,
     INVERSE_STRIDE,
@@ -45,7 +46,7 @@ from kernels_tl.layout import (
     SegmentColumn,
 )
 from kernels_tl.states import place as at_place
-from kernels_tl.states.place import next_chunk, phase, stage, value_phase, value_stage
+from kernels_tl.states.place import next_chunk, stage, value_stage
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -129,11 +130,11 @@ def fused_forward(dtype, K, normalize, low_level):
     @T.macro
     def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
         """A consumer's step, from its tiles to O's, and by turns the matrices of the chunk after the next."""
-        s = stage(now)
-        u = value_stage(now)
+        tile, value = stage(now), value_stage(now)
+        s, u = tile.index, value.index
         own = at_place.warpgroup(place)
-        T.barrier_wait(ready.made[s], phase(now))
-        T.barrier_wait(ready.loaded_v[u], value_phase(now))
+        tile.wait_for(ready.made)
+        value.wait_for(ready.loaded_v)
         if left < C:
             extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
@@ -141,20 +142,20 @@ def fused_forward(dtype, K, normalize, low_level):
         if is_never(sizes):  # keeps what is before it from sinking behind the wait
             extern("trap")
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.released_v[u])
+        value.arrive(ready.released_v)
         # Over long ago; behind the products it would cost 2 %.
         if low_level:
             extern("wait_for_tile", ready.stored[0], place)
         else:
-            T.barrier_wait(ready.stored[own], u ^ 1)
+            Stage(own, u).wait_until_free(ready.stored)
         end_step(r, tiles, s)
-        T.barrier_arrive(ready.released[s])
+        tile.arrive(ready.released)
         O_s = tiles.O[0, 0, 0]
         extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), at_place.offset(place))
         T.barrier_arrive(ready.staged[own])
         if u == own:  # two chunks ahead: the stage before this one
             before = T.if_then_else(s == 0, STAGES - 1, s - 1)
-            before_phase = T.if_then_else(s == 0, phase(now), phase(now) ^ 1)
+            before_phase = T.if_then_else(s == 0, tile.parity, tile.parity ^ 1)
             make_matrices(tiles, ready, before, before_phase, own, place, scale)
 
     @T.macro
@@ -197,18 +198,19 @@ def fused_forward(dtype, K, normalize, low_level):
                 done = T.alloc_var("int32", init=tiles.done[tx])
                 length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
                 is_end = T.Select(done >= length, 1, 0)
-                is_final = T.alloc_var("int32", init=1)
+                # A loop over the two writes, and not two writes: their registers are then the same.
+                written = T.alloc_var("int32", init=FINAL)
                 if is_checkpoint(done, length, segments[end.segment, SegmentColumn.UNTIL], checkpoint_every):
-                    is_final = 0
-                while is_final <= is_end:
+                    written = CHECKPOINT
+                while written <= is_end:
                     to = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.FINAL])
-                    if is_final == 0:
+                    if written == CHECKPOINT:
                         chunks_done = T.truncdiv(done, C)
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
                     if to != NOBODY:
-                        states = chosen(is_final != 0, final, kept)
+                        states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, end.hv)
-                    is_final += 1
+                    written += 1
             tiles.turns[tx] += 1
 
     @T.macro
@@ -229,21 +231,21 @@ def fused_forward(dtype, K, normalize, low_level):
             row = T.alloc_var("int32", init=extent[0])
             length = T.alloc_var("int32", init=extent[1])
             for c in T.serial(T.truncdiv(length + (C - 1), C)):
-                s = stage(ring)
-                u = value_stage(ring)
+                tile, value = stage(ring), value_stage(ring)
+                s, u = tile.index, value.index
                 t = row + c * C
-                T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+                tile.wait_until_free(ready.released)
                 fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                 fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
-                T.barrier_arrive(ready.loaded[s])
-                T.barrier_wait(ready.released_v[u], value_phase(ring) ^ 1)
+                tile.arrive(ready.loaded)
+                value.wait_until_free(ready.released_v)
                 for w in T.unroll(WARPGROUPS):
                     fetch(
                         tokens.v[t : t + C, piece.hv, w * ROWS : w * ROWS + ROWS],
                         tiles.V[u, w, :, :],
                         ready.loaded_v[u],
                     )
-                T.barrier_arrive(ready.loaded_v[u])
+                value.arrive(ready.loaded_v)
                 ring = next_chunk(ring)
 
     @T.macro
@@ -283,7 +285,8 @@ def fused_forward(dtype, K, normalize, low_level):
                 piece.hv,
             )
             while rest > 0:
-                s = stage(ring)
+                tile = stage(ring)
+                s = tile.index
                 extern(
                     "activate_pairs",
                     g_pair.data,
@@ -296,7 +299,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     rest,
                 )
                 load_gates(g_bits, beta_bits, inside, row + C, piece.hv, rest - C)
-                T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+                tile.wait_until_free(ready.released)
                 tiles.lengths[s] = T.min(rest, C)
                 extern(
                     "make_table",
@@ -305,7 +308,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     beta_pair.data,
                     T.float32(1) if normalize else scale,
                 )
-                T.barrier_arrive(ready.gated[s])
+                tile.arrive(ready.gated)
                 if low_level:
                     extern(
                         "store_cumsum",
@@ -322,10 +325,10 @@ def fused_forward(dtype, K, normalize, low_level):
     def end_tables(tiles, ready, times, ring: T.Ref):
         """The gates' warp, at the end: each warpgroup asks for one chunk too many."""
         for _ in T.serial(times):
-            s = stage(ring)
-            T.barrier_wait(ready.released[s], phase(ring) ^ 1)
-            tiles.lengths[s] = -1
-            T.barrier_arrive(ready.gated[s])
+            tile = stage(ring)
+            tile.wait_until_free(ready.released)
+            tiles.lengths[tile.index] = -1
+            tile.arrive(ready.gated)
             ring = next_chunk(ring)
 
     @T.macro
@@ -361,16 +364,16 @@ def fused_forward(dtype, K, normalize, low_level):
                 if low_level:  # noqa: SIM102, this one is Python's
                     if A_ahead > 0:
                         next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_ahead)
-                        T.barrier_wait(ready.staged[w], stores % 2)
+                        Stage(w, stores % 2).wait_for(ready.staged)
                         store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
-                T.barrier_wait(ready.staged[w], stores % 2 if low_level else value_stage(ring))
+                Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
                 store_rows(tiles.O, w, outputs.o, row, piece.hv, w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
-                    if value_stage(ring) == w:
+                    if value_stage(ring).index == w:
                         A_ahead = 2
                 ring = next_chunk(ring)
                 row += C

@@ -3,6 +3,7 @@
 import tilelang.language as T
 
 from kernels_tl.core.common import extern
+from kernels_tl.core.pipeline import Stage
 from kernels_tl.layout import Place, Ring
 
 
@@ -11,19 +12,13 @@ def _field(number, first, mask):
 
 
 def stage(ring):
-    return _field(ring, Ring.STAGE, 3)
-
-
-def phase(ring):
-    return _field(ring, Ring.PHASE, 1)
+    """Of K, Q, matrices and gates."""
+    return Stage(_field(ring, Ring.STAGE, 3), _field(ring, Ring.PHASE, 1))
 
 
 def value_stage(ring):
-    return _field(ring, Ring.VALUE_STAGE, 1)
-
-
-def value_phase(ring):
-    return _field(ring, Ring.VALUE_PHASE, 1)
+    """Of V."""
+    return Stage(_field(ring, Ring.VALUE_STAGE, 1), _field(ring, Ring.VALUE_PHASE, 1))
 
 
 def next_chunk(number, first=0):

@@ -26,6 +26,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.layout import Dtype, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -74,15 +75,17 @@ def replay_states(dtype, K):
 
     @T.macro
     def stage_h(r, tiles, ready, warpgroup, c, rows):
-        T.barrier_wait(ready.h_stored[warpgroup], (c % 2) ^ 1)
+        own = Stage(warpgroup, c % 2)
+        own.wait_until_free(ready.h_stored)
         extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
-        T.barrier_arrive(ready.h_staged[warpgroup])
+        own.arrive(ready.h_staged)
 
     @T.macro
     def stage_V_new(r, tiles, ready, warpgroup, c, offset):
-        T.barrier_wait(ready.V_new_stored[warpgroup], (c % 2) ^ 1)
+        own = Stage(warpgroup, c % 2)
+        own.wait_until_free(ready.V_new_stored)
         extern(f"stage_transposed<{r.element}>", r.V_new.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), offset)
-        T.barrier_arrive(ready.V_new_staged[warpgroup])
+        own.arrive(ready.V_new_staged)
 
     @T.macro
     def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
@@ -110,7 +113,8 @@ def replay_states(dtype, K):
                 )
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
-            T.barrier_wait(ready.loaded[s], (c // STAGES) % 2)
+            stage = stage_of(c, STAGES, s)
+            stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
                 clear_rows_behind(tiles.K, segment.length - c * C, s)
                 for w in T.unroll(WARPGROUPS):
@@ -128,7 +132,7 @@ def replay_states(dtype, K):
             )
             T.wait_wgmma(0)
             end_step(r, tiles, s, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
 
     @T.macro
     def load(tiles, ready, piece, segment, hk, tokens, matrices):
@@ -138,7 +142,8 @@ def replay_states(dtype, K):
             s = T.alloc_var("int32", init=c % STAGES)
             t = segment.row + c * C
             slot = segment.first + c
-            T.barrier_wait(ready.released[s], ((c // STAGES) % 2) ^ 1)
+            stage = stage_of(c, STAGES, s)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for w in T.unroll(WARPGROUPS):
@@ -146,16 +151,17 @@ def replay_states(dtype, K):
                 fetch(tokens.v[t : t + C, piece.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
+            stage.arrive(ready.loaded)
 
     @T.macro
     def store(tiles, ready, piece, segment, h, v_new):
         """The storers, one for each consumer warpgroup: h and V_new from shared memory."""
-        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
+        w = T.alloc_var("int32", init=storer(CONSUMERS))
         for c in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
             slot = segment.first + c
             v0 = piece.v0 + w * ROWS
-            T.barrier_wait(ready.h_staged[w], c % 2)
+            own = Stage(w, c % 2)
+            own.wait_for(ready.h_staged)
             T.fence_proxy_async()
             for box in T.unroll(BOXES):
                 T.tma_copy(
@@ -164,12 +170,12 @@ def replay_states(dtype, K):
                     leader_scope_threads=32,
                 )
             T.tma_store_wait(0)
-            T.barrier_arrive(ready.h_stored[w])
-            T.barrier_wait(ready.V_new_staged[w], c % 2)
+            own.arrive(ready.h_stored)
+            own.wait_for(ready.V_new_staged)
             T.fence_proxy_async()
             T.tma_copy(tiles.V_new[w, :, :], v_new[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
             T.tma_store_wait(0)
-            T.barrier_arrive(ready.V_new_stored[w])
+            own.arrive(ready.V_new_stored)
 
     @T.prim_func
     def main(
@@ -200,7 +206,7 @@ def replay_states(dtype, K):
                 compute(tiles, ready, piece, segment, states.initial_in_a_run(), has_initial_state, maps.states)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                if T.get_thread_binding() < CONSUMERS + 32:
+                if is_loader(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, tokens, matrices)
                 else:
                     store(tiles, ready, piece, segment, h, v_new)
