@@ -1,16 +1,17 @@
-"""The map of each segment from the state before it to the state behind it, S -> M S + Z, all segments in parallel.
+"""The map of each segment, from the state before it to the state after it, S -> M S + Z. All segments in parallel.
 
-Z^T is the recurrence (recurrence.py) run from S = 0 without outputs, M^T that run with V = 0 from S = I:
+    Z^T   the recurrence (states/recurrence.py) from S = 0, without outputs
+    M^T   the recurrence with V = 0 from S = I
 
     states  [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
-    maps    [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
-    skips   [segment_slots, H_v] int32        1 where the gates make M negligible (maps/segments.cuh): it is not made
-                                              then, and Z is made from the last few chunks alone
+    maps    [segment_slots, H_v, 2, K, K] 16-bit       M^T as a rounded part and the rest
+    skips   [segment_slots, H_v] int32            1 where the gates make M negligible (maps/segments.cuh): then M is
+                                                  left out, and Z comes from the last few chunks alone
 
-A segment with the flag of a sequence's last needs no map. A CTA makes M or V rows of Z^T, a tile. `partial` is the
-kernel for tables that leave that flag out (chunk_plan's map_segments), so that last chunks may be partial ones.
+The last segment of a sequence needs no map. Tables without that flag (chunk_plan's map_segments) give it one, and a
+segment's last chunk may then be partial: `partial` is the instance for them.
 
-Launched on [segments * H_v * (1 + value tiles)].
+forward.cpp launches [segments * H_v * (1 + value tiles)] CTAs: a CTA computes M or V rows of Z^T, a tile.
 """
 
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
-from kernels_tl.config import SEGMENT_MAPS as TILE
+from kernels_tl.config import SEGMENT_MAPS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -40,22 +41,21 @@ PRELUDE = """
 """
 
 V = TILE.tile  # value rows a CTA
-ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = TILE.stages
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers  # of the producers one warp works
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers  # one warp of the producers works
 MAP_Z, MAP_M = 0, 1
 
 
 def make_barriers():
     return barriers(
         loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-        released=[TILE.consumers] * STAGES,  # back: they have been used
+        released=[TILE.consumers] * STAGES,  # consumers to loader: the stage is free
     )
 
 
 def map_roles(dtype, K, partial, of_backward=False):
-    """The roles of a CTA that makes M or Z. With `partial` the last chunk of a segment may be a partial one. The
-    backward's are exact, like its states; it makes M alone of segments that end a sequence."""
+    """The roles of a CTA that computes M or Z: macros compute and load. With `partial` the last chunk of a segment may
+    be partial. The backward's maps are exact, as its states are; of segments that end a sequence it needs only M."""
 
     @T.macro
     def clear_behind(tiles, s, valid):
@@ -140,7 +140,7 @@ def segment_maps(dtype, K, partial):
 
     @T.macro
     def first_chunk(segment, hv, which, gates, skips):
-        """Where the recurrence begins: at the segment's chunks for those that have nothing to do."""
+        """The first chunk of the recurrence; the number of chunks if there is nothing to compute."""
         start = T.alloc_var("int32", init=0)
         if segment.is_idle != 0:
             start = segment.chunks
@@ -174,7 +174,7 @@ def segment_maps(dtype, K, partial):
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M behind the tiles of Z
+            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M after the tiles of Z
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
             segment = load_segment_early(plan.segments, piece.slot)

@@ -1,15 +1,15 @@
 """The states again, for the backward: the recurrence (states/recurrence.py, without outputs, S' exact) over the chunks
-of each segment, with the state in registers from first to last chunk. What it leaves of each chunk:
+of each segment. The state stays in registers from the first chunk to the last. Written for each chunk:
 
-    h          S before the chunk    [chunk_slots, H_v, value_rows, K], V-first
-    v_new      V_new                 [chunk_slots, H_v, C, value_rows]
+    h          S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
+    v_new      V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
 
-A segment starts from the caller's state or from zero if it is its sequence's first, else from `states`.
+A sequence's first segment starts from the caller's state or from zero, every other segment from `states`, which
+segment_scan wrote.
 
-A CTA owns V value rows of a head of a segment, a tile: a consumer warpgroup for each 64 rows of S^T, a warp for each of
-these that stores h and V_new, and a warp that keeps the next chunks' operands coming by TMA.
-
-Launched on [segments * H_v * value tiles].
+backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA owns V value rows of a head of a segment, a tile. Its
+roles: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for each
+consumer warpgroup a warp that stores h and V_new.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import REPLAY_STATES as TILE
+from kernels_tl.config import REPLAY_STATES as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -38,9 +38,8 @@ PRELUDE = """
 """
 
 V = TILE.tile  # value rows a CTA
-ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = TILE.stages
-# Producers: a warp that loads, one for each consumer warpgroup that stores
+# Producers: a loader, and a storer for each consumer warpgroup.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
@@ -49,7 +48,7 @@ def replay_states(dtype, K):
     H_v, value_rows = sizes.H_v, sizes.value_rows
     WARPGROUPS = V // ROWS
     CONSUMERS = TILE.consumers
-    BOXES = K // C  # of a warpgroup's h
+    BOXES = K // C  # TMA boxes of a warpgroup's h
 
     def make_tiles():
         return shared(
@@ -66,9 +65,9 @@ def replay_states(dtype, K):
     def make_barriers():
         return barriers(
             loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-            released=[CONSUMERS] * STAGES,  # back: they have been used
-            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its h of a chunk lies in shared memory
-            h_stored=[32] * WARPGROUPS,  # back: it has left
+            released=[CONSUMERS] * STAGES,  # consumers to loader: the stage is free
+            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: h of a chunk is in shared memory
+            h_stored=[32] * WARPGROUPS,  # storer to its warpgroup: h has left
             V_new_staged=[128] * WARPGROUPS,
             V_new_stored=[32] * WARPGROUPS,
         )
@@ -89,7 +88,7 @@ def replay_states(dtype, K):
 
     @T.macro
     def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
-        """The consumers: the recurrence, and the way to shared memory of what it leaves."""
+        """The consumers: the recurrence, and its h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, TILE.early_factors, output=False, exact=True)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
