@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch._library.effects import EffectType
 
-from flash_qla.ops import only_once  # and it loads the library
+from flash_qla.ops.autograd import only_once
 
 ops = torch.ops.flash_qla
 

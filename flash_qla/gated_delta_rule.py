@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, overload
 import torch
 
 from flash_qla import cp
-from flash_qla.ops import check_offsets, check_state_dtype
+from flash_qla.ops.checks import check_offsets, check_state_dtype
 
 # Keywords of other implementations of this function that callers pass on without meaning anything by them. Each asks
 # for something this package does not do, unless it is None or False.

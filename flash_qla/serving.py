@@ -2,7 +2,7 @@
 
 import torch
 
-from flash_qla.ops import check_offsets
+from flash_qla.ops.checks import check_offsets
 
 
 def prefill_gated_delta_rule(
