@@ -39,16 +39,8 @@ _COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.Lo
 _TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
 _OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
 _tensors_of, _options_of = operator.attrgetter(*_TENSORS), operator.attrgetter(*_OPTIONS)
-_DIFFERENTIATED = (
-    "q",
-    "k",
-    "v",
-    "beta",
-    "g",
-    "initial_state",
-    "A_log",
-    "dt_bias",
-)  # the order of the backward's results
+# The order of the backward's results
+_DIFFERENTIATED = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
 _differentiated_of = operator.attrgetter(*_DIFFERENTIATED)
 _backward_arguments_of = operator.itemgetter(*schemas.BackwardCall._fields)
 
