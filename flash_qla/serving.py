@@ -109,7 +109,7 @@ def decode_gated_delta_rule(
         pool = torch.zeros(slots, H_v, V, K, device="cuda")
         o = decode_gated_delta_rule(q, k, v, a, b, A_log, dt_bias, pool, state_indices)  # q [B, 1, H_k, K]
 
-    With the log decay g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b) and a state S:
+    The log decay is g = -exp(A_log) * softplus(a + dt_bias), the step size beta = sigmoid(b), and with a state S:
 
         S_t = exp(g_t) S_p + beta_t k_t (v_t - exp(g_t) S_p^T k_t)^T        o_t = scale * S_t^T q_t
 

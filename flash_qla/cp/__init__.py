@@ -3,7 +3,7 @@
     context = build_cp_context(cu_seqlens, group)  # the offsets of whole sequences
     o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)  # this rank's tokens
 
-Over the tokens that a rank holds of a sequence, the map of the state is affine:
+The tokens that a rank holds of a sequence change the state by an affine map:
 
     S'  = M S + Z         forward: S is the state before these tokens, S' the state after them
     dS  = M^T dS' + dZ    backward: the gradients of S and S'

@@ -45,8 +45,8 @@ def _(x):
 def in_backward(x: torch.Tensor) -> torch.Tensor:
     """x, with an effect that keeps it in the backward under torch.compile.
 
-    Without the effect the compiler moves a value that depends on no gradient to the forward, and its collective too,
-    although the other ranks have no collective there.
+    The compiler would move a value that depends on no gradient to the forward, and its collective too, although the
+    other ranks have no collective there.
     """
     return _copy_here(x) if torch.compiler.is_compiling() else x
 

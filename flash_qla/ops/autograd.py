@@ -110,8 +110,8 @@ def _forward_for_backward(keyset, *args):
 def only_once(backward, *args):
     """The gradients backward(*args), which cannot be differentiated again.
 
-    With create_graph=True the error comes when these gradients are differentiated, not when they are computed, because
-    other parts of a model may need the graph.
+    The error comes when they are differentiated, not when create_graph=True computes them, because other parts of a
+    model may need the graph.
     """
     return _OnceDifferentiable.apply(backward, *args) if torch.is_grad_enabled() else backward(*args)
 
