@@ -56,7 +56,7 @@ _RECORD = "_flash_qla_replaced"
 # Attribute of a class whose forward calls flash_qla: the class that it was made from.
 _ORIGINAL = "_flash_qla_original"
 
-# Keywords that mean something to the operator, if only that it refuses their value.
+# Keywords that the operator reads, if only to refuse their value.
 _KEYWORDS = _TOLERATED | {
     name
     for name, parameter in inspect.signature(flash_qla.chunk_gated_delta_rule).parameters.items()
@@ -68,7 +68,7 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     """flash_qla.chunk_gated_delta_rule under the argument names that transformers uses.
 
     The layers hand on every keyword that the model was called with (position_ids, max_length_q, ...).
-    Those that say nothing to the operator are left out here, as transformers itself does for FLA.
+    This function drops those that the operator does not know, as transformers itself does for FLA.
     """
     if kwargs.get("seq_idx") is not None and kwargs.get("cu_seqlens") is None:
         raise ValueError(
