@@ -151,9 +151,10 @@ def chunk_gated_delta_rule(
     check_state_dtype("chunk_gated_delta_rule", state_dtype)
     if ignored or head_first is not False:
         _refuse({"head_first": head_first, **ignored})
-    options = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, auto_cp
-    activations = use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    args = q, k, v, g, beta, *options, state_dtype, *activations
+    args = (
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first,
+        auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+    )  # fmt: skip
     if cp_context is None:
         o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(*args)
     else:
@@ -213,12 +214,11 @@ def chunk_gated_delta_rule_fwd(
     """
     check_offsets("chunk_gated_delta_rule_fwd", cu_seqlens)
     check_state_dtype("chunk_gated_delta_rule_fwd", state_dtype)
-    outputs = output_final_state, output_h
-    activations = use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    options = auto_cp, state_v_first, use_qk_l2norm_in_kernel, state_dtype, *activations
     g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, *outputs, *options
-    )
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
+        use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )  # fmt: skip
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
 
 
@@ -331,8 +331,9 @@ def chunk_gated_delta_rule_bwd(
     matrices and states again. A is checked, but neither the GPU nor the CPU reads it.
 
     Args:
-        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in the forward call.
+        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: as in the
+            forward call.
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in the forward call.
         g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk.
         A: [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd.
         do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
@@ -359,11 +360,10 @@ def chunk_gated_delta_rule_bwd(
         TypeError: cu_seqlens is a list.
     """
     check_offsets("chunk_gated_delta_rule_bwd", cu_seqlens)
-    options = scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel
-    activations = use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(
-        q, k, v, g, beta, A, do, dht, *options, *activations, g_raw
-    )
+        q, k, v, g, beta, A, do, dht, scale, initial_state, cu_seqlens, state_v_first, auto_cp,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, g_raw
+    )  # fmt: skip
     gradients = (dq, dk, dv, db, dg, None if initial_state is None else dh0)
     if not use_gate_in_kernel:
         return gradients

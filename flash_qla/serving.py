@@ -42,8 +42,9 @@ def prefill_gated_delta_rule(
     chunk_gated_delta_rule.
 
     Args:
-        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
+        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
+        use_gate_in_kernel, A_log, dt_bias: as those of chunk_gated_delta_rule.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
         state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
             contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
             A state is rounded to the pool's dtype once, after the last token.
@@ -75,12 +76,11 @@ def prefill_gated_delta_rule(
         NotImplementedError: a gradient is asked for.
     """
     check_offsets("prefill_gated_delta_rule", cu_seqlens)
-    checkpointing = checkpoint_every, checkpoint_indices, checkpoints
-    activations = use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    options = scale, cu_seqlens, has_initial_state, null_index, use_qk_l2norm_in_kernel, *checkpointing, *activations
     return torch.ops.flash_qla.prefill_gated_delta_rule(
-        q, k, v, g, beta, state_pool, state_indices, *options, batch_invariant
-    )
+        q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
+        use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant,
+    )  # fmt: skip
 
 
 def decode_gated_delta_rule(
@@ -155,11 +155,10 @@ def decode_gated_delta_rule(
         NotImplementedError: a gradient is asked for.
     """
     check_offsets("decode_gated_delta_rule", cu_seqlens)
-    options = scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens, num_accepted_tokens, write_indices
-    intermediate = intermediate_states, intermediate_indices
     return torch.ops.flash_qla.decode_gated_delta_rule(
-        q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, *options, *intermediate, parents, update_state
-    )
+        q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
+        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state
+    )  # fmt: skip
 
 
 def decode_gated_delta_rule_packed(
@@ -189,9 +188,10 @@ def decode_gated_delta_rule_packed(
         mixed_qkv: [B, T, C] with C = 2 H_k K + H_v V: q, k and v of each token, one after the other, heads in their
             order. Or [B, C] for one token of each sequence. H_v, V and K are those of state_pool.
         a, b: [B, T, H_v]; [B, H_v] for one token of each sequence.
-        A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens,
-            num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state: as
-            those of decode_gated_delta_rule.
+        A_log, dt_bias, state_pool, state_indices, scale: as those of decode_gated_delta_rule.
+        null_index, use_qk_l2norm_in_kernel, cu_seqlens: as those of decode_gated_delta_rule.
+        num_accepted_tokens, write_indices, parents, update_state: as those of decode_gated_delta_rule.
+        intermediate_states, intermediate_indices: as those of decode_gated_delta_rule.
 
     Returns:
         o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 for one token of each sequence.
@@ -200,8 +200,7 @@ def decode_gated_delta_rule_packed(
         RuntimeError, TypeError, NotImplementedError: as decode_gated_delta_rule.
     """
     check_offsets("decode_gated_delta_rule_packed", cu_seqlens)
-    options = scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens, num_accepted_tokens, write_indices
-    intermediate = intermediate_states, intermediate_indices
     return torch.ops.flash_qla.decode_gated_delta_rule_packed(
-        mixed_qkv, a, b, A_log, dt_bias, state_pool, state_indices, *options, *intermediate, parents, update_state
-    )
+        mixed_qkv, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
+        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state
+    )  # fmt: skip

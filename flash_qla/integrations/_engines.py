@@ -101,10 +101,10 @@ def packed_decode(module: str, null_index: int) -> Callable:
         Returns:
             out and initial_state.
         """
-        state = initial_state, ssm_state_indices
         o = flash_qla.decode_gated_delta_rule_packed(
-            mixed_qkv, a, b, A_log, dt_bias, *state, scale, null_index, use_qk_l2norm_in_kernel
-        )
+            mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, scale, null_index,
+            use_qk_l2norm_in_kernel,
+        )  # fmt: skip
         return out.copy_(o), initial_state
 
     function = fused_recurrent_gated_delta_rule_packed_decode

@@ -38,7 +38,7 @@ def chunk_gated_delta_rule(
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
-        None, instead of a final state.
+        final_state: None; the states are in the pool.
         h: state at the start of each chunk of 64 tokens, [1, chunks, H_v, V, K], in the dtype of q: the chunks of the
             first sequence, then those of the second and so on, then zeros; see flash_qla.chunk_gated_delta_rule_fwd.
 
@@ -54,15 +54,11 @@ def chunk_gated_delta_rule(
     slots = initial_state_indices[: number_of_sequences(q, cu_seqlens)]
     is_real = (slots >= 0)[:, None, None, None]
     _, _, o, h, states = flash_qla.chunk_gated_delta_rule_fwd(
-        *(q, k, v, g, beta, scale),
+        q, k, v, g, beta, scale,
         initial_state=torch.where(is_real, initial_state[slots.clamp_min(0)], 0),
-        cu_seqlens=cu_seqlens,
-        output_final_state=inplace_update,
-        output_h=True,
-        state_v_first=True,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        state_dtype=initial_state.dtype,
-    )
+        cu_seqlens=cu_seqlens, output_final_state=inplace_update, output_h=True, state_v_first=True,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_dtype=initial_state.dtype,
+    )  # fmt: skip
     if inplace_update:
         _write(initial_state, slots, states)
     return o, None, h
@@ -139,15 +135,13 @@ def fused_sigmoid_gating_delta_rule_update(
         )
         parents = retrieve_parent_token[:N].clone()
         parents[:, 0] = -1
-    gates = a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias
-    state = initial_state_source, initial_state_indices[:N]
+    a, b, slots = a.view(v.shape[:3]), b.view(v.shape[:3]), initial_state_indices[:N]
     return flash_qla.decode_gated_delta_rule(
-        *(q, k, v, *gates, *state, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens),
-        intermediate_states=intermediate_states_buffer,
+        q, k, v, a, b, A_log, dt_bias, initial_state_source, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel,
+        cu_seqlens, intermediate_states=intermediate_states_buffer,
         intermediate_indices=None if intermediate_state_indices is None else intermediate_state_indices[:N],
-        parents=parents,
-        update_state=not disable_state_update,
-    )
+        parents=parents, update_state=not disable_state_update,
+    )  # fmt: skip
 
 
 _replacement = Replacement(

@@ -42,8 +42,10 @@ def chunk_gated_delta_rule(
         o: [B, T, H_v, V], in the dtype of q; a view of core_attn_out if that is given.
         final_state: [N, H_v, V, K], float32; None unless output_final_state.
     """
-    options = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-    o, final_state = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, *options, state_v_first=True)
+    o, final_state = flash_qla.chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+        state_v_first=True,
+    )  # fmt: skip
     if core_attn_out is not None:
         o = core_attn_out.view(-1)[: o.numel()].view(o.shape).copy_(o)
     return o, final_state
@@ -70,18 +72,16 @@ def fi_chunk_gated_delta_rule(
         final_state: [N, H_v, V, K], float32; None unless output_final_state.
     """
     if not checkpoint_every_n_tokens:
-        options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
         return flash_qla.chunk_gated_delta_rule(
-            q, k, v, g, beta, *options, state_v_first=True, auto_cp=use_cp is not False
-        )
+            q, k, v, g, beta, None, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+            state_v_first=True, auto_cp=use_cp is not False,
+        )  # fmt: skip
     states = initial_state.to(torch.float32, copy=True)
     o = flash_qla.prefill_gated_delta_rule(
-        *(q, k, v, g, beta, states, torch.arange(states.shape[0], dtype=torch.int32, device=states.device)),
-        cu_seqlens=cu_seqlens,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        checkpoint_every=checkpoint_every_n_tokens,
-        checkpoints=state_checkpoints,
-    )
+        q, k, v, g, beta, states, torch.arange(states.shape[0], dtype=torch.int32, device=states.device),
+        cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        checkpoint_every=checkpoint_every_n_tokens, checkpoints=state_checkpoints,
+    )  # fmt: skip
     return o, states if output_final_state else None
 
 
@@ -109,7 +109,7 @@ def fused_sigmoid_gating_delta_rule_update(
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q; zero for a sequence without a slot.
-        initial_state.
+        initial_state: the argument.
 
     Raises:
         NotImplementedError: an argument has another value; or initial_state or ssm_state_indices is None.
@@ -125,12 +125,12 @@ def fused_sigmoid_gating_delta_rule_update(
     )
     N = number_of_sequences(q, cu_seqlens)
     slots = ssm_state_indices[:N]
-    gates = a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias
+    a, b = a.view(v.shape[:3]), b.view(v.shape[:3])
     o = flash_qla.decode_gated_delta_rule(
-        *(q, k, v, *gates, initial_state, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens),
+        q, k, v, a, b, A_log, dt_bias, initial_state, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens,
         num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N],
         write_indices=slots if slots.dim() == 2 else None,
-    )
+    )  # fmt: skip
     return o, initial_state
 
 
