@@ -50,7 +50,7 @@ _COMMON = (
 @functools.cache
 def _names() -> list[str]:
     """Names of FLA's arguments, in their order."""
-    *names, _ = inspect.signature(chunk_gated_delta_rule).parameters  # without **kwargs, the last one
+    *names, _ = inspect.signature(chunk_gated_delta_rule).parameters  # the last one is **kwargs
     return names
 
 
@@ -92,7 +92,7 @@ class _Backend(FlashQLABackend):
         if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
             return False, "use_gate_in_kernel requires A_log"
         if call.pop("use_beta_sigmoid_in_kernel", False):
-            call.pop("allow_neg_eigval", None)  # without the sigmoid FLA refuses it, with a message of its own
+            call.pop("allow_neg_eigval", None)  # FLA itself refuses it without the sigmoid
         return super().chunk_gated_delta_rule_verifier(**call)
 
     def chunk_gated_delta_rule(self, *args, **kwargs):
