@@ -1,7 +1,7 @@
 """What the activations of gate and beta cost inside: flash_qla's calls with raw bf16 tensors over the same calls with
 gates and betas that are ready, on one GPU, and with torch making them, as layers do.
 
-    python benchmarks/activations.py --out benchmarks/results/activations_h200.json
+    python benchmarks/activations.py --out FILE.json
 
   ready    fp32 gates and betas, the same numbers as the activations inside make
   inside   raw bf16 g and beta, A_log and dt_bias in fp32
@@ -16,22 +16,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import statistics
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from common import (
     INSIDE,
     add_timing_arguments,
+    argument_parser,
+    geometric_mean,
     head_dims_field,
     heads_of,
     make_inputs,
     parse_heads,
     parse_lengths,
     raw_tensors,
+    run,
     time_graph,
-    write_results,
 )
 
 from flash_qla import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
@@ -102,7 +104,7 @@ def calls_of(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int])
     }
 
 
-def measure(calls: dict, with_gradients: bool, options) -> dict[str, float]:
+def median_ms(calls: dict, with_gradients: bool, options) -> dict[str, float]:
     times = {way: [] for way in calls}
     orders = itertools.cycle(itertools.permutations(calls))
     with torch.set_grad_enabled(with_gradients):
@@ -112,31 +114,32 @@ def measure(calls: dict, with_gradients: bool, options) -> dict[str, float]:
     return {way: statistics.median(x) for way, x in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="JSON file for the results")
-    add_timing_arguments(parser, heads="2x8,16x32,16x64", sequences="1x2048,1x8192,1024x8,4096x8,ragged32", samples=7)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU, and torch sees no CUDA device")
-    cells, ratios = [], {}
+def measure(package: str, options) -> Iterator[dict]:
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
             for what, calls in calls_of(H_k, H_v, parse_lengths(text), options.head_dims).items():
-                ms = measure(calls, what == "step", options)
                 cell = {"heads": f"{H_k}x{H_v}", "sequences": text, **head_dims_field(options.head_dims)}
-                cells.append(cell | {"timed": what, "ms": ms})
-                ratios.setdefault(what, []).append(ms["inside"] / ms["ready"])
-                figures = ", ".join(f"{way} {x:.4f} ms" for way, x in ms.items())
-                print(
-                    f"{heads_of(cell):>7} {text:>10} {what:>5}: {figures}, {ratios[what][-1]:.3f} of ready", flush=True
-                )
+                cell |= {"timed": what, "ms": median_ms(calls, what == "step", options)}
+                times = ", ".join(f"{way} {x:.4f} ms" for way, x in cell["ms"].items())
+                print(f"{heads_of(cell):>7} {text:>10} {what:>5}: {times}", flush=True)
+                yield cell
+
+
+def report(cells: list[dict]) -> None:
+    ratios: dict[str, list[float]] = {}
+    for cell in cells:
+        ratios.setdefault(cell["timed"], []).append(cell["ms"]["inside"] / cell["ms"]["ready"])
     for what, found in ratios.items():
-        mean = math.exp(statistics.fmean(map(math.log, found)))
-        print(f"{what:>5}: inside over ready {mean:.3f} in the geometric mean, {max(found):.3f} at most")
-    if options.out:
-        write_results(options.out, cells)
+        print(
+            f"{what:>5}: inside over ready {geometric_mean(found):.3f} in the geometric mean, {max(found):.3f} at most"
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(__doc__.splitlines()[0], packages="flash_qla")
+    add_timing_arguments(parser, heads="2x8,16x32,16x64", sequences="1x2048,1x8192,1024x8,4096x8,ragged32", samples=7)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    run(make_parser(), measure, report)

@@ -1,6 +1,6 @@
-"""Backward and training step of flash_qla and FLA on one GPU, same inputs, one process per package: time and memory.
+"""Backward and training step of flash_qla, FlashQLA and FLA on one GPU, same inputs, one process per package.
 
-    python benchmarks/backward.py --out benchmarks/results/backward_h200.json
+    python benchmarks/backward.py --out FILE.json
     python benchmarks/backward.py --heads 16x32 --sequences 1x8192,4096x8 --packages flash_qla
     python benchmarks/backward.py --heads 30x30 --head-dims 96x192 --activations
 
@@ -25,6 +25,10 @@ TileLang, which must be installed.
 """
 
 from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
 
 import torch
 from common import (
@@ -67,6 +71,16 @@ def flash_qla_backward(inputs: dict, output_gradients: dict):
 
     g_cumsum, A, *_ = chunk_gated_delta_rule_fwd(**inputs)
     saved = inputs | {"g": g_cumsum, "A": A}
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)
+
+
+def flash_qla_jit_backward(inputs: dict, output_gradients: dict):
+    from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+
+    inputs = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "auto_cp": True}
+    kept = {"output_final_state": True, "output_h": False, "enable_fwd_cp_cache": True, "is_train": True}
+    g_cumsum, A, *_, cp_cache = chunk_gated_delta_rule_fwd(**inputs, **kept)
+    saved = inputs | {"g": g_cumsum, "A": A, "cp_cache": cp_cache}
     return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)
 
 
@@ -125,31 +139,35 @@ def step_memory(step: Step) -> dict[str, int]:
     return {"saved_bytes": saved, "extra_bytes": extra}
 
 
-def measure(package: str, options) -> list[dict]:
-    if package == "flash_qla":
-        from flash_qla import __version__, chunk_gated_delta_rule
+BACKWARDS = {"flash_qla": flash_qla_backward, "flash_qla_jit": flash_qla_jit_backward, "fla": fla_backward}
 
-        low_level_backward = flash_qla_backward
-    else:
-        from fla import __version__
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        low_level_backward = fla_backward
+def load(package: str) -> tuple:
+    """The version, the function with autograd, and the low-level backward."""
+    module = importlib.import_module("fla" if package == "fla" else "flash_qla")
+    operator_of = importlib.import_module("fla.ops.gated_delta_rule") if package == "fla" else module
+    return module.__version__, operator_of.chunk_gated_delta_rule, BACKWARDS[package]
 
-    dims, cells = options.head_dims, []
+
+def measure(package: str, options) -> Iterator[dict]:
+    version, operator, low_level_backward = load(package)
+    if package == "flash_qla_jit":
+        operator = with_int_offsets(operator)
+    dims = options.head_dims
     for H_k, H_v in parse_heads(options.heads):
+        cells = []
         for text in options.sequences.split(","):
             lengths = parse_lengths(text)
             with torch.no_grad():
                 backward = low_level_backward(*make_inputs(H_k, H_v, lengths, dims, gradients=True))
                 backward_times = time_graph(backward, options.samples, options.sample_ms)
             del backward
-            step = Step(chunk_gated_delta_rule, *step_inputs(H_k, H_v, lengths, options))
+            step = Step(operator, *step_inputs(H_k, H_v, lengths, options))
             memory = step_memory(step)
             step_times = time_graph(step, options.samples, options.sample_ms)
             cell = {
                 "package": package,
-                "version": __version__,
+                "version": version,
                 "heads": f"{H_k}x{H_v}",
                 "sequences": text,
                 **head_dims_field(dims),
@@ -160,20 +178,22 @@ def measure(package: str, options) -> list[dict]:
                 **memory,
             }
             cells.append(cell)
-            print(f"{package:>10} {heads_of(cell):>6} {text:>12} {figures(cell)}", flush=True)
+            print(f"{package:>13} {heads_of(cell):>6} {text:>12} {figures(cell)}", flush=True)
             del step
             torch.cuda.empty_cache()
 
-    # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
-    for H_k, H_v in parse_heads(options.heads):
-        errors = check(chunk_gated_delta_rule, low_level_backward, H_k, H_v, options)
+        # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
+        errors = check(operator, low_level_backward, H_k, H_v, options)
         for name, error in errors.items():
             figure = ", ".join(f"{tensor} {e:.2e}" for tensor, e in error.items())
-            print(f"{package:>10} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
+            print(f"{package:>13} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
         for cell in cells:
-            if cell["heads"] == f"{H_k}x{H_v}":
-                cell["relative_error"] = errors
-    return cells
+            yield cell | {"relative_error": errors}
+
+
+def with_int_offsets(operator):
+    """FlashQLA takes cu_seqlens in int32."""
+    return lambda **arguments: operator(**arguments | {"cu_seqlens": arguments["cu_seqlens"].int()})
 
 
 def check(operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
@@ -205,18 +225,23 @@ def report(cells: list[dict]) -> None:
         ours = found["flash_qla"]
         floor = ours["backward_floor_ms"] / ours["backward_ms"]
         line = f"{heads:>6} {sequences:>12}  {figures(ours)}, backward at {floor:.0%} of the floor"
-        if "fla" in found:
-            theirs = found["fla"]
-            ratios = [f"{what} {theirs[key] / ours[key]:.2f}x" for what, key in RATIOS.items()]
-            line += f"; FLA over flash_qla: {', '.join(ratios)}"
+        for package, label in PEERS.items():
+            if package in found:
+                ratios = [f"{what} {found[package][key] / ours[key]:.2f}x" for what, key in RATIOS.items()]
+                line += f"; {label} over flash_qla: {', '.join(ratios)}"
         print(line)
 
 
+PEERS = {"flash_qla_jit": "FlashQLA", "fla": "FLA"}
 RATIOS = {"backward": "backward_ms", "step": "step_ms", "saved": "saved_bytes", "extra": "extra_bytes"}
 
 
-if __name__ == "__main__":
-    parser = argument_parser(__doc__.splitlines()[0])
-    add_timing_arguments(parser, heads="16x32,2x8,16x64", sequences="1x8192,4096x8,1x32768,1024x8")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(__doc__.splitlines()[0], packages=",".join(BACKWARDS))
+    add_timing_arguments(parser, heads="4x8,8x16,16x32,16x64", sequences="1x8192,1x32768,4096x8,1024x8", samples=7)
     parser.add_argument("--activations", action="store_true", help="of gates and betas inside the step")
-    run(parser, measure, report, FLA_BACKWARD)
+    return parser
+
+
+if __name__ == "__main__":
+    run(make_parser(), measure, report, FLA_BACKWARD)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: inputs, timing, a process per package, and what the results say about their machine.
+"""Shared by the benchmarks: inputs, timing, a process per package, and the description of the machine in the results.
 
 Benchmarks run from a checkout: ground truth is the fp64 recurrence of tests/reference.py.
 """
@@ -6,18 +6,19 @@ Benchmarks run from a checkout: ground truth is the fp64 recurrence of tests/ref
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
+import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -42,8 +43,7 @@ INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 FLA_TRITON = {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0", "FLA_DISABLE_BACKEND_DISPATCH": "1"}
 FLA_BACKWARD = {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "1", "FLA_DISABLE_BACKEND_DISPATCH": None}
 
-# Measured on an H200: dense bf16 matrix rate (FLOP/s) and copy bandwidth (bytes/s).
-MATRIX_RATE, BANDWIDTH = 796e12, 4.28e12
+H200_CEILINGS = {"matrix_rate": 796e12, "bandwidth": 4.28e12}  # measured on an H200: FLOP/s and bytes/s
 CHUNK = 64
 
 
@@ -167,13 +167,36 @@ def three_digits(x: float) -> float:
     return float(f"{x:.3g}")
 
 
+@functools.cache
+def ceilings() -> dict[str, float]:
+    """The card's dense bf16 matrix rate (FLOP/s) and its copy bandwidth (bytes/s, read and written); measured once."""
+    if DEVICE != "cuda" or not torch.cuda.is_available():
+        return H200_CEILINGS
+    n, size = 8192, 2**31
+    x, y = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
+    source, target = (torch.zeros(size, device=DEVICE, dtype=torch.uint8) for _ in range(2))
+    matrix_ms = statistics.median(time_graph(lambda: x @ y, 7, 20.0))
+    copy_ms = statistics.median(time_graph(lambda: target.copy_(source), 7, 20.0))
+    return {"matrix_rate": 2 * n**3 / matrix_ms * 1e3, "bandwidth": 2 * size / copy_ms * 1e3}
+
+
 def floor_ms(tokens: int, flop: float, traffic: float) -> float:
-    """The larger of the matrix work at MATRIX_RATE and the inputs and outputs at BANDWIDTH, both given per token."""
-    return max(tokens * flop / MATRIX_RATE, tokens * traffic / BANDWIDTH) * 1e3
+    """The longer of the matrix work and the traffic of inputs and outputs, both given per token, at the ceilings."""
+    found = ceilings()
+    return max(tokens * flop / found["matrix_rate"], tokens * traffic / found["bandwidth"]) * 1e3
+
+
+def geometric_mean(figures: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, figures)))
 
 
 def time_graph(call, samples: int, sample_ms: float) -> list[float]:
-    """Milliseconds a call, one figure a sample, ascending. A sample is the replay of a CUDA graph of several calls."""
+    """Milliseconds a call, one figure a sample, ascending. A sample is the replay of a CUDA graph of several calls.
+    With no samples a call is only made, so that its package compiles."""
+    if samples == 0:
+        call()
+        torch.cuda.synchronize()
+        return [math.nan]
 
     def capture(calls: int):
         graph = torch.cuda.CUDAGraph()
@@ -227,20 +250,36 @@ def spread(times: list[float], prefix: str = "") -> dict[str, float]:
 
 
 def environment() -> dict:
-    query = "--query-gpu=name,driver_version,clocks.max.sm,power.limit"
-    gpu = None
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
-        gpu = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    """The machine, the versions, the commit and the time. COMMIT names the commit where there is no git checkout."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    cards = output_of(query).splitlines() if torch.cuda.is_available() else []
+    gpu, driver, *limits = cards[0].split(", ") if cards else (None, None)
     return {
         "time": time.strftime("%F %T %Z"),
         "gpu": gpu,
-        "python": sys.version.split()[0],
+        "gpus": len(cards),
+        "driver": driver,
+        "limits": limits,
+        "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "commit": os.environ.get("COMMIT")
-        or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "triton": version_of("triton"),
+        "commit": os.environ.get("COMMIT") or output_of(["git", "rev-parse", "HEAD"]),
     }
+
+
+def output_of(command: list[str]) -> str:
+    """Standard output; empty where there is no such program or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def argument_parser(description: str, packages: str = "flash_qla,fla") -> argparse.ArgumentParser:
@@ -250,6 +289,7 @@ def argument_parser(description: str, packages: str = "flash_qla,fla") -> argpar
     parser.add_argument("--package-path", metavar="DIR", help="where flash_qla is, if it is not installed")
     parser.add_argument("--peers-path", metavar="DIR", help="where the other packages are, if they are not installed")
     parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="start no cell of a package after this")
     parser.add_argument("--measure", metavar="PACKAGE", help="measure this package in this process")
     return parser
 
@@ -268,29 +308,44 @@ def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences:
     parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
 
 
-def run(parser: argparse.ArgumentParser, measure: Callable, report: Callable, fla_environment: dict) -> None:
+class OutOfTime(Exception):
+    """A package's budget is spent, and not all of its cells are measured."""
+
+
+def limited(cells: Iterable[dict], budget_s: float) -> Iterator[dict]:
+    """The cells until the budget is spent; then OutOfTime."""
+    end = time.monotonic() + budget_s
+    for count, cell in enumerate(cells, 1):
+        yield cell
+        if time.monotonic() > end:
+            raise OutOfTime(f"{budget_s:.0f} s are spent after {count} cells")
+
+
+def run(
+    parser: argparse.ArgumentParser, measure: Callable, report: Callable, fla_environment: dict | None = None
+) -> None:
     """Measure every package in a process of its own, report on all and write the results.
 
-    A package that fails is said to have failed, with the exit status too; what it had measured until then counts.
+    A package that fails is said to have failed, with the exit status too; the cells measured before that count.
 
     Args:
         measure: (package, options) -> dicts, one a cell; runs in the package's process.
-        report: prints what the cells of all packages say.
+        report: prints the results: takes the cells of all packages.
         fla_environment: environment variables to set, or with None to take away.
     """
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
         parser.error("this needs a GPU, and torch sees no CUDA device")
     if options.measure:
         with open(options.out, "w") as file:
-            for cell in measure(options.measure, options):
+            for cell in limited(measure(options.measure, options), options.budget_s):
                 print(json.dumps(cell), file=file, flush=True)
         return
 
     cells, failed = [], []
     for package in options.packages.split(","):
         with tempfile.NamedTemporaryFile("r", suffix=".json") as part:
-            # Of an option that is given twice the last one counts.
+            # The last one of an option that is given twice counts.
             command = [sys.executable, *sys.argv, "--measure", package, "--out", part.name]
             start = time.monotonic()
             process = subprocess.run(command, env=package_environment(package, options, fla_environment))
@@ -306,8 +361,8 @@ def run(parser: argparse.ArgumentParser, measure: Callable, report: Callable, fl
         sys.exit("; ".join(failed))
 
 
-def package_environment(package: str, options: argparse.Namespace, fla_environment: dict) -> dict[str, str]:
-    variables = os.environ | fla_environment
+def package_environment(package: str, options: argparse.Namespace, changes: dict | None) -> dict[str, str]:
+    variables = os.environ | (changes or {})
     path = options.package_path if package == "flash_qla" else options.peers_path
     if path:
         # In front: the published FlashQLA is imported as flash_qla too.

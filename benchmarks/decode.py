@@ -14,15 +14,15 @@ q, k, v and the gates may be. Medians over samples, in microseconds a call.
 
 A package's functions all run, and the fastest counts. FLA's takes no slots: states are gathered before it and scattered
 behind. Bytes are those of the states that are read and written, of the inputs and of o; the fraction is of the copy
-bandwidth in common.py.
+bandwidth that common.ceilings measures.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ import common
 import reference
 import torch
 from accuracy import relative_error
-from common import BANDWIDTH, FLA_TRITON, argument_parser, parse_heads, run, spread, time_graph
+from common import FLA_TRITON, argument_parser, ceilings, geometric_mean, parse_heads, run, spread, time_graph
 
 K = V = 128
 ROTATED_BYTES = 200e6  # of states that a sample touches before it comes back to one: four times the L2 cache
@@ -306,12 +306,13 @@ def report(cells: list[dict]) -> None:
         if cell["us"] < best.get(cell["package"], {"us": math.inf})["us"]:
             best[cell["package"]] = cell
     ratios: dict[str, list[float]] = {}
+    bandwidth = ceilings()["bandwidth"]
     for best in found.values():
         if (ours := best.pop("flash_qla", None)) is None:
             continue
         rate = ours["bytes"] / ours["us"] * 1e6
         line = (
-            f"{key_text(ours)} {ours['us']:8.2f} us ({ours['function']}) {rate / 1e9:6.0f} GB/s {rate / BANDWIDTH:4.0%}"
+            f"{key_text(ours)} {ours['us']:8.2f} us ({ours['function']}) {rate / 1e9:6.0f} GB/s {rate / bandwidth:4.0%}"
         )
         if best:
             peer = min(best.values(), key=lambda cell: cell["us"])
@@ -319,7 +320,7 @@ def report(cells: list[dict]) -> None:
             line += f"; {peer['package']} {peer['us']:8.2f} us, {ratios[ours['state_dtype']][-1]:.2f}x"
         print(line)
     for state_dtype, of_dtype in ratios.items():
-        mean = math.exp(statistics.fmean(map(math.log, of_dtype)))
+        mean = geometric_mean(of_dtype)
         print(f"{state_dtype}: best peer over flash_qla {mean:.3f} in the geometric mean, {min(of_dtype):.2f} at least")
 
 
@@ -327,7 +328,7 @@ def numbers(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
-if __name__ == "__main__":
+def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(CALLS))
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
     parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
@@ -336,4 +337,8 @@ if __name__ == "__main__":
     parser.add_argument("--state-dtypes", default="fp32,bf16")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--sample-ms", type=float, default=2.0, help="length of a sample")
-    run(parser, measure, report, FLA_TRITON)
+    return parser
+
+
+if __name__ == "__main__":
+    run(make_parser(), measure, report, FLA_TRITON)

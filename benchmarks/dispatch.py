@@ -1,8 +1,8 @@
 """A pass in every mode that the host can choose, beside what the cost model in csrc/gpu/cost_model.cpp predicts.
 
-    python benchmarks/dispatch.py --out benchmarks/results/dispatch_h200.json
+    python benchmarks/dispatch.py --out FILE.json
     python benchmarks/dispatch.py --backward
-    python benchmarks/dispatch.py --report benchmarks/results/dispatch_h200.json
+    python benchmarks/dispatch.py --report FILE.json
 
 Of each batch: what the model chooses; then the op in one kernel, without context parallelism, and with segments of
 several lengths, the last two with both value tiles. Where it leaves the choice to the device, that is what it chooses:
@@ -18,23 +18,23 @@ import argparse
 import json
 import math
 import statistics
-import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from backward import flash_qla_backward
 from common import (
     CHUNK,
     add_timing_arguments,
+    argument_parser,
     head_dims_field,
     heads_of,
     make_inputs,
     parse_heads,
     parse_lengths,
+    run,
     spread,
     time_graph,
-    write_results,
 )
 from forward import HEADS
 
@@ -103,17 +103,13 @@ class Backward:
         self.forced = lambda mode: testing.forced_dispatch(backward=mode)
 
 
-def measure(options) -> Iterator[dict]:
+@torch.no_grad()
+def measure(package: str, options) -> Iterator[dict]:
     direction = Backward() if options.backward else Forward()
-    torch.set_grad_enabled(False)
     sm_count = torch.cuda.get_device_properties().multi_processor_count
     K, V = options.head_dims
-    start = time.monotonic()
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
-            if time.monotonic() - start > options.budget_s:
-                print(f"{options.budget_s:g} s are spent, stopped before {H_k}x{H_v} {text}")
-                return
             lengths = parse_lengths(text)
             call = direction.call(H_k, H_v, lengths, options.head_dims)
             T, N = sum(lengths), len(lengths)
@@ -166,28 +162,24 @@ def report(cells: list[dict]) -> None:
         )
         if len(set(parse_lengths(sequences))) == 1:
             off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in found if not cell["chosen"]]
-    print(f"\nchosen over fastest: {math.exp(statistics.mean(lost)):.3f}, at most {math.exp(max(lost)):.2f}")
+    print(f"\nchosen over fastest: {math.exp(statistics.fmean(lost)):.3f}, at most {math.exp(max(lost)):.2f}")
     if off:
         rms = math.sqrt(statistics.mean(x * x for x in off))
         print(f"predicted over measured, equal sequences: {rms:.1%} rms over {len(off)}")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(__doc__.splitlines()[0], packages="flash_qla")
     add_timing_arguments(parser, HEADS, SEQUENCES, samples=5)
     parser.set_defaults(sample_ms=3.0)
     parser.add_argument("--backward", action="store_true", help="the backward's modes")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="stop after this many seconds")
-    parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--report", metavar="FILE", help="print what these results say, and measure nothing")
-    options = parser.parse_args()
+    parser.add_argument("--report", metavar="FILE", help="print a report on these results, and measure nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    options = make_parser().parse_args()
     if options.report:
-        with open(options.report) as file:
-            report(json.load(file)["cells"])
-        sys.exit()
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU, and torch sees no CUDA device")
-    measured = list(measure(options))
-    report(measured)
-    if options.out:
-        write_results(options.out, measured)
+        report(json.loads(Path(options.report).read_text())["cells"])
+    else:
+        run(make_parser(), measure, report)

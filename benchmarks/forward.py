@@ -27,11 +27,10 @@ beyond what it returns. Outputs are compared twice: with the fp64 recurrence on 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,7 @@ from common import (
     by_cell,
     floor_ms,
     forward_errors,
+    geometric_mean,
     head_dims_field,
     heads_of,
     make_inputs,
@@ -202,9 +202,8 @@ def difference(sketches: dict, expected: dict) -> float:
     return largest(math.dist(sketches[name], x) / (math.hypot(*x) or math.nan) for name, x in expected.items())
 
 
+@torch.no_grad()
 def measure(package: str, options):
-    start = time.monotonic()
-    torch.set_grad_enabled(False)
     loaded = LOADERS[package]()
     dims = options.head_dims
     variants = ["default"] + [variant for variant in options.variants.split(",") if variant and package == "flash_qla"]
@@ -213,9 +212,6 @@ def measure(package: str, options):
             errors = None
             for text in options.sequences.split(","):
                 described = {"gate": gate, "heads": f"{H_k}x{H_v}", "sequences": text, **head_dims_field(dims)}
-                if time.monotonic() - start > options.budget_s:
-                    print(f"{package}: {options.budget_s:g} s are spent, stopped before {place(described)}", flush=True)
-                    return
                 if errors is None:
                     errors = check(package, loaded, H_k, H_v, dims, gate)
                 lengths = parse_lengths(text)
@@ -348,10 +344,6 @@ def summary(rows: list[Row]) -> list[str]:
     return [*lines, f"Of the floor: {means({row.name: row.floor for row in rows}, '.1%')}"]
 
 
-def geometric_mean(figures) -> float:
-    return math.exp(statistics.fmean(map(math.log, figures)))
-
-
 def means(figures: dict[str, float], style: str) -> str:
     mean, least = geometric_mean(figures.values()), min(figures, key=figures.get)
     return f"geometric mean {mean:{style}}, least {figures[least]:{style}} ({least}), n = {len(figures)}"
@@ -455,14 +447,18 @@ def load(files: list[str]) -> list[dict]:
     return list(cells.values())
 
 
-if __name__ == "__main__":
+def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(LOADERS))
     add_timing_arguments(parser, HEADS, SEQUENCES, samples=7)
     parser.add_argument("--gates", default="bench,trained", help="see common.make_inputs")
     parser.add_argument("--variants", default="", help=f"of flash_qla, timed in each cell too: {', '.join(VARIANTS)}")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="start no cell of a package after this")
     parser.add_argument("--report", nargs="+", metavar="FILE", help="report on stored results, measure nothing")
     parser.add_argument("--markdown", action="store_true", help="report in Markdown")
+    return parser
+
+
+if __name__ == "__main__":
+    parser = make_parser()
     options = parser.parse_args()
     if not set(filter(None, options.variants.split(","))) <= set(VARIANTS):
         parser.error(f"--variants is {options.variants!r}, expected some of {', '.join(VARIANTS)}")

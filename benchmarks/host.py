@@ -1,6 +1,6 @@
 """What flash_qla costs the host: CPU time of a call, of the import, and of the first call of a process.
 
-    python benchmarks/host.py --out benchmarks/results/host_h200.json
+    python benchmarks/host.py --out FILE.json
     python benchmarks/host.py --device cpu
     python benchmarks/host.py --heads 2x8 --tokens 512
 
@@ -21,10 +21,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from common import add_head_dims_argument, environment, head_dims_field, parse_heads
+from common import add_head_dims_argument, argument_parser, parse_heads, run, spread
 
 # In a batch. The GPU's queue takes about a thousand launches; a launch that finds it full waits.
 CALLS = 50
@@ -111,18 +111,15 @@ def make_steps(arguments: dict) -> dict[str, Callable]:
     }
 
 
-def measure_calls(options) -> dict[str, dict]:
-    found = {}
+def measure_calls(options) -> Iterator[dict]:
     # Outside of inference_mode autograd is asked, even where it has nothing to do.
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
             calls = make_calls(make_arguments(options))
-            found[mode.__name__] = {
-                name: time_calls(call, options.device, options.batches) for name, call in calls.items()
-            }
-    steps = make_steps(make_arguments(options))
-    found["step"] = {name: time_calls(step, options.device, options.batches) for name, step in steps.items()}
-    return found
+            found = {name: time_calls(call, options.device, options.batches) for name, call in calls.items()}
+        yield from ({"mode": mode.__name__, "call": name, **times} for name, times in found.items())
+    for name, step in make_steps(make_arguments(options)).items():
+        yield {"mode": "step", "call": name, **time_calls(step, options.device, options.batches)}
 
 
 def measure_first_calls(options) -> dict[str, float]:
@@ -140,8 +137,6 @@ def measure_first_calls(options) -> dict[str, float]:
     return {"first_call_ms": times[0], "second_call_ms": times[1]}
 
 
-MEASUREMENTS = {"calls": measure_calls, "first_calls": measure_first_calls}
-
 IMPORT = """
 import json, time, torch
 start = time.perf_counter()
@@ -151,51 +146,46 @@ print(json.dumps({"import_ms": (time.perf_counter() - start) * 1e3}))
 
 
 def in_process(*arguments: str) -> dict:
-    return json.loads(subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE).stdout)
+    found = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE).stdout
+    return json.loads(found.splitlines()[-1])
 
 
-def summary(runs: list[dict[str, float]]) -> dict[str, dict]:
-    times = {name: sorted(run[name] for run in runs) for name in runs[0]}
-    return {name: {"median": statistics.median(x), "min": x[0], "max": x[-1]} for name, x in times.items()}
+def measure(package: str, options) -> Iterator[dict]:
+    for cell in measure_calls(options):
+        print(line_of(cell), flush=True)
+        yield cell
+    dims = "{}x{}".format(*options.head_dims)
+    arguments = ["--device", options.device, "--heads", options.heads, "--head-dims", dims, "--tokens", options.tokens]
+    first_calls = [__file__, *map(str, arguments), "--first-calls"]
+    runs = [in_process("-c", IMPORT) | in_process(*first_calls) for _ in range(options.processes)]
+    for name in runs[0] if runs else ():
+        times = sorted(run[name] for run in runs)
+        cell = {"mode": "process", "call": name, **spread(times)}
+        print(line_of(cell), flush=True)
+        yield cell
 
 
-def report(results: dict) -> None:
-    for mode, calls in results["calls"].items():
-        for name, cell in calls.items():
-            print(f"{mode:>14}  {name:<44} {cell['us']:7.2f} us [{cell['us_min']:.2f}, {cell['us_max']:.2f}]")
-    for name in ("import_ms", "first_call_ms", "second_call_ms"):
-        cell = results[name]
-        print(f"{name:<20} {cell['median']:8.2f} [{cell['min']:.2f}, {cell['max']:.2f}]")
+def line_of(cell: dict) -> str:
+    unit = "us" if "us" in cell else "ms"
+    median, least, most = (cell[unit + suffix] for suffix in ("", "_min", "_max"))
+    return f"{cell['mode']:>14}  {cell['call']:<48} {median:7.2f} {unit} [{least:.2f}, {most:.2f}]"
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(__doc__.splitlines()[0], packages="flash_qla")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--heads", default="16x32", help="query/key x value heads")
     add_head_dims_argument(parser)
     parser.add_argument("--tokens", type=int, default=64, help="length of the sequence, on the GPU")
     parser.add_argument("--batches", type=int, default=101)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--measure", choices=MEASUREMENTS, help="measure this in this process")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu measures what surrounds the arithmetic on the CPU")
-    if options.measure:
-        print(json.dumps(MEASUREMENTS[options.measure](options)))
-        sys.exit()
+    parser.add_argument("--first-calls", action="store_true", help="time this process's first two calls")
+    return parser
 
-    processes = range(options.processes)
-    results = {
-        "calls": in_process(*sys.argv, "--measure", "calls"),
-        **summary([in_process("-c", IMPORT) for _ in processes]),
-        **summary([in_process(*sys.argv, "--measure", "first_calls") for _ in processes]),
-    }
-    report(results)
-    if options.out:
-        with open(options.out, "w") as file:
-            # environment() asks nvidia-smi
-            found = environment() if options.device == "cuda" else None
-            asked = {name: value for name, value in vars(options).items() if name not in ("out", "head_dims")}
-            asked |= head_dims_field(options.head_dims)
-            json.dump({"environment": found, "options": asked, **results}, file, indent=1)
+
+if __name__ == "__main__":
+    options = make_parser().parse_args()
+    if options.first_calls:
+        print(json.dumps(measure_first_calls(options)))
+    else:
+        run(make_parser(), measure, lambda cells: None)

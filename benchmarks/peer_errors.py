@@ -1,6 +1,6 @@
 """Errors of flash_qla and FLA against the fp64 recurrence on one GPU, same inputs, one process per package.
 
-    python benchmarks/peer_errors.py --out benchmarks/results/accuracy_h200.json
+    python benchmarks/peer_errors.py --out FILE.json
     python benchmarks/peer_errors.py --cases underflow,4095 --packages flash_qla
     python benchmarks/peer_errors.py --head-dims 96x192
 
@@ -13,9 +13,12 @@ when gates erase the state, a relative error may be large and mean nothing; the 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
+from collections.abc import Iterator
 
+import common
 import torch
 from common import (
     FLA_BACKWARD,
@@ -63,13 +66,13 @@ def all_cases(K: int, V: int) -> dict:
 def run_case(operator, case) -> dict[str, float]:
     from cases import make_inputs
 
-    inputs = make_inputs(case, "cuda")
+    inputs = make_inputs(case, common.DEVICE)
     # The reference has no such arguments, FLA other names for them.
     arguments = {name: x for name, x in inputs.items() if name not in ("auto_cp", "state_v_first")}
     generator = torch.Generator().manual_seed(case.seed + 1)
     output_gradients = {
-        "do": torch.randn(inputs["v"].shape, generator=generator).to("cuda", case.dtype),
-        "dht": torch.randn(inputs["initial_state"].shape, generator=generator).to("cuda"),
+        "do": torch.randn(inputs["v"].shape, generator=generator).to(common.DEVICE, case.dtype),
+        "dht": torch.randn(inputs["initial_state"].shape, generator=generator).to(common.DEVICE),
     }
     differentiable = [arguments[name].requires_grad_() for name in GRADIENT_OF]
     outputs = operator(**arguments, output_final_state=True)
@@ -77,20 +80,18 @@ def run_case(operator, case) -> dict[str, float]:
     return forward_errors(arguments, *outputs) | gradient_errors(arguments, output_gradients, gradients)
 
 
-def measure(package: str, options) -> list[dict]:
+def measure(package: str, options) -> Iterator[dict]:
     if package == "flash_qla":
         from flash_qla import __version__, chunk_gated_delta_rule
     else:
         from fla import __version__
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    cells = []
     for name, case in all_cases(*options.head_dims).items():
         if not any(part in name for part in options.cases.split(",")):
             continue
         cell = {"package": package, "version": __version__, "case": name, "inputs": str(case)}
         cell |= head_dims_field(options.head_dims)
-        cells.append(cell)
         skip = [reason for part, reason in FLA_SKIPS.items() if part in name] if package == "fla" else []
         if skip:
             cell["skipped"] = skip[0]
@@ -102,7 +103,7 @@ def measure(package: str, options) -> list[dict]:
                     raise
                 cell["skipped"] = f"{type(error).__name__}: {error}"
         print(f"{package:>10} {name:24} {cell.get('skipped', 'done')}", flush=True)
-    return cells
+        yield cell
 
 
 def nan_last(x: float) -> float:
@@ -136,8 +137,12 @@ def report(cells: list[dict]) -> None:
         print(f"{tensor:>12}: flash_qla's error is at most {ratios[worst]:.2f} times FLA's ({worst})")
 
 
-if __name__ == "__main__":
+def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0])
     parser.add_argument("--cases", default="", help="only those whose name contains one of these, comma-separated")
     add_head_dims_argument(parser)
-    run(parser, measure, report, FLA_BACKWARD)
+    return parser
+
+
+if __name__ == "__main__":
+    run(make_parser(), measure, report, FLA_BACKWARD)

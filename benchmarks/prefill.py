@@ -1,6 +1,6 @@
 """What a pool of states costs or saves in the prefill, on one GPU.
 
-    python benchmarks/prefill.py --out benchmarks/results/prefill_h200.json
+    python benchmarks/prefill.py --out FILE.json
 
   op           chunk_gated_delta_rule on states that are gathered already, its final states left where they are
   gathered     states taken out of the pool by torch, the op, its final states put back
@@ -18,19 +18,21 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import common
 import torch
 from common import (
     add_timing_arguments,
+    argument_parser,
+    geometric_mean,
     head_dims_field,
     heads_of,
     make_inputs,
     parse_heads,
     parse_lengths,
+    run,
     time_graph,
-    write_results,
 )
 
 from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
@@ -76,7 +78,7 @@ def calls_of(
 
 
 @torch.no_grad()
-def measure(calls: dict[str, Callable], options) -> dict[str, float]:
+def median_ms(calls: dict[str, Callable], options) -> dict[str, float]:
     times = {way: [] for way in calls}
     for _ in range(ROUNDS):
         for way, call in calls.items():
@@ -86,7 +88,7 @@ def measure(calls: dict[str, Callable], options) -> dict[str, float]:
 
 def cell_of(H_k: int, H_v: int, text: str, state_dtype: str, options) -> dict:
     lengths, dtype = parse_lengths(text), STATE_DTYPES[state_dtype]
-    ms = measure(calls_of(H_k, H_v, lengths, options.head_dims, dtype), options)
+    ms = median_ms(calls_of(H_k, H_v, lengths, options.head_dims, dtype), options)
     checkpoints = sum(length // CHECKPOINT_TOKENS for length in lengths)
     return {
         "heads": f"{H_k}x{H_v}",
@@ -107,28 +109,28 @@ def line_of(cell: dict) -> str:
     return line
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--state-dtypes", default="fp32,bf16")
-    sequences = "1x512,1x8192,4096x8,1024x8,256x32,ragged32"
-    add_timing_arguments(parser, heads="2x8,16x32", sequences=sequences, samples=7)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU, and torch sees no CUDA device")
-    cells = []
+def measure(package: str, options) -> Iterator[dict]:
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
             for state_dtype in options.state_dtypes.split(","):
-                cells.append(cell_of(H_k, H_v, text, state_dtype, options))
-                print(line_of(cells[-1]), flush=True)
+                cell = cell_of(H_k, H_v, text, state_dtype, options)
+                print(line_of(cell), flush=True)
+                yield cell
+
+
+def report(cells: list[dict]) -> None:
     for way in ("gathered", "pool", "invariant"):
         ratios = [cell["ms"][way] / cell["ms"]["op"] for cell in cells]
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"{way} over the op: {mean:.3f} in the geometric mean, {max(ratios):.3f} at most")
-    if options.out:
-        write_results(options.out, cells)
+        print(f"{way} over the op: {geometric_mean(ratios):.3f} in the geometric mean, {max(ratios):.3f} at most")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(__doc__.splitlines()[0], packages="flash_qla")
+    parser.add_argument("--state-dtypes", default="fp32,bf16")
+    sequences = "1x512,1x8192,4096x8,1024x8,256x32,ragged32"
+    add_timing_arguments(parser, heads="2x8,16x32", sequences=sequences, samples=7)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    run(make_parser(), measure, report)

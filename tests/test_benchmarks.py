@@ -1,4 +1,4 @@
-"""What the benchmarks compute, and what they make of their measurements; timing needs a GPU."""
+"""The benchmarks compute what they say, and report what they measured; timing needs a GPU."""
 
 import argparse
 import importlib
@@ -14,6 +14,7 @@ import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+all_figures = importlib.import_module("all")
 common = importlib.import_module("common")
 backward = importlib.import_module("backward")
 context_parallelism = importlib.import_module("context_parallelism")
@@ -103,12 +104,15 @@ def test_matrix_work_and_traffic():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """What the benchmarks measure runs there; timed it is not, nor are bytes counted."""
+    """Calls run on the CPU; nothing is timed, and no bytes are counted."""
     monkeypatch.setattr(common, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(backward, "time_graph", lambda call, *_: call() and [1.0, 2.0, 3.0])
     monkeypatch.setattr(decode, "time_graph", lambda call, *_: call() or [1.0, 2.0, 3.0])
     monkeypatch.setattr(prefill, "time_graph", lambda call, *_: call() is None or [1.0])
+    monkeypatch.setattr(dispatch, "time_graph", lambda call, *_: call() and [1.0, 2.0, 3.0])
+    card = argparse.Namespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
     monkeypatch.setattr(backward, "step_memory", lambda step: {"saved_bytes": 0, "extra_bytes": 0})
     monkeypatch.setattr(forward, "measure_call", lambda *_: {"ms": 1, "ms_min": 1, "ms_max": 1, "workspace_bytes": 0})
 
@@ -177,7 +181,7 @@ def test_cells_of_the_forward(on_cpu):
 def test_cells_of_the_backward(on_cpu, capsys):
     """They say head dimensions and activations only where there are any."""
     asked = ((common.HEAD_DIMS, False), ((24, 40), False), ((24, 40), True))
-    cells = [backward.measure("flash_qla", options(head_dims=x, activations=inside))[0] for x, inside in asked]
+    cells = [next(backward.measure("flash_qla", options(head_dims=x, activations=inside))) for x, inside in asked]
     assert "head_dims" not in cells[0] and "activations" not in cells[0]
     assert cells[1].keys() == cells[0].keys() | {"head_dims"} and cells[1]["head_dims"] == "24x40"
     assert cells[2].keys() == cells[1].keys() | {"activations"} and cells[2]["activations"] is True
@@ -397,6 +401,88 @@ def test_sketches_estimate_differences():
     one_head = o.clone()
     one_head[:, :, 5] *= 1.1  # 3.5e-2 of the whole
     assert forward.difference({"o": forward.sketch(one_head)}, {"o": forward.sketch(o)}) > 2e-2
+
+
+# All figures in one call
+
+TINY = ["--heads", "1x2"]
+TINY_SECTIONS = {
+    "decode": [*TINY, "--batches", "1"],
+    "drafts": [*TINY, "--batches", "1"],
+    "accuracy": ["--cases", "2x8 1x1"],
+    "host": [*TINY, "--device", "cpu", "--batches", "1", "--processes", "1"],
+}
+
+
+def measured_here(sections: dict[str, list[str]]) -> dict[str, dict]:
+    """The results of all.py, with flash_qla's sections at tiny sizes in this process."""
+    results = {}
+    for name, more in sections.items():
+        cells = list(all_figures.measure_section("flash_qla", name, math.inf, more))
+        results[name] = {"seconds": {"flash_qla": 1.0}, "failed": {}, "cells": cells}
+    return results
+
+
+def test_each_section_is_measured(on_cpu, tmp_path):
+    small = [*TINY, "--sequences", "70"]
+    (ours, *_) = all_figures.PROCESSES
+    assert ours.sections.keys() == all_figures.SECTIONS.keys()
+    results = measured_here({name: TINY_SECTIONS.get(name, small) for name in ours.sections})
+    assert all(found["cells"] for found in results.values())
+    assert not [cell["error"] for found in results.values() for cell in found["cells"] if "error" in cell]
+    all_figures.write(tmp_path / "h100.json", results, common.environment(), 1.0)
+    written = json.loads((tmp_path / "h100.json").read_text())
+    assert written["environment"]["commit"] and written["environment"]["versions"] == {"flash_qla": "0.1.0"}
+    assert {name: len(found["cells"]) for name, found in written["sections"].items()} == {
+        name: len(found["cells"]) for name, found in results.items()
+    }
+
+
+def test_names_of_cards():
+    assert all_figures.name_of_card("NVIDIA H100 80GB HBM3") == "h100"
+    assert all_figures.name_of_card("NVIDIA H200") == "h200"
+
+
+def test_a_section_that_fails_is_reported(monkeypatch, tmp_path):
+    """The next one runs. Other processes go on with the sections after one that has ended its process."""
+
+    def measure_section(package, name, seconds, more):
+        yield {"package": package}
+        if name == "decode":
+            raise ValueError("no")
+        if name == "options":
+            raise common.OutOfTime("1 s are spent after 1 cells")
+
+    monkeypatch.setattr(all_figures, "measure_section", measure_section)
+    sections = {"forward": 1.0, "decode": 1.0, "options": 1.0, "host": 1.0}
+    all_figures.measure("fla", sections, tmp_path / "cells")
+    lines = [json.loads(line) for line in (tmp_path / "cells").read_text().splitlines()]
+    results = {}
+    assert all_figures.merge(lines, "fla", results, sections, "") == {}
+    assert [len(found["cells"]) for found in results.values()] == [1, 1, 1, 1]
+    failed = {name: found["failed"] for name, found in results.items()}
+    assert failed == {
+        "forward": {},
+        "decode": {"fla": "ValueError: no"},
+        "options": {"fla": "1 s are spent after 1 cells"},
+        "host": {},
+    }
+    results = {}
+    left = all_figures.merge(lines[:4], "fla", results, sections, "the process ended with status -11")
+    assert left == {"options": 1.0, "host": 1.0}
+    assert results["decode"]["failed"] == {"fla": "the process ended with status -11"}
+
+
+def test_processes_are_started_and_stopped(monkeypatch, tmp_path):
+    """Without a GPU the forward fails on the first cell of a package's process; its peers are not there."""
+    given = all_figures.make_parser().parse_args(["--out", str(tmp_path), "--sections", "ceilings"])
+    (ours, *_) = all_figures.PROCESSES
+    process = all_figures.dataclasses.replace(ours, sections={"ceilings": 60.0})
+    results = {}
+    all_figures.measure_process(process, all_figures.time.monotonic() + 100, results, given)
+    assert results["ceilings"]["failed"] == {} and results["ceilings"]["cells"] == [common.ceilings()]
+    assert all_figures.run_process(process, {"ceilings": 1.0}, 0, tmp_path / "cells", given) == "stopped after 0 s"
+    assert not all_figures.importable("flash_qla_jit", given) and all_figures.importable("flash_qla", given)
 
 
 def test_peers_come_first_on_the_path(monkeypatch):
