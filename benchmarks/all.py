@@ -11,7 +11,7 @@ benchmarks/plot.py the figures.
 Each section is one of this folder's benchmarks with fixed arguments. Each package runs its sections in one process,
 flash_qla first; a package that cannot be imported is left out. A section may take its seconds, scaled to --seconds, and
 the time that earlier ones have left; then it stops, with the cells that it has. A section that fails, or ends its
-process, is listed under "failed", and the next one runs. The exit status is 1 if any failed.
+process, is listed under "failed", and the next one runs. The exit status is 1 if any failed, or if outputs of two packages differ.
 
 The peers compile their kernels at the first call. Before anything is timed they run their sections once without timing,
 side by side, for at most COMPILE_SECONDS.
@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forward
 import torch
 from common import FLA_BACKWARD, FLA_TRITON, OutOfTime, ceilings, environment, limited, package_environment
 
@@ -258,10 +259,19 @@ def write(path: Path, results: dict, begin: dict, seconds: float) -> None:
     found = begin | {"seconds": round(seconds), "versions": versions_of(results)}
     parts = []
     for name, section in results.items():
-        cells = ",\n".join(json.dumps(cell) for cell in section["cells"])
+        stored = ({key: x for key, x in cell.items() if key != "sketches"} for cell in section["cells"])
+        cells = ",\n".join(map(json.dumps, stored))
         head = json.dumps({key: section[key] for key in ("seconds", "failed")})
         parts.append(f'{json.dumps(name)}: {head[:-1]}, "cells": [\n{cells}\n]}}')
     path.write_text(f'{{"environment": {json.dumps(found, indent=1)},\n"sections": {{\n' + ",\n".join(parts) + "\n}}\n")
+
+
+def cells_of(results: dict, section: str) -> list[dict]:
+    return results.get(section, {}).get("cells", [])
+
+
+def failures(results: dict) -> list[str]:
+    return [f"{name}, {package}: {why}" for name, found in results.items() for package, why in found["failed"].items()]
 
 
 def versions_of(results: dict) -> dict[str, str]:
@@ -298,7 +308,8 @@ def main(options) -> int:
         measure_process(process, end, results, options)
         print(f"{process.package}: {time.monotonic() - start:.0f} s of {options.seconds:.0f}", flush=True)
         write(path, results, begin, time.monotonic() - start)  # after each: the call may be cut off
-    failed = [f"{name}, {x}: {why}" for name, found in results.items() for x, why in found["failed"].items()]
+    disagree = [line for line in forward.report_outputs(cells_of(results, "forward")) if "DISAGREEMENT" in line]
+    failed = [*disagree, *failures(results)]
     print("\n".join([f"{path} in {time.monotonic() - start:.0f} s", *(f"FAILED: {line}" for line in failed)]))
     return 1 if failed else 0
 

@@ -52,6 +52,7 @@ from common import (
     spread,
     three_digits,
     time_graph,
+    workspace,
 )
 
 
@@ -160,6 +161,7 @@ def measure(package: str, options) -> Iterator[dict]:
             lengths = parse_lengths(text)
             with torch.no_grad():
                 backward = low_level_backward(*make_inputs(H_k, H_v, lengths, dims, gradients=True))
+                _, workspace_bytes = workspace(backward)
                 backward_times = time_graph(backward, options.samples, options.sample_ms)
             del backward
             step = Step(operator, *step_inputs(H_k, H_v, lengths, options))
@@ -174,6 +176,7 @@ def measure(package: str, options) -> Iterator[dict]:
                 **({"activations": True} if options.activations else {}),
                 **spread(backward_times, "backward_"),
                 "backward_floor_ms": floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims)),
+                "backward_workspace_bytes": workspace_bytes,
                 **spread(step_times, "step_"),
                 **memory,
             }

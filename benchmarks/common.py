@@ -227,6 +227,15 @@ def time_graph(call, samples: int, sample_ms: float) -> list[float]:
     return sorted(elapsed(graph) / calls for _ in range(samples))
 
 
+def workspace(call) -> tuple[object, int]:
+    """The call's results, and the bytes that it takes from torch's allocator beyond them."""
+    call()  # compiles, and allocates memory that is kept from call to call
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    results = call()
+    return results, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+
+
 @torch.no_grad()
 def forward_errors(arguments: dict, o: torch.Tensor, final_state: torch.Tensor) -> dict[str, float]:
     """Relative L2 errors of what chunk_gated_delta_rule(**arguments) has returned."""

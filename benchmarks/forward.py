@@ -56,6 +56,7 @@ from common import (
     spread,
     three_digits,
     time_graph,
+    workspace,
 )
 
 PEERS = {"fla": "FLA", "flash_qla_jit": "FlashQLA", "flashinfer": "FlashInfer"}
@@ -248,16 +249,12 @@ def check(
 
 def measure_call(loaded: Package, inputs: dict, variant: str, options) -> dict:
     call = loaded.prepare(inputs, variant)
-    call()  # compiles, and allocates what is kept from call to call
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    outputs = call()
-    workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    outputs, workspace_bytes = workspace(call)
     o, final_state = loaded.results(outputs, variant)
     sketches = {"o": sketch(o), "final_state": sketch(final_state)}
     del outputs, o, final_state
     times = time_graph(call, options.samples, options.sample_ms)
-    return {**spread(times), "workspace_bytes": workspace, "sketches": sketches}
+    return {**spread(times), "workspace_bytes": workspace_bytes, "sketches": sketches}
 
 
 def progress(cell: dict) -> str:
