@@ -11,7 +11,8 @@ benchmarks/plot.py the figures.
 Each section is one of this folder's benchmarks with fixed arguments. Each package runs its sections in one process,
 flash_qla first; a package that cannot be imported is left out. A section may take its seconds, scaled to --seconds, and
 the time that earlier ones have left; then it stops, with the cells that it has. A section that fails, or ends its
-process, is listed under "failed", and the next one runs. The exit status is 1 if any failed, or if outputs of two packages differ.
+process, is listed under "failed", and the next one runs. The exit status is 1 if any failed,
+or if outputs of two packages differ.
 
 The peers compile their kernels at the first call. Before anything is timed they run their sections once without timing,
 side by side, for at most COMPILE_SECONDS.

@@ -11,8 +11,6 @@ import importlib.metadata
 import json
 import math
 import os
-import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +24,7 @@ import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
+import record
 import reference
 from accuracy import relative_error
 
@@ -259,29 +258,7 @@ def spread(times: list[float], prefix: str = "") -> dict[str, float]:
 
 
 def environment() -> dict:
-    """The machine, the versions, the commit and the time. COMMIT names the commit where there is no git checkout."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-    cards = output_of(query).splitlines() if torch.cuda.is_available() else []
-    gpu, driver, *limits = cards[0].split(", ") if cards else (None, None)
-    return {
-        "time": time.strftime("%F %T %Z"),
-        "gpu": gpu,
-        "gpus": len(cards),
-        "driver": driver,
-        "limits": limits,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "commit": os.environ.get("COMMIT") or output_of(["git", "rev-parse", "HEAD"]),
-    }
-
-
-def output_of(command: list[str]) -> str:
-    """Standard output; empty where there is no such program or it fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return {"time": time.strftime("%F %T %Z"), **record.machine(), "triton": version_of("triton")}
 
 
 def version_of(distribution: str) -> str | None:

@@ -620,9 +620,11 @@ def accuracy(data: Data) -> str:
         if card.worst_errors is None:
             rows.append([f"{card.name}: not measured", *["-"] * len(TENSORS)])
             continue
-        worst = {
-            (row["dtype"], row["tensor"]): row["error"] for row in card.worst_errors["worst"] if row["device"] == "cuda"
-        }
+        worst: dict[tuple[str, str], float] = {}
+        for row in card.worst_errors["worst"]:
+            if row["device"] == "cuda":
+                key = row.get("q_dtype", row["dtype"]), row["tensor"]
+                worst[key] = max(row["error"], worst.get(key, 0.0))
         for dtype in ("bfloat16", "float16"):
             errors = [number(worst.get((dtype, tensor)), ".1e") for tensor in TENSORS]
             rows.append([f"{card.name}: {dtype}", *errors])
@@ -712,7 +714,7 @@ def tested(data: Data) -> str:
     for record in latest.values():
         counts = [f"{record[name]:,} {name}" for name in ("passed", "skipped", "failed") if record.get(name)]
         card = card_text(record)
-        names = (f"`{record['what']}`", card, record.get("driver") or "-", record["torch"], record["python"])
+        names = (record["what"], card, record.get("driver") or "-", record["torch"], record["python"])
         rows.append([*names, ", ".join(counts) or "none ran"])
         failures += [f"- Failed on {card}: `{name}`" for name in record.get("failures", [])]
     return "\n\n".join(filter(None, [markdown(header, rows), "\n".join(failures)]))

@@ -1,12 +1,11 @@
 import json
-import os
-import platform
-import subprocess
+import shlex
 import tempfile
 from pathlib import Path
 
 import accuracy
 import pytest
+import record
 import torch
 from card import GIB, Card, release
 
@@ -86,22 +85,7 @@ def saved_block(device, saved_blocks, tmp_path_factory) -> Path:
 
 def pytest_addoption(parser):
     parser.addoption("--errors-json", metavar="FILE", help="write the worst error of each tensor to this file")
-
-
-def environment() -> dict:
-    """What the errors were measured on; COMMIT names the commit where there is no git checkout."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    git = ["git", "rev-parse", "HEAD"]
-    return {
-        "gpu": output_of(query) if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": os.environ.get("COMMIT") or output_of(git),
-    }
-
-
-def output_of(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    parser.addoption("--record", metavar="FILE", help="add the machine, the selection and the counts to this file")
 
 
 # What the workers of pytest-xdist have measured, the summary is to show as well.
@@ -147,4 +131,17 @@ def pytest_terminal_summary(terminalreporter, config):
         for test in sorted(peaks, key=peaks.get, reverse=True)[:5]:
             terminalreporter.write_line(f"{peaks[test] / GIB:5.1f} GiB  {test}")
     if config.getoption("--errors-json"):
-        Path(config.getoption("--errors-json")).write_text(json.dumps(environment() | {"worst": rows}, indent=1))
+        Path(config.getoption("--errors-json")).write_text(json.dumps(record.machine() | {"worst": rows}, indent=1))
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        stats = terminalreporter.stats
+        failures = [report.nodeid for name in ("failed", "error") for report in stats.get(name, [])]
+        passed, skipped = (len(stats.get(name, [])) for name in ("passed", "skipped"))
+        record.append(config.getoption("--record"), selection(config), passed, skipped, failures)
+
+
+def selection(config) -> str:
+    """The tests that were asked for: files, -m and -k."""
+    files = [] if config.args_source is pytest.Config.ArgsSource.TESTPATHS else list(config.args)
+    options = {"-m": config.getoption("markexpr"), "-k": config.getoption("keyword")}
+    words = [*files, *(f"{name} {shlex.quote(text)}" for name, text in options.items() if text)]
+    return f"`{' '.join(words)}`" if words else "all tests"

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import record
 import reference
 import torch
 from accuracy import check as check_accuracy, not_measured
@@ -667,30 +668,37 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one only, as a failure says it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--record", metavar="FILE", help="add the machine and the counts to this file")
     given = parser.parse_args()
     begin = time.monotonic()
     given.end = begin + given.seconds
-    worst, count, missing, failures = {}, Counter(), Counter(), 0
+    worst, count, missing, failures = {}, Counter(), Counter(), []
     for result in results(given) if given.jobs == 1 or given.case is not None else results_of_jobs(given):
         if result.failure is not None:
             again = f"python tests/fuzz.py --seed {given.seed} --case {result.number} --device {given.device}"
             print(result.failure, again, sep="\n", flush=True)
-            failures += 1
+            failures.append(again)
             if given.keep_going:
                 continue
-            return 1
+            break
         (missing if result.ratios is None else count)[result.op] += 1
         for name, ratio in (result.ratios or {}).items():
             worst[name] = max(worst.get(name, (0.0, 0)), (ratio, result.number))
     seconds = time.monotonic() - begin
+    if given.record:
+        cases = f" --cases {given.cases}" if given.cases else ""
+        what = f"`tests/fuzz.py --seed {given.seed}{cases}`"
+        record.append(given.record, what, count.total(), missing.total(), failures)
+    if failures and not given.keep_going:
+        return 1
     of = "" if given.cases is None or given.case is not None else f" of {given.cases}"
-    failed = f" and {failures} that failed" if failures else ""
+    failed = f" and {len(failures)} that failed" if failures else ""
     print(f"{count.total()}{of} cases in {seconds:.0f} s right{failed}: {dict(sorted(count.items()))}")
     if missing:
         print(f"not run, as {given.device} has no such op yet: {dict(sorted(missing.items()))}")
     for name, (ratio, number) in sorted(worst.items()):
         print(f"{name:30} at most {ratio:.2f} of its bar, in case {number}")
-    return min(failures, 1)
+    return min(len(failures), 1)
 
 
 if __name__ == "__main__":

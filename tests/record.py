@@ -1,0 +1,43 @@
+"""Records of test runs: the machine, the versions and the commit, with the counts."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+
+def output_of(command: list[str]) -> str:
+    """Standard output; empty where there is no such program."""
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def machine() -> dict:
+    """The machine of this run. COMMIT names the commit where there is no git checkout."""
+    found = {"gpu": None, "gpus": 0, "driver": None, "power_limit": None}
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+        cards = [line.split(", ") for line in output_of(query).splitlines()]
+        name, driver, power_limit = cards[0] if cards else (torch.cuda.get_device_name(), None, None)
+        found = {"gpu": name, "gpus": max(1, len(cards)), "driver": driver, "power_limit": power_limit}
+    return found | {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": os.environ.get("COMMIT") or output_of(["git", "rev-parse", "HEAD"]),
+        "date": time.strftime("%F"),
+    }
+
+
+def append(file: str | Path, what: str, passed: int, skipped: int, failures: list[str]) -> None:
+    """Add a run to the file's list. `what` says which tests ran."""
+    path = Path(file)
+    records = json.loads(path.read_text()) if path.exists() else []
+    counts = {"passed": passed, "skipped": skipped, "failed": len(failures), "failures": failures}
+    records.append({"what": what} | machine() | counts)
+    path.write_text(json.dumps(records, indent=1) + "\n")
