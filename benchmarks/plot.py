@@ -1,28 +1,28 @@
-"""Figure of what forward.py has measured: times of the peers over those of flash_qla, and its part of the floor.
+"""Figures of the results of all.py: the peers' times over those of flash_qla, and its part of the floor.
 
-    python benchmarks/plot.py FILE.json FIGURE.png [--gate trained]
-    python benchmarks/plot.py benchmarks/results/backward_h200.json FIGURE.png --title Backward
+    python benchmarks/plot.py
 
-Needs matplotlib, which nothing else but the examples and their tests does.
+Writes forward_h100.png, backward_h100.png and those of the other cards that have results, beside the results. Needs
+matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
+from pathlib import Path
 
-from forward import PEERS, load, rows_of
+from forward import PEERS, Row, rows_of
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from report import RESULTS, Card, load
 
-# Distinct to colour-blind eyes too, and by their markers without colour.
+# Colours that colour-blind eyes tell apart, and markers for those who print without colour.
 STYLES = {"fla": ("#0072B2", "o"), "flash_qla_jit": ("#E69F00", "s"), "flashinfer": ("#009E73", "^")}
 COLUMNS = 4
 
 
-def draw(rows: list, gate: str, title: str):
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-
+def draw(rows: list[Row], title: str) -> Figure:
     heads = list(dict.fromkeys(row.heads for row in rows))
     sequences = list(dict.fromkeys(row.sequences for row in rows))
     found = {(row.heads, row.sequences): row for row in rows}
@@ -72,29 +72,54 @@ def draw(rows: list, gate: str, title: str):
     axes.set_yticks(range(len(heads)), heads)
     axes.tick_params(labelsize=7, length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"flash_qla: part of the hardware's floor, gates '{gate}'", fontsize=9, loc="left")
+    axes.set_title("flash_qla: part of the card's floor", fontsize=9, loc="left")
     return figure
+
+
+def rows_of_backward(cells: list[dict]) -> list[Row]:
+    return rows_of(
+        [
+            {
+                "package": cell["package"],
+                "variant": "default",
+                "gate": "bench",
+                "heads": cell["heads"],
+                "sequences": cell["sequences"],
+                "ms": cell["backward_ms"],
+                "floor_ms": cell.get("backward_floor_ms"),
+            }
+            for cell in cells
+        ],
+        "bench",
+    )
+
+
+def figures(card: Card) -> dict[str, Figure]:
+    """The name of each figure -> the figure."""
+    found = {}
+    for section, rows in (
+        ("forward", rows_of(card.cells("forward"), "bench")),
+        ("backward", rows_of_backward(card.cells("backward"))),
+    ):
+        if rows:
+            versions = dict.fromkeys(
+                f"{PEERS[cell['package']]} {cell['version']}"
+                for cell in card.cells(section)
+                if cell["package"] in PEERS
+            )
+            title = f"{section.capitalize()} on {card.name}: times over flash_qla's, log scale"
+            found[f"{section}_{card.name.lower()}.png"] = draw(rows, f"{title} ({', '.join(versions) or 'no peers'})")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="+", help="JSON of forward.py")
-    parser.add_argument("figure", help="file to write")
-    parser.add_argument("--gate", default="bench")
-    parser.add_argument("--title", default="Forward", help="what was timed")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     options = parser.parse_args()
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("it needs matplotlib: pip install matplotlib")
-    cells = load(options.results)
-    rows = rows_of(cells, options.gate)
-    if not rows:
-        parser.error(f"no times of flash_qla with gates {options.gate!r} in {', '.join(options.results)}")
-    versions = dict.fromkeys(
-        f"{PEERS[cell['package']]} {cell['version']}" for cell in cells if cell["package"] in PEERS
-    )
-    peers = ", ".join(versions) or "no peers"
-    title = f"{options.title}, gates '{options.gate}': times over flash_qla's, log scale ({peers})"
-    draw(rows, options.gate, title).savefig(options.figure, dpi=150)
+    for card in load(options.results).cards:
+        for name, figure in figures(card).items():
+            figure.savefig(options.results / name, dpi=150)
+            print(options.results / name)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def mean_of(ratios: list[float]) -> str:
     """The geometric mean, the least, and of how many."""
     if not ratios:
         return "-"
-    return f"{geometric_mean(ratios):.2f} (least {min(ratios):.2f}, {len(ratios)} cells)"
+    return f"{geometric_mean(ratios):.2f} (least {min(ratios):.2f}, n = {len(ratios)})"
 
 
 def place(cell: dict) -> str:

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ forward = importlib.import_module("forward")
 host = importlib.import_module("host")
 peer_errors = importlib.import_module("peer_errors")
 prefill = importlib.import_module("prefill")
+report = importlib.import_module("report")
 
 MS = {
     "flash_qla": {"1x512": 0.01, "ragged32": 0.1},
@@ -235,13 +237,13 @@ def test_rows_and_means():
 
 def test_report_of_stored_results(results):
     command = [sys.executable, BENCHMARKS / "forward.py", "--report", results, "--markdown"]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "| 2x8 | 1x512 | 0.0100 | 50% | 3.00 | 0.80 | 2.00 | 0.80 |" in report
-    assert "| 2x8 | ragged32 | 0.1000 | 5% | 6.00 | 2.00 | - | 2.00 |" in report
-    assert "- nocp, auto_cp=False: geometric mean 1.250, largest 1.250 (bench 2x8 1x512)" in report
-    assert "- Workspace of flash_qla: at most 0.50 of the bytes of v (bench 2x8 1x512)" in report
-    assert "- NOT MEASURED, flashinfer default, bench 2x8 ragged32: RuntimeError: no" in report
-    assert "DISAGREEMENT" not in report
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "| 2x8 | 1x512 | 0.0100 | 50% | 3.00 | 0.80 | 2.00 | 0.80 |" in printed
+    assert "| 2x8 | ragged32 | 0.1000 | 5% | 6.00 | 2.00 | - | 2.00 |" in printed
+    assert "- nocp, auto_cp=False: geometric mean 1.250, largest 1.250 (bench 2x8 1x512)" in printed
+    assert "- Workspace of flash_qla: at most 0.50 of the bytes of v (bench 2x8 1x512)" in printed
+    assert "- NOT MEASURED, flashinfer default, bench 2x8 ragged32: RuntimeError: no" in printed
+    assert "DISAGREEMENT" not in printed
 
 
 @pytest.mark.parametrize("wrong", (4.2, math.nan))
@@ -438,6 +440,9 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
     assert {name: len(found["cells"]) for name, found in written["sections"].items()} == {
         name: len(found["cells"]) for name, found in results.items()
     }
+    data = report.load(tmp_path)
+    for name in set(report.TABLES) - {"context_parallelism", "tested"}:
+        assert "| " in report.TABLES[name](data), name
 
 
 def test_names_of_cards():
@@ -497,12 +502,83 @@ def test_peers_come_first_on_the_path(monkeypatch):
     assert common.package_environment("flash_qla", options, {})["PYTHONPATH"] == "already"
 
 
-def test_figure(results, tmp_path):
+# Tables and figures
+
+
+def card_results(commit: str = "1") -> dict:
+    """Of the forward and the decoding, as all.py writes them."""
+    forward_cells = made_up_cells()
+    forward_cells += [cell | {"variant": "op", "ms": 0.8 * cell["ms"]} for cell in forward_cells[:2]]
+    key = {"heads": "2x8", "batch": 8, "tokens": 1, "keep": "last", "state_dtype": "fp32", "bytes": 4.28e6}
+    us = {"flash_qla": 2.0, "vllm": 3.0, "sglang": 5.0}
+    sections = {
+        "ceilings": [common.H200_CEILINGS],
+        "forward": forward_cells,
+        "decode": [{"package": name, "version": "1", "us": x, **key} for name, x in us.items()],
+    }
+    environment = {"gpu": "NVIDIA H100", "driver": "580", "torch": "2.11", "commit": commit}
+    return {"environment": environment, "sections": {name: {"cells": cells} for name, cells in sections.items()}}
+
+
+@pytest.fixture
+def card_folder(tmp_path, monkeypatch):
+    (tmp_path / "h100.json").write_text(json.dumps(card_results()))
+    monkeypatch.setattr(report, "SPEED_ROWS", ("2x8 1x512", "2x8 ragged32"))
+    return tmp_path
+
+
+def test_tables_of_one_card(card_folder):
+    data = report.load(card_folder)
+    lines = report.speed_forward(data).splitlines()
+    assert (
+        lines[0] == "| q/k x v heads | sequences | forward, ms | op, ms | of the floor | FLA | FlashQLA | FlashInfer |"
+    )
+    assert lines[2:4] == [
+        "| 2x8 | 1x512 | 0.010 | 0.008 | 50% | 3.00 | 0.80 | 2.00 |",
+        "| 2x8 | ragged32 | 0.100 | 0.080 | 5% | 6.00 | 2.00 | - |",
+    ]
+    assert "| H100: op | 5.30 (least 3.75, n = 2) | 1.58 (least 1.00, n = 2) | 2.50 (least 2.50, n = 1) |" in lines[8]
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1."
+    assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - |" in report.decode(data)
+    assert "| H100: decoding, fp32 states | - | - | - | 1.50 | - |" in report.summary(data)
+    assert report.backward(data) == "Not measured on H100."
+
+
+def test_tables_of_two_cards(card_folder):
+    """Each has its columns; what one of them has not measured is said."""
+    other = card_results()
+    del other["sections"]["decode"]
+    other["environment"]["gpu"] = "NVIDIA H200"
+    (card_folder / "h200.json").write_text(json.dumps(other))
+    data = report.load(card_folder)
+    lines = report.speed_forward(data).splitlines()
+    assert lines[0].count("H100: ") == lines[0].count("H200: ") == 6
+    assert lines[2].count("| 0.010 | 0.008 | 50% | 3.00 | 0.80 | 2.00 |") == 1 and lines[2].count(" 0.008 ") == 2
+    assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - | not measured on H200 |" in report.decode(data)
+
+
+def test_pages_are_filled(card_folder):
+    data = report.load(card_folder)
+    page = "# Page\n\n<!-- report: summary -->\n\nold\n\n<!-- end report -->\n\nmore\n"
+    new = report.filled(page, report.TABLES, data)
+    assert new == page.replace("old", report.summary(data))
+    assert report.filled(new, report.TABLES, data) == new
+    with pytest.raises(ValueError, match=r"report is 'unknown', expected one of forward, "):
+        report.filled(page.replace("summary", "unknown"), report.TABLES, data)
+    with pytest.raises(ValueError, match=r"report: summary --> has no <!-- end report -->"):
+        report.filled(page.replace("end report", ""), report.TABLES, data)
+
+
+def test_every_table_without_results(tmp_path):
+    data = report.load(tmp_path)
+    for table in (*report.TABLES.values(), report.readme_forward):
+        assert not re.search(r"\d[.%]", table(data))
+
+
+def test_figures_of_a_card(card_folder):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    figure = tmp_path / "figure.png"
-    command = [sys.executable, BENCHMARKS / "plot.py", results, figure]
-    subprocess.run(command, check=True)
-    assert figure.read_bytes().startswith(b"\x89PNG")
+    subprocess.run([sys.executable, BENCHMARKS / "plot.py", "--results", card_folder], check=True)
+    assert (card_folder / "forward_h100.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Context parallelism over ranks

@@ -1,6 +1,7 @@
 """README and docs/: their Python runs, their figures are those of the results, their links lead somewhere."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from flash_qla import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
-forward = importlib.import_module("forward")
+report = importlib.import_module("report")
 
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -49,42 +50,26 @@ def test_readme_is_short_and_begins_with_an_example():
     assert lines.index("```", start) < 25
 
 
-def figures(row: "forward.Row") -> list[str]:
-    """As the tables give them."""
-    return [
-        f"{row.ms:.3f}",
-        f"{row.floor:.0%}",
-        *(f"{row.ratios[peer]:.2f}" if peer in row.ratios else "-" for peer in forward.PEERS),
-    ]
+def test_tables_are_those_of_the_results():
+    data = report.load(report.RESULTS)
+    for page in report.pages():
+        tables = report.README_TABLES if page == README else report.TABLES
+        assert report.filled(page.read_text(), tables, data) == page.read_text(), f"{page}: run benchmarks/report.py"
 
 
-def speed_table(page: Path) -> dict[str, list[str]]:
-    """The cells of the first table of speed, by heads and sequences."""
-    _, _, after = page.read_text().partition("| q/k x v heads | sequences |")
-    rows = after.partition("---|\n")[2]
-    assert rows
-    table = {}
-    for line in rows.splitlines():
-        if not line.startswith("|"):
-            break
-        heads, sequences, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        table[f"{heads} {sequences}"] = cells
-    return table
+def test_figures_of_a_card_come_from_one_commit():
+    """all.py writes a file whose sections have no environment of their own. Converted files say that they are."""
+    for path in report.RESULTS.glob("h?00.json"):
+        found = json.loads(path.read_text())
+        assert found["environment"].get("commit") or found["environment"].get("converted"), path.name
+        if "converted" not in found["environment"]:
+            assert not [name for name, section in found["sections"].items() if "environment" in section], path.name
 
 
-def test_figures_are_those_of_the_results():
-    cells = forward.load([ROOT / "benchmarks/results/forward_h200.json"])
-    low_level, op = ({row.name: row for row in forward.rows_of(cells, "bench", x)} for x in ("default", "op"))
-    for name, found in speed_table(README).items():
-        assert found == figures(op[name]), name
-    for name, found in speed_table(ROOT / "docs/speed.md").items():
-        ms, *others = figures(low_level[name])
-        assert found == [ms, f"{op[name].ms:.3f}", *others, f"{op[name].ratios['flashinfer']:.2f}"], name
-
-    text = README.read_text()
-    for peer, label in forward.PEERS.items():
-        mean = forward.geometric_mean(row.ratios[peer] for row in op.values() if peer in row.ratios)
-        assert f"{mean:.2f}x {label}" in text
+def test_a_page_has_each_table_once():
+    for page in report.pages():
+        names = report.BEGIN.findall(page.read_text())
+        assert len(names) == len(set(names)), page.name
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
