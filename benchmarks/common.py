@@ -356,7 +356,7 @@ def package_environment(package: str, options: argparse.Namespace, changes: dict
     return {name: value for name, value in variables.items() if value is not None}
 
 
-def write_results(path: str, cells: list[dict]) -> None:
+def write_results(path: str | Path, cells: list[dict]) -> None:
     """JSON with one cell a line."""
     lines = ",\n".join(json.dumps(cell) for cell in cells)
     Path(path).write_text(f'{{"environment": {json.dumps(environment(), indent=1)},\n"cells": [\n{lines}\n]}}\n')

@@ -1,15 +1,16 @@
-"""Context parallelism over ranks: the forward and the training step on W GPUs, where their time goes, and what is to be
-expected of more of them.
+"""Context parallelism over ranks: the forward and the training step on W GPUs, where their time goes, and a prediction
+for more GPUs.
 
-    python benchmarks/context_parallelism.py --out cp_1.json                             # one GPU
-    torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --out cp_2.json        # the same sequences on two
-    torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --weak --out weak_2.json  # or as many tokens a rank
-    python benchmarks/context_parallelism.py --parts 2,4,8,16,32,64 --out cp_parts.json  # one GPU as one of so many
-    python benchmarks/context_parallelism.py --report cp_1.json cp_2.json cp_parts.json --hop-us 10 --gbs 300
+    python benchmarks/context_parallelism.py --out FILE.json                             # one GPU
+    torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --out FILE.json        # the same sequences on two
+    torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --weak --out FILE.json # or as many tokens a rank
+    python benchmarks/context_parallelism.py --parts 2,4,8,16,32,64 --out FILE.json      # one GPU as one of so many
+    python benchmarks/context_parallelism.py --report FILE.json --hop-us 10 --gbs 300
 
---report prints speedups and differences of results against the file of one GPU, and what follows from the parts.
-Inputs are the same whatever the number of ranks. Times are the slowest rank's. On GPUs they are the device's: the host
-is ahead, as it is within a model, whatever the number of ranks.
+The runs add their cells to one file, context_parallelism_h100.json for the documents; cells of another commit leave it.
+--report prints speedups and differences of results against one GPU, and what follows from the parts. Inputs are the
+same whatever the number of ranks. Times are the slowest rank's. On GPUs they are the device's: the host is ahead, as it
+is within a model, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -367,6 +368,22 @@ def report(cells: list[dict], options) -> None:
             print(f"{name} W=1            forward {cell['forward_ms']:9.3f} ms  step {cell['step_ms']:9.3f} ms")
 
 
+def write(path: Path, cells: list[dict]) -> None:
+    """Cells of the same commit that were measured before stay in the file, unless they were measured again."""
+
+    def key(cell: dict) -> tuple:
+        return tuple(cell.get(name) for name in ("package", "ranks", "scaling", "layout", "parts_of")) + where(cell)
+
+    before = json.loads(path.read_text()) if path.exists() else {"environment": {}, "cells": []}
+    same = before["environment"].get("commit") == common.environment()["commit"]
+    kept = {key(cell): cell for cell in before["cells"]} if same else {}
+    common.write_results(path, list((kept | {key(cell): cell for cell in cells}).values()))
+
+
+def where(cell: dict) -> tuple[str, str]:
+    return common.heads_of(cell), cell["sequences"]
+
+
 def main(options) -> None:
     clock = Clock(options.device)
     if options.report:
@@ -390,7 +407,7 @@ def main(options) -> None:
             if rank == 0:
                 report(new, options)
                 if options.out:  # after each, as the next may take longer than there is time
-                    common.write_results(options.out, cells)
+                    write(Path(options.out), cells)
     if distributed:
         dist.destroy_process_group()
 

@@ -627,6 +627,22 @@ def test_context_parallelism_on_two_ranks(tmp_path, capsys):
     assert "W=2    strong" in printed and "W=4    predicted" in printed and "differences o" in printed
 
 
+def test_runs_add_their_cells_to_one_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMMIT", "a")
+    path = tmp_path / "cp.json"
+    cell = {"package": "flash_qla", "heads": "2x8", "sequences": "1x64", "ranks": 1, "scaling": "strong", "step_ms": 1}
+
+    def ms_after(*cells: dict) -> list[int]:
+        context_parallelism.write(path, list(cells))
+        return [cell["step_ms"] for cell in json.loads(path.read_text())["cells"]]
+
+    assert ms_after(cell) == [1]
+    assert ms_after(cell | {"ranks": 2, "step_ms": 2}) == [1, 2]
+    assert ms_after(cell | {"step_ms": 3}) == [3, 2]
+    monkeypatch.setenv("COMMIT", "b")
+    assert ms_after(cell | {"step_ms": 4}) == [4]
+
+
 def test_prediction():
     ms = {"begin": 1.0, "whole": 3.0, "fold": 0.7, "product": 0.1}
     ms |= {"reverse begin": 2.0, "reverse replay": 2.6, "reverse whole": 6.0}
