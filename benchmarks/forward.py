@@ -4,7 +4,7 @@
     python benchmarks/forward.py --packages flash_qla,fla --heads 16x32,2x8 --sequences 1x8192,4096x8 --gates bench
     python benchmarks/forward.py --packages flash_qla,fla --heads 30x30 --head-dims 96x192
     python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,op
-    python benchmarks/forward.py --report FILE.json --markdown
+    python benchmarks/forward.py --report FILE.json
 
 Packages, each by the function that it has below its autograd:
 
@@ -28,7 +28,6 @@ beyond what it returns. Outputs are compared twice: with the fp64 recurrence on 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -307,7 +306,7 @@ def rows_of(cells: list[dict], gate: str, variant: str = "default") -> list[Row]
     return rows
 
 
-def report(cells: list[dict], markdown: bool = False) -> None:
+def report(cells: list[dict]) -> None:
     for gate in dict.fromkeys(cell["gate"] for cell in cells):
         rows = rows_of(cells, gate)
         if not rows:
@@ -318,12 +317,12 @@ def report(cells: list[dict], markdown: bool = False) -> None:
         for row in rows:
             ratios = [number(row.ratios.get(peer)) for peer in PEERS]
             lines.append([row.heads, row.sequences, f"{row.ms:.4f}", f"{row.floor:.0%}", *ratios, number(row.best)])
-        print_table(header, lines, markdown)
-        print_list(summary(rows), markdown)
+        print_table(header, lines)
+        print_list(summary(rows))
         if op := rows_of(cells, gate, "op"):  # FlashInfer returns no A either
-            print_list([f"op: {line}" for line in summary(op)], markdown)
-    report_variants(cells, markdown)
-    print_list(report_outputs(cells), markdown)
+            print_list([f"op: {line}" for line in summary(op)])
+    report_variants(cells)
+    print_list(report_outputs(cells))
 
 
 def summary(rows: list[Row]) -> list[str]:
@@ -346,7 +345,7 @@ def means(figures: dict[str, float], style: str) -> str:
     return f"geometric mean {mean:{style}}, least {figures[least]:{style}} ({least}), n = {len(figures)}"
 
 
-def report_variants(cells: list[dict], markdown: bool) -> None:
+def report_variants(cells: list[dict]) -> None:
     """Times of the variants over the default's."""
     ours = [cell for cell in cells if cell["package"] == "flash_qla" and "ms" in cell]
     default = {place(cell): cell["ms"] for cell in ours if cell["variant"] == "default"}
@@ -359,12 +358,12 @@ def report_variants(cells: list[dict], markdown: bool) -> None:
     print("\nVariants of flash_qla: their times over the default's\n")
     places = dict.fromkeys(name for found in ratios.values() for name in found)
     lines = [[name, *(number(found.get(name)) for found in ratios.values())] for name in places]
-    print_table(["cell", *ratios], lines, markdown)
+    print_table(["cell", *ratios], lines)
     lines = []
     for variant, found in ratios.items():
         mean, most = geometric_mean(found.values()), max(found, key=found.get)
         lines.append(f"{variant}, {VARIANTS[variant]}: geometric mean {mean:.3f}, largest {found[most]:.3f} ({most})")
-    print_list(lines, markdown)
+    print_list(lines)
 
 
 def report_outputs(cells: list[dict]) -> list[str]:
@@ -420,19 +419,14 @@ def number(x: float | None) -> str:
     return "-" if x is None else f"{x:.2f}"
 
 
-def print_table(header: list[str], lines: list[list[str]], markdown: bool) -> None:
-    if markdown:
-        lines = [["---"] * len(header), *lines]
+def print_table(header: list[str], lines: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
     for line in (header, *lines):
-        row = [field.rjust(width) for field, width in zip(line, widths, strict=True)]
-        print(f"| {' | '.join(line)} |" if markdown else "  ".join(row))
+        print("  ".join(field.rjust(width) for field, width in zip(line, widths, strict=True)))
 
 
-def print_list(lines: list[str], markdown: bool) -> None:
-    print()
-    for line in lines:
-        print(f"- {line}" if markdown else line)
+def print_list(lines: list[str]) -> None:
+    print("", *lines, sep="\n")
 
 
 def load(files: list[str]) -> list[dict]:
@@ -450,7 +444,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gates", default="bench,trained", help="see common.make_inputs")
     parser.add_argument("--variants", default="", help=f"of flash_qla, timed in each cell too: {', '.join(VARIANTS)}")
     parser.add_argument("--report", nargs="+", metavar="FILE", help="report on stored results, measure nothing")
-    parser.add_argument("--markdown", action="store_true", help="report in Markdown")
     return parser
 
 
@@ -460,6 +453,6 @@ if __name__ == "__main__":
     if not set(filter(None, options.variants.split(","))) <= set(VARIANTS):
         parser.error(f"--variants is {options.variants!r}, expected some of {', '.join(VARIANTS)}")
     if options.report:
-        report(load(options.report), options.markdown)
+        report(load(options.report))
     else:
-        run(parser, measure, functools.partial(report, markdown=options.markdown), FLA_TRITON)
+        run(parser, measure, report, FLA_TRITON)

@@ -12,6 +12,7 @@ import argparse
 import math
 from pathlib import Path
 
+from common import parse_heads, parse_lengths
 from forward import PEERS, Row, rows_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -23,8 +24,8 @@ COLUMNS = 4
 
 
 def draw(rows: list[Row], title: str) -> Figure:
-    heads = list(dict.fromkeys(row.heads for row in rows))
-    sequences = list(dict.fromkeys(row.sequences for row in rows))
+    heads = sorted({row.heads for row in rows}, key=parse_heads)
+    sequences = sorted({row.sequences for row in rows}, key=lambda text: (len(parse_lengths(text)), text))
     found = {(row.heads, row.sequences): row for row in rows}
     columns = min(COLUMNS, len(heads))
     lines = math.ceil(len(heads) / columns)

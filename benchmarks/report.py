@@ -107,7 +107,8 @@ def load(folder: Path) -> Data:
 
 
 def markdown(header: list[str], rows: Iterable[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
 Column = tuple[str, Callable[[object], str]]  # the header, and key -> text
@@ -202,7 +203,7 @@ def forward_columns(card: Card, variants: tuple[str, ...]) -> list[Column]:
     columns: list[Column] = []
     for variant in variants:
         ours = found.get(("flash_qla", variant), {})
-        name = "ms" if len(variants) == 1 else "op, ms" if variant == "op" else "forward, ms"
+        name = "ms" if len(variants) == 1 else "op, ms" if variant == "op" else "flash_qla, ms"
         columns.append((name, lambda key, ours=ours: number(ours.get(key, {}).get("ms"), ".3f")))
     columns.append(
         ("of the floor", lambda key: f"{first[key]['floor_ms'] / first[key]['ms']:.0%}" if key in first else "-")
@@ -227,7 +228,7 @@ def speed_forward(data: Data) -> str:
     peers = [*(LABELS[peer] for peer in FORWARD_PEERS), "the fastest of them"]
     rows = []
     for card in data.measured("forward"):
-        for variant, name in (("default", "forward"), ("op", "op")):
+        for variant, name in (("default", "low-level forward"), ("op", "op")):
             rows.append([f"{card.name}: {name}", *map(mean_of, forward_means(card, variant))])
     means = markdown(["geometric mean", *peers], rows)
     return f"{body}\n\n{means}\n\n{environment_line(data.cards, 'forward')}"
