@@ -1,1 +1,1 @@
-// Of the host: preamble.h has what device code takes of it.
+// Replaces the host's header: preamble.h has the parts that device code uses.

@@ -1,4 +1,4 @@
-"""What a CTA has: shared memory, barriers, and the pieces of work that it goes through."""
+"""Resources of a CTA: shared memory, barriers, and the pieces of work that it processes."""
 
 import math
 from types import SimpleNamespace

@@ -12,13 +12,13 @@ namespace flash_qla::device {
 
 // How a kernel takes sequences of several tokens through their states.
 enum class DecodePath {
-  kOneToken,     // there are none
-  kRows,         // one token after the other, whatever becomes of the states behind them
-  kBlocks,       // blocks of them together, as far as the last state
-  kTensorCores,  // all of them together, whatever becomes of the states behind them
+  kOneToken,     // no sequence has several tokens
+  kRows,         // one token after the other, whichever states are kept
+  kBlocks,       // blocks of tokens together, as far as the last state
+  kTensorCores,  // all tokens together, whichever states are kept
 };
 
-// By a CTA; o is at the head's row of the first token, `o_stride` from one token to the next.
+// The work of one CTA. o points to the head's row of the first token; tokens are `o_stride` apart.
 template <typename Element, typename State, int K, DecodePath kPath>
 class Decode {
  public:
@@ -26,7 +26,7 @@ class Decode {
   const DecodeTokens& tokens;
   const DecodeStates& states;
   Element* const o;
-  void* const tiles;  // in shared memory, for the CTA's rows of the state
+  void* const tiles;  // shared memory for the CTA's rows of the state
   const int64_t o_stride;
   const DecodeShare& share;
   const int K_, V_, N;

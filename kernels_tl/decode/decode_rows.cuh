@@ -1,4 +1,4 @@
-// Value rows of a state in a warp, which takes tokens through them one by one; see decode/decode.py.
+// S' = decay S + change k^T on a warp's value rows, one token after the other; see decode/decode.py.
 #pragma once
 
 #include "decode/decode_tokens.cuh"
@@ -42,7 +42,7 @@ class StateRows {
       raw[r] = is_there(r) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(r))) : uint4{};
     }
   }
-  // By copies that go on by themselves; a lane has only its own part to wait for.
+  // Starts asynchronous copies. Each lane waits only for its own part.
   __device__ __forceinline__ void fetch(Tile& tile, const State* state) const {
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {

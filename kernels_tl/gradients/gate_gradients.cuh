@@ -1,5 +1,4 @@
-// From the gradients of g and beta, as chunk_backward leaves them, to those of what came; see
-// gradients/gate_gradients.py.
+// Gradients of the raw gates and betas from chunk_backward's gradients of g and beta; see gradients/gate_gradients.py.
 #pragma once
 
 #include "core/activations.cuh"
@@ -37,7 +36,7 @@ __device__ __forceinline__ void gate_gradients(const float* db_parts, const floa
                                                int slot, int slots, int first_head, int H_v, int64_t row, int length,
                                                bool is_padding) {
   const int head = first_head + threadIdx.x % kGateHeads, first = threadIdx.x / kGateHeads;
-  float2 sums = {};  // of dA_log and ddt_bias
+  float2 sums = {};  // dA_log, ddt_bias
   if (head < H_v) {
     const GateBits bits = load_gate_bits(A_log, dt_bias, activations, head);
     for (int token = first; token < length; token += kGateTokens) {

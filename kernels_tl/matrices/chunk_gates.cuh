@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_gates(float* gates, const float* g, bool ac
   store_head(gates + head * kHeadGates, b);
 }
 
-// By one warp: b log2(e) of `heads` heads from b itself, which behind the chunk's last token stays what it was.
+// gates = b log2(e) of `heads` heads from b itself, by one warp; after the chunk's last token b keeps its value.
 __device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int stride, int heads,
                                                       int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, 
   store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
 }
 
-// By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
+// A head's table in global memory, by one warp. Lane l has tokens l and l + 32, and passes their 1 / |k| and
 // scale / |q|.
 __device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
                                             float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
   }
 }
 
-// By one warp: likewise the backward's.
+// The backward's table of a head, by one warp.
 __device__ __forceinline__ void store_backward_gates(const float* gates, float* table) {
   const int lane = lane_here();
 #pragma unroll

@@ -1,5 +1,4 @@
-// What a chunk gives to those that carry the state: the gates' factors, the gated inverse A * D - I and the gated
-// attention, both transposed.
+// A chunk's gate factors, the gated inverse A * D - I and the gated attention scale tril(Q K^T) * D, both transposed.
 //
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
@@ -25,7 +24,7 @@ namespace flash_qla::device {
 // 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
 __device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
 
-constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
+constexpr int kColumnBytes = kBlock * kChunk * 2;  // bytes of a transposed block column of one matrix
 
 __device__ __forceinline__ void team_sync(int team, int warps) {
   if (warps == 1) {
