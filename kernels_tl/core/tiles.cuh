@@ -190,8 +190,8 @@ __device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, in
   }
 }
 
-// By one warp: rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8. (A box of TMA would go on
-// into the next sequence.)
+// rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8, by one warp. A box of TMA would write
+// rows of the next sequence.
 template <typename T>
 __device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid, int columns) {
   const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;

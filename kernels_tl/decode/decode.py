@@ -129,11 +129,11 @@ class DecodeShares(Bundle):
 
     def __init__(self):
         super().__init__(
-            groups=T.int32,  # of value rows a CTA
+            groups=T.int32,  # groups of value rows a CTA
             whole=T.int32,  # sequences of which that holds
-            halvings=T.int32,  # of the others a CTA's share is halved so often
-            places=T.int32,  # of sequences: one for each of the first, one a part for each of the others
-            early=T.int32,  # places whose CTAs may begin before the grid ahead has ended
+            halvings=T.int32,  # how often a CTA's share of the other sequences is halved
+            places=T.int32,  # places of sequences: one for each of the first, one a part for each of the others
+            early=T.int32,  # places whose CTAs may begin before the preceding grid has ended
         )
 
 
@@ -149,7 +149,7 @@ def decode(dtype, K, state_dtype, path):
     }
     name, ROWS = PATHS[path]
     cta = DECODE["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
-    TILE_BYTES = ROWS * K * BYTES[state_dtype]  # of states in shared memory
+    TILE_BYTES = ROWS * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
     function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
@@ -175,7 +175,7 @@ def decode(dtype, K, state_dtype, path):
         ),
         o: T.Tensor([tokens, H_v, value_dim], dtype),
         indices: DecodeTables(N),
-        length: T.int32,  # of a sequence, without offsets
+        length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
         group: T.int32,  # H_v / H_k
         scale: T.float32,

@@ -33,9 +33,8 @@ struct DecodeShare {
   int n, first_row, groups;
 };
 
-// Of the first `whole` sequences a tile is `groups` groups of value rows and a CTA's; of the others it is halved so
-// often. By shifts that a launch says, so that it is made again wherever it is needed: a register more would be
-// spilled.
+// A CTA's tile of the first `whole` sequences is `groups` groups of value rows; of the other sequences it is halved
+// `halvings` times. Shifts by launch arguments make it cheap to compute again: one more register would be spilled.
 __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
   const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
   const int part = later & ((1 << shift) - 1);

@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_cumulative_gates(float* gates, const float*
   store_head(gates + head * kHeadGates, b);
 }
 
-// By one warp: likewise beta.
+// beta of `heads` heads, by one warp.
 __device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int stride, int heads, int length) {
   float beta[8];
   load_heads(beta, beta_rows, stride, heads, length);

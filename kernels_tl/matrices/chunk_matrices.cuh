@@ -274,7 +274,7 @@ struct MatricesOut {
   int valid;  // rows of A that are wanted
 };
 
-// By one warp: block column j of A itself, to the first half of `staging` and from there to global memory.
+// Stores block column j of A itself through the first half of `staging` to global memory, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const MatricesOut& out) {
   const int lane = lane_here();
@@ -301,7 +301,7 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
     if (lane == 0) {
       store_box(out.A, staging, kBlock * j, out.hv, out.row);
     }
-  } else {  // the rows behind are others'
+  } else {  // later rows belong to other sequences
     __syncwarp();
 #pragma unroll 1
     for (int token = lane / 2; token < out.valid; token += kBlock) {
@@ -358,7 +358,7 @@ __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const vo
   }
 }
 
-// By one warp: all that there is of block column j.
+// All work on block column j, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
                                             char* staging, const MatricesOut& out) {
@@ -395,7 +395,7 @@ __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CU
   }
 }
 
-// By the CTA: zeros in `length` rows of `columns` 16-bit elements, a multiple of 8, `stride` apart.
+// Zeros in `length` rows, `stride` apart, of `columns` 16-bit elements, a multiple of 8. The whole CTA calls it.
 __device__ __forceinline__ void clear_rows(void* rows, int64_t stride, int columns, int length) {
   const int pieces = columns / 8;
   for (int i = threadIdx.x; i < length * pieces; i += blockDim.x) {

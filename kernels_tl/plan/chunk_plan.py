@@ -15,7 +15,7 @@ clipped to [0, tokens] and replaced by their running maximum.
     map_segments [map_slots, 8]    the same, but without the flag `dropped` in the sequences mapped_0 and mapped_1: so
                                    that kernels which leave out the map of a sequence's last segment, or first, make it
                                    there. Written if map_slots > 0, which then is segment_slots
-    checkpoints [chunk_slots]      where the state behind each chunk goes, written if checkpoint_every > 0
+    checkpoints [chunk_slots]      where the state after each chunk goes, written if checkpoint_every > 0
 
 A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
 sequence without a slot is nobody's: its chunks are padding, it has one segment without tokens, and no states. There the
@@ -65,7 +65,7 @@ def segment_size(sequences, N, segment_chunks, cut_above):
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
-                # Of offsets that are none the difference may be anything, and so may then the choice.
+                # Invalid offsets may give any difference, and so any choice.
                 if (
                     sequences.offsets[n + 1] - sequences.offsets[n]
                     > T.Cast(str(sequences.offsets.dtype), cut_above) * C
@@ -81,7 +81,7 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
     """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
     low = T.alloc_var("int32")
     for i in T.serial(T.ceildiv(total - tx, THREADS)):
-        # Behind as many sequences as have all their chunks before this one.
+        # low = the number of sequences whose chunks all come before this one.
         low = 0
         for bit in T.unroll(THREADS.bit_length() - 1):
             if of.sums[low + (THREADS >> (bit + 1)) - 1] <= i * THREADS + tx:
@@ -148,7 +148,7 @@ def write_unused_segments(segments, segments_before, tx):
 
 @T.macro
 def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
-    """What follows the last sequence's: padding and unused slots."""
+    """Rows after the last sequence's: padding and unused slots."""
     for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
         chunk = step * THREADS + tx
         if chunks_before + chunk < chunk_slots:
@@ -268,7 +268,7 @@ def chunk_plan(offset_dtype):
                     plan.sequences[n, SequenceColumn.LENGTH] = end - begin
                     plan.sequences[n, SequenceColumn.CHUNK] = first
                     plan.sequences[n, SequenceColumn.SEGMENT] = slot
-                    # On a pool a sequence without tokens leaves its slot alone: another sequence may have that slot.
+                    # A sequence without tokens leaves its slot of a pool alone: another sequence may have that slot.
                     is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NOBODY)
                     final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NOBODY)
                     plan.sequences[n, SequenceColumn.INITIAL] = initial

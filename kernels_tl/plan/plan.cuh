@@ -67,7 +67,7 @@ struct Extent {
   int begin, end;  // tokens
 };
 
-// By a warp: of sequence n + lane, empty from the N-th on; those before n end at `tokens_before`.
+// The extent of sequence n + lane, empty from the N-th on, by one warp; sequences before n end at `tokens_before`.
 __device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int N, int tokens, int n,
                                               int tokens_before) {
   const int lane = threadIdx.x & 31;
@@ -95,7 +95,7 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
   return x;
 }
 
-// By each warp: a slot's row of `chunks`.
+// Finds a slot's row of `chunks`. Each warp calls it.
 __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
                                            int tokens, int uniform_length, const Slots& slots) {
   const auto sequence = [&](int n) { return slots(n) == kNobody ? int{kPadding} : n; };
@@ -127,8 +127,9 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// By each warp: the first token row and the tokens of a slot of `segments` where no sequence is cut, and there are at
-// most 32 or all are of the same length. A sequence that is nobody's keeps its place in the table, with no tokens.
+// Finds the first token row and the tokens of a slot of `segments`. Each warp calls it. No sequence is cut; there are
+// at most 32 sequences or all have the same length. A sequence without a slot keeps its place in the table, with no
+// tokens.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
                                              int N, int tokens, int uniform_length, const Slots& slots) {
   if (!has_offsets) {

@@ -13,7 +13,7 @@ namespace flash_qla::device {
 // The same in all lanes, so that the compiler sees that it is.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// By 256 threads: what lies below the diagonal blocks of L^T and P^T stays zero.
+// Zeros in L^T and P^T, by 256 threads; the parts below the diagonal blocks stay zero.
 __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
     static_cast<uint4*>(L)[piece] = {};
@@ -21,7 +21,7 @@ __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   }
 }
 
-// By one warp.
+// Zeros in `bytes` bytes, by one warp.
 __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   for (int64_t i = lane_here() * 16; i < bytes; i += 32 * 16) {
     *reinterpret_cast<uint4*>(static_cast<char*>(begin) + i) = {};
@@ -313,7 +313,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   }
   loaded.wait(phase);
   if (valid < kChunk) {
-    // Rows behind the sequence belong to others. (What Q has there stays in columns of P and O that nobody uses.)
+    // Rows after the sequence belong to others. (Q's such rows only reach unused columns of P and O.)
     clear_rows_behind(K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);
