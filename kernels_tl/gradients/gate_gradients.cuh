@@ -26,9 +26,9 @@ __device__ __forceinline__ float2 sum_over_tokens(float2* shared, float2 x) {
   return shared[thread];
 }
 
-// By a CTA: of kGateHeads value heads from first_head on and the chunk of a slot with its `length` tokens from element
-// `at` on, the first token's first head. The parts' gradients are `part_size` elements apart. The CTA that is the last
-// of its heads adds up the sums of all slots.
+// One CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot. `at` is the element
+// of the first token's first head. Parts are `part_size` elements apart. The last CTA of its heads adds the sums of all
+// slots.
 __device__ __forceinline__ void gate_gradients(const float* db_parts, const float* dg_parts, int parts,
                                                int64_t part_size, const void* g, const void* beta, const void* A_log,
                                                const void* dt_bias, int activations, void* db, void* dg,

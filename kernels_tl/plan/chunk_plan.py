@@ -5,8 +5,8 @@ hold, the tables describe disjoint runs of rows inside [0, tokens): the first of
 clipped to [0, tokens] and replaced by their running maximum.
 
     sequences [N, 6]
-    chunks    [chunk_slots, 3]     behind the sequences' chunks come those that cover the padding rows, of the sequence
-                                   PADDING, then unused slots, of PADDING with 0 tokens
+    chunks    [chunk_slots, 3]     the sequences' chunks, then chunks of the padding rows, with sequence PADDING, then
+                                   unused slots, with PADDING and 0 tokens
     segments  [segment_slots, 8]   every sequence, even an empty one, has at least one; longer ones are cut after every
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
@@ -18,11 +18,11 @@ clipped to [0, tokens] and replaced by their running maximum.
     checkpoints [chunk_slots]      where the state after each chunk goes, written if checkpoint_every > 0
 
 A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
-sequence without a slot is nobody's: its chunks are padding, it has one segment without tokens, and no states. There the
+sequence without a slot has padding chunks, one segment without tokens, and no states. There the
 states of a sequence begin and end in one place, so that a segment that is not the last must not read it in the kernel
 that may have written it: the first state of a sequence that is cut then is with the others that segment_scan makes.
 
-Launched once per call, one CTA. The kernel behind it does not wait for all of this: its first CTAs find their rows
+Launched once per call, one CTA. The next kernel does not wait for all of the tables: its first CTAs find their rows
 themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
 `uniform_length` tokens.
 """
