@@ -6,8 +6,9 @@
 
 namespace flash_qla::device {
 
-// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
-// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
+// x = the entries of `rows` of `heads` neighbouring value heads at the chunk's tokens, by one warp; token rows are
+// `stride` apart. x is 0 from token `length` on. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a
+// token share a line.
 __device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int stride, int heads, int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
 #pragma unroll
@@ -65,8 +66,8 @@ static __device__ __noinline__ void activate_chunk(float* gates, const void* g, 
   }
 }
 
-// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows. Of g, or of what
-// activate_chunk has left.
+// gates = b log2(e) of `heads` heads, and b_rows = b of the first `valid` tokens, by one warp. The input is g, or the
+// results of activate_chunk.
 __device__ __forceinline__ void load_gates(float* gates, const float* g, bool activated, float* b_rows, int stride,
                                            int heads, int length, int valid) {
   const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
@@ -76,7 +77,7 @@ __device__ __forceinline__ void load_gates(float* gates, const float* g, bool ac
     for (int s = 0; s < 8; ++s) {
       b[s] = gates[min(head, heads - 1) * kHeadGates + 8 * i + s];
     }
-    __syncwarp();  // before these become b
+    __syncwarp();  // all lanes have read g before b replaces it
   } else {
     load_heads(b, g, stride, heads, length);
 #pragma unroll

@@ -198,8 +198,8 @@ __device__ __forceinline__ void set_product(float (&x)[2][4], const float (&left
   }
 }
 
-// By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j. What a block adds to those below it is added
-// as soon as it is there.
+// X[i] = A_ij^T for i >= j: block column j of A, transposed, by one warp. Each block is added to the sums of the lower
+// blocks as soon as it is computed.
 template <int kParts, int j>
 __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
                                               const float* beta) {

@@ -72,7 +72,7 @@ struct MatricesMaker {
 
   __device__ __forceinline__ float* inverses() const { return scratch + 6 * kBlockFloats; }
 
-  // Of a row of the table: what the lane's rows have, h = 0 and 1, and its columns of block i.
+  // Entries of a row of the table: for the lane's rows, h = 0 and 1, and for its columns of block i.
   __device__ __forceinline__ float of_row(int gate, int h) const {
     return table[kBlock * j + g + gate * kChunk + 8 * h];
   }
@@ -136,7 +136,7 @@ struct MatricesMaker {
     invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
-  // By the warpgroup: the norms into what the steps multiply keys and queries with; D^T becomes diag(1 / |k|) D^T.
+  // Multiplies the factors of keys and queries by their norms, by the warpgroup; D^T becomes diag(1 / |k|) D^T.
   __device__ __forceinline__ void normalize(float (&diagonal)[8], float (&from)[2]) const {
     const int token = threadIdx.x & 127;
     if (token < kChunk) {
