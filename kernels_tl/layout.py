@@ -1,4 +1,4 @@
-"""What kernels, device headers, host code and the Python package have to agree on, written once.
+"""Numbers that kernels, device headers, host code and the Python package share, written once.
 
 The build writes it as layout.h for CUDA and C++ (build_tools/layout.py): a number CHUNK is flash_qla::kChunk there, a
 class SegmentColumn with ROW is flash_qla::SegmentColumn::kRow. Plain numbers only; what the names of the project's
@@ -18,8 +18,7 @@ TRIANGLE = 10 * BLOCK * BLOCK
 # The sequence of a chunk slot that no sequence covers: its rows are padding, whose outputs are zeros.
 PADDING = -1
 
-# In place of a slot, the number of a state among others: there is no state, which as a first one is zero; segment_scan
-# makes it.
+# Special numbers in place of a slot. NOBODY: no state; as an initial state, zeros. SCANNED: segment_scan writes it.
 NOBODY, SCANNED = -1, -2
 
 # Sequences that a step of chunk_plan takes: of so many the longest comes first in the table of segments.
@@ -51,14 +50,14 @@ DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_ONE_16 = 7, 3, 4, 8
 
-# In shared memory: bytes behind a row of a state; floats from one inverted diagonal block to the next, and from one
-# diagonal block of K K^T to the next (two blocks' rows are read together, from different banks).
+# Strides in shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the
+# next; floats from one diagonal block of K K^T to the next. Two blocks' rows are read together, from different banks.
 STATE_PAD = 16
 INVERSE_STRIDE = BLOCK * BLOCK + 16
 DIAGONAL_STRIDE = BLOCK * BLOCK + 4
 
 
-# What the backward in bf16 divides by: a token's dbeta with a smaller beta is made in another way.
+# The least beta that the backward in bf16 divides by. A token with a smaller beta takes dbeta from V instead.
 LEAST_BETA = 2.0**-40
 
 # Added to the squares' sum in the l2norm, as in transformers.
@@ -138,15 +137,16 @@ class FirstStates:
 
 
 class Dtype:
-    """Of what a kernel reads and writes in any floating dtype."""
+    """The dtype of a tensor that a kernel reads or writes in any floating dtype."""
 
     FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(4)
 
 
 class Activation:
-    """What becomes of gates and betas as a call has them, in one number: flags, whether g is -exp(A_log) softplus(g_raw
-    + dt_bias), whether there is a dt_bias, whether beta is sigmoid(beta_raw), and twice that; then the first of the two
-    bits that each tensor's Dtype has. All of it 0: ready, in fp32."""
+    """How to read and transform gates and betas, as one number; 0 means ready, in fp32.
+
+    GATE: g = -exp(A_log) softplus(g_raw + dt_bias). BIAS: dt_bias is given. SIGMOID: beta = sigmoid(beta_raw).
+    TWICE: beta is twice that. The other names are the first of two bits that hold the tensor's Dtype."""
 
     GATE, BIAS, SIGMOID, TWICE = 1, 2, 4, 8
     G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
@@ -177,7 +177,7 @@ class Ring:
 
 
 class Place:
-    """What a consumer of fused_forward has in one register: the first bits of its offset in a tile and its column in a
+    """One register of a consumer of fused_forward: the first bits of its offset in a tile and its column in a
     fragment (core/tiles.cuh), of its warpgroup, and of its Ring."""
 
     OFFSET, COLUMN, WARPGROUP, RING = 0, 16, 20, 24
@@ -187,11 +187,11 @@ class NamedBarrier:
     """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
 
     SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory
-    BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows behind the sequence are zeros
+    BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows after the sequence are zeros
     BACKWARD_STAGED = 6  # chunk_backward: the warpgroups of dS, whose dS' lies in shared memory
     MATRICES = 8  # chunk_matrices
     TEAM = 9  # and the next, chunk_matrices: a team of warps
-    CLEARED = 11  # chunk_forward: rows behind the sequence are zeros
+    CLEARED = 11  # chunk_forward: rows after the sequence are zeros
     FUSED_BEGIN = 11  # fused_forward: all consumers
     FUSED_MAKER = 12  # and the next: a warpgroup, in the middle of making matrices
-    FUSED_TAIL = 14  # and the next: a warpgroup, rows behind the sequence are zeros
+    FUSED_TAIL = 14  # and the next: a warpgroup, rows after the sequence are zeros

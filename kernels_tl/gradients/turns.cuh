@@ -9,7 +9,7 @@
 
 namespace flash_qla::device {
 
-// By a warp: until it is the own turn; what those before it have added can then be read and added to.
+// Waits until it is this warp's turn. The sums of earlier turns can then be read and added to.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
   if (own > 0) {
     if (lane_here() == 0) {
@@ -18,11 +18,11 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
       }
     }
     __syncwarp();
-    fence_proxies();  // to boxes, too
+    fence_proxies();  // boxes see the earlier sums, too
   }
 }
 
-// By the same warp, after what it added is there.
+// Passes the turn on. The same warp calls it, after its sums are in memory.
 __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   if (own + 1 < takers) {
     fence_proxies();

@@ -58,7 +58,7 @@ def segment_scan(dtype, K, reverse):
     H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
     CONSUMERS = TILE.consumers
     of_map = map_step(dtype, K, reverse)
-    WAY = -1 if reverse else 1  # from a segment to the next one
+    WAY = -1 if reverse else 1  # step from a segment to the next one
 
     def on_the_way(slot, segments):
         """So many segments further; where there are none, it does not matter which."""
@@ -76,7 +76,7 @@ def segment_scan(dtype, K, reverse):
         return shared(
             TILE.shared,
             M=([MAP_STAGES, 2, K, K], dtype),
-            S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
+            S=([2, 2, K, COLUMNS], dtype),  # two buffers, each in two 16-bit parts
             Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),  # Z^T, then S^T
             about=([STAGES], "int32"),
             swizzle=("Z",),

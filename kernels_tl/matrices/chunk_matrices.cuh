@@ -1,5 +1,4 @@
-// What a chunk gives to those that carry the state: the gates' factors, the gated inverse A * D - I and the gated
-// attention, both transposed.
+// A chunk's gate factors, the gated inverse A * D - I and the gated attention scale tril(Q K^T) * D, both transposed.
 //
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
@@ -25,7 +24,7 @@ namespace flash_qla::device {
 // 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
 __device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
 
-constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
+constexpr int kColumnBytes = kBlock * kChunk * 2;  // bytes of a transposed block column of one matrix
 
 __device__ __forceinline__ void team_sync(int team, int warps) {
   if (warps == 1) {
@@ -199,8 +198,8 @@ __device__ __forceinline__ void set_product(float (&x)[2][4], const float (&left
   }
 }
 
-// By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j. What a block adds to those below it is added
-// as soon as it is there.
+// X[i] = A_ij^T for i >= j: block column j of A, transposed, by one warp. Each block is added to the sums of the lower
+// blocks as soon as it is computed.
 template <int kParts, int j>
 __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
                                               const float* beta) {
@@ -275,7 +274,7 @@ struct MatricesOut {
   int valid;  // rows of A that are wanted
 };
 
-// By one warp: block column j of A itself, to the first half of `staging` and from there to global memory.
+// Stores block column j of A itself through the first half of `staging` to global memory, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const MatricesOut& out) {
   const int lane = lane_here();
@@ -302,7 +301,7 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
     if (lane == 0) {
       store_box(out.A, staging, kBlock * j, out.hv, out.row);
     }
-  } else {  // the rows behind are others'
+  } else {  // later rows belong to other sequences
     __syncwarp();
 #pragma unroll 1
     for (int token = lane / 2; token < out.valid; token += kBlock) {
@@ -359,7 +358,7 @@ __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const vo
   }
 }
 
-// By one warp: all that there is of block column j.
+// All work on block column j, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
                                             char* staging, const MatricesOut& out) {
@@ -396,7 +395,7 @@ __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CU
   }
 }
 
-// By the CTA: zeros in `length` rows of `columns` 16-bit elements, a multiple of 8, `stride` apart.
+// Zeros in `length` rows, `stride` apart, of `columns` 16-bit elements, a multiple of 8. The whole CTA calls it.
 __device__ __forceinline__ void clear_rows(void* rows, int64_t stride, int columns, int length) {
   const int pieces = columns / 8;
   for (int i = threadIdx.x; i < length * pieces; i += blockDim.x) {

@@ -5,8 +5,8 @@ hold, the tables describe disjoint runs of rows inside [0, tokens): the first of
 clipped to [0, tokens] and replaced by their running maximum.
 
     sequences [N, 6]
-    chunks    [chunk_slots, 3]     behind the sequences' chunks come those that cover the padding rows, of the sequence
-                                   PADDING, then unused slots, of PADDING with 0 tokens
+    chunks    [chunk_slots, 3]     the sequences' chunks, then chunks of the padding rows, with sequence PADDING, then
+                                   unused slots, with PADDING and 0 tokens
     segments  [segment_slots, 8]   every sequence, even an empty one, has at least one; longer ones are cut after every
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
@@ -15,14 +15,14 @@ clipped to [0, tokens] and replaced by their running maximum.
     map_segments [map_slots, 8]    the same, but without the flag `dropped` in the sequences mapped_0 and mapped_1: so
                                    that kernels which leave out the map of a sequence's last segment, or first, make it
                                    there. Written if map_slots > 0, which then is segment_slots
-    checkpoints [chunk_slots]      where the state behind each chunk goes, written if checkpoint_every > 0
+    checkpoints [chunk_slots]      where the state after each chunk goes, written if checkpoint_every > 0
 
 A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
-sequence without a slot is nobody's: its chunks are padding, it has one segment without tokens, and no states. There the
+sequence without a slot has padding chunks, one segment without tokens, and no states. There the
 states of a sequence begin and end in one place, so that a segment that is not the last must not read it in the kernel
 that may have written it: the first state of a sequence that is cut then is with the others that segment_scan makes.
 
-Launched once per call, one CTA. The kernel behind it does not wait for all of this: its first CTAs find their rows
+Launched once per call, one CTA. The next kernel does not wait for all of the tables: its first CTAs find their rows
 themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
 `uniform_length` tokens.
 """
@@ -65,7 +65,7 @@ def segment_size(sequences, N, segment_chunks, cut_above):
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
-                # Of offsets that are none the difference may be anything, and so may then the choice.
+                # Invalid offsets may give any difference, and so any choice.
                 if (
                     sequences.offsets[n + 1] - sequences.offsets[n]
                     > T.Cast(str(sequences.offsets.dtype), cut_above) * C
@@ -81,7 +81,7 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
     """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
     low = T.alloc_var("int32")
     for i in T.serial(T.ceildiv(total - tx, THREADS)):
-        # Behind as many sequences as have all their chunks before this one.
+        # low = the number of sequences whose chunks all come before this one.
         low = 0
         for bit in T.unroll(THREADS.bit_length() - 1):
             if of.sums[low + (THREADS >> (bit + 1)) - 1] <= i * THREADS + tx:
@@ -148,7 +148,7 @@ def write_unused_segments(segments, segments_before, tx):
 
 @T.macro
 def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
-    """What follows the last sequence's: padding and unused slots."""
+    """Rows after the last sequence's: padding and unused slots."""
     for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
         chunk = step * THREADS + tx
         if chunks_before + chunk < chunk_slots:
@@ -268,7 +268,7 @@ def chunk_plan(offset_dtype):
                     plan.sequences[n, SequenceColumn.LENGTH] = end - begin
                     plan.sequences[n, SequenceColumn.CHUNK] = first
                     plan.sequences[n, SequenceColumn.SEGMENT] = slot
-                    # On a pool a sequence without tokens leaves its slot alone: another sequence may have that slot.
+                    # A sequence without tokens leaves its slot of a pool alone: another sequence may have that slot.
                     is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NOBODY)
                     final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NOBODY)
                     plan.sequences[n, SequenceColumn.INITIAL] = initial

@@ -1,4 +1,4 @@
-// Rows of chunk_plan's tables: what chunk_plan and the warps that begin before it has written them both compute.
+// Rows of chunk_plan's tables. chunk_plan computes them, and so do warps that begin before chunk_plan has written them.
 //
 // cu_seqlens comes as `offsets`, of 32 or 64 bits (`wide`), or there is none and all N sequences have `uniform_length`
 // tokens, as many as `tokens` together. What it holds need not be offsets: see chunk_plan.py.
@@ -12,7 +12,7 @@ namespace flash_qla::device {
 
 __device__ __forceinline__ int chunks_of(int length) { return (length + kChunk - 1) / kChunk; }
 
-// An offset within what is left behind the sequences before; the running maximum of these is the end of a sequence.
+// An offset, clamped to [tokens_before, tokens]; the running maximum of these is the end of a sequence.
 __device__ __forceinline__ int clip_offset(int64_t offset, int tokens_before, int tokens) {
   return static_cast<int>(max(min(offset, int64_t{tokens}), int64_t{tokens_before}));
 }
@@ -45,8 +45,8 @@ __device__ __forceinline__ bool has_first_state(int first_states, const void* fl
                                                : first_states == FirstStates::kAll;
 }
 
-// Where the state behind a chunk goes: behind `every` tokens of a sequence, twice as many and so on, to the slots that
-// its row of the table says or, without one, to `first` and those that follow it; of `slots`.
+// The slot of the state after a chunk, for each multiple of `every` tokens of a sequence: an entry of the sequence's
+// table row or, without a table, `first` and the following numbers, below `slots`.
 __device__ __forceinline__ int checkpoint_slot(const Table& indices, int64_t null_index, int64_t slots, int every,
                                                int length, int chunk, int n, int first) {
   const int64_t tokens = (int64_t{chunk} + 1) * kChunk;
@@ -67,7 +67,7 @@ struct Extent {
   int begin, end;  // tokens
 };
 
-// By a warp: of sequence n + lane, empty from the N-th on; those before n end at `tokens_before`.
+// The extent of sequence n + lane, empty from the N-th on, by one warp; sequences before n end at `tokens_before`.
 __device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int N, int tokens, int n,
                                               int tokens_before) {
   const int lane = threadIdx.x & 31;
@@ -95,7 +95,7 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
   return x;
 }
 
-// By each warp: a slot's row of `chunks`.
+// Finds a slot's row of `chunks`. Each warp calls it.
 __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
                                            int tokens, int uniform_length, const Slots& slots) {
   const auto sequence = [&](int n) { return slots(n) == kNobody ? int{kPadding} : n; };
@@ -127,8 +127,9 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// By each warp: the first token row and the tokens of a slot of `segments` where no sequence is cut, and there are at
-// most 32 or all are of the same length. A sequence that is nobody's keeps its place in the table, with no tokens.
+// Finds the first token row and the tokens of a slot of `segments`. Each warp calls it. No sequence is cut; there are
+// at most 32 sequences or all have the same length. A sequence without a slot keeps its place in the table, with no
+// tokens.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
                                              int N, int tokens, int uniform_length, const Slots& slots) {
   if (!has_offsets) {

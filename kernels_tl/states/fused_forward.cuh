@@ -13,7 +13,7 @@ namespace flash_qla::device {
 // The same in all lanes, so that the compiler sees that it is.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// By 256 threads: what lies below the diagonal blocks of L^T and P^T stays zero.
+// Zeros in L^T and P^T, by 256 threads; the parts below the diagonal blocks stay zero.
 __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
     static_cast<uint4*>(L)[piece] = {};
@@ -21,7 +21,7 @@ __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   }
 }
 
-// By one warp.
+// Zeros in `bytes` bytes, by one warp.
 __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   for (int64_t i = lane_here() * 16; i < bytes; i += 32 * 16) {
     *reinterpret_cast<uint4*>(static_cast<char*>(begin) + i) = {};
@@ -72,7 +72,7 @@ struct MatricesMaker {
 
   __device__ __forceinline__ float* inverses() const { return scratch + 6 * kBlockFloats; }
 
-  // Of a row of the table: what the lane's rows have, h = 0 and 1, and its columns of block i.
+  // Entries of a row of the table: for the lane's rows, h = 0 and 1, and for its columns of block i.
   __device__ __forceinline__ float of_row(int gate, int h) const {
     return table[kBlock * j + g + gate * kChunk + 8 * h];
   }
@@ -136,7 +136,7 @@ struct MatricesMaker {
     invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
-  // By the warpgroup: the norms into what the steps multiply keys and queries with; D^T becomes diag(1 / |k|) D^T.
+  // Multiplies the factors of keys and queries by their norms, by the warpgroup; D^T becomes diag(1 / |k|) D^T.
   __device__ __forceinline__ void normalize(float (&diagonal)[8], float (&from)[2]) const {
     const int token = threadIdx.x & 127;
     if (token < kChunk) {
@@ -313,7 +313,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   }
   loaded.wait(phase);
   if (valid < kChunk) {
-    // Rows behind the sequence belong to others. (What Q has there stays in columns of P and O that nobody uses.)
+    // Rows after the sequence belong to others. (Q's such rows only reach unused columns of P and O.)
     clear_rows_behind(K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);
