@@ -11,7 +11,7 @@
 #include "checks.h"
 #include "chunks.h"
 #include "contents.h"
-#include "gpu/device.h"
+#include "gpu/runtime/device.h"
 #include "offsets.h"
 #include "tensors.h"
 

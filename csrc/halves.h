@@ -42,10 +42,7 @@ void check_begun(const BackwardCall& call, const Tensor& workspace, const Backwa
 // Uninitialized maps.
 Tensor allocate_maps(const Call& call);
 
-// The maps of no tokens, [state; I], of states in the caller's layout.
-Tensor maps_of_nothing(const Call& call, const std::optional<Tensor>& states);
-
-// A workspace of nothing.
-Tensor no_workspace(const Call& call);
+// The first half before any token: maps [state; I] of states in the caller's layout, and an empty workspace.
+Begun begun_of_nothing(const Call& call, const std::optional<Tensor>& states);
 
 }  // namespace flash_qla

@@ -66,18 +66,20 @@ void run_backward(const BackwardCall& call, CT* map) {
 
 Begun begin_forward_cpu(const Call& call, const ForwardOutputs&) {
   say_once_that_this_is_slow(call.op);
-  Tensor maps = maps_of_nothing(call, call.initial_state);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run_forward<T, CT>(call, maps.mutable_data_ptr<CT>()); });
-  return {maps, no_workspace(call)};
+  Begun begun = begun_of_nothing(call, call.initial_state);
+  with_types(call.dtype,
+             [&]<typename T, typename CT>() { run_forward<T, CT>(call, begun.maps.mutable_data_ptr<CT>()); });
+  return begun;
 }
 
 void finish_forward_cpu(const Call& call, const Tensor&, ForwardOutputs& out) { run_forward_cpu(call, {}, out); }
 
 Begun begin_backward_cpu(const BackwardCall& call, const BackwardOutputs&) {
   say_once_that_this_is_slow(call.op);
-  Tensor maps = maps_of_nothing(call, call.grad_final_state);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run_backward<T, CT>(call, maps.mutable_data_ptr<CT>()); });
-  return {maps, no_workspace(call)};
+  Begun begun = begun_of_nothing(call, call.grad_final_state);
+  with_types(call.dtype,
+             [&]<typename T, typename CT>() { run_backward<T, CT>(call, begun.maps.mutable_data_ptr<CT>()); });
+  return begun;
 }
 
 void replay_backward_cpu(const BackwardCall&, const Tensor&) {}  // in one with the rest

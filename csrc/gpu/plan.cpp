@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "chunks.h"
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
 #include "kernels.h"
 
 namespace flash_qla {

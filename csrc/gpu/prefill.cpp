@@ -5,7 +5,8 @@
 
 #include "checks.h"
 #include "contents.h"
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
+#include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "passes.h"
 #include "tensors.h"

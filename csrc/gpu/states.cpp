@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "checks.h"
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
 #include "tensors.h"
 
 namespace flash_qla {

@@ -1,4 +1,4 @@
-// flash_qla._C: what flash_qla asks of the op library beside its ops (inspect.h), as Python functions and classes.
+// flash_qla._C: the questions of inspect.h as Python functions and classes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "inspect.h"
@@ -17,7 +18,7 @@ namespace py = pybind11;
 namespace flash_qla {
 namespace {
 
-// An object of named fields, in the order of __match_args__.
+// The values of a record, in the order of __match_args__.
 py::tuple values(const py::object& record) {
   py::list found;
   for (const py::handle name : record.attr("__match_args__")) {
@@ -34,7 +35,7 @@ py::str represent(const py::object& record) {
   return py::str("{}({})").format(py::type::of(record).attr("__name__"), py::str(", ").attr("join")(fields));
 }
 
-// A class of read-only fields that prints and compares them.
+// A class of read-only fields, which it prints and compares.
 template <typename Struct>
 class Record : py::class_<Struct> {
  public:
@@ -45,13 +46,13 @@ class Record : py::class_<Struct> {
     });
   }
 
-  template <typename Field>
-  Record& field(const char* name, Field Struct::* member, const char* doc) {
+  template <typename Owner, typename Type>  // Owner: Struct, or a base
+  Record& field(const char* name, Type Owner::* member, const char* doc) {
     this->def_readonly(name, member, doc);
     return add(name);
   }
-  template <typename Field>
-  Record& field(const char* name, Field (*get)(const Struct&), const char* doc) {
+  template <typename Type>
+  Record& field(const char* name, Type (*get)(const Struct&), const char* doc) {
     this->def_property_readonly(name, get, doc);
     return add(name);
   }
@@ -71,7 +72,7 @@ class Record : py::class_<Struct> {
   py::list names_;
 };
 
-// Integers are what can be an index, and flags are bools.
+// An argument without conversions: an integer can be an index, a flag is a bool.
 py::arg strict(const char* name) { return py::arg(name).noconvert(); }
 
 void raise(const char* error) {
@@ -111,6 +112,42 @@ Params params_of(const KernelInfo& kernel) {
   return found;
 }
 
+// The fields of both directions.
+template <typename Direction>
+void add_dispatch_fields(Record<Direction>& record) {
+  record.field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
+      .field("cut_above", &Dispatch::cut_above, "The device cuts no sequence if none has more chunks.")
+      .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
+      .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
+      .field("workspace_bytes", &Dispatch::workspace_bytes, "Device memory that the call takes while it runs.")
+      .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
+}
+
+// Sets the fields to the values.
+template <typename Shape, typename... Fields>
+void assign(Shape& shape, const std::tuple<Fields...>& fields, typename Fields::Type... values) {
+  std::apply([&](const Fields&... field) { ((shape.*field.member = values), ...); }, fields);
+}
+
+// A function of a shape's fields (gpu/shape.h): the sizes, then the options by keyword.
+template <typename Shape, typename Record, typename... Sizes, typename... Options>
+void add_question(py::module_& module, const char* name, const char* (*ask)(const Shape*, Record*) noexcept,
+                  const std::tuple<Sizes...>& sizes, const std::tuple<Options...>& options, const char* doc) {
+  const auto answer = [ask](typename Sizes::Type... of_sizes, typename Options::Type... of_options) {
+    Shape shape;
+    assign(shape, Shape::sizes(), of_sizes...);
+    assign(shape, Shape::options(), of_options...);
+    Record found;
+    raise(ask(&shape, &found));
+    return found;
+  };
+  const auto define = [&](const Sizes&... size, const Options&... option) {
+    module.def(name, answer, strict(size.name)..., py::kw_only(), (strict(option.name) = Shape{}.*option.member)...,
+               doc);
+  };
+  std::apply(define, std::tuple_cat(sizes, options));
+}
+
 void add_classes(py::module_& module) {
   Record<KernelInfo>(module, "Kernel", "A compiled kernel instance.")
       .field("name", &KernelInfo::name, "Of the instance.")
@@ -137,27 +174,14 @@ void add_classes(py::module_& module) {
       .field("minor", &GpuInfo::minor, "Of the compute capability.")
       .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
 
-  Record<ForwardDispatch>(module, "ForwardDispatch", "What a forward call launches.")
-      .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
-      .field("segment_chunks", &ForwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
-      .field("cut_above", &ForwardDispatch::cut_above,
-             "Where no sequence has more chunks than that, the device cuts none.")
-      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile that the device then takes.")
-      .field("fused", &ForwardDispatch::fused, "Whether one kernel does it all.")
-      .field("segments", &ForwardDispatch::segments, "An upper bound when varlen.")
-      .field("ctas", &ForwardDispatch::ctas, "Of the last kernel; an upper bound when varlen.")
-      .field("heads_per_cta", &ForwardDispatch::heads_per_cta, "Of chunk_matrices.")
-      .field("workspace_bytes", &ForwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
-      .field("predicted_us", &ForwardDispatch::predicted_us, "Microseconds by the cost model.");
-
-  Record<BackwardDispatch>(module, "BackwardDispatch", "What a backward call launches.")
-      .field("segment_chunks", &BackwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
-      .field("cut_above", &BackwardDispatch::cut_above,
-             "Where no sequence has more chunks than that, the device cuts none.")
-      .field("segments", &BackwardDispatch::segments, "An upper bound when varlen.")
-      .field("heads_per_cta", &BackwardDispatch::heads_per_cta, "Of chunk_matrices.")
-      .field("workspace_bytes", &BackwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
-      .field("predicted_us", &BackwardDispatch::predicted_us, "Microseconds by the cost model.");
+  Record<ForwardDispatch> forward(module, "ForwardDispatch", "What a forward call launches.");
+  forward.field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
+      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
+      .field("fused", &ForwardDispatch::fused, "Whether one kernel does everything after the plan.")
+      .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
+  add_dispatch_fields(forward);
+  Record<BackwardDispatch> backward(module, "BackwardDispatch", "What a backward call launches.");
+  add_dispatch_fields(backward);
 
   Record<Override>(module, "Override", "What one direction's dispatch is forced to decide.")
       .field("value_tile", &Override::value_tile, "Value rows a CTA (64 or 128); 0: the cost model's choice.")
@@ -185,66 +209,18 @@ void add_functions(py::module_& module) {
       "obstacle", &flash_qla_obstacle, strict("driver_cuda_version"), strict("major"), strict("minor"),
       "Why the kernels do not run under such a driver on a GPU of such a compute capability, as a sentence; empty "
       "if they do.");
-  module.def(
-      "forward_dispatch",
-      [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool low_level, bool use_qk_l2norm, bool output_h, bool fp16, int64_t K, int64_t V, bool in_halves) {
-        const ForwardShape shape{.B = B,
-                                 .T = T,
-                                 .N = N,
-                                 .H_k = H_k,
-                                 .H_v = H_v,
-                                 .varlen = varlen,
-                                 .sm_count = sm_count,
-                                 .auto_cp = auto_cp,
-                                 .low_level = low_level,
-                                 .use_qk_l2norm = use_qk_l2norm,
-                                 .output_h = output_h,
-                                 .fp16 = fp16,
-                                 .K = K,
-                                 .V = V,
-                                 .in_halves = in_halves};
-        ForwardDispatch dispatch;
-        raise(flash_qla_forward_dispatch(&shape, &dispatch));
-        return dispatch;
-      },
-      strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
-      strict("auto_cp") = true, strict("varlen") = true, strict("low_level") = false, strict("use_qk_l2norm") = false,
-      strict("output_h") = false, strict("fp16") = false, strict("K") = 128, strict("V") = 128,
-      strict("in_halves") = false,
-      R"(What a forward call of these shapes launches on a GPU with that many SMs.
+  add_question(module, "forward_dispatch", flash_qla_forward_dispatch, ForwardShape::sizes(), ForwardShape::options(),
+               R"(What a forward call of this shape launches on a GPU with sm_count SMs.
 
-N is the number of sequences. low_level asks for chunk_gated_delta_rule_fwd, which returns A, too; use_qk_l2norm for the
-l2norm inside; output_h and fp16 say that it is to return h and what dtype q has: the one kernel makes no h, and A in
-bf16 only; in_halves is for a rank's call of context parallelism. Raises ValueError for a shape that no call has.)");
-  module.def(
-      "backward_dispatch",
-      [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool use_qk_l2norm, bool activations, int64_t K, int64_t V, bool in_halves) {
-        const BackwardShape shape{.B = B,
-                                  .T = T,
-                                  .N = N,
-                                  .H_k = H_k,
-                                  .H_v = H_v,
-                                  .varlen = varlen,
-                                  .sm_count = sm_count,
-                                  .auto_cp = auto_cp,
-                                  .use_qk_l2norm = use_qk_l2norm,
-                                  .activations = activations,
-                                  .K = K,
-                                  .V = V,
-                                  .in_halves = in_halves};
-        BackwardDispatch dispatch;
-        raise(flash_qla_backward_dispatch(&shape, &dispatch));
-        return dispatch;
-      },
-      strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
-      strict("auto_cp") = true, strict("varlen") = true, strict("use_qk_l2norm") = false, strict("activations") = false,
-      strict("K") = 128, strict("V") = 128, strict("in_halves") = false,
-      R"(What a backward call of these shapes launches on a GPU with that many SMs.
+N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
+inside. output_h: the call returns h. fp16: the dtype of q. The fused kernel writes no h, and A in bf16 only. in_halves:
+the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
+  add_question(module, "backward_dispatch", flash_qla_backward_dispatch, BackwardShape::sizes(),
+               BackwardShape::options(),
+               R"(What a backward call of this shape launches on a GPU with sm_count SMs.
 
-N is the number of sequences; use_qk_l2norm asks for the l2norm inside, activations for that of gate or beta;
-in_halves is the forward's. Raises ValueError for a shape that no call has.)");
+N is the number of sequences. use_qk_l2norm: the l2norm is inside. activations: the activation of gate or beta is
+inside. in_halves: the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
   module.def(
       "exchange_overrides",
       [](const std::optional<Override>& forward, const std::optional<Override>& backward) {

@@ -1,4 +1,4 @@
-#include "gpu/kernel_runtime.h"
+#include "gpu/runtime/launch.h"
 
 #include <cudaTypedefs.h>
 
@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "gpu/driver_floor.h"
+#include "gpu/runtime/driver_floor.h"
 
 namespace flash_qla::runtime {
 namespace {

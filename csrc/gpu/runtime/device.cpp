@@ -1,4 +1,4 @@
-#include "gpu/device.h"
+#include "gpu/runtime/device.h"
 
 #include <cuda_runtime.h>
 
@@ -8,8 +8,8 @@
 #include <stdexcept>
 
 #include "checks.h"
-#include "gpu/driver_floor.h"
 #include "gpu/head_dims.h"
+#include "gpu/runtime/driver_floor.h"
 #include "layout.h"
 
 namespace flash_qla {
