@@ -167,8 +167,8 @@ Call make_call(const char* op, Arguments arguments) {
   return call;
 }
 
-BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients gradients) {
-  BackwardCall call{{std::move(arguments), {.op = op}}, std::move(gradients)};
+BackwardCall make_backward_call(const char* op, BackwardArguments arguments) {
+  BackwardCall call{{std::move<Arguments&>(arguments), {.op = op}}, std::move<Gradients&>(arguments)};
   check_arguments(call);
   check_gradients(call);
   prepare(call, call.compute_dtype);

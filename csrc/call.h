@@ -78,6 +78,7 @@ struct Call : Arguments, Tokens {
   int64_t state_stride_v() const { return state_v_first ? K : 1; }
 };
 
+struct BackwardArguments : Arguments, Gradients {};
 struct BackwardCall : Call, Gradients {};
 
 // Throw std::runtime_error, naming the argument, what was expected and what came, unless the call can be run: before
@@ -85,6 +86,6 @@ struct BackwardCall : Call, Gradients {};
 Call make_call(const char* op, Arguments arguments);
 // The same without a look at contents but for cu_seqlens, for a call that is part of another one.
 Call make_record(const char* op, Arguments arguments);
-BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients gradients);
+BackwardCall make_backward_call(const char* op, BackwardArguments arguments);
 
 }  // namespace flash_qla

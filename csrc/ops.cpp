@@ -105,18 +105,17 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
 // Takes the arguments of an op of the backward. `own` are its arguments between beta and cu_seqlens.
-BackwardCall take_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
+BackwardCall take_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate,
-             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, d.g_raw);
-  return make_backward_call(op, std::move(a), std::move(d));
+             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
+  return make_backward_call(op, std::move(a));
 }
 
 template <auto Backward>
 void chunk_gated_delta_rule_bwd(const Stack& stack) {
-  Arguments a;
-  Gradients d;
-  const BackwardCall call = take_backward(stack, "flash_qla::chunk_gated_delta_rule_bwd", a, d, d.A, d.grad_o,
-                                          d.grad_final_state, a.scale, a.initial_state);
+  BackwardArguments a;
+  const BackwardCall call = take_backward(stack, "flash_qla::chunk_gated_delta_rule_bwd", a, a.A, a.grad_o,
+                                          a.grad_final_state, a.scale, a.initial_state);
   BackwardOutputs out = Backward(call);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
@@ -178,18 +177,17 @@ constexpr const char* kGatedDeltaRuleBackwardBegin =
     "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor maps, Tensor workspace, Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg)";
 
-BackwardCall take_half_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
+BackwardCall take_half_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
   a.in_halves = true;
-  d.has_A = false;
-  return take_backward(stack, op, a, d, d.grad_o, own...);
+  a.has_A = false;
+  return take_backward(stack, op, a, a.grad_o, own...);
 }
 
 template <auto Begin>
 void gated_delta_rule_backward_begin(const Stack& stack) {
-  Arguments a;
-  Gradients d;
-  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_begin", a, d,
-                                               a.map_sequences, d.grad_final_state, a.scale);
+  BackwardArguments a;
+  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_begin", a, a.map_sequences,
+                                               a.grad_final_state, a.scale);
   BackwardOutputs out = allocate_backward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
@@ -206,11 +204,10 @@ constexpr const char* kGatedDeltaRuleBackwardReplay =
 
 template <auto Replay>
 void gated_delta_rule_backward_replay(const Stack& stack) {
-  Arguments a;
-  Gradients d;
+  BackwardArguments a;
   Tensor workspace = undefined_tensor();
-  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_replay", a, d, workspace,
-                                               a.scale, a.initial_state);
+  const BackwardCall call =
+      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_replay", a, workspace, a.scale, a.initial_state);
   check_workspace(call, workspace);
   Replay(call, workspace);
   stack.give();
@@ -227,13 +224,12 @@ constexpr const char* kGatedDeltaRuleBackwardFinish =
 
 template <auto Finish>
 void gated_delta_rule_backward_finish(const Stack& stack) {
-  Arguments a;
-  Gradients d;
+  BackwardArguments a;
   Tensor workspace = undefined_tensor();
   BackwardOutputs out;
   const BackwardCall call =
-      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_finish", a, d, workspace, out.dq, out.dk, out.dv,
-                         out.db, out.dg, d.grad_final_state, a.scale, a.initial_state);
+      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_finish", a, workspace, out.dq, out.dk, out.dv,
+                         out.db, out.dg, a.grad_final_state, a.scale, a.initial_state);
   check_begun(call, workspace, out);
   allocate_sums(call, out);
   Finish(call, workspace, out);

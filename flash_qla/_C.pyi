@@ -40,31 +40,7 @@ class Gpu:
     sm_count: Final[int]
     __match_args__ = ("name", "major", "minor", "sm_count")
 
-class ForwardDispatch:
-    value_tile: Final[int]
-    whole_tile: Final[int]
-    fused: Final[bool]
-    ctas: Final[int]
-    segment_chunks: Final[int]
-    cut_above: Final[int]
-    segments: Final[int]
-    heads_per_cta: Final[int]
-    workspace_bytes: Final[int]
-    predicted_us: Final[float]
-    __match_args__ = (
-        "value_tile",
-        "whole_tile",
-        "fused",
-        "ctas",
-        "segment_chunks",
-        "cut_above",
-        "segments",
-        "heads_per_cta",
-        "workspace_bytes",
-        "predicted_us",
-    )
-
-class BackwardDispatch:
+class Dispatch:
     segment_chunks: Final[int]
     cut_above: Final[int]
     segments: Final[int]
@@ -72,6 +48,26 @@ class BackwardDispatch:
     workspace_bytes: Final[int]
     predicted_us: Final[float]
     __match_args__ = ("segment_chunks", "cut_above", "segments", "heads_per_cta", "workspace_bytes", "predicted_us")
+
+class ForwardDispatch(Dispatch):
+    value_tile: Final[int]
+    whole_tile: Final[int]
+    fused: Final[bool]
+    ctas: Final[int]
+    __match_args__ = (
+        "segment_chunks",
+        "cut_above",
+        "segments",
+        "heads_per_cta",
+        "workspace_bytes",
+        "predicted_us",
+        "value_tile",
+        "whole_tile",
+        "fused",
+        "ctas",
+    )
+
+class BackwardDispatch(Dispatch): ...
 
 class _Options(TypedDict, total=False):
     sm_count: int

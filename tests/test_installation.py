@@ -48,14 +48,20 @@ def test_the_stub_is_the_module():
         assert types_of(function) == types_of(declaration(getattr(_C, name)))
     for name, node in classes.items():
         text, record = ast.unparse(node), getattr(_C, name)
-        types = {field: getattr(record, field).fget.__doc__.partition(" -> ")[2] for field in record.__match_args__}
+        bases = [base.__name__ for base in record.__bases__ if base.__name__ in classes]
+        types = {
+            field: getattr(record, field).fget.__doc__.partition(" -> ")[2]
+            for field in record.__match_args__
+            if field in vars(record)
+        }
         fields = [f"    {field}: Final[{type.strip()}]" for field, type in types.items()]
-        names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}"))
+        names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}")) if types else "..."
         made = []
         if record.__init__.__doc__.startswith("__init__("):
             text_of_init = ast.unparse(declaration(record.__init__)).replace(f"self: {name}", "self")
             made = ["", *(f"    {line}" for line in text_of_init.splitlines())]
-        assert text == "\n".join([f"class {name}:", *fields, f"    {names}", *made])
+        head = f"class {name}({', '.join(bases)}):" if bases else f"class {name}:"
+        assert text == "\n".join([head, *fields, f"    {names}", *made])
     assert LIBRARY.with_name("py.typed").exists()
 
 

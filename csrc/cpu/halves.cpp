@@ -62,24 +62,25 @@ void run_backward(const BackwardCall& call, CT* map) {
       });
 }
 
+// The first half: `run` advances maps that begin as [state; I].
+Begun begin(const Call& call, const std::optional<Tensor>& states, const auto& run) {
+  say_once_that_this_is_slow(call.op);
+  Begun begun = begun_of_nothing(call, states);
+  with_types(call.dtype,
+             [&]<typename T, typename CT>() { run.template operator()<T, CT>(begun.maps.mutable_data_ptr<CT>()); });
+  return begun;
+}
+
 }  // namespace
 
 Begun begin_forward_cpu(const Call& call, const ForwardOutputs&) {
-  say_once_that_this_is_slow(call.op);
-  Begun begun = begun_of_nothing(call, call.initial_state);
-  with_types(call.dtype,
-             [&]<typename T, typename CT>() { run_forward<T, CT>(call, begun.maps.mutable_data_ptr<CT>()); });
-  return begun;
+  return begin(call, call.initial_state, [&]<typename T, typename CT>(CT* map) { run_forward<T>(call, map); });
 }
 
 void finish_forward_cpu(const Call& call, const Tensor&, ForwardOutputs& out) { run_forward_cpu(call, {}, out); }
 
 Begun begin_backward_cpu(const BackwardCall& call, const BackwardOutputs&) {
-  say_once_that_this_is_slow(call.op);
-  Begun begun = begun_of_nothing(call, call.grad_final_state);
-  with_types(call.dtype,
-             [&]<typename T, typename CT>() { run_backward<T, CT>(call, begun.maps.mutable_data_ptr<CT>()); });
-  return begun;
+  return begin(call, call.grad_final_state, [&]<typename T, typename CT>(CT* map) { run_backward<T>(call, map); });
 }
 
 void replay_backward_cpu(const BackwardCall&, const Tensor&) {}  // in one with the rest

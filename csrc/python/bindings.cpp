@@ -36,18 +36,19 @@ py::str represent(const py::object& record) {
 }
 
 // A class of read-only fields, which it prints and compares.
-template <typename Struct>
-class Record : py::class_<Struct> {
+template <typename Struct, typename... Base>
+class Record : py::class_<Struct, Base...> {
  public:
-  Record(py::module_& module, const char* name, const char* doc) : py::class_<Struct>(module, name, doc) {
+  Record(py::module_& module, const char* name, const char* doc) : py::class_<Struct, Base...>(module, name, doc) {
+    ((names_ = py::list(py::type::of<Base>().attr("__match_args__"))), ...);
     this->def("__repr__", &represent);
     this->def("__eq__", [](const py::object& self, const py::object& other) {
       return py::type::of(self).is(py::type::of(other)) && values(self).equal(values(other));
     });
   }
 
-  template <typename Owner, typename Type>  // Owner: Struct, or a base
-  Record& field(const char* name, Type Owner::* member, const char* doc) {
+  template <typename Type>
+  Record& field(const char* name, Type Struct::* member, const char* doc) {
     this->def_readonly(name, member, doc);
     return add(name);
   }
@@ -112,17 +113,6 @@ Params params_of(const KernelInfo& kernel) {
   return found;
 }
 
-// The fields of both directions.
-template <typename Direction>
-void add_dispatch_fields(Record<Direction>& record) {
-  record.field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
-      .field("cut_above", &Dispatch::cut_above, "The device cuts no sequence if none has more chunks.")
-      .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
-      .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
-      .field("workspace_bytes", &Dispatch::workspace_bytes, "Device memory that the call takes while it runs.")
-      .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
-}
-
 // Sets the fields to the values.
 template <typename Shape, typename... Fields>
 void assign(Shape& shape, const std::tuple<Fields...>& fields, typename Fields::Type... values) {
@@ -174,14 +164,19 @@ void add_classes(py::module_& module) {
       .field("minor", &GpuInfo::minor, "Of the compute capability.")
       .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
 
-  Record<ForwardDispatch> forward(module, "ForwardDispatch", "What a forward call launches.");
-  forward.field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
+  Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
+      .field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
+      .field("cut_above", &Dispatch::cut_above, "The device cuts no sequence if none has more chunks.")
+      .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
+      .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
+      .field("workspace_bytes", &Dispatch::workspace_bytes, "Device memory that the call takes while it runs.")
+      .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
+  Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")
+      .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
       .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
       .field("fused", &ForwardDispatch::fused, "Whether one kernel does everything after the plan.")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
-  add_dispatch_fields(forward);
-  Record<BackwardDispatch> backward(module, "BackwardDispatch", "What a backward call launches.");
-  add_dispatch_fields(backward);
+  Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
   Record<Override>(module, "Override", "What one direction's dispatch is forced to decide.")
       .field("value_tile", &Override::value_tile, "Value rows a CTA (64 or 128); 0: the cost model's choice.")
