@@ -20,20 +20,20 @@ void check_made(const Call& call, const char* name, const Tensor& tensor, Scalar
 
 }  // namespace
 
-void check_workspace(const Call& call, const Tensor& workspace) {
-  check_made(call, "workspace", workspace, ScalarType::Byte, {workspace.numel()});
+void check_workspace(const Call& call) {
+  check_made(call, "workspace", *call.workspace, ScalarType::Byte, {call.workspace->numel()});
 }
 
-void check_begun(const Call& c, const Tensor& workspace, const ForwardOutputs& out) {
-  check_workspace(c, workspace);
+void check_begun(const Call& c, const ForwardOutputs& out) {
+  check_workspace(c);
   check_made(c, "o", out.o, c.dtype, {c.B, c.T, c.H_v, c.V});
   if (c.output_g_cumsum) {
     check_made(c, "g_cumsum", out.g_cumsum, c.compute_dtype, {c.B, c.T, c.H_v});
   }
 }
 
-void check_begun(const BackwardCall& c, const Tensor& workspace, const BackwardOutputs& out) {
-  check_workspace(c, workspace);
+void check_begun(const BackwardCall& c, const BackwardOutputs& out) {
+  check_workspace(c);
   check_made(c, "dq", out.dq, c.dtype, {c.B, c.T, c.H_k, c.K});
   check_made(c, "dk", out.dk, c.dtype, {c.B, c.T, c.H_k, c.K});
   check_made(c, "dv", out.dv, c.dtype, {c.B, c.T, c.H_v, c.V});

@@ -39,7 +39,7 @@ extern "C" {
 const KernelInfo* flash_qla_kernels(int64_t* count) noexcept;
 BuildInfo flash_qla_build_info() noexcept;
 
-// As in gpu/runtime/device.h.
+// See gpu/runtime/device.h.
 int flash_qla_driver_cuda_version() noexcept;
 const GpuInfo* flash_qla_gpus(int64_t* count) noexcept;
 const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) noexcept;
@@ -60,8 +60,7 @@ int64_t flash_qla_most_key_dim() noexcept;
 int64_t flash_qla_forward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept;
 int64_t flash_qla_backward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept;
 
-// From now on `handle` gets the warnings, instead of PyTorch, which prints them. An error that it returns ends the
-// call.
+// Makes `handle` get the warnings instead of PyTorch, which prints them. An error that it returns ends the call.
 void flash_qla_on_warning(const char* (*handle)(const char* text) noexcept) noexcept;
 
 #pragma GCC visibility pop

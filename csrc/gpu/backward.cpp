@@ -26,10 +26,8 @@ BackwardShape shape_of(const BackwardCall& call) {
 // The launches of a call, each in a function of the kernel's name.
 class Backward {
  public:
-  // `begun`: the workspace of the first half, for replay and the second half.
-  Backward(const BackwardCall& call, const BackwardOutputs& out, const std::optional<Tensor>& begun = {})
-      : Backward(call, shape_of(call), out) {
-    workspace_.provide(call, begun);
+  Backward(const BackwardCall& call, const BackwardOutputs& out) : Backward(call, shape_of(call), out) {
+    workspace_.provide(call);
   }
 
   void run() {
@@ -61,7 +59,7 @@ class Backward {
             workspace_.storage()};
   }
 
-  // In halves, the part that needs states but no gradients of them.
+  // The part in halves that needs states but no gradients of them.
   void replay() {
     scan_states();  // replay_states needs the wait, too: it may read initial states early
     replay_states();
@@ -296,20 +294,20 @@ Begun begin_backward_cuda(const BackwardCall& call, const BackwardOutputs& out) 
   return call.is_empty() ? begun_of_nothing(call, call.grad_final_state) : Backward(call, out).begun();
 }
 
-void replay_backward_cuda(const BackwardCall& call, const Tensor& workspace) {
+void replay_backward_cuda(const BackwardCall& call) {
   const DeviceGuard guard = make_current(call.q);
   if (!call.is_empty()) {
     const BackwardOutputs none;
-    Backward(call, none, workspace).replay();
+    Backward(call, none).replay();
   }
 }
 
-void finish_backward_cuda(const BackwardCall& call, const Tensor& workspace, BackwardOutputs& out) {
+void finish_backward_cuda(const BackwardCall& call, BackwardOutputs& out) {
   const DeviceGuard guard = make_current(call.q);
   if (call.is_empty()) {
     return pass_gradients_through(call, out);
   }
-  Backward(call, out, workspace).finish();
+  Backward(call, out).finish();
 }
 
 }  // namespace flash_qla

@@ -82,8 +82,8 @@ constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // value rows th
 
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
-// The instance that takes a call. Its path is decided here, from the call and from the instances that were compiled
-// for the call's dtypes (kernels_tl/instances.py).
+// The instance that takes a call. Its path is decided here, from the call and from the instances that were compiled:
+// the call's dtypes have some paths only (kernels_tl/instances.py).
 kernels::DecodeParams instance_of(const DecodeCall& call) {
   kernels::DecodeParams found = {.dtype = instance_dtype(call.dtype),
                                  .K = instance_K(call.K),

@@ -35,10 +35,9 @@ constexpr kernels::Gradients kNoGradients = {.dq = nullptr, .dk = nullptr, .dv =
 // The launches of a call, each in a function of the kernel's name.
 class Forward {
  public:
-  // `begun`: the workspace of the first half, for a second half.
-  Forward(const Call& call, const States& states, const ForwardOutputs& out, const std::optional<Tensor>& begun = {})
+  Forward(const Call& call, const States& states, const ForwardOutputs& out)
       : Forward(call, states, shape_of(call, states), out) {
-    workspace_.provide(call, begun);
+    workspace_.provide(call);
   }
 
   void run() {
@@ -210,7 +209,7 @@ Begun begin_forward_cuda(const Call& call, const ForwardOutputs& out) {
                          : Forward(call, states_of(call, out), out).begun();
 }
 
-void finish_forward_cuda(const Call& call, const Tensor& workspace, ForwardOutputs& out) {
+void finish_forward_cuda(const Call& call, ForwardOutputs& out) {
   const DeviceGuard guard = make_current(call.q);
   if (call.is_empty()) {
     return pass_states_through(call, out);
@@ -220,7 +219,7 @@ void finish_forward_cuda(const Call& call, const Tensor& workspace, ForwardOutpu
       call.output_final_state ? out.final_state : new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
   States states = states_of(call, out);
   states.numbers = own_states(call, data(initial), final.mutable_data_ptr());
-  Forward(call, states, out, workspace).finish();
+  Forward(call, states, out).finish();
 }
 
 }  // namespace flash_qla

@@ -10,7 +10,7 @@ namespace flash_qla {
 
 namespace {
 
-// With at most this many sequences, a step of chunk_plan, the first segment is of the longest sequence. It then tells
+// The most sequences, a step of chunk_plan, of which the first segment belongs to the longest. That segment then tells
 // whether any sequence is cut.
 constexpr int64_t kMostWithTwoTiles = kPlanStep;
 

@@ -10,7 +10,7 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16;  // what a lane takes, or TMA
+constexpr int64_t kPieceBytes = 16;  // a lane or TMA takes that much at a time
 
 }  // namespace
 

@@ -28,8 +28,9 @@ class Workspace {
     return region;
   }
 
-  // Takes `begun`, the storage of the first half of a call with these shapes, or without it allocates.
-  void provide(const Call& call, const std::optional<Tensor>& begun) {
+  // Takes the storage that the first half allocated, or allocates.
+  void provide(const Call& call) {
+    const std::optional<Tensor>& begun = call.workspace;
     check(!begun || begun->numel() == bytes_, call.op, "workspace has ", begun ? begun->numel() : 0,
           " bytes, expected the ", bytes_, " of the first half of a call of these shapes");
     storage_ = begun ? *begun : new_empty(call.op, call.q, {bytes_}, ScalarType::Byte);

@@ -140,28 +140,29 @@ void add_question(py::module_& module, const char* name, const char* (*ask)(cons
 
 void add_classes(py::module_& module) {
   Record<KernelInfo>(module, "Kernel", "A compiled kernel instance.")
-      .field("name", &KernelInfo::name, "Of the instance.")
-      .field("kernel", &KernelInfo::kernel, "Of which it is an instance.")
-      .field("params", params_of, "What it was compiled for.")
-      .field("threads", &KernelInfo::threads, "Per block.")
-      .field("registers", &KernelInfo::registers, "Per thread, as ptxas assigned them.")
-      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Shared memory per block.")
-      .field("dynamic_shared_bytes", &KernelInfo::dynamic_shared_bytes, "Shared memory per block, asked for at launch.")
-      .field("spill_bytes", &KernelInfo::spill_bytes, "Stores and loads.")
-      .field("stack_bytes", &KernelInfo::stack_bytes, "Per thread.");
+      .field("name", &KernelInfo::name, "The instance's name.")
+      .field("kernel", &KernelInfo::kernel, "The kernel's name.")
+      .field("params", params_of, "The parameters that it was compiled for.")
+      .field("threads", &KernelInfo::threads, "Threads a block.")
+      .field("registers", &KernelInfo::registers, "Registers a thread, as ptxas assigned them.")
+      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Static shared memory a block.")
+      .field("dynamic_shared_bytes", &KernelInfo::dynamic_shared_bytes,
+             "Dynamic shared memory a block, requested at launch.")
+      .field("spill_bytes", &KernelInfo::spill_bytes, "Bytes of spilled registers, stores and loads.")
+      .field("stack_bytes", &KernelInfo::stack_bytes, "Bytes of stack a thread.");
 
-  Record<BuildInfo>(module, "BuildInfo", "Versions that the package was built of.")
-      .field("version", &BuildInfo::version, "Of the package.")
-      .field("tilelang", &BuildInfo::tilelang, "Which lowered the kernels.")
-      .field("cuda", &BuildInfo::cuda, "Whose NVRTC compiled them.")
+  Record<BuildInfo>(module, "BuildInfo", "The versions of the package and of its tools.")
+      .field("version", &BuildInfo::version, "The package's version.")
+      .field("tilelang", &BuildInfo::tilelang, "The version of TileLang, which lowered the kernels.")
+      .field("cuda", &BuildInfo::cuda, "The version of CUDA, whose NVRTC compiled the kernels.")
       .field("arch", &BuildInfo::arch, "The GPU architecture.")
       .field("torch_target", &BuildInfo::torch_target,
              "The oldest PyTorch whose stable ABI has what the library uses.");
 
   Record<GpuInfo>(module, "Gpu", "A GPU of this machine.")
-      .field("name", &GpuInfo::name, "As its driver calls it.")
-      .field("major", &GpuInfo::major, "Of the compute capability.")
-      .field("minor", &GpuInfo::minor, "Of the compute capability.")
+      .field("name", &GpuInfo::name, "The driver's name of the GPU.")
+      .field("major", &GpuInfo::major, "Major number of the compute capability.")
+      .field("minor", &GpuInfo::minor, "Minor number of the compute capability.")
       .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
 
   Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
@@ -178,16 +179,17 @@ void add_classes(py::module_& module) {
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
   Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
-  Record<Override>(module, "Override", "What one direction's dispatch is forced to decide.")
+  Record<Override>(module, "Override", "The decisions that are forced on the dispatch of one direction.")
       .field("value_tile", &Override::value_tile, "Value rows a CTA (64 or 128); 0: the cost model's choice.")
       .field("segment_chunks", &Override::segment_chunks,
              "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
       .field("fused", &Override::fused,
-             "1: the fused kernel wherever it can serve a call; 0: never; -1: the cost model's choice.")
+             "1: the fused kernel for every call that it can serve; 0: never; -1: the cost model's choice.")
       .field("cut_above", &Override::cut_above,
-             "With segments: chunks up to which no sequence is cut; 0: whatever is longer than a segment is cut.")
+             "Chunks up to which no sequence is cut, if there are segments; 0: each sequence longer than a segment is "
+             "cut.")
       .field("whole_tile", &Override::whole_tile,
-             "With cut_above: the value tile where no sequence is cut; 0: value_tile.")
+             "The value tile if no sequence is cut, only with cut_above; 0: value_tile.")
       .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
                   int64_t whole_tile) { return Override{value_tile, segment_chunks, fused, cut_above, whole_tile}; },
                strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
@@ -196,14 +198,14 @@ void add_classes(py::module_& module) {
 
 void add_functions(py::module_& module) {
   module.def("kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
-  module.def("build_info", &flash_qla_build_info, "Versions that the package was built of.");
+  module.def("build_info", &flash_qla_build_info, "The versions of the package and of its tools.");
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
   module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
   module.def(
       "obstacle", &flash_qla_obstacle, strict("driver_cuda_version"), strict("major"), strict("minor"),
-      "Why the kernels do not run under such a driver on a GPU of such a compute capability, as a sentence; empty "
-      "if they do.");
+      "The reason why the kernels do not run under this driver on a GPU of this compute capability; empty if they "
+      "run.");
   add_question(module, "forward_dispatch", flash_qla_forward_dispatch, ForwardShape::sizes(), ForwardShape::options(),
                R"(What a forward call of this shape launches on a GPU with sm_count SMs.
 
@@ -224,13 +226,14 @@ inside. in_halves: the call of a rank in context parallelism. Raises ValueError 
         return std::pair(previous.forward, previous.backward);
       },
       py::arg("forward"), py::arg("backward"),
-      R"(Sets the overrides of both dispatches at once, for the process, and returns those that were in force.
+      R"(Sets the overrides of both dispatches at once, for the process, and returns the previous overrides.
 
-None keeps a direction's override. Raises ValueError for an override that no call can follow. flash_qla.testing's
-forced_dispatch calls it, and restores what it returns.)");
+None keeps a direction's override. Raises ValueError for an override that no call can follow. forced_dispatch of
+flash_qla.testing calls this function, and later restores the overrides that it returned.)");
 }
 
-// Whether code is of this package, of PyTorch, or generated by PyTorch, which gives it no module or one of its own.
+// Whether a frame's code belongs to this package or to PyTorch. Code that PyTorch generates has no module, or
+// PyTorch's.
 bool is_inside(const py::handle frame) {
   const py::object module = frame.attr("f_globals").attr("get")("__name__");
   if (!py::isinstance<py::str>(module)) {
@@ -241,7 +244,7 @@ bool is_inside(const py::handle frame) {
   return package == "flash_qla" || package == "torch";
 }
 
-// The line that called this package, as a number of frames.
+// The stack level of the line that called this package.
 Py_ssize_t level_of_caller() {
   Py_ssize_t level = 1;
   for (py::object frame = py::module_::import("sys").attr("_getframe")(0); !frame.is_none();
@@ -253,8 +256,8 @@ Py_ssize_t level_of_caller() {
   return 1;
 }
 
-// Python's filters decide; where they make it an error, the call fails with its text. The library calls from threads
-// that have let go of the interpreter, and perhaps of Python.
+// Warns by Python's filters. If they make the warning an error, the call fails with its text. The library calls this
+// without the GIL, and perhaps from a thread without Python frames.
 const char* warn_in_python(const char* text) noexcept {
   thread_local std::string error;
   const py::gil_scoped_acquire gil;
@@ -277,7 +280,7 @@ const char* warn_in_python(const char* text) noexcept {
 PYBIND11_MODULE(_C, module) {
   module.doc() =
       "The compiled kernels of flash_qla, how they were built, whether they run here, and what a call launches. The "
-      "ops do not need it. Once it is imported, their warnings are Python's.";
+      "ops do not need this module. Once it is imported, their warnings are Python's.";
   flash_qla::add_classes(module);
   flash_qla::add_functions(module);
   flash_qla::flash_qla_on_warning(&flash_qla::warn_in_python);
