@@ -114,25 +114,25 @@ Params params_of(const KernelInfo& kernel) {
 }
 
 // Sets the fields to the values.
-template <typename Shape, typename... Fields>
-void assign(Shape& shape, const std::tuple<Fields...>& fields, typename Fields::Type... values) {
+template <typename Direction, typename... Fields>
+void assign(Direction& shape, const std::tuple<Fields...>& fields, typename Fields::Type... values) {
   std::apply([&](const Fields&... field) { ((shape.*field.member = values), ...); }, fields);
 }
 
 // A function of a shape's fields (gpu/shape.h): the sizes, then the options by keyword.
-template <typename Shape, typename Record, typename... Sizes, typename... Options>
-void add_question(py::module_& module, const char* name, const char* (*ask)(const Shape*, Record*) noexcept,
+template <typename Direction, typename Found, typename... Sizes, typename... Options>
+void add_question(py::module_& module, const char* name, const char* (*ask)(const Direction*, Found*) noexcept,
                   const std::tuple<Sizes...>& sizes, const std::tuple<Options...>& options, const char* doc) {
   const auto answer = [ask](typename Sizes::Type... of_sizes, typename Options::Type... of_options) {
-    Shape shape;
-    assign(shape, Shape::sizes(), of_sizes...);
-    assign(shape, Shape::options(), of_options...);
-    Record found;
+    Direction shape;
+    assign(shape, Direction::sizes(), of_sizes...);
+    assign(shape, Direction::options(), of_options...);
+    Found found;
     raise(ask(&shape, &found));
     return found;
   };
   const auto define = [&](const Sizes&... size, const Options&... option) {
-    module.def(name, answer, strict(size.name)..., py::kw_only(), (strict(option.name) = Shape{}.*option.member)...,
+    module.def(name, answer, strict(size.name)..., py::kw_only(), (strict(option.name) = Direction{}.*option.member)...,
                doc);
   };
   std::apply(define, std::tuple_cat(sizes, options));
