@@ -33,9 +33,9 @@ const char* error_of(auto action) {
 template <typename Direction>
 void set(Direction& shape, std::string_view name, int64_t value) {
   bool is_set = false;
-  const auto set_if_named = [&]<typename Struct, typename T>(const Field<Struct, T>& field) {
+  const auto set_if_named = [&]<typename AField>(const AField& field) {
     if (name == field.name) {
-      shape.*field.member = static_cast<T>(value);
+      field.in(shape) = static_cast<typename AField::Type>(value);
       is_set = true;
     }
   };
@@ -75,7 +75,7 @@ void require_possible(const char* direction, const Shape& shape) {
   require(shape.N > 0, function, "N", shape.N, "at least 1");
   require(shape.H_k > 0, function, "H_k", shape.H_k, "at least 1");
   require(shape.H_v > 0 && shape.H_v % shape.H_k == 0, function, "H_v", shape.H_v, "a multiple of H_k");
-  require(shape.sm_count > 0, function, "sm_count", shape.sm_count, "at least 1");
+  require(shape.card.sm_count > 0, function, "sm_count", shape.card.sm_count, "at least 1");
   const std::string step = "a multiple of " + std::to_string(kHeadDimStep) + " up to ";
   require(is_key_dim(shape.K), function, "K", shape.K, (step + std::to_string(kMostKeyDim)).c_str());
   require(is_value_dim(shape.V), function, "V", shape.V, (step + std::to_string(kMostValueDim)).c_str());
@@ -102,7 +102,7 @@ const GpuInfo* flash_qla_gpus(int64_t* count) noexcept {
   found = gpus();
   plain.clear();
   for (const Gpu& gpu : found) {
-    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.sm_count});
+    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card.sm_count});
   }
   *count = static_cast<int64_t>(plain.size());
   return plain.data();

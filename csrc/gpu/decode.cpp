@@ -135,7 +135,7 @@ class Grid {
   Grid(const DecodeCall& call, const kernels::DecodeParams& instance)
       : call_(call),
         limits_(limits_of(instance)),
-        sm_count_(gpu_of(call.q).sm_count),
+        sm_count_(gpu_of(call.q).card.sm_count),
         at_a_time_(sm_count_ * limits_.ctas),
         has_fp32_states_(instance.state_dtype == kernels::Dtype::kFloat32) {}
 

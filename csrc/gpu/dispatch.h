@@ -1,5 +1,6 @@
-// The launch record of a call. It is decided from the shape alone, so that the host never waits for cu_seqlens. Whether
-// any sequence is long enough to be cut only cu_seqlens say: chunk_plan decides that on the device.
+// The launch record of a call. It is decided from the shape and the card's figures alone, so that the host never waits
+// for cu_seqlens. Whether any sequence is long enough to be cut only cu_seqlens say: chunk_plan decides that on the
+// device.
 //
 // modes.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The dispatch
 // takes the fastest mode; forward.cpp or backward.cpp follows its record.

@@ -14,7 +14,7 @@ Shape shape_of(const Call& call) {
           .N = call.N,
           .H_k = call.H_k,
           .H_v = call.H_v,
-          .sm_count = gpu_of(call.q).sm_count,
+          .card = gpu_of(call.q).card,
           .auto_cp = call.auto_cp,
           .varlen = call.varlen,
           .use_qk_l2norm = call.use_qk_l2norm,

@@ -5,20 +5,32 @@
 #include <cstdint>
 #include <tuple>
 
+#include "gpu/card.h"
+
 namespace flash_qla {
 
-// A field by its name.
+// A field by its name, in any shape that has it.
 template <typename Struct, typename T>
 struct Field {
   using Type = T;
   const char* name;
   T Struct::* member;
+
+  T& in(Struct& shape) const { return shape.*member; }
+};
+template <typename T>
+struct CardField {
+  using Type = T;
+  const char* name;
+  T Card::* member;
+
+  T& in(auto& shape) const { return shape.card.*member; }
 };
 
 // The fields of both directions.
 struct Shape {
   int64_t B = 0, T = 0, N = 0, H_k = 0, H_v = 0;
-  int sm_count = 132;  // an H100's
+  Card card = kH100;
   bool auto_cp = true;
   bool varlen = true;
   bool use_qk_l2norm = false;
@@ -34,7 +46,7 @@ struct Shape {
                       Field{"H_v", &Shape::H_v});
   }
   static constexpr auto options() {
-    return std::tuple(Field{"sm_count", &Shape::sm_count}, Field{"auto_cp", &Shape::auto_cp},
+    return std::tuple(CardField{"sm_count", &Card::sm_count}, Field{"auto_cp", &Shape::auto_cp},
                       Field{"varlen", &Shape::varlen}, Field{"use_qk_l2norm", &Shape::use_qk_l2norm},
                       Field{"K", &Shape::K}, Field{"V", &Shape::V}, Field{"in_halves", &Shape::in_halves});
   }

@@ -116,7 +116,7 @@ Params params_of(const KernelInfo& kernel) {
 // Sets the fields to the values.
 template <typename Direction, typename... Fields>
 void assign(Direction& shape, const std::tuple<Fields...>& fields, typename Fields::Type... values) {
-  std::apply([&](const Fields&... field) { ((shape.*field.member = values), ...); }, fields);
+  std::apply([&](const Fields&... field) { ((field.in(shape) = values), ...); }, fields);
 }
 
 // A function of a shape's fields (gpu/shape.h): the sizes, then the options by keyword.
@@ -131,9 +131,9 @@ void add_question(py::module_& module, const char* name, const char* (*ask)(cons
     raise(ask(&shape, &found));
     return found;
   };
+  Direction defaults;
   const auto define = [&](const Sizes&... size, const Options&... option) {
-    module.def(name, answer, strict(size.name)..., py::kw_only(), (strict(option.name) = Direction{}.*option.member)...,
-               doc);
+    module.def(name, answer, strict(size.name)..., py::kw_only(), (strict(option.name) = option.in(defaults))..., doc);
   };
   std::apply(define, std::tuple_cat(sizes, options));
 }
