@@ -15,14 +15,14 @@ namespace {
 // Microseconds: launches and first loads, which a faster clock does not shorten.
 constexpr double kStart = 4.9;                           // the first launch, and chunk_matrices' first CTA
 constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
-constexpr double kStartFused = 7.5;                      // fused_forward, likewise
-constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, likewise
+constexpr double kStartFused = 7.5;                      // fused_forward around a CTA's chunks
+constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
 constexpr double kMap = 0.092;                           // a map, computed or not
 constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
 constexpr double kSlotCta = 0.008;                       // a CTA that finds nothing to do
 constexpr double kOtherTile = 1.5;                       // a launch of chunk_forward that finds nothing to do
 
-// Cycles of an SM.
+// SM cycles.
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 780;                      // more a CTA
 constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
@@ -47,7 +47,7 @@ constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward
 constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
-// SMs wait for the last segment of a batch whose segments are not alike: so long, in segments.
+// Unlike segments leave SMs idle at the end of a batch: this part of a segment's time.
 constexpr double kUnbalanced = 0.15;
 // The device alone knows the gates. This part of the heads is taken to need exact maps, as in the benchmarks.
 constexpr double kExact = 0.25;
@@ -55,7 +55,7 @@ constexpr double kExact = 0.25;
 // whose longest has half of all tokens. Chosen for the least loss over the measured batches, see there.
 constexpr double kTwice = 0.1, kTwiceOfTwo = 0.46, kHalf = 0.2;
 
-// As the model sees them: one sequence of `longest` chunks and others of the same `rest` each.
+// The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
 struct Lengths {
   double longest, rest;
 };
@@ -67,8 +67,9 @@ Lengths lengths(const ForwardShape& shape, double longest) {
   return {longest, std::min(longest, (total - longest) / others)};
 }
 
-// When the last of a batch's pieces of whole and of parts of segments is done, in chunks, if the SMs take the longest
-// first. Parts go where there is one whole segment less, and where they do not fit there behind one more.
+// The time until the last piece of a batch is done, in chunks. The SMs take the longest pieces first: whole segments,
+// then parts of segments. Parts go to the SMs with one whole segment less, and if they do not fit there, after one
+// more.
 double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
   const double whole_of_longest = std::floor(chunks.longest / segment);
   const double whole_of_rest = std::floor(chunks.rest / segment);
@@ -84,21 +85,20 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
   return turns * segment + (room < 0 ? shorter : 0);
 }
 
-// How a batch with sequences of these lengths goes through the SMs, those that are longer than a segment cut or not.
+// The way of a batch through the SMs. Sequences longer than a segment are cut, or not.
 struct Schedule {
   double segment, sms, N, H_v;
-  double tiles;                  // of a head's value rows: of the mode,
-  double map_tiles, scan_parts;  // of maps, and those that segment_scan takes
+  double tiles;                  // tiles of a head's value rows in this mode
+  double map_tiles, scan_parts;  // the same for maps, and for segment_scan
   double total;                  // chunks of a head
   double length;                 // chunks of the longest piece
-  double parts, parts_of_rest;   // of the longest sequence, of each of the others
-  double pieces;                 // of a head
-  double ctas, turns;            // and how often an SM takes a CTA's work
+  double parts, parts_of_rest;   // segments of the longest sequence, and of each other sequence
+  double pieces;                 // segments of a head
+  double ctas, turns;            // CTAs, and CTAs a SM
   double in_turns;               // chunks that the busiest SM goes through
 };
 
-// Equal pieces go through the SMs in whole turns. Of unequal ones the longest come first, and the short ones fill the
-// SMs.
+// Equal pieces go through the SMs in whole turns. Unequal pieces start with the longest, and short ones fill the SMs.
 Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   Schedule s{};
   s.segment = static_cast<double>(mode.segment_chunks);
@@ -129,7 +129,7 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
   return s;
 }
 
-// What a kernel does on this card.
+// Cycles and bytes as microseconds on the shape's card.
 double cycles_us(const ForwardShape& shape, double cycles) { return cycles / shape.card.cycles_per_us; }
 double bytes_us(const ForwardShape& shape, double bytes) {
   return bytes / (kMemoryEfficiency * shape.card.bytes_per_us);
@@ -139,7 +139,8 @@ double overlapped(double a, double b) {
   return longer == 0 ? 0 : longer * std::pow(1 + std::pow(std::min(a, b) / longer, kOverlap), 1 / kOverlap);
 }
 
-// Bytes of a chunk of a value head: q and k, which the heads of a group share; v, or o; L and P with the gates.
+// Bytes of a chunk and value head: q or k, which the heads of a group share; v or o; L and P with the gates; A; a
+// state.
 double key_bytes(const ForwardShape& shape) {
   return 2.0 * kChunk * static_cast<double>(shape.K) / static_cast<double>(shape.group());
 }
@@ -161,7 +162,7 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
 }
 
 double chunk_matrices_us(const ForwardShape& shape, const Schedule& s) {
-  // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
+  // The heads a CTA of a full card. With the heads of this batch, more tokens could seem to take less time.
   constexpr int64_t kManySlots = 1 << 20;
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
   const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
@@ -179,17 +180,16 @@ double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Sch
   return cycles_us(shape, (s.turns - 1) * turn) + overlapped(work, bytes_us(shape, bytes));
 }
 
-// Segments of a head that are not the first ones of their sequences.
+// Segments of all heads, but for the first segment of each sequence.
 double later_segments(const Schedule& s) { return (s.pieces - s.N) * s.H_v; }
 
-// Along the sequences, one state or gradient behind the other: how often the busiest SM goes from a segment to the
-// next.
+// Steps of segment_scan on the busiest SM: a sequence's segments come one after the other.
 double scan_steps(const Schedule& s, double directions) {
   const double sequences = directions * s.scan_parts * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms;
   return std::max(1.0, sequences) * (s.parts - 1);
 }
 
-// compose_maps: as many steps, of V + K rows of the map of one sequence.
+// compose_maps takes the same steps, with V + K rows of the map of one sequence.
 double composition_us(const ForwardShape& shape, const Schedule& s) {
   const double ctas = static_cast<double>(value_tiles(shape.V + shape.K, kScanColumns)) * s.H_v;
   return shape.in_halves ? kScan * std::max(1.0, ctas / s.sms) * s.parts : 0;
@@ -198,12 +198,12 @@ double composition_us(const ForwardShape& shape, const Schedule& s) {
 // segment_maps and segment_scan.
 double maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
-  const double maps = (1 + s.map_tiles) * later;  // M and Z
+  const double maps = (1 + s.map_tiles) * later;  // M, and Z by tiles
   const double chunk = std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms);
   return kMapStart + cycles_us(shape, s.length * chunk) + kMap * maps + kScan * scan_steps(s, 1);
 }
 
-// backward_maps and segment_scan in both directions, one beside the other.
+// backward_maps, and segment_scan in both directions at the same time.
 double backward_maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
   const double exact = kExact * later * ((1 + s.map_tiles) * kBackwardMapChunk + s.map_tiles * kReverseMapChunk);
@@ -228,8 +228,7 @@ double chunk_backward_us(const ForwardShape& shape, const Schedule& s) {
   return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
-// What does not depend on the mode: the l2norm, which reads and writes q and k, and of them and their gradients makes
-// those of the rows.
+// The l2norm, which is the same in all modes: it reads and writes q and k, and later also their gradients.
 double around_us(const BackwardShape& shape) {
   const auto tokens = static_cast<double>(shape.B * shape.T);
   const double row = static_cast<double>(shape.K) * tokens;
@@ -266,10 +265,10 @@ double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengt
   return cut ? us + backward_maps_us(shape, s) : us;
 }
 
-// Of a direction: predict_forward or predict_backward.
+// predict_forward or predict_backward.
 using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool cut);
 
-// The device cuts, if it may choose, where that is faster.
+// A device that may choose cuts where that is faster.
 double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode, double longest) {
   const Lengths chunks = lengths(shape, longest);
   if (mode.segment_chunks == 0 || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
