@@ -3,11 +3,13 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "gpu/device.h"
 #include "gpu/head_dims.h"
+#include "gpu/runtime/device.h"
 
 namespace flash_qla {
 namespace {
@@ -27,14 +29,45 @@ const char* error_of(auto action) {
   }
 }
 
+// Sets the field with this name.
+template <typename Direction>
+void set(Direction& shape, std::string_view name, int64_t value) {
+  bool is_set = false;
+  const auto set_if_named = [&]<typename AField>(const AField& field) {
+    if (name == field.name) {
+      field.in(shape) = static_cast<typename AField::Type>(value);
+      is_set = true;
+    }
+  };
+  const auto fields = std::tuple_cat(Direction::sizes(), Direction::options());
+  std::apply([&](const auto&... field) { (set_if_named(field), ...); }, fields);
+  if (!is_set) {
+    throw std::invalid_argument("flash_qla: a shape has no field " + std::string(name));
+  }
+}
+
+// Asks `ask` for a shape in halves.
+template <typename Direction, typename Record>
+int64_t workspace_bytes(const char* (*ask)(const Direction*, Record*) noexcept, int64_t count, const char* const* names,
+                        const int64_t* values) noexcept {
+  Direction shape{};
+  Record found{};
+  const char* const error = error_of([&] {
+    for (int64_t i = 0; i < count; ++i) {
+      set(shape, names[i], values[i]);
+    }
+    shape.in_halves = true;
+  });
+  return error == nullptr && ask(&shape, &found) == nullptr ? found.workspace_bytes : -1;
+}
+
 void require(bool holds, const std::string& function, const char* name, int64_t value, const char* expected) {
   if (!holds) {
     throw std::invalid_argument(function + name + " is " + std::to_string(value) + ", expected " + expected);
   }
 }
 
-// A shape that a call can have, of `direction`_dispatch.
-template <typename Shape>
+// Throws for a shape that no call of `direction`_dispatch has.
 void require_possible(const char* direction, const Shape& shape) {
   const std::string function = std::string("flash_qla._C.") + direction + "_dispatch: ";
   require(shape.B >= 0, function, "B", shape.B, "at least 0");
@@ -100,44 +133,12 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }
 
-int64_t flash_qla_forward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
-                                          int64_t V, bool varlen, int sm_count, bool auto_cp,
-                                          bool use_qk_l2norm) noexcept {
-  const ForwardShape shape{.B = B,
-                           .T = T,
-                           .N = N,
-                           .H_k = H_k,
-                           .H_v = H_v,
-                           .varlen = varlen,
-                           .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
-                           .auto_cp = auto_cp,
-                           .low_level = false,
-                           .use_qk_l2norm = use_qk_l2norm,
-                           .output_h = false,
-                           .fp16 = false,
-                           .K = K,
-                           .V = V,
-                           .in_halves = true};
-  return dispatch_forward(shape).workspace_bytes;
+int64_t flash_qla_forward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept {
+  return workspace_bytes(flash_qla_forward_dispatch, count, names, values);
 }
 
-int64_t flash_qla_backward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
-                                           int64_t V, bool varlen, int sm_count, bool auto_cp, bool use_qk_l2norm,
-                                           bool activations) noexcept {
-  const BackwardShape shape{.B = B,
-                            .T = T,
-                            .N = N,
-                            .H_k = H_k,
-                            .H_v = H_v,
-                            .varlen = varlen,
-                            .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
-                            .auto_cp = auto_cp,
-                            .use_qk_l2norm = use_qk_l2norm,
-                            .activations = activations,
-                            .K = K,
-                            .V = V,
-                            .in_halves = true};
-  return dispatch_backward(shape).workspace_bytes;
+int64_t flash_qla_backward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept {
+  return workspace_bytes(flash_qla_backward_dispatch, count, names, values);
 }
 
 }  // extern "C"

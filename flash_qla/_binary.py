@@ -39,9 +39,19 @@ def _function(name: str, *arguments: type):
     return function
 
 
-# B, T, N, H_k, H_v, K, V, varlen, sm_count, auto_cp, use_qk_l2norm
-_HALF = (*(ctypes.c_int64,) * 7, ctypes.c_bool, ctypes.c_int, ctypes.c_bool, ctypes.c_bool)
+def _workspace_bytes(direction: str):
+    """Returns a function of a shape's fields (csrc/gpu/shape.h), which it takes by name."""
+    names, values = ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_int64)
+    function = _function(f"{direction}_workspace_bytes", ctypes.c_int64, names, values)
 
-forward_workspace_bytes = _function("forward_workspace_bytes", *_HALF)
-backward_workspace_bytes = _function("backward_workspace_bytes", *_HALF, ctypes.c_bool)  # the last one: activations
+    def workspace_bytes(**shape: int) -> int:
+        count = len(shape)
+        keys = (ctypes.c_char_p * count)(*(name.encode() for name in shape))
+        return function(count, keys, (ctypes.c_int64 * count)(*shape.values()))
+
+    return workspace_bytes
+
+
+forward_workspace_bytes = _workspace_bytes("forward")
+backward_workspace_bytes = _workspace_bytes("backward")
 MOST_KEY_DIM = _function("most_key_dim")()  # the largest K on a GPU

@@ -94,19 +94,20 @@ def test_the_command_says_so():
 
 
 def test_the_library_answers_as_the_module():
-    """The arguments of its C functions, whose order nothing else checks."""
     assert max(kernel.params.get("K", 0) for kernel in _C.kernels()) == _binary.MOST_KEY_DIM
+    names = ("B", "T", "N", "H_k", "H_v", "K", "V")
     shapes = ((1, 9000, 3, 2, 8, 96, 136), (2, 700, 2, 4, 4, 128, 512), (1, 40000, 1, 1, 6, 8, 64))
-    for shape, flags in itertools.product(shapes, itertools.product((False, True), repeat=3)):
-        varlen, auto_cp, l2norm = flags
-        options = {"varlen": varlen, "auto_cp": auto_cp, "use_qk_l2norm": l2norm, "in_halves": True, "sm_count": 114}
-        options |= {"K": shape[-2], "V": shape[-1]}
-        given = (*shape, varlen, 114, auto_cp, l2norm)
-        expected = _C.forward_dispatch(*shape[:5], **options)
-        assert _binary.forward_workspace_bytes(*given) == expected.workspace_bytes
+    for sizes, flags in itertools.product(shapes, itertools.product((False, True), repeat=3)):
+        shape = dict(zip((*names, "varlen", "auto_cp", "use_qk_l2norm"), (*sizes, *flags), strict=True))
+        shape["sm_count"] = 114
+        expected = _C.forward_dispatch(**shape, in_halves=True)
+        assert _binary.forward_workspace_bytes(**shape) == expected.workspace_bytes
         for activations in (False, True):
-            expected = _C.backward_dispatch(*shape[:5], **options, activations=activations)
-            assert _binary.backward_workspace_bytes(*given, activations) == expected.workspace_bytes
+            shape["activations"] = activations
+            expected = _C.backward_dispatch(**shape, in_halves=True)
+            assert _binary.backward_workspace_bytes(**shape) == expected.workspace_bytes
+    assert _binary.forward_workspace_bytes(**shape) == -1  # activations are the backward's
+    assert _binary.backward_workspace_bytes(**shape | {"H_v": 5, "H_k": 2}) == -1
 
 
 @pytest.mark.parametrize("op", ("forward", "backward"))

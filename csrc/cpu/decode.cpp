@@ -17,13 +17,13 @@ namespace {
 
 using cpu::entry;
 
-// What a sequence does, its indices checked: kNobody where nothing is read or written.
+// The work on a sequence, its indices checked. kNobody: no slot, nothing is read or written.
 struct Plan {
   int64_t begin, end;            // rows of q, k, v
-  int64_t slot;                  // of the state at its start
-  std::vector<int64_t> parents;  // of each token, -1 for the start
-  std::vector<int64_t> slots;    // of the states behind each token
-  int64_t row;                   // of intermediate_states
+  int64_t slot;                  // slot of the first state
+  std::vector<int64_t> parents;  // parent of each token; -1: the first state
+  std::vector<int64_t> slots;    // slot of the state after each token
+  int64_t row;                   // row of intermediate_states
 };
 
 class Planner {
@@ -65,7 +65,7 @@ class Planner {
     const std::string name =
         call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
     p.slot = slots_.checked(name, state_indices_(n, column));
-    if (p.slot == kNobody || p.begin == p.end) {  // without tokens it leaves its state alone
+    if (p.slot == kNobody || p.begin == p.end) {  // without tokens the state stays
       return p;
     }
     if (call_.writes_back()) {
@@ -96,11 +96,11 @@ class Planner {
 
   const DecodeCall& call_;
   const cpu::Indices offsets_, state_indices_, accepted_, write_indices_, rows_, parents_;
-  cpu::Slots slots_, kept_;  // of the pool; rows of intermediate_states
+  cpu::Slots slots_, kept_;  // slots of the pool; rows of intermediate_states
   int64_t before_ = 0;
 };
 
-// One sequence of one value head. S after every token is kept, as parents need it; the first is the one at the start.
+// Decodes one sequence of one value head. It keeps the first S and S after every token, because parents need them.
 template <typename T, typename CT>
 class Decoder {
  public:
@@ -155,7 +155,7 @@ class Decoder {
   int64_t of_head(int64_t head) const { return head * in_.V * in_.K; }
 
   const DecodeCall& call_;
-  const cpu::WritableFloats pool_, intermediate_;  // before the pointers for reading
+  const cpu::WritableFloats pool_, intermediate_;  // before in_: see writable_floats_of
   const cpu::Inputs<T, CT> in_;
   T* const o_;
 };

@@ -14,7 +14,7 @@ namespace flash_qla {
 
 namespace {
 
-// Of each sequence the slot of its state, and whether it starts from what the slot holds.
+// The slot of each sequence's state, and whether the sequence reads the state.
 struct FirstStates {
   std::vector<int64_t> slots;
   std::vector<bool> are_read;
@@ -31,7 +31,7 @@ FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Se
     int64_t slot = pool.checked(name, indices(n));
     const bool is_read = slot != kNobody && (!call.has_initial_state || has_state[n * step]);
     if (is_read && sequence.begin == sequence.end) {
-      slot = kNobody;  // it leaves its state alone, which may be another sequence's
+      slot = kNobody;  // the state stays, and another sequence may have the slot
     }
     if (slot != kNobody) {
       pool.write(name, slot, n);
@@ -42,13 +42,13 @@ FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Se
   return found;
 }
 
-// Where the states behind checkpoint_every tokens, twice as many and so on go.
+// The places of the states after checkpoint_every tokens, after twice as many, and so on.
 cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
                                   const std::vector<int64_t>& slots, cpu::Slots& pool) {
   const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
   cpu::Checkpoints found{.every = call.checkpoint_every, .to = writable_floats_of(to), .places = {}};
   const cpu::Indices indices(call.checkpoint_indices);
-  int64_t row = 0;  // of checkpoints
+  int64_t row = 0;  // row of checkpoints
   for (const cpu::Sequence& sequence : sequences) {
     const int64_t n = sequence.index, count = sequence.length() / call.checkpoint_every;
     std::vector<int64_t> places(count, kNobody);
@@ -73,7 +73,7 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
   return found;
 }
 
-// Copies the states of the sequences that have a slot; others stay as they are.
+// Copies the states of the sequences that have a slot.
 template <typename CT>
 void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, const Tensor& states, auto copy) {
   const int64_t size = call.H_v * call.V * call.K;

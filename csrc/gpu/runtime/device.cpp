@@ -1,4 +1,4 @@
-#include "gpu/device.h"
+#include "gpu/runtime/device.h"
 
 #include <cuda_runtime.h>
 
@@ -8,8 +8,9 @@
 #include <stdexcept>
 
 #include "checks.h"
-#include "gpu/driver_floor.h"
+#include "chunks.h"
 #include "gpu/head_dims.h"
+#include "gpu/runtime/driver_floor.h"
 #include "layout.h"
 
 namespace flash_qla {
@@ -27,7 +28,7 @@ void check_head_dims(const Tokens& call) {
         " up to ", kMostValueDim, " on a GPU");
 }
 
-// Any call of CUDA's may bring the error of an earlier kernel: that is what the caller has to see.
+// Throws the error of a CUDA call, which may come from an earlier kernel.
 void check_cuda(cudaError_t status) {
   if (status != cudaSuccess) {
     throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(status));
@@ -68,7 +69,7 @@ std::vector<Gpu> gpus() {
   try {
     return find_gpus();
   } catch (const std::runtime_error&) {
-    cudaGetLastError();  // no GPU, or a driver older than this library: the next CUDA call shall not see it
+    cudaGetLastError();  // no GPU, or a driver older than this library; clear the error for the next CUDA call
     return {};
   }
 }
@@ -81,7 +82,7 @@ const Gpu& gpu_of(const Tensor& tensor) {
 std::string obstacle(int driver_cuda_version, int major, int minor) {
   const bool driver_is_old = driver_cuda_version < kDriverFloor;
   if (!driver_is_old && major == 9 && minor == 0) {
-    return {};  // every call on a GPU asks
+    return {};  // first, because every call on a GPU asks
   }
   std::ostringstream text;
   if (driver_is_old) {
@@ -104,11 +105,11 @@ void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
   check_head_dims(call);
   check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
-  check(call.T + (kChunk - 1) * (call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
+  check(most_padded_tokens(call.T, call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
         " sequences, expected at most ", INT32_MAX, " when each is padded to whole chunks of ", kChunk);
 
   const int driver = driver_cuda_version();
-  // Asking an old driver for more than its version fails, with a worse message.
+  // An old driver fails at every question except its version, with a worse message.
   if (driver < kDriverFloor) {
     fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
   }

@@ -1,4 +1,4 @@
-// Which GPUs and driver there are, and whether the kernels run on them.
+// The GPUs and the driver of this machine, and whether the kernels run on them.
 #pragma once
 
 #include <string>
@@ -18,17 +18,17 @@ struct Gpu {
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
 int driver_cuda_version();
 
-// None where there is no GPU or no driver, or CUDA is out of order.
+// The GPUs; empty without a GPU or a driver, and after a CUDA error.
 std::vector<Gpu> gpus();
 
-// The GPU of a tensor, asked for once a process. Throws what CUDA says where it is out of order.
+// The GPU of a tensor. The process asks CUDA once for its GPUs. Throws the error of CUDA, if there is one.
 const Gpu& gpu_of(const Tensor& tensor);
 
-// Why the kernels do not run under this driver on a GPU of this compute capability: what they need and what was found.
-// Empty if they do.
+// The reason why the kernels do not run under this driver on a GPU of this compute capability: what they need and what
+// was found. Empty if they run.
 std::string obstacle(int driver_cuda_version, int major, int minor);
 
-// What only a GPU cannot do: dtypes, head dims, sizes, architecture. Throws, naming the argument.
+// Throws, with the argument's name, if the call runs on a CPU only: dtypes, head dims, sizes, architecture.
 void check_supported_on_gpu(const Tokens& call, const Tensor& q);
 
 }  // namespace flash_qla
