@@ -1,7 +1,7 @@
-"""Drives CMake, because no CMake backend puts the library beside the sources from a build folder that is kept.
+"""Drives CMake: no CMake backend keeps its build folder and copies the library beside the sources.
 
-The judgement is benchmarks/notes/packaging.md. The project's metadata is in pyproject.toml, the build itself in
-CMakeLists.txt.
+benchmarks/notes/packaging.md compares the backends. pyproject.toml has the project's metadata; CMakeLists.txt has the
+build.
 """
 
 import shutil
@@ -22,16 +22,16 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # not there in an isolated build
+sys.path.insert(0, str(ROOT))  # an isolated build lacks it
 
 from build_tools import glibc, toolchain  # noqa: E402
 
 BUILD = ROOT / "build/cmake"
-PACKAGE = BUILD / "flash_qla"  # what the package holds beside its sources
+PACKAGE = BUILD / "flash_qla"  # the built files of the package
 
 
 class CMakeBuild(build_ext):
-    """Builds in build/cmake, kept in the tree, and copies from there into the package."""
+    """Builds in build/cmake, which stays in the tree, and copies the built files into the package."""
 
     def build_extension(self, extension: Extension) -> None:
         try:
@@ -46,7 +46,7 @@ class CMakeBuild(build_ext):
         program = Path(cmake.CMAKE_BIN_DIR, "cmake")
         environment = f"{ROOT}\n{sys.executable}\n{program}\n{compiler}\n"
         marker = BUILD / "environment.txt"
-        # A CMake cache is full of paths into the environment that made it; pip makes a new one for every build.
+        # A CMake cache has paths into its environment, and pip creates a new environment for every build.
         if not (marker.is_file() and marker.read_text() == environment):
             shutil.rmtree(BUILD, ignore_errors=True)
         configure = [
@@ -69,7 +69,7 @@ class CMakeBuild(build_ext):
     def _copy_package(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for file in PACKAGE.iterdir():
-            (folder / file.name).unlink(missing_ok=True)  # a process that has the older library loaded keeps it
+            (folder / file.name).unlink(missing_ok=True)  # a process that has loaded the old library keeps it
             shutil.copy2(file, folder)
 
     @staticmethod
@@ -83,7 +83,7 @@ class CMakeBuild(build_ext):
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        libraries = list(PACKAGE.glob("*.so"))  # none in a fresh tree, as an editable wheel is named before it is built
+        libraries = list(PACKAGE.glob("*.so"))  # empty in a fresh tree: an editable wheel is named before it is built
         return python, abi, glibc.platform_tag(libraries) if libraries else platform
 
 
@@ -92,7 +92,7 @@ try:
 except toolchain.BuildError as error:
     sys.exit(f"error: {error}")
 
-# setuptools packs whatever lies there, files that have since been deleted from the sources included.
+# setuptools would pack old files of these folders too, even if the sources have deleted them.
 for stale in ROOT.glob("build/lib*"):
     shutil.rmtree(stale)
 

@@ -160,16 +160,16 @@ def version_of(package: str) -> str | None:
 # Where the time goes
 
 
-# Functions of flash_qla/cp.py, and what they are here
+# Functions of flash_qla/cp/passes.py, and their names here
 PHASES = {
     "_begin_forward": "begin",
     "_finish_forward": "finish",
     "_begin_backward": "reverse begin",
     "_replay_backward": "replay",
     "_finish_backward": "reverse finish",
-    "_start_gather": "start",
-    "_wait": "wait",
-    "_fold": "fold",
+    "start_gather": "start",
+    "wait": "wait",
+    "fold": "fold",
 }
 
 
@@ -178,10 +178,10 @@ class Phases:
     the collective and the wait for it is not the collective's."""
 
     def __init__(self, clock: Clock):
-        from flash_qla import cp
+        from flash_qla.cp import passes
 
-        self.module, self.clock, self.marks = cp, clock, []
-        self.functions = {name: getattr(cp, name) for name in PHASES}
+        self.module, self.clock, self.marks = passes, clock, []
+        self.functions = {name: getattr(passes, name) for name in PHASES}
 
     def __enter__(self):
         for name, function in self.functions.items():
@@ -274,7 +274,7 @@ def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, 
 def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, options, clock: Clock) -> dict:
     """One GPU with the tokens of a rank in the middle of so many, from a pass's beginning to the end of its first half,
     in the backward of the states again, and of all of it; the fold of the maps of all the others, and of two."""
-    from flash_qla import cp
+    from flash_qla.cp.maps import fold
 
     ops, V = torch.ops.flash_qla, options.head_dims[1]
     tokens = sum(common.parse_lengths(sequences))
@@ -308,8 +308,8 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
     all_maps = maps.expand(max(world_size - 1, 2), -1, -1, -1).contiguous()
     calls = {"begin": begin, "whole": whole}
     calls |= {"reverse begin": reverse_begin, "reverse replay": reverse_replay, "reverse whole": reverse_whole}
-    calls["fold"] = lambda: cp._fold(all_maps[: world_size - 1], world_size - 1, V)
-    calls["product"] = lambda: cp._fold(all_maps[:2], 2, V)
+    calls["fold"] = lambda: fold(all_maps[: world_size - 1], world_size - 1, V)
+    calls["product"] = lambda: fold(all_maps[:2], 2, V)
     cell = {"package": "flash_qla", "version": version_of("flash_qla"), "heads": "{}x{}".format(*heads)}
     cell |= common.head_dims_field(options.head_dims) | {"sequences": sequences, "parts_of": world_size}
     cell["map_bytes"] = maps.numel() * maps.element_size()

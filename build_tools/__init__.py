@@ -1,1 +1,1 @@
-"""Build-time tools: TileLang kernels -> CUDA sources -> objects. Nothing here is installed."""
+"""Build-time tools: TileLang kernels -> CUDA sources -> cubins and launchers. They are not installed."""

@@ -1,6 +1,6 @@
 """Bundles: parameters of kernels that travel together, declared once.
 
-A bundle is a class with fields, tensors and scalars, that a kernel takes as one parameter:
+A bundle is a class whose fields are tensors and scalars. A kernel takes it as one parameter:
 
     class Matrices(Bundle):
         def __init__(self, sizes):
@@ -9,9 +9,9 @@ A bundle is a class with fields, tensors and scalars, that a kernel takes as one
     @T.prim_func
     def main(sizes: Sizes(), matrices: Matrices(sizes), ctas: T.int32): ...
 
-The PrimFunc has a parameter for each field, under the field's own name. C++ has one struct of the class's name, which
-all kernels share, and each kernel's arguments have it as the member `matrices` (build_tools/codegen.py). A field that a
-kernel does not use costs nothing: TileLang drops it from the device code.
+The PrimFunc has a parameter for each field, under the field's name. C++ has one struct for the class, which all kernels
+share; each kernel's arguments have it as the member `matrices` (build_tools/codegen.py). A field that a kernel does not
+use costs nothing, because TileLang drops it from the device code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Membership:
-    """Where a parameter stands in C++: in this member of the arguments, a struct of this name."""
+    """The place of a parameter in C++: this member of the arguments, a struct of this name."""
 
     member: str
     struct: str
@@ -29,12 +29,12 @@ class Membership:
 
 class Bundle:
     def __init__(self, **fields):
-        """The fields are what annotates a parameter of a PrimFunc."""
+        """Each field is an annotation of a PrimFunc's parameter."""
         self._fields = tuple(fields)
         vars(self).update(fields)
 
     def declare(self, name, add) -> dict[str, Membership]:
-        """Makes each field a parameter by `add(name, annotation)`; the attributes then are these parameters."""
+        """Replaces each field by the parameter that `add(name, annotation)` returns."""
         for field in self._fields:
             value = getattr(self, field)
             is_dtype = callable(value) and not isinstance(value, type)

@@ -1,9 +1,9 @@
 """A wheel that is built on any machine loads on glibc 2.28, without a container (benchmarks/notes/packaging.md).
 
 A linker binds a function to its newest version: pthread_create of glibc 2.36 is GLIBC_2.34, and a library that uses it
-does not load under 2.28, although 2.28 has a pthread_create too. Here the linker is given stubs in front of the real
-libraries, in which every function has the version that it has in glibc 2.28. Nothing of them is shipped: at run time
-the real libraries answer, which keep the old versions forever. The wheel's platform tag is read from the result.
+does not load under 2.28, although 2.28 has a pthread_create too. So the linker gets stubs before the real libraries, in
+which each function has its version of glibc 2.28. The stubs are not shipped: at run time the real libraries answer, and
+glibc never drops an old version. The wheel's platform tag is read from the result.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-OLDEST = (2, 28)  # what PyTorch's own wheels need
+OLDEST = (2, 28)  # PyTorch's own wheels need it too
 
-# glibc 2.34 moved these into libc.so.6. Older ones have them in libraries of their own.
+# Libraries whose functions glibc 2.34 moved into libc.so.6
 MOVED = {"libpthread.so.0": ("pthread_", "sem_"), "libdl.so.2": ("dl",), "librt.so.1": ("shm_",)}
 
 
@@ -26,7 +26,7 @@ def parse(version: str) -> tuple[int, ...]:
 
 
 def functions(compiler: str, library: str) -> dict[str, tuple[str, bool]]:
-    """Name -> the version that glibc 2.28 has, and whether there is a newer one, of every function it has."""
+    """Function -> its version in glibc 2.28, and whether the library has a newer one."""
     path = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True, check=True)
     command = ["nm", "-D", "--with-symbol-versions", path.stdout.strip()]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -49,7 +49,7 @@ def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:
     script = "".join(f"GLIBC_{version} {{ {'; '.join(names[version])}; }};\n" for version in names)
     source, map_file = stub.with_suffix(".s"), stub.with_suffix(".map")
     if stub.exists() and source.read_text() == assembly and map_file.read_text() == script:
-        return  # or whatever is linked with it would be linked again
+        return  # a new file would have everything linked again
     source.write_text(assembly)
     map_file.write_text(script)
     flags = ["-shared", "-nostdlib", f"-Wl,-soname,{stub.name}", f"-Wl,--version-script={map_file}"]
@@ -61,7 +61,7 @@ def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:
 def write_stubs(compiler: str, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
 
-    # All of libm, as the linker takes one library of a name.
+    # libm.so.6 needs all its functions, because the linker takes only one library of this name.
     stubs = {"libm.so.6": {name: version for name, (version, _) in functions(compiler, "libm.so.6").items()}}
     libc = functions(compiler, "libc.so.6")
     for library, prefixes in MOVED.items():
@@ -75,12 +75,12 @@ def write_stubs(compiler: str, folder: Path) -> list[Path]:
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:
-    """manylinux_2_28_x86_64, or what a newer function makes of it: true of the libraries, wherever they were linked."""
+    """manylinux_2_28_x86_64, or the tag of a newer glibc if the libraries need one, wherever they were linked."""
     headers = subprocess.run(["objdump", "-p", *libraries], capture_output=True, text=True, check=True).stdout
     needed = max(map(parse, re.findall(r" GLIBC_([\d.]+)$", headers, re.MULTILINE)))
     return "manylinux_{}_{}_x86_64".format(*max(needed[:2], OLDEST))
 
 
 if __name__ == "__main__":
-    # For CMakeLists.txt: compiler, folder -> the stubs as a CMake list
+    # CMakeLists.txt gives compiler and folder, and reads the stubs as a CMake list.
     print(*write_stubs(sys.argv[1], Path(sys.argv[2])), sep=";")

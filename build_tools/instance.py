@@ -1,4 +1,4 @@
-"""What kernels_tl/instances.py is made of. Imports nothing heavy, so listing instances is instant."""
+"""Instance, an entry of kernels_tl/instances.py. Imports nothing heavy, so listing instances is instant."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float
 
 @dataclass(frozen=True)
 class Instance:
-    """One compiled variant of a kernel: of kernels_tl/<folder>/<kernel>.py, for which `module` is "<folder>.<kernel>",
-    the function <kernel>(**params).
+    """One compiled variant of a kernel.
 
-    All instances of a kernel carry the same parameter names, with values of the same type (str, int
-    or bool); the C++ accessor selects by them. A kernel that needs more registers than it has
-    states how many bytes of spills (stores + loads) are acceptable.
+    All instances of a kernel have the same parameter names, with values of the same type. The C++ function of the
+    kernel selects an instance by them.
+
+    Attributes:
+        module: "<folder>.<kernel>" for kernels_tl/<folder>/<kernel>.py, which has the function <kernel>(**params).
+        params: arguments of that function, str, int or bool.
+        spill_budget: bytes of spilled registers (stores + loads) that the build accepts.
     """
 
     module: str
@@ -27,7 +30,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """E.g. chunk_forward_bf16_K128_value_tile64; a valid C identifier and file name."""
+        """A valid C identifier and file name, such as chunk_forward_bf16_K128_value_tile64."""
         return "_".join([self.kernel, *(_word(key, value) for key, value in self.params.items())])
 
 

@@ -1,19 +1,19 @@
 """Lowers and compiles every kernel instance: `python -m build_tools.kernels --out build/kernels`.
 
 Kernel authors:
-- kernels_tl/<folder>/<kernel>.py defines a function <kernel>(**params) that returns a TileLang PrimFunc with
-  one T.Kernel, and optionally PASS_CONFIGS, a dict for TileLang's PassContext.
+- kernels_tl/<folder>/<kernel>.py defines a function <kernel>(**params) that returns a TileLang PrimFunc with one
+  T.Kernel, and optionally PASS_CONFIGS, a dict for TileLang's PassContext.
 - kernels_tl/instances.py lists what is compiled: INSTANCES = [Instance("states.replay_states",
   {"dtype": "bfloat16", "K": 128}), ...]. It must not import tilelang.
-- kernels_tl/layout.py, if there is one, is also written as layout.h, for device headers and host code.
-- `--only NAME` (an instance, or a kernel for all of its instances) builds just that and prints its
-  registers, spills and shared memory. OUT/<instance>.cu is the generated source, OUT/<instance>.log
-  what the tools said. With `--sources` nothing is compiled, which is enough for the emulator.
+- kernels_tl/layout.py, if it exists, is also written as layout.h, for device headers and host code.
+- `--only NAME` (an instance, or a kernel for all of its instances) builds just that and prints its registers, spills
+  and shared memory. OUT/<instance>.cu is the generated source, OUT/<instance>.log the tools' output. `--sources` writes
+  the sources and compiles nothing, which is enough for the emulator.
 
 A full run leaves OUT/kernels.h (argument structs and launchers for the host code, see build_tools/registry.py),
-OUT/launchers.cpp, which embeds each OUT/<instance>.cubin, and OUT/registry.cpp. OUT/<instance>.json holds the content
-hash that decides whether an instance is up to date: sources, parameters, flags and tool versions, never time stamps or
-absolute paths, so it survives pip's throw-away build environments.
+OUT/launchers.cpp, which embeds each OUT/<instance>.cubin, and OUT/registry.cpp. OUT/<instance>.json has the hash that
+decides whether an instance is up to date. The hash covers sources, parameters, flags and tool versions, but no time
+stamps and absolute paths, so it survives pip's throw-away build environments.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from build_tools.toolchain import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-# Besides the kernel's own files, what the generated code depends on.
+# Sources that the generated code depends on, besides the kernel's own files
 BUILD_SOURCES = [
     ROOT / "build_tools/lower.py",
     ROOT / "build_tools/tilelang_patches.py",
     ROOT / "build_tools/codegen.py",
     *sorted(nvrtc.PREAMBLE.parent.iterdir()),
 ]
-# What both sides of the kernels share, and the header that is made of it.
+# Constants that device and host code share, and the header that is generated from them
 LAYOUT, LAYOUT_HEADER = "layout.py", "layout.h"
-# The preamble of all kernels, while they are built, and from how many of them on it pays
+# The preamble of all kernels is precompiled if at least so many of them are built.
 PRECOMPILED, WORTH_PRECOMPILING = "preamble.pch", 4
-# ptxas remarks that cost speed and would otherwise pass unseen.
+# Remarks of ptxas about speed; the build prints them.
 REMARKS = ("Potential Performance Loss", "setmaxnreg")
 
 
@@ -89,7 +89,7 @@ class Builder:
         return digest.hexdigest()
 
     def _imported(self, module: str) -> list[Path]:
-        """The kernel's file and the files of its package that it imports, directly or not."""
+        """The kernel's file, and those of its package that it imports, directly or not."""
         found, pending = {}, [module]
         while pending:
             name = pending.pop()
@@ -110,13 +110,13 @@ class Builder:
                     names = [base, *(f"{base.rstrip('.')}.{alias.name}" for alias in node.names)]
                 else:
                     continue
-                # One of package.folder.module.name is the module; what is not a file is passed over.
+                # A prefix of package.folder.module.name is the module; prefixes that are no files are skipped.
                 inside = [name.split(".")[1:] for name in names if name.startswith(f"{self.package}.")]
                 pending += [".".join(parts[:depth]) for parts in inside for depth in range(1, len(parts) + 1)]
         return [found[name] for name in sorted(found)]
 
     def _included(self, sources: list[Path]) -> list[Path]:
-        """The device headers that they include, directly or not: names are relative to the kernels' folder."""
+        """The device headers that the sources include, directly or not. Names are relative to the kernels' folder."""
         found, pending = {}, list(sources)
         while pending:
             for name in re.findall(r'^#include "(.+)"$', pending.pop().read_text(), re.MULTILINE):
@@ -127,18 +127,18 @@ class Builder:
         return [found[name] for name in sorted(found)]
 
     def record(self, instance: Instance) -> dict:
-        """What building the instance stored."""
+        """The record that build() stored."""
         return json.loads((self.out / f"{instance.name}.json").read_text())
 
     def valid_record(self, instance: Instance) -> dict | None:
-        """What an earlier build stored, if nothing has changed since."""
+        """The record of an earlier build; None if the instance is out of date."""
         if not all((self.out / f"{instance.name}.{suffix}").is_file() for suffix in ("json", "cubin")):
             return None
         record = self.record(instance)
         return record if record["hash"] == self.content_hash(instance) else None
 
     def build(self, instance: Instance) -> None:
-        """Lowers and compiles; what it stores is read back by record()."""
+        """Lowers and compiles the instance, and stores the files that record() and write_library() read."""
         name, content_hash = instance.name, self.content_hash(instance)
         source, output = self.out / f"{name}.cu", self.out / f"{name}.cubin"
         record_file, log = self.out / f"{name}.json", self.out / f"{name}.log"
@@ -177,7 +177,7 @@ class Builder:
         write(record_file, json.dumps(record, indent=1))
 
     def write_source(self, instance: Instance) -> None:
-        """The generated source alone. The instance is out of date then."""
+        """Writes the generated source alone; the instance is then out of date."""
         name = instance.name
         (self.out / f"{name}.json").unlink(missing_ok=True)
         lowered = self._lower(instance, self.out / f"{name}.log")
@@ -213,7 +213,7 @@ class Builder:
 
 
 def write(path: Path, text: str) -> None:
-    """Leaves an unchanged file alone, so that nothing depending on it is built again."""
+    """Writes the file unless it has this text already, so that its dependents are not built again."""
     if path.is_file() and path.read_text() == text:
         return
     new = path.with_name(path.name + ".new")
@@ -222,7 +222,7 @@ def write(path: Path, text: str) -> None:
 
 
 def check_uniform(compiled: list[Compiled]) -> None:
-    """Instances of a kernel share their C++ structs, so they must agree on them."""
+    """Raises unless all instances of a kernel have the same C++ structs, which they share."""
     for variants in registry.by_kernel(compiled).values():
         first = variants[0]
         for other in variants[1:]:
@@ -267,7 +267,7 @@ def run(builder: Builder, instance: Instance, errors: multiprocessing.connection
 
 
 def prepare(builder: Builder, instances: int) -> None:
-    """TileLang and the preamble, side by side, once for all processes that inherit them."""
+    """Imports TileLang and precompiles the preamble, side by side; the forked processes inherit both."""
     precompiling = threading.Thread(target=builder.compiler.precompile, args=(builder.out / PRECOMPILED,))
     if instances >= WORTH_PRECOMPILING:
         precompiling.start()
@@ -279,10 +279,10 @@ def prepare(builder: Builder, instances: int) -> None:
 
 
 def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
-    """Builds what is out of date, MAX_JOBS at a time.
+    """Builds the instances that are out of date, MAX_JOBS at a time.
 
-    Each instance has a forked process of its own: TileLang is imported once, and an instance that crashes the compiler
-    can be named. After a failure nothing new is started.
+    Each instance has a forked process: TileLang is imported once, and the message can name an instance that crashes the
+    compiler. No process starts after a failure.
     """
     records = {instance.name: builder.valid_record(instance) for instance in instances}
     pending = [instance for instance in instances if records[instance.name] is None]

@@ -1,4 +1,4 @@
-"""layout.h: kernels_tl/layout.py for CUDA and C++."""
+"""layout.h: the constants of kernels_tl/layout.py for CUDA and C++."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""TileLang -> CUDA source plus everything a launcher must know, without a GPU.
+"""TileLang -> CUDA source, and all that a launcher needs, without a GPU.
 
-The result is plain data: C++ expressions over the fields of the kernel's argument struct, so that
-code generation needs neither TileLang nor TVM.
+The result is plain data: C++ expressions over the fields of the kernel's argument struct. Code generation then needs
+neither TileLang nor TVM.
 
-Everything is read from TileLang's IR. What of TileLang is changed stands in build_tools/tilelang_patches.py.
+Everything is read from TileLang's IR. build_tools/tilelang_patches.py has all changes of TileLang.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ C_TYPES = {
     "uint32": "uint32_t",
     "uint64": "uint64_t",
 }
-# All that TileLang does with a TMA descriptor without writing the tensor. Other functions may write it.
+# Functions that use a TMA descriptor without writing its tensor; any other function may write it.
 READS_OF_DESCRIPTORS = ("tl.tma_load", "tl.prefetch_tma_descriptor")
 
 
 class LoweringError(Exception):
-    """A kernel that TileLang lowers, but that the launchers cannot express."""
+    """TileLang lowers the kernel, but no launcher can express it."""
 
 
 @dataclass
 class Field:
-    """A member of the kernel's argument struct, or of a bundle's in it. Integers and dimensions are int64_t there."""
+    """A member of the kernel's argument struct or of a bundle in it. Integers and dimensions are int64_t."""
 
     name: str
     c_type: str
-    member: str | None = None  # the bundle that it is in, and that one's struct
-    struct: str | None = None
+    member: str | None = None  # the bundle that has the field, if any
+    struct: str | None = None  # the bundle's struct
 
     @property
     def path(self) -> str:
@@ -50,7 +50,7 @@ class Field:
 
 @dataclass
 class KernelArgument:
-    """A parameter of the device function; expression is None for a TMA descriptor."""
+    """A parameter of the device function; `expression` is None for a TMA descriptor."""
 
     name: str
     c_type: str
@@ -152,7 +152,7 @@ def lower(package: str, instance: Instance) -> Lowered:
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
-    """The names, with _1, _2, ... behind those that have come before."""
+    """The names; repeated ones get the suffixes _1, _2, ..."""
     found: list[str] = []
     for name in names:
         candidates = (name, *(f"{name}_{i}" for i in range(1, len(found) + 1)))
@@ -268,10 +268,10 @@ def _constant(value, what: str) -> int:
 
 
 def _cpp(expression) -> str:
-    """A C++ expression over the argument struct.
+    """A C++ expression over the argument struct, in 64 bits throughout.
 
-    It is evaluated in 64 bits throughout, where TileLang's own host code multiplies dimensions in 32. Dimensions are
-    not negative, so that C++'s truncating division is TIR's floor division.
+    TileLang's own host code multiplies dimensions in 32 bits. Dimensions are not negative, so C++'s truncating division
+    equals TIR's floor division.
     """
     from tilelang import tvm
 

@@ -1,4 +1,4 @@
-"""CUDA C++ -> the code of a GPU (a cubin), by NVRTC."""
+"""CUDA C++ -> cubin, by NVRTC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from build_tools.toolchain import ARCH, Toolkit, package_root
 PREAMBLE = patches.HOST_HEADERS / "preamble.h"
 PRECOMPILED_HEAP = 512 << 20  # bytes that the precompiled preamble may take; it takes 247 MiB
 
-# The fixed options; the include paths differ between machines and come on top.
+# Options that are the same on all machines; include paths are added to them.
 OPTIONS = [
     "-std=c++20",
     f"-arch={ARCH}",
@@ -20,16 +20,16 @@ OPTIONS = [
     f"--diag-suppress={','.join(map(str, patches.SUPPRESSED_WARNINGS))}",
     f"--pre-include={PREAMBLE.name}",
 ]
-# The end of what is precompiled, which is the preamble; lines of the source behind it keep their numbers
+# The end of the precompiled preamble. The lines of the source after it keep their numbers.
 HEADERS_END = "#pragma nv_hdrstop\n#line 1\n"
 
 
 class CompileError(Exception):
-    """The message is what the compiler said."""
+    """The message is the compiler's output."""
 
 
 class Compiler:
-    """One for all sources that have the same folders of headers."""
+    """Compiles sources that have the same folders of headers."""
 
     def __init__(self, toolkit: Toolkit, include: list[Path]):
         tilelang = package_root("tilelang")
@@ -39,8 +39,11 @@ class Compiler:
         self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def precompile(self, file: Path) -> None:
-        """The preamble, once for all sources that this process and its forks compile: what is precompiled has to be at
-        the same addresses. Where there is no room for it, sources are compiled without, to the same code."""
+        """Precompiles the preamble for all sources that this process and its forks compile.
+
+        Precompiled headers have to be at the same addresses in all processes. If there is no room for them, sources are
+        compiled without, to the same code.
+        """
         self.library.nvrtcSetPCHHeapSize(ctypes.c_size_t(PRECOMPILED_HEAP))
         program = self._create(HEADERS_END, "preamble.cu")
         self._compile(program, (f"--create-pch={file}",))
@@ -48,7 +51,7 @@ class Compiler:
             self.options.append(f"--use-pch={file}")
 
     def compile(self, source: Path) -> tuple[bytes, str]:
-        """The cubin, and what the compiler said."""
+        """The cubin, and the compiler's output."""
         program = self._create(HEADERS_END + source.read_text(), source.name)
         status = self._compile(program)
         said = self._read(program, "ProgramLog").rstrip(b"\0").decode()

@@ -1,8 +1,8 @@
-"""Every place where the build changes what TileLang does, or makes up for it. TileLang's version is pinned for that.
+"""All changes of TileLang's behaviour, and workarounds for it. TileLang's version is pinned because of them.
 
 Each patch says:
 
-    What      what it changes
+    Change    the difference to TileLang
     Why       the reason
     Upstream  where TileLang's own tracker has it
     Until     how to see that the patch is no longer needed
@@ -20,50 +20,50 @@ from unittest import mock
 
 from build_tools.bundle import Bundle, Membership
 
-# Options of TileLang's PassContext that PASS_CONFIGS of a kernel may set.
+# Options of TileLang's PassContext that a kernel's PASS_CONFIGS may set
 PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": """
-        What: no bounds checks around accesses to global memory.
+        Change: no bounds checks around accesses to global memory.
         Why: the plan clamps indices, but TileLang cannot prove them in bounds, so it checks almost every access.
         Upstream: tile-ai/tilelang#1397 (open).
         Until: a kernel lowers to the same code without the option.
         """,
     "tl.disable_warp_specialized": """
-        What: TileLang does not split a kernel into producers and consumers by itself.
+        Change: TileLang does not split a kernel into producers and consumers by itself.
         Why: the kernels write their roles out, with barriers and registers for each.
         Upstream: none filed that we know of; the option is meant for this.
-        Until: TileLang promises what TileLang 0.1.15 does, which leaves these kernels alone without the option, too.
+        Until: TileLang promises to leave such kernels alone; TileLang 0.1.15 does so without the option too.
         """,
     "tl.disable_thread_storage_sync": """
-        What: TileLang adds no __syncthreads or named barriers of its own.
+        Change: TileLang adds no __syncthreads or named barriers of its own.
         Why: the roles synchronize by mbarriers, which TileLang's analysis does not follow, so it adds barriers.
         Upstream: none filed that we know of; the option is meant for this.
         Until: a kernel lowers to the same code without the option.
         """,
     "tl.disable_shared_memory_reuse": """
-        What: each shared buffer has memory of its own.
+        Change: each shared buffer has memory of its own.
         Why: without TileLang's barriers, buffers that share memory would race.
         Upstream: tile-ai/tilelang#2416 (open) asks that the option above imply this one.
         Until: the option above implies it.
         """,
 }
 
-# Warnings of NVRTC that are switched off, by number.
+# Warnings of NVRTC that are switched off, by number
 SUPPRESSED_WARNINGS = {
     177: """
-        What: no warning of a variable that is declared and never used.
+        Change: no warning of a variable that is declared and never used.
         Why: TileLang declares all of a kernel's variables at its start, some of which it does not use.
         Upstream: none filed that we know of.
         Until: a clean build without the number prints no such warning.
         """,
     20012: """
-        What: no warning of an annotation on a defaulted function, which CUDA ignores.
+        Change: no warning of an annotation on a defaulted function, which CUDA ignores.
         Why: TileLang's templates and CUTLASS annotate defaulted constructors.
         Upstream: none filed that we know of.
         Until: a clean build without the number prints no such warning.
         """,
     1105: """
-        What: no warning where a header has the directive #warning.
+        Change: no warning where a header has the directive #warning.
         Why: TileLang's templates include headers of CUDA by which a header says that it is internal.
         Upstream: none filed that we know of.
         Until: a clean build without the number prints no such warning.
@@ -72,10 +72,9 @@ SUPPRESSED_WARNINGS = {
 
 HOST_HEADERS = Path(__file__).resolve().parent / "rtc_include"
 """
-What: headers of the host that TileLang's templates include are empty here; preamble.h has what device code takes of
-them.
+Change: the host's headers that TileLang's templates include are empty here; preamble.h replaces them for device code.
 Why: NVRTC has no headers of the host.
-Upstream: TileLang has a shim of its own for NVRTC, which lacks what its templates use (tile-ai/tilelang#3259).
+Upstream: TileLang's own shim for NVRTC lacks names that its templates use (tile-ai/tilelang#3259).
 Until: kernels compile without this folder.
 """
 
@@ -89,7 +88,7 @@ def _without_pass(where, name: str):
 @contextlib.contextmanager
 def bundles_as_parameters():
     """
-    What: a parameter of a PrimFunc that is a Bundle becomes its fields. Gives the Membership of each, by field.
+    Change: a parameter of a PrimFunc that is a Bundle becomes its fields. Gives the Membership of each, by field.
     Why: TileLang takes such an object for a constant. Without bundles kernels have up to 50 parameters.
     Upstream: none filed that we know of.
     Until: TileLang's prim_func takes parameters that are records of tensors.
@@ -114,9 +113,9 @@ def bundles_as_parameters():
 
 def no_negative_indices():
     """
-    What: the pass LegalizeNegativeIndex does not run. It rewrites indices that count from the end.
-    Why: no kernel has such an index, and to find that out takes as long as all other passes of some kernels.
-    Upstream: tile-ai/tilelang#1465 (open), compile time since Z3 proves what indices are.
+    Change: the pass LegalizeNegativeIndex, which rewrites indices that count from the end, does not run.
+    Why: no kernel has such an index. For some kernels the pass takes as long as all others to find that out.
+    Upstream: tile-ai/tilelang#1465 (open), compile time since Z3 proves the signs of indices.
     Until: with the pass, `python -m build_tools.kernels --sources` takes as long as without it.
     """
     import tilelang
@@ -126,7 +125,7 @@ def no_negative_indices():
 
 def no_inferred_fences(module):
     """
-    What: the pass InjectFenceProxy does not run for a kernel whose module says EXPLICIT_FENCES.
+    Change: the pass InjectFenceProxy does not run for a kernel whose module says EXPLICIT_FENCES.
     Why: the pass puts fence.proxy.async where the generic proxy may have written shared memory. Each fence waits for
         all outstanding accesses of the thread. These kernels have a fence where one is needed, and nowhere else.
     Upstream: tile-ai/tilelang#1849 (closed), which removed the fences before loads by TMA.
@@ -140,7 +139,7 @@ def no_inferred_fences(module):
 
 
 def pass_configs(module) -> dict:
-    """PASS_CONFIGS of a kernel's module, each of which is documented above."""
+    """PASS_CONFIGS of a kernel's module; each option is documented above."""
     configs = getattr(module, "PASS_CONFIGS", {})
     if unknown := configs.keys() - PASS_CONFIGS.keys():
         raise ValueError(f"PASS_CONFIGS has {', '.join(sorted(unknown))}, which build_tools/tilelang_patches.py lacks")
@@ -152,7 +151,7 @@ WARPGROUP = 128  # threads
 
 def uniform_warpgroups(source: str) -> str:
     """
-    What: in the descriptors of WGMMA's operands, the index of the warpgroup comes from a shuffle.
+    Change: in the descriptors of WGMMA's operands, the index of the warpgroup comes from a shuffle.
     Why: TileLang computes it from threadIdx.x in each descriptor. The compiler does not see that the index is the same
         in a warp, so it computes descriptors in vector registers and moves each to a uniform one.
     Upstream: none filed that we know of.
@@ -173,7 +172,7 @@ def uniform_warpgroups(source: str) -> str:
 
 def doubled_shared_buffers(device_function) -> list[str]:
     """
-    What: names that several shared buffers of a kernel have; lower.py refuses such a kernel.
+    Change: names that several shared buffers of a kernel have; lower.py refuses such a kernel.
     Why: TileLang lays buffers out by name, and those of one name by address, which changes from build to build.
     Upstream: tile-ai/tilelang#1570 (merged) sorts by name; tile-ai/tilelang#3108 (closed) found more such orders.
     Until: MergeSharedMemoryAllocations places buffers in an order that does not depend on their names.

@@ -1,7 +1,7 @@
-"""Finds the compilers and what surrounds them, and says clearly when something is missing or too old.
+"""Finds the compilers, their headers and libraries, and reports those that are missing or too old.
 
-Kernels are compiled by NVRTC, from PyPI packages, whatever CUDA toolkit the machine has: one compiler for every build,
-whose code each driver of its major version of CUDA and of later ones loads. The versions are decided in pyproject.toml.
+NVRTC from PyPI compiles the kernels, whatever CUDA toolkit the machine has, so every build has the same compiler. Every
+driver of its major version of CUDA, or of a later one, loads its code. pyproject.toml decides the versions.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-MINIMUM_GXX = 11  # the oldest that has been tried
+MINIMUM_GXX = 11  # the oldest tested
 ARCH = "sm_90a"
 
 
 class BuildError(Exception):
-    """A failure whose message is all that the user needs to see."""
+    """A failure whose message tells the user all; no traceback is printed."""
 
 
 def build_requirements() -> dict[str, str]:
-    """Package -> version, as pyproject.toml pins what builds the project. Python 3.10 has no tomllib."""
+    """Package -> version that pyproject.toml pins for the build. Python 3.10 has no tomllib."""
     project = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
     requires = re.search(r"^\[build-system\]$.*?^requires = \[$(.*?)^\]$", project, re.MULTILINE | re.DOTALL)[1]
     return dict(re.findall(r'^ +"([\w-]+)==([\w.]+)",', requires, re.MULTILINE))
 
 
 PINS = build_requirements()
-# What the kernels and the host code are compiled with, package by package, and the folder of each
+# Packages that kernels and host code are compiled with -> the folder of each
 CUDA_FOLDERS = {
     "nvidia-cuda-nvrtc-cu12": "cuda_nvrtc",
     "nvidia-cuda-nvcc-cu12": "cuda_nvcc",  # headers
@@ -47,7 +47,7 @@ CUDA_VERSION = PINS["nvidia-cuda-nvrtc-cu12"]
 
 @dataclass(frozen=True)
 class Toolkit:
-    """CUDA's compiler for device code, the folders of its headers, and the runtime that is linked in."""
+    """CUDA's compiler for device code, its folders of headers, and the runtime that is linked in."""
 
     nvrtc: Path
     include: list[Path]
@@ -79,7 +79,7 @@ def find_toolkit() -> Toolkit:
 
 
 def find_compiler() -> Path:
-    """The C++ compiler of the host code: $CXX, or what CMake would take."""
+    """The C++ compiler of the host code: $CXX, or CMake's default."""
     name = os.environ.get("CXX")
     found = shutil.which(name) if name else shutil.which("c++") or shutil.which("g++")
     what = f"CXX is {name!r}, which is no program" if name else "no C++ compiler found, neither c++ nor g++ is on PATH"
@@ -108,7 +108,7 @@ def check_tilelang() -> str:
 
 
 def package_root(name: str) -> Path:
-    """Where an installed package lies, without importing it."""
+    """The folder of an installed package, which is not imported."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise BuildError(f"the Python package {name} is needed to build and is not installed")
@@ -116,7 +116,7 @@ def package_root(name: str) -> Path:
 
 
 def check_path(folder: Path) -> None:
-    """CMake splits lists at semicolons, and compilers split what they hand on at commas."""
+    """Refuses semicolons, at which CMake splits lists, and commas, at which compilers split options."""
     for character, name in ((",", "comma"), (";", "semicolon")):
         if character in str(folder):
             raise BuildError(f"the path {folder} holds a {name}, where CMake or the compiler would split it: move it")
@@ -132,7 +132,7 @@ def max_jobs() -> int:
 
 
 def lock(folder: Path) -> None:
-    """Waits until no other process has the folder; then it is this one's until it ends, however it ends.
+    """Waits until no other process has the folder, and keeps it until this process ends.
 
     Builds in one tree share build/, and no build backend makes them wait (benchmarks/notes/packaging.md).
     """
@@ -152,7 +152,7 @@ def lock(folder: Path) -> None:
 
 
 def full_disk(*folders: Path) -> str:
-    """Says so of the first of the folders, and of that for temporary files, whose disk has no room for a build."""
+    """A message if the disk of a folder, or of temporary files, has no room for a build; otherwise empty."""
     for folder in (*folders, Path(tempfile.gettempdir())):
         free = shutil.disk_usage(folder).free
         if free < 16 << 20:
@@ -161,7 +161,7 @@ def full_disk(*folders: Path) -> str:
 
 
 def main() -> None:
-    """What CMakeLists.txt asks for, as a CMake list. The first item changes when the kernels' tools do."""
+    """Prints a CMake list for CMakeLists.txt. Its first item changes if the tools of the kernels do."""
     check_path(Path.cwd())
     toolkit = find_toolkit()
     tools = f"TileLang {check_tilelang()}, CUDA {CUDA_VERSION}"

@@ -42,7 +42,7 @@ void require_possible(const char* direction, const Shape& shape) {
   require(shape.N > 0, function, "N", shape.N, "at least 1");
   require(shape.H_k > 0, function, "H_k", shape.H_k, "at least 1");
   require(shape.H_v > 0 && shape.H_v % shape.H_k == 0, function, "H_v", shape.H_v, "a multiple of H_k");
-  require(shape.sm_count > 0, function, "sm_count", shape.sm_count, "at least 1");
+  require(shape.card.sm_count > 0, function, "sm_count", shape.card.sm_count, "at least 1");
   const std::string step = "a multiple of " + std::to_string(kHeadDimStep) + " up to ";
   require(is_key_dim(shape.K), function, "K", shape.K, (step + std::to_string(kMostKeyDim)).c_str());
   require(is_value_dim(shape.V), function, "V", shape.V, (step + std::to_string(kMostValueDim)).c_str());
@@ -69,7 +69,7 @@ const GpuInfo* flash_qla_gpus(int64_t* count) noexcept {
   found = gpus();
   plain.clear();
   for (const Gpu& gpu : found) {
-    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.sm_count});
+    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card.sm_count});
   }
   *count = static_cast<int64_t>(plain.size());
   return plain.data();
@@ -109,7 +109,7 @@ int64_t flash_qla_forward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64
                            .H_k = H_k,
                            .H_v = H_v,
                            .varlen = varlen,
-                           .sm_count = sm_count,
+                           .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
                            .auto_cp = auto_cp,
                            .low_level = false,
                            .use_qk_l2norm = use_qk_l2norm,
@@ -130,7 +130,7 @@ int64_t flash_qla_backward_workspace_bytes(int64_t B, int64_t T, int64_t N, int6
                             .H_k = H_k,
                             .H_v = H_v,
                             .varlen = varlen,
-                            .sm_count = sm_count,
+                            .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
                             .auto_cp = auto_cp,
                             .use_qk_l2norm = use_qk_l2norm,
                             .activations = activations,

@@ -511,6 +511,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   properties->major = 9;
   properties->minor = 0;
   properties->multiProcessorCount = 132;
+  properties->clockRate = 1980000;
+  properties->memoryClockRate = 2619000;
+  properties->memoryBusWidth = 5120;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {

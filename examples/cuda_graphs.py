@@ -1,10 +1,10 @@
-"""A decoding server's prefill: one CUDA graph per token budget, captured once, replayed for whatever sequences came.
+"""A server's prefill: one CUDA graph per token budget, captured once and replayed for any sequences that fit.
 
     python examples/cuda_graphs.py
 
-A graph has fixed shapes; the Gated Delta Rule needs nothing else to be fixed. The host never reads cu_seqlens, so a
-graph of T tokens and N sequences serves any batch that fits: rows behind the last offset are padding, and sequences
-that are missing are zero-length ones at the end, whose states stay what they are.
+A graph has fixed shapes, and the Gated Delta Rule needs nothing else to be fixed: the host never reads cu_seqlens. A
+graph of T tokens and N sequences serves any smaller batch. Rows from the last offset on are padding. Missing sequences
+are empty ones at the end, whose states do not change.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from flash_qla import chunk_gated_delta_rule
 class PrefillGraphs:
     """layer(*tokens, cu_seqlens, states) -> (o, new states), captured for each token budget.
 
-    All graphs read the same buffers, write the new states over the old ones, and share the memory of what is in
-    between, as one of them runs at a time. On a CPU, where there are no graphs, the same steps run eagerly.
+    All graphs read the same buffers and write the new states over the old ones. They share memory for intermediate
+    results, because only one runs at a time. A CPU has no graphs; the same steps run there eagerly.
 
     Args:
-        layer: the function; its o is [1, T, ...], and nothing in it reads a tensor back to the host.
-        budgets: how many tokens each graph has room for.
+        layer: the function; its o is [1, T, ...], and it reads no tensor back to the host.
+        budgets: the most tokens of each graph.
         tokens: for each of layer's first arguments a tensor [1, any, ...] of its dtype, device and further dimensions.
-        states: zeros [N, H_v, K, V]: room for N sequences.
+        states: zeros [N, H_v, K, V], for at most N sequences.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PrefillGraphs:
         self.cu_seqlens = torch.zeros(len(states) + 1, dtype=torch.int32, device=states.device)
         self.steps = {}
         pool = None
-        for budget in reversed(self.budgets):  # the largest first: the others find room in its memory
+        for budget in reversed(self.budgets):  # the largest first: the others fit into its memory
             self.steps[budget], pool = self._capture(budget, pool)
 
     def _run(self, budget: int) -> torch.Tensor:
@@ -78,14 +78,14 @@ class PrefillGraphs:
 
         Args:
             tokens: layer's first arguments, [1, sum(lengths), ...] each.
-            lengths: of each sequence.
-            states: [len(lengths), H_v, K, V], what each starts from.
+            lengths: tokens of each sequence.
+            states: initial states, [len(lengths), H_v, K, V].
 
         Returns:
             o [1, sum(lengths), ...] and the new states, both in buffers that the next call overwrites.
 
         Raises:
-            ValueError: more tokens or sequences than there is room for.
+            ValueError: too many tokens or sequences.
         """
         total, N, room = sum(lengths), len(lengths), len(self.states)
         budget = self.budget_of(lengths)

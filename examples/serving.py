@@ -2,18 +2,18 @@
 
     python examples/serving.py [--device cpu|cuda] [--dtype fp32|bf16]
 
-Weights and modules are the model's own; the engine brings what serves many requests at once:
+Weights and modules are the model's own. The engine adds the parts that serve many requests at once:
 
   continuous batching   requests come and go between steps; a step packs the tokens of all into [1, T], without padding
-  a paged pool          of a request the states of linear layers lie in slots, keys and values in pages
-  prefix caching        prefill leaves a checkpoint behind each block; a prompt that begins alike starts from there
-  speculative decoding  a request's next tokens are guessed from its own text, and verified in one step
+  a paged pool          the states of linear layers are in slots, keys and values in pages
+  prefix caching        prefill leaves a checkpoint after each block; a prompt with the same beginning starts from there
+  speculative decoding  the next tokens of a request are guessed from its own text, and verified in one step
   CUDA graphs           on a GPU, steps are padded to one of a few sizes, and captured once
 
-The model is trained for some seconds, as nobody can guess the text of random weights. Then the same requests are served
-with one feature more each time: tokens per second, the gain over the line before, and the counts that explain it. The
-exit status is 1 where a text is not the one of the model's own generate(), in fp32 token for token, in bf16 up to ties
-(`is_tied`).
+The model is trained for some seconds, because the text of random weights cannot be guessed. Then the engine serves the
+same requests with one feature more each time, and prints tokens per second, the gain over the previous line, and the
+counts that explain the gain. The exit status is 1 if a text differs from that of the model's own generate(): in fp32
+token for token, in bf16 up to ties (`is_tied`).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Where flash-linear-attention is installed, the model would use that instead of plain torch.
+    # The model would use flash-linear-attention, if installed, instead of plain torch.
     sys.modules["fla"] = None
 
 import torch
@@ -46,9 +46,9 @@ class Request:
     new_tokens: int
     text: list[int] = field(default_factory=list)
     done: bool = False
-    computed: int = 0  # of prompt and text, so many tokens are in the pool
-    slots: list[int] = field(default_factory=list)  # of the states behind each token of the last step
-    accepted: int = 1  # of these tokens
+    computed: int = 0  # tokens of prompt and text that are in the pool
+    slots: list[int] = field(default_factory=list)  # the state after each token of the last step
+    accepted: int = 1  # tokens of the last step that were accepted
     pages: list[int] = field(default_factory=list)
 
     def append(self, tokens: list[int], stop: int | None) -> None:
@@ -59,7 +59,7 @@ class Request:
 
 
 def look_up(tokens: list[int], count: int, width: int = 3) -> list[int]:
-    """The drafter: what followed when the last `width` tokens stood in the text before; nothing if they never did."""
+    """The drafter: `count` tokens that followed the last `width` tokens earlier in the text; none if they are new."""
     for i in range(len(tokens) - width - count, -1, -1):
         if count and tokens[i : i + width] == tokens[-width:]:
             return tokens[i + width : i + width + count]
@@ -70,16 +70,16 @@ class Engine:
     """Serves requests: add() them, and call step() while there are any.
 
     Args:
-        model: Qwen3NextForCausalLM; it is only read.
-        batch: how many requests run at once.
-        budget: tokens of a prefill; longer prompts take several steps.
-        length: of a request, prompt and text, at most.
-        pages: of the pool, for what runs and what is cached; requests wait where there are too few.
-        prefixes: checkpoints that there is room for beside what runs; 0: no prefix caching.
-        drafts: at most so many tokens are guessed for each step, 0 to 7.
+        model: Qwen3NextForCausalLM; it is not changed.
+        batch: the most requests that run at once.
+        budget: the most tokens of a prefill; longer prompts take several steps.
+        length: the most tokens of a request, prompt and text together.
+        pages: pages of the pool, for running requests and the cache; requests wait if there are too few.
+        prefixes: the most checkpoints besides those of running requests; 0 for no prefix caching.
+        drafts: the most tokens guessed in a step, 0 to 7.
         drafter: (tokens so far, count) -> at most count tokens.
         graphs: pad steps to a few sizes and, on a GPU, capture them.
-        stop: a request ends behind this token.
+        stop: a request ends after this token.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Engine:
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
         device = model.device
         self.host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.device = self.host.to(device, copy=True)  # one buffer, so that one copy brings all tables
+        self.device = self.host.to(device, copy=True)  # one buffer, so one copy moves all tables
         self.host_tables, self.tables = (
             {name: x.view(shapes[name]) for name, x in zip(shapes, buffer.split(sizes), strict=True)}
             for buffer in (self.host, self.device)
         )
-        self.sizes = {}  # that steps are padded to, by whether they decode
+        self.sizes = {}  # decoding -> the sizes that such steps are padded to
         if graphs:
             prefill = [BLOCK << i for i in range(20) if BLOCK << i < budget]
             self.sizes = {True: [batch * (1 + i) for i in range(1 + drafts)], False: [*prefill, budget]}
@@ -133,10 +133,10 @@ class Engine:
 
     @torch.no_grad()
     def capture(self) -> None:
-        self.fill([])  # nobody's
+        self.fill([])  # no requests
         memory = torch.cuda.graph_pool_handle()
         for decoding, sizes in self.sizes.items():
-            for size in reversed(sizes):  # the others find room in what the largest took
+            for size in reversed(sizes):  # the largest first: the others fit into its memory
                 self.launch(size, decoding)  # kernels are loaded outside the capture
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
@@ -152,7 +152,7 @@ class Engine:
         return next_tokens(self.model, Step(self.pool, self.tables, T, decoding))
 
     def fill(self, rows: list[tuple[Request, list[int], list[int]]]) -> int:
-        """Brings a step's requests, their tokens and checkpoints to the device; the number of tokens."""
+        """Copies a step's requests, tokens and checkpoints to the device; returns the number of tokens."""
         self.host.zero_()
         tables, total = {name: x.numpy() for name, x in self.host_tables.items()}, 0
         tables["accepted"][:] = 1
@@ -169,7 +169,7 @@ class Engine:
         return total
 
     def run(self, rows: list[tuple[Request, list[int], list[int]]], decoding: bool) -> list[list[int]]:
-        """The most likely tokens behind those of each row."""
+        """The most likely next token after each token of each row."""
         total = self.fill(rows)
         size = min((size for size in self.sizes.get(decoding, ()) if size >= total), default=total)
         out = iter(self.launch(size, decoding).tolist())  # waits
@@ -186,7 +186,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Admits requests that there is room for, computes prompts, decodes all others, and lets go of who is done."""
+        """Admits requests, computes prompts, decodes the other requests, and releases the finished ones."""
         while self.waiting and len(self.running) < self.batch and self.admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         self.prefill()
@@ -196,8 +196,11 @@ class Engine:
             self.pool.release(request.slots, request.pages)
 
     def admit(self, request: Request) -> bool:
-        """Whether there is room for the whole request, which then is its own; where its prompt begins as one before,
-        it starts behind that."""
+        """Reserves room for the whole request, and lets it start after the longest known prefix of its prompt.
+
+        Returns:
+            Whether there is room.
+        """
         pages, checkpoint = self.pool.find_prefix(request.prompt) if self.prefixes else ([], NULL)
         needed = -(-(len(request.prompt) + request.new_tokens) // BLOCK)
         taken = self.pool.allocate(1 + self.drafts, needed - len(pages))
@@ -206,14 +209,16 @@ class Engine:
             return False
         request.slots, request.pages = taken[0], pages + taken[1]
         request.computed = len(pages) * BLOCK
-        if pages:  # the checkpoint may just have been forgotten for this request: its slot still holds it
+        if pages:  # allocate() may have released the checkpoint's slot, which still holds the state
             self.pool.copy(checkpoint, request.slots[0])
         self.counts["cached"] += request.computed
         return True
 
     def prefill(self) -> None:
-        """What is left of prompts, as far as the budget goes. Checkpoints are at the boundaries of blocks, so a prompt
-        that is not finished stops at one."""
+        """Computes the rest of the prompts, up to the budget.
+
+        Checkpoints are at the ends of blocks, so an unfinished prompt stops at one.
+        """
         rows, room, found = [], self.budget, {}
         for request in self.running:
             tokens = request.prompt[request.computed :]
@@ -241,7 +246,7 @@ class Engine:
         self.pool.remember(found)
 
     def decode(self) -> None:
-        """One token of each request whose prompt is computed, and drafts: all are verified in one step."""
+        """Computes one token, and drafts, of each request whose prompt is computed; one step verifies all drafts."""
         rows = []
         for request in self.running:
             if request.text and not request.done:
@@ -262,7 +267,7 @@ class Engine:
 
 
 def serve(engine: Engine, requests: list[Request], arriving: int = 2) -> float:
-    """Seconds to serve all requests, of which so many come with each step."""
+    """Seconds to serve all requests, `arriving` new ones a step."""
     start = time.perf_counter()
     coming = collections.deque(requests)
     while coming or engine.waiting or engine.running:
@@ -273,7 +278,7 @@ def serve(engine: Engine, requests: list[Request], arriving: int = 2) -> float:
 
 
 def make_requests(text: list[int]) -> list[Request]:
-    """Prompts that begin in one of two ways, as with two system prompts, and end in different parts of the text."""
+    """Prompts with one of two beginnings, like two system prompts, and with different ends."""
     random_numbers, requests = random.Random(0), []
     for i in range(16):
         first, second = 1000 * (i % 2), random_numbers.randrange(len(text) - 64)
@@ -291,9 +296,11 @@ def generate(model: torch.nn.Module, request: Request) -> list[int]:
 
 @torch.no_grad()
 def is_tied(model: torch.nn.Module, exact: torch.nn.Module, request: Request) -> bool:
-    """Whether the text is a most likely one as far as the model's dtype can tell: in `exact`, the same model in fp32,
-    no token's logit is above that of the chosen one by more than rounding moves two logits apart. What it moves one by
-    is the largest difference between the two models' logits over this text.
+    """Whether the text is a most likely one, up to the rounding of the model's dtype.
+
+    `exact` is the same model in fp32. Rounding changes a logit by at most d, the largest difference between the two
+    models' logits over this text. The text is tied if no logit of `exact` exceeds that of the chosen token by more than
+    2 d.
     """
     tokens = torch.tensor([request.prompt + request.text], device=model.device)
     own, true = (m(tokens).logits[0, len(request.prompt) - 1 : -1].float() for m in (model, exact))
@@ -309,8 +316,8 @@ def main():
     args = parser.parse_args()
     device = torch.device(args.device)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
-    transformers.logging.set_verbosity_error()  # it warns that it runs plain torch, which is wanted here
-    torch.set_num_threads(1)  # of the CPU: handing such small operations to several costs more than it saves
+    transformers.logging.set_verbosity_error()  # its warning about plain torch does not matter here
+    torch.set_num_threads(1)  # such small operations are slower on several threads
 
     text = read_text(Path(argparse.__file__))
     model = build_model("qwen3_next", device)

@@ -1,5 +1,6 @@
-"""The model of serving.py: a step of a Qwen3-Next of Hugging Face transformers for many requests, the states, keys and
-values of which lie in a pool. Weights and modules are transformers' own.
+"""The model of serving.py: a step of Hugging Face's Qwen3-Next for many requests, on a pool of states, keys and values.
+
+Weights and modules are transformers' own.
 """
 
 import collections
@@ -10,14 +11,14 @@ from transformers.activations import ACT2FN
 from flash_qla import decode_gated_delta_rule_packed, prefill_gated_delta_rule
 
 BLOCK = 64  # tokens of a page, and between two checkpoints
-NULL = 0  # the slot and the page that are nobody's: padding writes there, and nothing that matters is read there
+NULL = 0  # the slot and the page of padding; their contents do not matter
 BEYOND = 2**40  # a position that no token has
 
 
 class Pool:
-    """The memory of all requests, and who has what of it.
+    """The memory of all requests, and its owners.
 
-    states: [slots, linear layers, H_v, V, K], fp32; of one layer states[:, i] is a pool as the operations take it.
+    states: [slots, linear layers, H_v, V, K], fp32; states[:, i] is the pool of a layer, an argument of the operations.
     convs: [slots, linear layers, W - 1, channels], the inputs of the causal convolution (W wide) before the next token.
     keys, values: [full layers, H, pages * BLOCK, D].
     """
@@ -27,16 +28,18 @@ class Pool:
         linear = [layer.linear_attn for layer in model.model.layers if layer.block_type == "linear_attention"]
         gdn, full = linear[0], config.num_hidden_layers - len(linear)
         state = gdn.num_v_heads, gdn.head_v_dim, gdn.head_k_dim
-        self.place = [config.layer_types[:i].count(kind) for i, kind in enumerate(config.layer_types)]  # of each layer
+        self.place = [
+            config.layer_types[:i].count(kind) for i, kind in enumerate(config.layer_types)
+        ]  # index among its kind
         self.states = new(slots, len(linear), *state, dtype=torch.float32)
         self.convs = new(slots, len(linear), gdn.conv_kernel_size - 1, gdn.conv_dim)
         self.keys, self.values = new(2, full, config.num_key_value_heads, pages * BLOCK, config.head_dim)
         self.free_slots, self.free_pages = list(range(NULL + 1, slots)), list(range(NULL + 1, pages))
-        self.users = collections.Counter()  # of each page
-        self.prefixes = collections.OrderedDict()  # the last block of each: its page, and the slot of its checkpoint
+        self.users = collections.Counter()  # page -> number of users
+        self.prefixes = collections.OrderedDict()  # prefix -> page of its last block, slot of its checkpoint
 
     def allocate(self, slots: int, pages: int) -> tuple[list[int], list[int]] | None:
-        """So many slots and pages; prefixes are forgotten for them, those not used for longest first."""
+        """Takes slots and pages. If too few are free, the least recently used prefixes are forgotten."""
         while len(self.free_slots) < slots or len(self.free_pages) < pages:
             if not self.prefixes:
                 return None
@@ -56,13 +59,13 @@ class Pool:
             x[to] = x[slot]
 
     def remember(self, found: dict[tuple[int, ...], tuple[int, int]]) -> None:
-        """Prefixes, and of each its last block's page and the slot with the state behind it."""
-        for key in reversed(found):  # a block is forgotten before those that it continues
+        """Adds prefixes: the page of the last block, and the slot with the state after it."""
+        for key in reversed(found):  # the longest first: a block is forgotten before the blocks it continues
             self.prefixes[key] = found[key]
             self.users[found[key][0]] += 1
 
     def find_prefix(self, prompt: list[int]) -> tuple[list[int], int]:
-        """The pages of the longest known prefix, from now on the caller's as well, and the slot of its checkpoint."""
+        """The pages of the longest known prefix, which get the caller as a user, and the slot of its checkpoint."""
         pages, slot, keys = [], NULL, []
         for end in range(BLOCK, len(prompt), BLOCK):  # at least one token has to be computed
             key = tuple(prompt[:end])
@@ -78,12 +81,17 @@ class Pool:
 
 
 class Step:
-    """The tokens of a step, and where everything of theirs lies: what the layers read. All of it is made on the device
-    from `tables`, tensors of fixed shapes, so that a graph serves whatever they hold.
+    """The tokens of a step, and the places of their states, inputs, keys and values, which the layers read.
 
-    tokens: [T], packed; cu_seqlens: [N + 1]; those behind the last offset are padding. Of each of N requests
-    start: [N], the position of its first token; slots: [N, S], where states are; accepted: [N], which of these is read;
-    pages: [N, M]; checkpoints: [N, C], slots. Nobody's are NULL.
+    The device computes everything from `tables`, tensors of fixed shapes, so a graph serves any contents:
+
+    tokens: [T], packed; tokens from the last offset on are padding.
+    cu_seqlens: [N + 1], offsets of N requests.
+    start: [N], position of each request's first token.
+    slots: [N, S], slots of its states.
+    accepted: [N], the column of slots, from 1, that is read.
+    pages: [N, M], its pages.
+    checkpoints: [N, C], slots. Unused slots and pages are NULL.
     """
 
     def __init__(self, pool: Pool, tables: dict[str, torch.Tensor], T: int, decoding: bool):
@@ -96,23 +104,23 @@ class Step:
 
         t = torch.arange(T, device=device)
         n = torch.searchsorted(end, t, right=True).clamp(max=N - 1)
-        nth = t - begin[n]  # of its request's tokens in this step
+        nth = t - begin[n]  # index among its request's tokens of this step
         live = t < end[-1]
         self.positions = torch.where(live, self.start[n] + nth, 0)
 
-        # Attention: which entry of the pages a token has, and which ones it sees.
+        # Attention: the entry of the pages that each token has, and those that it sees
         page = torch.where(live, pages[n, self.positions // BLOCK], NULL)
         self.entries = page * BLOCK + self.positions % BLOCK
         first = torch.full((N, pool.keys.shape[2] // BLOCK), BEYOND, device=device)  # position in each page of the pool
-        # Where a table ends, it names the page NULL at positions that the request does not have.
+        # Unused columns of a table name the page NULL, at positions beyond the request's.
         first.scatter_(1, pages, (torch.arange(pages.shape[1], device=device) * BLOCK).expand_as(pages))
         visible = first[n][:, :, None] + torch.arange(BLOCK, device=device) <= self.positions[:, None, None]
         visible = visible.flatten(1)
         visible.scatter_(1, self.entries[:, None], True)  # padding sees itself: a softmax over nothing is NaN
         self.mask = visible[None, None]  # [1, 1, T, pages * BLOCK]
 
-        # Convolution: the W inputs of each token, in the N requests' inputs before the step with those of the step
-        # behind them; behind which tokens its state is kept, and in which slots.
+        # Convolution: rows of each token's W inputs in [inputs before the step of N requests, inputs of the step]; the
+        # tokens after which states are kept, and their slots
         before = pool.convs.shape[2]  # W - 1
         w = torch.arange(before + 1, device=device)
         old, new = (n * before + nth)[:, None] + w, (N * before + t - before)[:, None] + w
@@ -120,7 +128,7 @@ class Step:
         self.read_slots = self.slots.gather(1, self.accepted[:, None] - 1)[:, 0]
         if decoding:
             i = torch.arange(self.slots.shape[1], device=device)
-            kept, to = begin[:, None] + i, self.slots  # what is behind a request's last token nobody will read
+            kept, to = begin[:, None] + i, self.slots  # states after a request's last token are not read
         else:
             block_ends = begin[:, None] + BLOCK * torch.arange(1, C + 1, device=device) - 1
             kept = torch.cat([block_ends, end[:, None] - 1], 1)
@@ -128,8 +136,10 @@ class Step:
         self.kept, self.write_slots = kept.flatten().clamp(0, T - 1), to.flatten()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, **_):
-        """What transformers' attention asks its cache for: the step's keys and values [1, H, T, D] are kept, and all
-        that there are come back, of which the mask shows each token its own."""
+        """The method of transformers' cache: keeps the step's keys and values, [1, H, T, D], and returns the pool's.
+
+        The mask shows each token those of its request.
+        """
         pages = [x[self.pool.place[layer]] for x in (self.pool.keys, self.pool.values)]
         for old, new in zip(pages, (keys, values), strict=True):
             old[:, self.entries] = new[0]
@@ -158,8 +168,8 @@ def gated_delta_net(layer: torch.nn.Module, x: torch.Tensor, states: torch.Tenso
             step.slots,
             null_index=NULL,
             cu_seqlens=step.cu_seqlens,
-            num_accepted_tokens=step.accepted,  # rejected drafts are rolled back by what is read,
-            write_indices=step.slots,  # as the states behind all of them have been kept
+            num_accepted_tokens=step.accepted,  # reads the state after the last accepted draft,
+            write_indices=step.slots,  # because the states after all drafts are kept
         )
     else:
         q, k, v = mixed_qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
@@ -186,7 +196,7 @@ def gated_delta_net(layer: torch.nn.Module, x: torch.Tensor, states: torch.Tenso
 
 
 def next_tokens(model: torch.nn.Module, step: Step) -> torch.Tensor:
-    """The most likely token behind each token of the step, [T]."""
+    """The most likely next token after each token of the step, [T]."""
     x = model.model.embed_tokens(step.tokens)
     rotary = model.model.rotary_emb(x, step.positions[None])
     for layer, place in zip(model.model.layers, step.pool.place, strict=True):

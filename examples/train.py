@@ -6,28 +6,25 @@
 
 The model (random weights; Gated DeltaNet and full-attention layers, linear heads of size 128, grouped value heads)
 learns to predict the next byte. Both runs start from the same weights and see the same batches, so their losses differ
-by rounding only. A third run shows how much rounding may do: torch again, its initial weights changed as rounding them
-to the compute dtype would. Writes train.json and, with matplotlib, train.png to --out; --plot draws the figure from the
-numbers.
+by rounding only. A third run measures the effect of rounding: torch again, with initial weights that are changed as if
+rounded to the compute dtype. Writes train.json and, with matplotlib, train.png to --out; --plot draws the figure from
+the JSON file.
 
-Weights, gradients and AdamW's moments are fp32. In bf16, the default on a GPU, the model runs under torch.autocast:
-all layers get and give bf16, in each of the runs. Inside the Gated Delta Rule, whose q, k and v are bf16 and whose g is
-fp32,
+Weights, gradients and AdamW's moments are fp32. The default on a GPU is bf16: torch.autocast runs all layers on bf16
+inputs and outputs, in each run. The Gated Delta Rule then has bf16 q, k and v, and fp32 g.
 
-  flash_qla   multiplies matrices of bf16, adds up in fp32, and has the gates and the state in fp32 (on a CPU all is);
-  torch       converts everything to fp32, which holds for the gates, the triangular solve and the state; autocast turns
-              its matrix products into bf16, their results included.
+  flash_qla   multiplies bf16 matrices, sums in fp32, and keeps gates and states in fp32 (on a CPU everything is fp32);
+  torch       keeps gates, the triangular solve and states in fp32; autocast computes its matrix products in bf16.
 
-In fp32, the default on a CPU, everything is fp32 in both; on a GPU flash_qla takes no fp32.
+The default on a CPU is fp32 for everything in both; flash_qla has no fp32 on a GPU.
 
-Under torchrun the sequences are long, and each is spread over C ranks, all W of them by default (context parallelism);
-W / C such groups have a sequence each (data parallelism). The model then has Gated DeltaNet layers only, as attention
-layers need a context parallelism of their own. In the place of torch's implementation comes flash_qla in one process,
-on the same sequences.
+torchrun spreads each of its long sequences over C ranks, by default all W (context parallelism). W / C such groups have
+a sequence each (data parallelism). The model then has Gated DeltaNet layers only, because attention layers need a
+context parallelism of their own. The run is compared with flash_qla in one process, on the same sequences.
 
-The exit status is 1 when the text was not learned, the final loss being above LEARNED times the entropy of single
-bytes, or when the two curves are further apart, in the mean over all steps, than FACTOR times what rounding does (the
-third run's distance from torch, or RESOLUTION where that is larger).
+The exit status is 1 if the text was not learned (the final loss is above LEARNED times the entropy of single bytes), or
+if the mean distance of the two curves is more than FACTOR times the effect of rounding: the distance of the third run
+from torch, at least RESOLUTION.
 """
 
 import argparse
@@ -44,7 +41,7 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Where flash-linear-attention is installed, the model would use that instead of plain torch.
+    # The model would use flash-linear-attention, if installed, instead of plain torch.
     sys.modules["fla"] = None
 
 import torch
@@ -60,7 +57,7 @@ from flash_qla.integrations.transformers import use_flash_qla
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# A plain MLP instead of experts: adding up experts' outputs, torch's own sums are not the same from run to run.
+# No experts, because torch's sums of their outputs differ from run to run.
 MODEL = {"num_experts": 0}
 SETTINGS = {
     "cpu": {
@@ -88,21 +85,21 @@ SETTINGS = {
         },
     },
 }
-# Under torchrun
+# Settings that differ if torchrun started the processes
 OVER_RANKS = {
     "cpu": {"steps": 40, "length": 1024},
     "cuda": {"steps": 60, "length": 131072},
 }
 PEAK_LEARNING_RATE = 1e-3
-WARM_UP = 0.1  # of all steps
-ENOUGH = 30  # steps to have learned something
-LAST = 20  # steps that the final loss is the mean of; in short runs it is a quarter of them
+WARM_UP = 0.1  # part of all steps
+ENOUGH = 30  # steps; fewer are not expected to have learned the text
+LAST = 20  # the final loss is the mean of so many steps, at most a quarter of all
 
 LEARNED = 0.85
-# Either distance is one draw: after some fifty steps in bf16, rounding differences have grown into curves of their own.
-# Two runs on an H200 gave 3.5e-3 and 6.2e-3 for flash_qla beside 5.3e-3 and 3.6e-3 for the third run.
+# Each distance is random: after some fifty steps in bf16, rounding differences have grown into different curves. Two
+# runs on an H200 gave 3.5e-3 and 6.2e-3 for flash_qla, 5.3e-3 and 3.6e-3 for the third run.
 FACTOR = 3
-RESOLUTION = 1e-5  # nats per byte; a loss of 5 in fp32 is given to 5e-7
+RESOLUTION = 1e-5  # nats per byte; fp32 resolves a loss of 5 to 5e-7
 
 
 def read_text(path):
@@ -111,7 +108,7 @@ def read_text(path):
 
 
 def entropies(text):
-    """Nats per byte of `text`: of single bytes, and of a byte when the one before it is known."""
+    """Entropies in nats per byte of `text`: of single bytes, and of a byte given the one before it."""
 
     def entropy(symbols):
         p = symbols.bincount().double() / symbols.numel()
@@ -129,14 +126,14 @@ def make_batches(text, steps, rows, length):
 
 @torch.no_grad()
 def perturb(model, eps):
-    """Change each weight by up to half of `eps` of itself, as rounding to a dtype of that eps would."""
+    """Change each weight by a factor within 1 +- eps / 2, as rounding to a dtype of that eps would."""
     torch.manual_seed(1)
     for weight in model.parameters():
         weight.mul_(1 + eps * (torch.rand_like(weight) - 0.5))
 
 
 def learning_rate(step, steps):
-    """Linear warm-up, then half a cosine down to a tenth; as a factor."""
+    """The factor on the peak: a linear warm-up, then half a cosine down to a tenth."""
     warm_up = max(1, round(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up
@@ -144,7 +141,7 @@ def learning_rate(step, steps):
 
 
 class Ranks:
-    """The processes that torchrun has started. Sequences are spread over groups of neighbours."""
+    """The processes that torchrun has started. Groups of neighbours share a sequence."""
 
     def __init__(self, device, context_ranks, length):
         if device == "cuda":
@@ -161,7 +158,7 @@ class Ranks:
         )
 
     def loss(self, model, batch):
-        """The share of this rank's tokens in the loss, W times: the ranks' mean is the loss."""
+        """W times the share of this rank's tokens in the loss, so that the mean over ranks is the loss."""
         row = batch[self.row : self.row + 1]
         targets = F.pad(row[:, 1:], (0, 1), value=-100)  # nothing comes after the last byte
         logits = model(row[:, self.own], cp_context=self.cp_context, use_cache=False).logits
@@ -175,7 +172,7 @@ class Ranks:
 
 
 def is_first():
-    """Of torchrun's processes, or the only one."""
+    """Whether this process is torchrun's first, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -183,7 +180,7 @@ _causal_conv1d = modeling_qwen3_next.causal_conv1d_fn
 
 
 def causal_conv1d(x, *args, cp_context=None, **kwargs):
-    """The model's convolution of x [1, channels, T], from the tokens that lie on the rank before."""
+    """The model's convolution of x [1, channels, T], with the tokens before it from the previous rank."""
     if cp_context is None:
         return _causal_conv1d(x, *args, **kwargs)
     halo = exchange_halo(x.mT, cp_context).mT
@@ -191,8 +188,11 @@ def causal_conv1d(x, *args, cp_context=None, **kwargs):
 
 
 def train(name, model, batches, dtype, ranks=None):
-    """Train `model` on `batches` [steps, rows, length], over ranks if there are any; the loss and the time of each
-    step."""
+    """Train `model` on `batches` [steps, rows, length], over ranks if they are given.
+
+    Returns:
+        A dict of the loss of each step, the median time of a step, the final loss and, on a GPU, the peak memory.
+    """
     model.train()
     device = model.device
     if ranks:
@@ -232,8 +232,10 @@ def final_loss(losses):
 
 
 def train_all(settings, text, device, dtype, ranks):
-    """Three runs, by name: what is tried, what it is compared with, and that with perturbed weights. Over ranks only
-    the first one has the last two."""
+    """Name -> run, for three runs: the tested one, its reference, and the reference with perturbed weights.
+
+    Only the first rank has the last two.
+    """
     batches = make_batches(text, settings["steps"], settings["rows"], settings["length"])
     runs = {}
 
@@ -257,12 +259,12 @@ def train_all(settings, text, device, dtype, ranks):
 
 
 def differences(run, reference):
-    """Of two runs' losses, step by step."""
+    """The difference of two runs' losses at each step."""
     return [a - b for a, b in zip(run["losses"], reference["losses"], strict=True)]
 
 
 def summarize(runs, entropy):
-    """Print what the runs show; returns what is wrong with it, as sentences."""
+    """Print a summary of the runs; returns a sentence for each failure."""
     for name, run in runs.items():
         memory = f", {run['peak_memory_gib']:.2f} GiB at most" if "peak_memory_gib" in run else ""
         print(f"{name:22}  final loss {run['final_loss']:.4f}, {run['seconds_per_step']:.3f} s a step{memory}")
@@ -366,7 +368,7 @@ def main():
         ranks = Ranks(args.device, args.context_ranks, settings["length"])
         settings["rows"] = ranks.data
         modeling_qwen3_next.causal_conv1d_fn = causal_conv1d
-    transformers.logging.set_verbosity_error()  # it warns that it runs plain torch, which is wanted here
+    transformers.logging.set_verbosity_error()  # its warning about plain torch does not matter here
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     description = f"Qwen3-Next, {args.file.name}, {dtype}, {device_name}"
     if is_first():

@@ -3,10 +3,10 @@
     python examples/transformers_model.py [--model qwen3_next|qwen3_5|qwen3_5_moe|olmo_hybrid|all]
         [--device cpu|cuda] [--dtype fp32|bf16|fp16] [--tokens N] [--file PATH]
 
-Builds small models (random weights, linear-attention heads of the released models' sizes), runs them
-over the bytes of a text file, a byte being a token, and compares flash_qla with the model's own torch
-implementation: the error of what the model computes, and tokens per second. Then both decode token by
-token from their prefill, flash_qla's final state being what the model's recurrent function continues from.
+Builds small models (random weights, linear-attention heads of the released models' sizes) and runs them over the
+bytes of a text file; each byte is a token. Compares flash_qla with the model's own torch implementation: the errors of
+the model's outputs, and tokens per second. Then both decode token by token after their prefill; the model's recurrent
+function continues from flash_qla's final state.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Where flash-linear-attention is installed, the model would use that instead of plain torch.
+    # The model would use flash-linear-attention, if installed, instead of plain torch.
     sys.modules["fla"] = None
 
 import torch
@@ -50,7 +50,7 @@ EXPERTS = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
-# As OLMo-Hybrid-7B has them: as many key heads as value heads, and betas up to 2, for negative eigenvalues.
+# OLMo-Hybrid-7B's layers: as many key heads as value heads, and betas up to 2, for negative eigenvalues
 OLMO = {
     "linear_num_key_heads": 4,
     "linear_key_head_dim": 96,
@@ -68,15 +68,15 @@ MODELS = {
 
 
 def build_model(name, device="cpu", dtype=torch.float32, **changes):
-    """A small random model, of SIZES but for `changes`, whose linear layers remember 10 to 1000 tokens."""
+    """A small random model of SIZES with `changes`, whose linear layers remember 10 to 1000 tokens."""
     model_class, config_class, sizes = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**sizes | changes)
     model = getattr(transformers, model_class)(config)
     for layer in model.modules():
         if hasattr(layer, "dt_bias"):
-            # As transformers initializes it, most heads forget everything within a token, and
-            # there would be no state to compare.
+            # Most heads forget everything within a token as transformers initializes them, and then there is no
+            # state to compare.
             step = torch.empty_like(layer.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp_()
             layer.dt_bias.data.copy_(step.expm1().log())
             layer.A_log.data.zero_()
@@ -100,7 +100,7 @@ def recurrent_states(cache):
 
 
 def prefill(model, tokens):
-    """The model's output for `tokens`, with its cache, and the seconds that it took."""
+    """The model's output for `tokens`, with its cache, and the seconds that the call took."""
     if tokens.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -120,12 +120,12 @@ def cache_of(model, out):
 
 
 def continued(model, cache, tokens):
-    """The model's output for `tokens` after what `cache` holds."""
+    """The model's output for `tokens` after those in `cache`."""
     return model(tokens, use_cache=True, **{name_of_cache(model): cache})
 
 
 def decode(model, cache, tokens):
-    """Logits of `tokens`, fed one at a time after what `cache` holds."""
+    """Logits of `tokens`, fed one at a time after those in `cache`."""
     steps = [continued(model, cache, t).logits for t in tokens.split(1, dim=1)]
     return torch.cat(steps, dim=1)
 
@@ -140,7 +140,7 @@ def greedy(model, out, count):
 
 
 def print_greedy(reference, logits):
-    """How long both choose the same tokens, and, where they part, how near to a tie the choice was."""
+    """The number of equal tokens and, if they then differ, how near to a tie the choice was."""
     same = int((reference.argmax(-1) == logits.argmax(-1)).int().cumprod(-1).sum())
     count = reference.shape[1]
     print(f"  {'same greedy tokens':38}{'':12}{f'{same} of {count}':>12}")
@@ -153,7 +153,7 @@ def print_greedy(reference, logits):
 
 
 def run(model, prompt, rest):
-    """What the model computes for the prompt and after it, the logits of what it would write, and its speed."""
+    """The model's outputs for the prompt and the rest, the logits of the text that it writes, and its speed."""
     out, first = prefill(model, prompt)
     values = {
         "last hidden state": out.hidden_states[-1],
@@ -221,7 +221,7 @@ def main():
     text = args.file.read_bytes()[:length]
     if len(text) < length:
         parser.error(f"{args.file} has {len(text)} bytes, --tokens and --new-tokens need {length}")
-    transformers.logging.set_verbosity_error()  # it warns that it runs plain torch, which is wanted here
+    transformers.logging.set_verbosity_error()  # its warning about plain torch does not matter here
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}"
     threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
     print(f"device: {where}{threads}; torch {torch.__version__}, transformers {transformers.__version__}")

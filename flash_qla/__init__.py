@@ -1,33 +1,33 @@
 """Gated Delta Rule (Gated DeltaNet) for PyTorch: kernels compiled ahead of time, a CPU default, and plain ops."""
 
-import sys
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if any(Path(__file__).with_name("ops").rglob("*.py")):  # this package has stubs there
+if any(Path(__file__).with_name("ops").glob("*/*.py")):  # this package has no folder in ops/, the published one has
     raise ImportError(
         f"the published FlashQLA (flash-qla on PyPI) lies in {Path(__file__).parent} too, and its files are mixed with "
         "those of this package. `pip uninstall flash-qla flash-qla-aot`, then install this package again."
     )
 
-from flash_qla import gated_delta_rule, ops as ops, testing as testing  # ops loads the library
+from flash_qla import ops as ops, testing as testing  # ops loads the library
 from flash_qla._version import __version__
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
+from flash_qla.ops import gated_delta_rule as _published_path  # noqa: F401  an attribute of ops without an import
 from flash_qla.serving import (
     decode_gated_delta_rule,
     decode_gated_delta_rule_packed,
     prefill_gated_delta_rule,
 )
 
-if not TYPE_CHECKING:  # to which any attribute would seem to be there
+if not TYPE_CHECKING:  # a type checker would take any attribute for one that exists
 
     def __getattr__(name):
-        if name == "_C":  # which the ops do without
+        if name == "_C":
             raise ImportError(
                 f"{Path(__file__).with_name('_C' + sysconfig.get_config_var('EXT_SUFFIX'))} is missing: flash_qla._C, "
                 "which `python -m flash_qla`, questions about the dispatch and flash_qla.testing need, has to be built "
@@ -35,10 +35,6 @@ if not TYPE_CHECKING:  # to which any attribute would seem to be there
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-
-# ByteDance-Seed/VeOmni and the published FlashQLA's tests of context parallelism import chunk_gated_delta_rule from
-# flash_qla.ops.gated_delta_rule. FLA takes it from flash_qla.
-ops.gated_delta_rule = sys.modules["flash_qla.ops.gated_delta_rule"] = gated_delta_rule
 
 __all__ = [
     "__version__",

@@ -1,4 +1,4 @@
-"""`python -m flash_qla`: what is installed, what was compiled, and whether this machine's GPUs can run it."""
+"""`python -m flash_qla`: the versions, all compiled kernels, and whether this machine's GPUs can run them."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ def print_driver(version: int) -> None:
 
 
 def obstacle(gpu: _C.Gpu, driver: int) -> str:
-    """Why the kernels do not run on this GPU; empty if they do."""
+    """The reason why the kernels do not run on this GPU; empty if they do."""
     reason = _C.obstacle(driver, gpu.major, gpu.minor)
     if not reason and torch.version.cuda is None:
         reason = f"PyTorch {torch.__version__} is a CPU build"
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

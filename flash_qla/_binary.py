@@ -1,5 +1,7 @@
-"""Loads libflash_qla.so, the ops and their kernels, and asks it by its C functions (csrc/inspect.h) what their Python
-needs to know. flash_qla._C answers more, but is built for one Python only, so nothing that an op needs asks it."""
+"""Loads libflash_qla.so, the ops and their kernels, and its C functions (csrc/inspect.h) for the ops' Python code.
+
+flash_qla._C answers more questions, but is built for one Python only. So no op depends on it.
+"""
 
 import contextlib
 import ctypes
@@ -24,14 +26,14 @@ except OSError as error:
         f"PyTorch {torch.__version__}."
     ) from error
 
-with contextlib.suppress(ModuleNotFoundError):  # built for another Python
-    importlib.import_module("flash_qla._C")  # makes the library's warnings Python's; without it they are PyTorch's
+with contextlib.suppress(ModuleNotFoundError):  # another Python than the one it was built for
+    importlib.import_module("flash_qla._C")  # the library's warnings become Python's; without it they are PyTorch's
 
 _library = ctypes.CDLL(str(_PATH))
 
 
 def _function(name: str, *arguments: type):
-    """A C function of 64-bit results."""
+    """A C function that returns a 64-bit integer."""
     function = getattr(_library, f"flash_qla_{name}")
     function.argtypes, function.restype = arguments, ctypes.c_int64
     return function
@@ -41,5 +43,5 @@ def _function(name: str, *arguments: type):
 _HALF = (*(ctypes.c_int64,) * 7, ctypes.c_bool, ctypes.c_int, ctypes.c_bool, ctypes.c_bool)
 
 forward_workspace_bytes = _function("forward_workspace_bytes", *_HALF)
-backward_workspace_bytes = _function("backward_workspace_bytes", *_HALF, ctypes.c_bool)  # and activations
-MOST_KEY_DIM = _function("most_key_dim")()  # of a head on a GPU
+backward_workspace_bytes = _function("backward_workspace_bytes", *_HALF, ctypes.c_bool)  # the last one: activations
+MOST_KEY_DIM = _function("most_key_dim")()  # the largest K on a GPU

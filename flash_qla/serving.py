@@ -1,8 +1,12 @@
-"""For inference engines, on states that lie in a pool. Thin functions on torch.ops.flash_qla."""
+"""The Gated Delta Rule for inference engines, whose states lie in a pool [slots, H_v, V, K].
+
+The functions are thin: the ops torch.ops.flash_qla.* check the arguments and do the work. They have as many parameters
+as the ops, whose order is the published interface.
+"""
 
 import torch
 
-from flash_qla.ops import check_offsets
+from flash_qla.ops.checks import check_offsets
 
 
 def prefill_gated_delta_rule(
@@ -28,67 +32,55 @@ def prefill_gated_delta_rule(
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """chunk_gated_delta_rule on states that lie in a pool: read from it and written back, in place, and some of those
-    on the way kept for prefix caching. The op has no derivative. It increments the version of what it writes. Under
-    autocast q, k and v are cast as by chunk_gated_delta_rule.
+    """chunk_gated_delta_rule on states in a pool, which it reads and writes in place.
+
+        pool = torch.zeros(slots, H_v, V, K, device="cuda")
+        o = prefill_gated_delta_rule(q, k, v, g, beta, pool, state_indices, cu_seqlens=cu_seqlens)
+
+    The function can also keep the states at multiples of checkpoint_every tokens, for prefix caching. It has no
+    derivative. It increments the version of the tensors that it writes. torch.autocast casts q, k and v, as for
+    chunk_gated_delta_rule.
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
+        use_gate_in_kernel, A_log, dt_bias: as those of chunk_gated_delta_rule.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
         state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
-            contiguous, the slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written;
-            states are rounded to its dtype once, behind the last token.
-        state_indices: the slot of each sequence, [N]; int32 or int64, as all indices. A sequence without tokens leaves
-            its slot alone, which may be another one's, unless it starts from zero: then its slot becomes zero.
-        has_initial_state: [N], bool: False where a sequence starts from zero, whatever its slot holds. All are read by
-            default.
-        null_index: a sequence whose slot is at most this is nobody's: its output is zero and nothing is written. So is
-            an entry of checkpoint_indices that is at most this.
-        checkpoint_every: keep the states behind so many tokens of each sequence, twice as many and so on; a multiple of
-            64. None by default.
-        checkpoint_indices: the slots where these states go, [N, blocks]; those beyond the columns are not kept.
-        checkpoints: where they go instead, [total, H_v, V, K], of dtypes and strides like state_pool, in the order of
-            the sequences, floor(length / checkpoint_every) of each; of a sequence that is nobody's they are left as
-            they are. It is written.
-        batch_invariant: a sequence's results are the same bits whatever else is in the batch, wherever it lies and
-            however much padding there is. On the GPU long sequences are then not split over the SMs, and the fused
-            kernel is not taken. On the CPU they always are.
+            contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
+            A state is rounded to the pool's dtype once, after the last token.
+        state_indices: slot of each sequence, [N], int32 or int64, as all indices. An empty sequence leaves its slot
+            alone, which may then be another sequence's. If it starts from zero, the slot becomes zero.
+        has_initial_state: [N], bool: False if the sequence starts from zero, whatever its slot holds. True for all
+            sequences by default.
+        null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
+            holds for an entry of checkpoint_indices.
+        checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on; a
+            multiple of 64. 0 keeps none.
+        checkpoint_indices: slots of these states, [N, blocks]. States beyond the last column are not kept.
+        checkpoints: memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides
+            as for state_pool. They follow one another in the order of the sequences, floor(length / checkpoint_every)
+            for each; those of a sequence without a slot keep their contents. It is written.
+        batch_invariant: the bits of a sequence's results do not depend on the other sequences, on its place in the
+            batch, or on padding. The GPU then splits no sequence over the SMs and does not use the fused kernel. On the
+            CPU this always holds.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
-            with FLASH_QLA_CHECK=1, an index is outside, or one sequence writes a slot that another one writes or reads.
-            The message names the argument, what was expected and what came. Otherwise the GPU takes an index outside
-            for no slot, and what a slot that is written twice holds is not defined.
+            with FLASH_QLA_CHECK=1, an index is out of range, or one sequence writes a slot that another one writes or
+            reads. The message names the argument, what was expected and what came. Unchecked, the GPU treats an index
+            out of range as no slot, and the contents of a slot that is written twice are undefined.
         TypeError: cu_seqlens is a list.
-        NotImplementedError: a gradient is asked for; the op has no derivative.
+        NotImplementedError: a gradient is asked for.
     """
     check_offsets("prefill_gated_delta_rule", cu_seqlens)
     return torch.ops.flash_qla.prefill_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state_pool,
-        state_indices,
-        scale,
-        cu_seqlens,
-        has_initial_state,
-        null_index,
-        use_qk_l2norm_in_kernel,
-        checkpoint_every,
-        checkpoint_indices,
-        checkpoints,
-        use_gate_in_kernel,
-        A_log,
-        dt_bias,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        batch_invariant,
-    )
+        q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
+        use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant,
+    )  # fmt: skip
 
 
 def decode_gated_delta_rule(
@@ -112,75 +104,61 @@ def decode_gated_delta_rule(
     parents: torch.Tensor | None = None,
     update_state: bool = True,
 ) -> torch.Tensor:
-    """The Gated Delta Rule over one or a few tokens of each sequence, the state of which is read from a pool and goes
-    back to it, in place.
+    """The Gated Delta Rule over one or a few tokens of each sequence, on states in a pool.
 
-    With the log decay g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b) and S a state,
+        pool = torch.zeros(slots, H_v, V, K, device="cuda")
+        o = decode_gated_delta_rule(q, k, v, a, b, A_log, dt_bias, pool, state_indices)  # q [B, 1, H_k, K]
+
+    The log decay is g = -exp(A_log) * softplus(a + dt_bias), the step size beta = sigmoid(b), and with a state S:
 
         S_t = exp(g_t) S_p + beta_t k_t (v_t - exp(g_t) S_p^T k_t)^T        o_t = scale * S_t^T q_t
 
-    where p is the token before t or, with `parents`, the one that it says. The arithmetic is in float32, in float64 for
-    float64 q; between the tokens of a call states are not rounded to the pool's dtype.
+    p is the token before t or, with `parents`, the token that it names. The source of the formula is that of
+    chunk_gated_delta_rule. The arithmetic is in float32 (float64 for float64 inputs); states are rounded to the pool's
+    dtype only when they are written. The function has no derivative.
 
     Args:
-        q, k: queries and keys, [B, T, H_k, K]; B sequences of T tokens or, with cu_seqlens, [1, T, H_k, K].
+        q, k: queries and keys, [B, T, H_k, K], T tokens of B sequences; or [1, T, H_k, K] with cu_seqlens.
         v: values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
-        a, b: what gate and beta are made of, [B, T, H_v], any floating dtype.
+        a, b: inputs of the gate and of the step size, [B, T, H_v], any floating dtype.
         A_log, dt_bias: [H_v], any floating dtype; dt_bias may be None.
         state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
-            contiguous, the slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
-        state_indices: the slot that each sequence starts from, [N], or with num_accepted_tokens [N, S]; int32 or int64,
+            contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
+        state_indices: slot from which each sequence starts, [N], or [N, S] with num_accepted_tokens; int32 or int64,
             as all indices.
-        scale: of the output; K^-0.5 by default.
-        null_index: a sequence whose slot is at most this is nobody's: its output is zero and nothing is written. So is
-            an entry of write_indices that is at most this.
-        use_qk_l2norm_in_kernel: q and k are divided by their norm, x / sqrt(|x|^2 + 1e-6), before anything else.
+        scale: factor on the output; K ** -0.5 by default.
+        null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
+            holds for an entry of write_indices.
+        use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
         cu_seqlens: offsets of the sequences, [N + 1], int32 or int64.
-        num_accepted_tokens: [N]: of state_indices [N, S] a sequence starts from column num_accepted_tokens[n] - 1, from
-            the first one by default.
-        write_indices: [N, S]: the state behind token t of sequence n goes to slot write_indices[n, t]. The slot that
-            was read is not written then, unless it is among these. Tokens beyond S columns are not kept.
-        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, on the GPU that of the pool, each state
-            contiguous. The state behind token t of sequence n goes to intermediate_states[row, t]; it is written.
-        intermediate_indices: the row of each sequence, [N]; n by default. Negative: none.
-        parents: [N, S], of a tree of drafted tokens the one before each, a smaller number, or -1 for the state at the
-            start. Needs update_state=False or write_indices, as a tree has no last state.
-        update_state: the state behind the last token goes back to the slot that was read, unless there are
-            write_indices.
+        num_accepted_tokens: [N]; sequence n starts from column num_accepted_tokens[n] - 1 of state_indices [N, S], by
+            default from column 0.
+        write_indices: [N, S]; the state after token t of sequence n goes to slot write_indices[n, t]. The slot that was
+            read is written only if it is among these. States of tokens beyond S columns are not kept.
+        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, on the GPU that of the pool; each state is
+            contiguous. The state after token t of sequence n goes to intermediate_states[row, t]. It is written.
+        intermediate_indices: row of each sequence, [N]; n by default. A negative row keeps no states.
+        parents: [N, S], for a tree of drafted tokens: the number of the token before each one, smaller than its own, or
+            -1 for the initial state. Needs update_state=False or write_indices, because a tree has no last state.
+        update_state: write the state after the last token to the slot that was read. With write_indices this is
+            ignored.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens that no sequence has.
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
-            with FLASH_QLA_CHECK=1, an index is outside, or one sequence writes a slot, or a row of intermediate_states,
-            that another one writes or reads. The message names the argument, what was expected and what came. Otherwise
-            the GPU takes an index outside for no slot.
+            with FLASH_QLA_CHECK=1, an index is out of range, or one sequence writes a slot, or a row of
+            intermediate_states, that another one writes or reads. The message names the argument, what was expected and
+            what came. Unchecked, the GPU treats an index out of range as no slot.
         TypeError: cu_seqlens is a list.
-        NotImplementedError: a gradient is asked for; the op has no derivative.
+        NotImplementedError: a gradient is asked for.
     """
     check_offsets("decode_gated_delta_rule", cu_seqlens)
     return torch.ops.flash_qla.decode_gated_delta_rule(
-        q,
-        k,
-        v,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        state_pool,
-        state_indices,
-        scale,
-        null_index,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        num_accepted_tokens,
-        write_indices,
-        intermediate_states,
-        intermediate_indices,
-        parents,
-        update_state,
-    )
+        q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
+        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state
+    )  # fmt: skip
 
 
 def decode_gated_delta_rule_packed(
@@ -202,40 +180,27 @@ def decode_gated_delta_rule_packed(
     parents: torch.Tensor | None = None,
     update_state: bool = True,
 ) -> torch.Tensor:
-    """decode_gated_delta_rule with q, k and v in one tensor, as the convolution before it leaves them.
+    """decode_gated_delta_rule with q, k and v in one tensor, as a convolution returns them.
+
+        o = decode_gated_delta_rule_packed(mixed_qkv, a, b, A_log, dt_bias, pool, state_indices)
 
     Args:
-        mixed_qkv: [B, T, 2 H_k K + H_v V], of each token q, k and v one behind the other, heads in their order; or
-            without T for one token of each sequence. H_v, V and K are those of state_pool.
-        a, b: as those of decode_gated_delta_rule, or without T where mixed_qkv has none.
-        A_log, dt_bias, state_pool, state_indices: as those of decode_gated_delta_rule.
-        scale, null_index, use_qk_l2norm_in_kernel, cu_seqlens: likewise.
-        num_accepted_tokens, write_indices, parents, update_state: likewise.
-        intermediate_states, intermediate_indices: likewise.
+        mixed_qkv: [B, T, C] with C = 2 H_k K + H_v V: q, k and v of each token, one after the other, heads in their
+            order. Or [B, C] for one token of each sequence. H_v, V and K are those of state_pool.
+        a, b: [B, T, H_v]; [B, H_v] for one token of each sequence.
+        A_log, dt_bias, state_pool, state_indices, scale: as those of decode_gated_delta_rule.
+        null_index, use_qk_l2norm_in_kernel, cu_seqlens: as those of decode_gated_delta_rule.
+        num_accepted_tokens, write_indices, parents, update_state: as those of decode_gated_delta_rule.
+        intermediate_states, intermediate_indices: as those of decode_gated_delta_rule.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 where mixed_qkv has none.
+        o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 for one token of each sequence.
 
     Raises:
-        RuntimeError: as decode_gated_delta_rule.
+        RuntimeError, TypeError, NotImplementedError: as decode_gated_delta_rule.
     """
     check_offsets("decode_gated_delta_rule_packed", cu_seqlens)
     return torch.ops.flash_qla.decode_gated_delta_rule_packed(
-        mixed_qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        state_pool,
-        state_indices,
-        scale,
-        null_index,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        num_accepted_tokens,
-        write_indices,
-        intermediate_states,
-        intermediate_indices,
-        parents,
-        update_state,
-    )
+        mixed_qkv, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
+        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state
+    )  # fmt: skip

@@ -35,6 +35,7 @@ from kernels_tl.layout import (
 )
 
 WARPGROUP, WARP = 128, 32  # threads
+WGMMA_ROWS = 64  # of S^T or dS^T a warpgroup carries: the M of its WGMMA
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What test_vllm.py and test_sglang.py share. Inputs of decoding and its recurrence in fp64 are test_decode.py's."""
+"""Shared by test_vllm.py and test_sglang.py. Inputs of decoding and its fp64 recurrence are test_decode.py's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_decode import BF16, FP32, Case
 
 from flash_qla.integrations import _engines
 
-# Head dimensions and dtypes as the engines have them; slots lie in pages that hold other things too
+# The engines' head dimensions and dtypes; gaps between slots, because pages hold other data too
 SIZES = {"K": 128, "V": 128, "gap": 64}
 DTYPES = pytest.mark.parametrize(
     ("device", "dtype", "state_dtype"),
@@ -31,12 +31,12 @@ DTYPES = pytest.mark.parametrize(
     ids=lambda x: str(x).removeprefix("torch."),
 )
 STATE_DTYPES = pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-# How far kernels may be apart on bf16 inputs: each has its bar from the truth.
+# Largest distance of two kernels on bf16 inputs: each may be a bar away from the truth.
 APART = 2 * BARS[BF16]
 
 
 def theirs(path: str, name: str) -> Callable:
-    """The engine's own function, of an installed engine or of its kernels alone on the path."""
+    """The engine's own function; the engine is installed, or its kernels alone are on the path."""
     reason = f"{path} cannot be imported: {path.partition('.')[0]}, or its kernels alone, and Triton are not installed"
     return getattr(pytest.importorskip(path, reason=reason, exc_type=ImportError), name)
 
@@ -57,8 +57,10 @@ def indices(numbers: list) -> torch.Tensor:
 
 
 def update_inputs(inputs: dict) -> dict:
-    """What both engines give fused_sigmoid_gating_delta_rule_update alike. q, k and v are parts of one tensor, as the
-    convolution leaves them."""
+    """Arguments of fused_sigmoid_gating_delta_rule_update that both engines share.
+
+    q, k and v are parts of one tensor, as the convolution returns them.
+    """
     names = ("q", "k", "v")
     mixed = torch.cat([inputs[name].flatten(2) for name in names], -1)
     parts = mixed.split([inputs[name].shape[2:].numel() for name in names], -1)
@@ -68,8 +70,13 @@ def update_inputs(inputs: dict) -> dict:
 
 
 def expected_of(inputs: dict, slots: torch.Tensor, null_index: int, **options) -> tuple:
-    """In fp64, of sequences that start from these slots: o, which is zero for nobody; the states of each sequence, the
-    first one that at the start; and whether it is somebody's."""
+    """The results in fp64 of sequences that start from these slots.
+
+    Returns:
+        o: zero for sequences without a slot.
+        states: of each sequence, the initial one and those after its tokens.
+        is_real: [N], whether a sequence has a slot.
+    """
     N = len(decoding.extents(inputs))
     slots, accepted = slots[:N], options.get("num_accepted_tokens")
     first = slots if slots.dim() == 1 else slots[torch.arange(N), 0 if accepted is None else accepted[:N].long() - 1]
@@ -96,7 +103,7 @@ def check_beside(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor)
 
 
 def packed_call(slots: list[int], dtype: torch.dtype, state_dtype: torch.dtype, **options) -> tuple[dict, dict]:
-    """Inputs of test_decode.py, and what an engine makes of them for one token of each sequence."""
+    """Inputs of test_decode.py, and an engine's arguments for them, for one token of each sequence."""
     case = Case(B=len(slots), dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES, **options)
     inputs = decoding.make_inputs(case)
     packed = decoding.packed(inputs, one_token=True)
@@ -115,7 +122,7 @@ def check_packed_decode(function: Callable, device: str, inputs: dict, arguments
     call = moved(arguments, device)
     out, pool = function(**call)
     assert out is call["out"] and pool is call["initial_state"]
-    written = {slots[n].item(): behind[-1] for n, behind in enumerate(states) if is_real[n]}
+    written = {slots[n].item(): after[-1] for n, after in enumerate(states) if is_real[n]}
     decoding.check({"state_pool": pool.cpu()}, written, out.cpu(), expected, inputs["state_pool"])
 
 
@@ -127,7 +134,7 @@ def check_packed_decode_beside(ours: Callable, theirs: Callable, device: str, ar
 
 
 def prefill_inputs(case, device: str, **states: torch.Tensor) -> tuple[dict, Reference]:
-    """Of chunk_gated_delta_rule, less what engines do not give, and what comes out in fp64. The states are V-first."""
+    """Arguments of chunk_gated_delta_rule that engines give, and the results in fp64. States are V-first."""
     assert case.state_v_first
     inputs = make_inputs(case, device) | states
     expected = reference_of(inputs)
@@ -141,18 +148,18 @@ def check_signature(function: Callable, path: str, name: str) -> None:
 
 
 def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, change: dict) -> None:
-    """It names the argument, and has written nothing. Of two changes the last one is what the message names."""
+    """The message names the argument, the last one of `change`, and nothing is written."""
     before = pool.clone()
     with pytest.raises(NotImplementedError, match=re.escape(f"{list(change)[-1]} is ")):
         function(**arguments | change)
     assert torch.equal(pool, before)
 
 
-# Putting functions in place
+# Replacing functions
 
 
 def stand_ins(replacement: _engines.Replacement, monkeypatch) -> dict[str, types.ModuleType]:
-    """Modules in the place of the engine's, that hold functions with the same arguments."""
+    """Modules that replace the engine's, with functions of the same arguments."""
     modules = {}
     for path, functions in replacement._functions.items():
         module = modules[path] = types.ModuleType(path)
@@ -192,7 +199,7 @@ def with_another_default(function: Callable) -> Callable:
 
 
 def check_other_releases(integration: types.ModuleType, monkeypatch) -> None:
-    """Nothing is changed where the last function has other arguments, or is missing; nor without the engine."""
+    """Nothing changes if the last function has other arguments or is missing, or without the engine."""
     replacement = integration._replacement
     modules = stand_ins(replacement, monkeypatch)
     *before, _ = functions_of(modules, replacement)

@@ -376,11 +376,13 @@ print(json.dumps({
 
     def test_each_says_what_why_where_and_until_when(self):
         tree = ast.parse((ROOT / "build_tools/tilelang_patches.py").read_text())
-        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and "What:" in str(node.value)]
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and "Change:" in str(node.value)
+        ]
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
         undocumented = [node.name for node in functions if ast.get_docstring(node, clean=False) not in texts]
         assert undocumented == ["pass_configs"]  # each of them has a text of its own
-        labels = ["What", "Why", "Upstream", "Until"]
+        labels = ["Change", "Why", "Upstream", "Until"]
         assert all(re.findall(r"^ *(\w+): ", text, re.MULTILINE) == labels for text in texts)
         known = r"Upstream: .*(tile-ai/tilelang#\d+|none filed that we know of)"
         assert all(re.search(known, text) for text in texts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flash_qla
-from flash_qla import ops
+from flash_qla.ops import schemas
 
 OPS = (
     "chunk_gated_delta_rule",
@@ -87,7 +87,7 @@ def test_the_backward_has_all_its_arguments():
 
 @pytest.mark.parametrize("op", OPS)
 def test_defaults_that_the_dispatcher_leaves_out(op):
-    call = ops._call_of(getattr(torch.ops.flash_qla, op).default)
+    call = schemas.call_of(getattr(torch.ops.flash_qla, op).default)
     required = [x.name for x in schema_of(op).arguments if not x.has_default_value()]
     defaults = [x.default_value for x in schema_of(op).arguments if x.has_default_value()]
     assert call(*required) == (*required, *defaults)

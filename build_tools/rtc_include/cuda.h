@@ -1,1 +1,1 @@
-// Of the host: preamble.h has what device code takes of it.
+// The host's header is empty here: preamble.h replaces it.

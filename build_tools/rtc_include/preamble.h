@@ -1,10 +1,10 @@
-// Included before each kernel's source by NVRTC, which has no headers of the host: what they would have brought, and of
-// TileLang's templates what kernels have, so that it is read once.
+// NVRTC includes this file before each kernel's source. It replaces the host's headers, which NVRTC lacks, and includes
+// TileLang's templates, so that they are compiled once for all kernels.
 #pragma once
 
 #include <cuda_device_runtime_api.h>
 #include <tl_templates/cuda/nvrtc_std.h>
-// Before CUB, which defines as macros what this one has as enumerators.
+// This header comes before CUB, whose macros have the names of its enumerators.
 #include <cutlass/floating_point_nvrtc.h>
 
 #include <tl_templates/cuda/barrier.h>

@@ -24,7 +24,7 @@ BackwardShape shape_of(const BackwardCall& call) {
           .H_k = call.H_k,
           .H_v = call.H_v,
           .varlen = call.varlen,
-          .sm_count = gpu_of(call.q).sm_count,
+          .card = gpu_of(call.q).card,
           .auto_cp = call.auto_cp,
           .use_qk_l2norm = call.use_qk_l2norm,
           .activations = call.use_gate || call.use_beta_sigmoid,

@@ -9,44 +9,53 @@ namespace flash_qla {
 
 namespace {
 
-// Microseconds on one H200, bf16, K = V = 128 or a tile of it, most of them least squares over batches of equal
-// sequences in all modes: see benchmarks/notes/cost_model.md.
-constexpr double kStart = 4.9;                                   // the first launch, and chunk_matrices' latency
-constexpr double kMatricesCta = 0.0122, kMatricesHead = 0.0075;  // chunk_matrices: a CTA, and each of its heads
-constexpr double kMatricesL2norm = 0.003, kMatricesA = 0.0023;   // more a CTA; more a head
-constexpr double kStartNarrow = 6.7, kChunkNarrow = 1.04;        // chunk_forward: around a CTA's chunks, and a chunk
-constexpr double kStartWide = 7.7, kChunkWide = 1.51;            // with the wide value tile
-// fused_forward: around a CTA's chunks; a chunk on an empty card; how much more it takes on a full one.
-constexpr double kStartFused = 6.5, kChunkFused = 2.62, kChunkFusedFull = 0.56;
-constexpr double kChunkFusedL2norm = 0.4, kChunkFusedA = 0.25;
-constexpr double kTurn = 4.7;  // of chunk_forward or fused_forward: a CTA's next piece of work, besides its chunks
-// segment_maps and segment_scan: around them; a chunk of maps that have an SM each; an SM's time for a chunk of each of
-// more of them; each map, made or not; a segment behind another; a CTA, of which each slot has some, with nothing to
-// do.
-constexpr double kMapStart = 6.4, kMapChunk = 1.04, kMapChunkFull = 1.73;
-constexpr double kMap = 0.14, kScan = 1.15, kSlotCta = 0.008;
-// The backward. replay_states: around a CTA's chunks, a chunk, and on a full card a chunk of a head, which is its
-// bytes; backward_maps: a chunk of M or Z and of dZ; segment_scan in both directions. From a few batches of one
-// sequence (benchmarks/notes/backward_segments.md).
-constexpr double kStartReplay = 7, kChunkReplay = 1.66, kChunkReplayFull = 0.0237;
-constexpr double kBackwardMapChunk = 1.4, kReverseMapChunk = 1.95;
-constexpr double kBackwardScan = 1.5;
-// chunk_backward: around a piece, and a chunk, much the same alone and on a full card. Not fitted: the l2norm's
-// launches.
-constexpr double kPieceReverse = 12, kChunkReverse = 7.4;
-constexpr double kL2norm = 5;
-constexpr double kBytesPerUs = 3.5e6;
-constexpr double kOtherTile = 1.5;  // a launch of chunk_forward that finds nothing to do
-// What SMs wait for the last one where a batch's segments are not alike, in segments.
-constexpr double kUnbalanced = 0.15;
-// Of the heads this part is taken to need exact maps, as in the benchmarks: what the gates really do is known on the
-// device alone.
-constexpr double kExact = 0.25;
-// The weights of batches whose longest sequence has twice the average (of two sequences one is seldom much shorter than
-// that), and half of all tokens; chosen, see there.
-constexpr double kTwice = 0.2, kTwiceOfTwo = 0.46, kHalf = 0.05;
+// Fitted to all modes of 116 batches of equal sequences on an H100 and on an H200 together, in bf16 with K = V = 128.
+// benchmarks/notes/cost_model.md has the fit and each card's residual.
+//
+// Microseconds: launches and first loads, which a faster clock does not shorten.
+constexpr double kStart = 4.9;                           // the first launch, and chunk_matrices' first CTA
+constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
+constexpr double kStartFused = 7.5;                      // fused_forward around a CTA's chunks
+constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
+constexpr double kMap = 0.092;                           // a map, computed or not
+constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
+constexpr double kSlotCta = 0.008;                       // a CTA that finds nothing to do
+constexpr double kOtherTile = 1.5;                       // a launch of chunk_forward that finds nothing to do
 
-// As the model sees them: one sequence of `longest` chunks and others of the same `rest` each.
+// SM cycles.
+constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
+constexpr double kMatricesL2norm = 780;                      // more a CTA
+constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
+constexpr double kTurnNarrow = 6920, kTurnWide = 7290;       // its next piece of work, besides the chunks
+constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
+constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
+constexpr double kTurnFused = 2160;
+// segment_maps: a chunk of maps that have an SM each; an SM's time for a chunk of each of more maps.
+constexpr double kMapChunk = 2230, kMapChunkFull = 2630;
+
+// A kernel reaches this part of the memory's peak rate. Its time is the norm, of this exponent, of the times that its
+// arithmetic and its bytes take alone.
+constexpr double kMemoryEfficiency = 0.8;
+constexpr double kOverlap = 4;
+// fused_forward's SMs wait for the states that they write: so many times their bytes' time.
+constexpr double kStateWait = 2.05;
+
+// The backward, from a few batches (benchmarks/notes/backward_segments.md).
+constexpr double kStartReplay = 7, kBackwardScan = 1.5;              // us
+constexpr double kChunkReplay = 3290, kTurnReplay = 9300;            // cycles: replay_states
+constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward_maps: a chunk of M or Z, and of dZ
+constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
+constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
+
+// Unlike segments leave SMs idle at the end of a batch: this part of a segment's time.
+constexpr double kUnbalanced = 0.15;
+// The device alone knows the gates. This part of the heads is taken to need exact maps, as in the benchmarks.
+constexpr double kExact = 0.25;
+// The weights of batches whose longest sequence has twice the average (kTwiceOfTwo in batches of two), and of batches
+// whose longest has half of all tokens. Chosen for the least loss over the measured batches, see there.
+constexpr double kTwice = 0.1, kTwiceOfTwo = 0.46, kHalf = 0.2;
+
+// The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
 struct Lengths {
   double longest, rest;
 };
@@ -58,8 +67,9 @@ Lengths lengths(const ForwardShape& shape, double longest) {
   return {longest, std::min(longest, (total - longest) / others)};
 }
 
-// When the last of a batch's pieces of whole and of parts of segments is done, in chunks, if the SMs take the longest
-// first. Parts go where there is one whole segment less, and where they do not fit there behind one more.
+// The time until the last piece of a batch is done, in chunks. The SMs take the longest pieces first: whole segments,
+// then parts of segments. Parts go to the SMs with one whole segment less, and if they do not fit there, after one
+// more.
 double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
   const double whole_of_longest = std::floor(chunks.longest / segment);
   const double whole_of_rest = std::floor(chunks.rest / segment);
@@ -75,25 +85,24 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
   return turns * segment + (room < 0 ? shorter : 0);
 }
 
-// How a batch with sequences of these lengths goes through the SMs, those that are longer than a segment cut or not.
+// The way of a batch through the SMs. Sequences longer than a segment are cut, or not.
 struct Schedule {
   double segment, sms, N, H_v;
-  double tiles;                  // of a head's value rows: of the mode,
-  double map_tiles, scan_parts;  // of maps, and those that segment_scan takes
+  double tiles;                  // tiles of a head's value rows in this mode
+  double map_tiles, scan_parts;  // the same for maps, and for segment_scan
   double total;                  // chunks of a head
   double length;                 // chunks of the longest piece
-  double parts, parts_of_rest;   // of the longest sequence, of each of the others
-  double pieces;                 // of a head
-  double ctas, turns;            // and how often an SM takes a CTA's work
+  double parts, parts_of_rest;   // segments of the longest sequence, and of each other sequence
+  double pieces;                 // segments of a head
+  double ctas, turns;            // CTAs, and CTAs a SM
   double in_turns;               // chunks that the busiest SM goes through
 };
 
-// Equal sequences go through the SMs in whole turns; with others the longest pieces come first and the short ones fill
-// the SMs.
+// Equal pieces go through the SMs in whole turns. Unequal pieces start with the longest, and short ones fill the SMs.
 Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   Schedule s{};
   s.segment = static_cast<double>(mode.segment_chunks);
-  s.sms = static_cast<double>(shape.sm_count);
+  s.sms = static_cast<double>(shape.card.sm_count);
   s.N = static_cast<double>(shape.N);
   s.H_v = static_cast<double>(shape.H_v);
   s.total = chunks.longest + (s.N - 1) * chunks.rest;
@@ -107,8 +116,9 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
   s.ctas = s.pieces * s.H_v * s.tiles;
   s.turns = s.ctas / s.sms;
   if (shape.N == 1 || chunks.longest == chunks.rest) {
-    s.turns = std::ceil(s.turns);
-    s.in_turns = s.turns * s.length;
+    const bool has_rest = cut && std::fmod(chunks.longest, s.segment) != 0;
+    s.turns = has_rest ? std::max(1.0, s.turns) : std::ceil(s.turns);
+    s.in_turns = has_rest ? last_piece(chunks, s.N, s.segment, s.H_v * s.tiles, s.sms) : s.turns * s.length;
     return s;
   }
   s.turns = std::max(1.0, s.turns);
@@ -119,75 +129,122 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
   return s;
 }
 
-double fused_chunk_us(const ForwardShape& shape, const Schedule& s) {
-  return kChunkFused + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull + (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) +
-         (shape.low_level ? kChunkFusedA : 0);
+// Cycles and bytes as microseconds on the shape's card.
+double cycles_us(const ForwardShape& shape, double cycles) { return cycles / shape.card.cycles_per_us; }
+double bytes_us(const ForwardShape& shape, double bytes) {
+  return bytes / (kMemoryEfficiency * shape.card.bytes_per_us);
+}
+double overlapped(double a, double b) {
+  const double longer = std::max(a, b);
+  return longer == 0 ? 0 : longer * std::pow(1 + std::pow(std::min(a, b) / longer, kOverlap), 1 / kOverlap);
+}
+
+// Bytes of a chunk and value head: q or k, which the heads of a group share; v or o; L and P with the gates; A; a
+// state.
+double key_bytes(const ForwardShape& shape) {
+  return 2.0 * kChunk * static_cast<double>(shape.K) / static_cast<double>(shape.group());
+}
+double value_bytes(const ForwardShape& shape) { return 2.0 * kChunk * static_cast<double>(shape.V); }
+constexpr double kMatrixBytes = 2 * 2 * kTriangle + 4 * ForwardGate::kCount * kChunk;
+constexpr double kABytes = 2 * kChunk * kChunk;
+double state_bytes(const ForwardShape& shape) { return 4.0 * static_cast<double>(shape.K * shape.V); }
+
+double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
+  const double chunk = kChunkFused + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
+                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0);
+  const double states = s.N * s.H_v * state_bytes(shape);
+  const double waits = kStateWait * std::max(0.0, s.N * s.H_v - s.sms) * state_bytes(shape);
+  const double chunks = s.H_v * s.total;
+  const double bytes = chunks * (2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
+  return kStartFused +
+         std::max(cycles_us(shape, s.in_turns * chunk + (s.turns - 1) * kTurnFused) + bytes_us(shape, waits),
+                  bytes_us(shape, bytes + states));
 }
 
 double chunk_matrices_us(const ForwardShape& shape, const Schedule& s) {
-  // As on a full card; or more tokens could seem to take less time where they let more heads share a CTA.
+  // The heads a CTA of a full card. With the heads of this batch, more tokens could seem to take less time.
   constexpr int64_t kManySlots = 1 << 20;
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
-  const double head = kMatricesHead + (shape.low_level ? kMatricesA : 0);
-  return kStart + (head + cta / static_cast<double>(heads_per_cta(shape, kManySlots))) * s.H_v * s.total;
+  const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
+  const double chunks = s.H_v * s.total;
+  const double bytes = 2 * key_bytes(shape) + kMatrixBytes + (shape.low_level ? kABytes : 0);
+  return kStart + overlapped(cycles_us(shape, chunks / s.sms * head), bytes_us(shape, chunks * bytes));
 }
 
-double chunk_forward_us(int64_t value_tile, const Schedule& s) {
-  return value_tile == kNarrowTile ? kStartNarrow + s.in_turns * kChunkNarrow : kStartWide + s.in_turns * kChunkWide;
+double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Schedule& s) {
+  const bool narrow = value_tile == kNarrowTile;
+  const double chunk = narrow ? kChunkNarrow : kChunkWide, turn = narrow ? kTurnNarrow : kTurnWide;
+  const double bytes = s.H_v * s.total * (2 * key_bytes(shape) + 2 * value_bytes(shape) + kMatrixBytes) +
+                       s.N * s.H_v * state_bytes(shape);
+  const double work = (narrow ? kStartNarrow : kStartWide) + cycles_us(shape, s.in_turns * chunk);
+  return cycles_us(shape, (s.turns - 1) * turn) + overlapped(work, bytes_us(shape, bytes));
 }
 
-// Segments of a head that are not the first ones of their sequences.
+// Segments of all heads, but for the first segment of each sequence.
 double later_segments(const Schedule& s) { return (s.pieces - s.N) * s.H_v; }
 
-// Along the sequences, one state or gradient behind the other: how often the busiest SM goes from a segment to the
-// next.
+// Steps of segment_scan on the busiest SM: a sequence's segments come one after the other.
 double scan_steps(const Schedule& s, double directions) {
   const double sequences = directions * s.scan_parts * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms;
   return std::max(1.0, sequences) * (s.parts - 1);
 }
 
-// compose_maps: as many steps, of V + K rows of the map of one sequence.
+// compose_maps takes the same steps, with V + K rows of the map of one sequence.
 double composition_us(const ForwardShape& shape, const Schedule& s) {
   const double ctas = static_cast<double>(value_tiles(shape.V + shape.K, kScanColumns)) * s.H_v;
   return shape.in_halves ? kScan * std::max(1.0, ctas / s.sms) * s.parts : 0;
 }
 
 // segment_maps and segment_scan.
-double maps_us(const Schedule& s) {
+double maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
-  const double maps = (1 + s.map_tiles) * later;  // M and Z
-  return kMapStart + s.length * std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms) + kMap / 2 * maps +
-         kScan * scan_steps(s, 1);
+  const double maps = (1 + s.map_tiles) * later;  // M, and Z by tiles
+  const double chunk = std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms);
+  return kMapStart + cycles_us(shape, s.length * chunk) + kMap * maps + kScan * scan_steps(s, 1);
 }
 
-// backward_maps and segment_scan in both directions, one beside the other.
-double backward_maps_us(const Schedule& s) {
+// backward_maps, and segment_scan in both directions at the same time.
+double backward_maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
   const double exact = kExact * later * ((1 + s.map_tiles) * kBackwardMapChunk + s.map_tiles * kReverseMapChunk);
-  return kMapStart + s.length * std::max(kReverseMapChunk, exact / s.sms) + kMap / 2 * (1 + 2 * s.map_tiles) * later +
+  const double chunk = std::max(kReverseMapChunk, exact / s.sms);
+  return kMapStart + cycles_us(shape, s.length * chunk) + kMap * (1 + 2 * s.map_tiles) * later +
          kBackwardScan * scan_steps(s, 2);
 }
 
-// What does not depend on the mode: the l2norm, which reads and writes q and k, and of them and their gradients makes
-// those of the rows.
+// Writes h and V_new, and reads k, v, L and the gates.
+double replay_states_us(const ForwardShape& shape, const Schedule& s) {
+  const double h = 2.0 * static_cast<double>(shape.K * shape.V);
+  const double bytes = h + 2 * value_bytes(shape) + key_bytes(shape) + kMatrixBytes;
+  const double work = cycles_us(shape, s.in_turns * kChunkReplay + (s.turns - 1) * kTurnReplay);
+  return kStartReplay + overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
+}
+
+// Reads what the replay wrote, q, k, dO and the matrices; writes dQ, dK and dV.
+double chunk_backward_us(const ForwardShape& shape, const Schedule& s) {
+  const double h = 2.0 * static_cast<double>(shape.K * shape.V);
+  const double bytes = h + 3 * value_bytes(shape) + 4 * key_bytes(shape) + kMatrixBytes;
+  const double work = cycles_us(shape, s.in_turns * kChunkReverse + s.turns * kPieceReverse);
+  return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
+}
+
+// The l2norm, which is the same in all modes: it reads and writes q and k, and later also their gradients.
 double around_us(const BackwardShape& shape) {
   const auto tokens = static_cast<double>(shape.B * shape.T);
   const double row = static_cast<double>(shape.K) * tokens;
   double us = 0;
   if (shape.use_qk_l2norm) {
-    us += kL2norm + 2 * row * static_cast<double>(shape.H_k) * (4 + 6) / kBytesPerUs;
+    us += kL2norm + bytes_us(shape.forward(), 2 * row * static_cast<double>(shape.H_k) * (4 + 6));
   }
   return us;
 }
 
 double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
-  double us = (s.turns - 1) * kTurn;
   if (mode.fused) {
-    return us + kStartFused + s.in_turns * fused_chunk_us(shape, s);
+    return fused_forward_us(shape, s);
   }
-  us += chunk_matrices_us(shape, s);
-  us += chunk_forward_us(cut ? mode.value_tile : mode.whole_tile, s);
+  double us = chunk_matrices_us(shape, s) + chunk_forward_us(shape, cut ? mode.value_tile : mode.whole_tile, s);
   if (mode.whole_tile != mode.value_tile) {
     us += kOtherTile;
   }
@@ -195,26 +252,23 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
     us += kSlotCta * s.H_v * ((1 + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
   }
   us += composition_us(shape, s);
-  return cut ? us + maps_us(s) : us;
+  return cut ? us + maps_us(shape, s) : us;
 }
 
 double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
-  double us = chunk_matrices_us(shape, s);
-  us += kStartReplay +
-        std::max(s.in_turns * kChunkReplay + (s.turns - 1) * kTurn, s.total * s.H_v * s.tiles * kChunkReplayFull);
-  us += s.in_turns * kChunkReverse + s.turns * kPieceReverse;
+  double us = chunk_matrices_us(shape, s) + replay_states_us(shape, s) + chunk_backward_us(shape, s);
   if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * s.H_v * ((1 + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);
   }
   us += composition_us(shape, s);
-  return cut ? us + backward_maps_us(s) : us;
+  return cut ? us + backward_maps_us(shape, s) : us;
 }
 
-// Of a direction: predict_forward or predict_backward.
+// predict_forward or predict_backward.
 using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool cut);
 
-// The device cuts, if it may choose, where that is faster.
+// A device that may choose cuts where that is faster.
 double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode, double longest) {
   const Lengths chunks = lengths(shape, longest);
   if (mode.segment_chunks == 0 || chunks.longest <= static_cast<double>(mode.segment_chunks)) {

@@ -112,7 +112,7 @@ PathTraits traits_of(const DecodeCall& call) {
   }
 }
 
-int64_t ctas_at_a_time(const DecodeCall& call) { return gpu_of(call.q).sm_count * traits_of(call).ctas; }
+int64_t ctas_at_a_time(const DecodeCall& call) { return gpu_of(call.q).card.sm_count * traits_of(call).ctas; }
 
 // How value rows are given to CTAs: of the first `whole` sequences a CTA has `groups` groups of value rows, of the
 // others two CTAs share these. `places` are what the grid has for sequences, two for each of the others.
@@ -131,7 +131,7 @@ Shares shares_of(const DecodeCall& call) {
   if (!traits_of(call).has_groups) {
     return {1, call.N, call.N};
   }
-  const int64_t sm_count = gpu_of(call.q).sm_count, at_a_time = ctas_at_a_time(call);
+  const int64_t sm_count = gpu_of(call.q).card.sm_count, at_a_time = ctas_at_a_time(call);
   const auto half_turns = [&](int64_t ctas) {
     return 0 < ctas && ctas <= sm_count ? 1 : 2 * ceil_div(ctas, at_a_time);
   };

@@ -34,6 +34,14 @@ void check_cuda(cudaError_t status) {
   }
 }
 
+// A virtual GPU may hide its clocks: it is taken for an H100.
+Card card_of(const cudaDeviceProp& properties) {
+  const double sm_khz = properties.clockRate, memory_khz = properties.memoryClockRate;
+  const double bytes = 2 * properties.memoryBusWidth / 8.0;  // a memory cycle
+  return {properties.multiProcessorCount, sm_khz > 0 ? sm_khz / 1000 : kH100.cycles_per_us,
+          memory_khz * bytes > 0 ? memory_khz / 1000 * bytes : kH100.bytes_per_us};
+}
+
 std::vector<Gpu> find_gpus() {
   int count = 0;
   check_cuda(cudaGetDeviceCount(&count));
@@ -41,7 +49,7 @@ std::vector<Gpu> find_gpus() {
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
     check_cuda(cudaGetDeviceProperties(&properties, i));
-    found[i] = {properties.name, properties.major, properties.minor, properties.multiProcessorCount};
+    found[i] = {properties.name, properties.major, properties.minor, card_of(properties)};
   }
   return found;
 }

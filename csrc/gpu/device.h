@@ -5,13 +5,14 @@
 #include <vector>
 
 #include "call.h"
+#include "gpu/card.h"
 
 namespace flash_qla {
 
 struct Gpu {
   std::string name;
   int major, minor;  // compute capability
-  int sm_count;
+  Card card;
 };
 
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.

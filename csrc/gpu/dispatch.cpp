@@ -44,7 +44,7 @@ Choice fastest(const Shape& shape, const Override& forced) {
 // segment is not also its sequence's last.
 void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
   const auto ctas = [&](int64_t value_tile) {
-    return std::min<int64_t>(d.segments * shape.H_v * value_tiles(shape.V, value_tile), shape.sm_count);
+    return std::min<int64_t>(d.segments * shape.H_v * value_tiles(shape.V, value_tile), shape.card.sm_count);
   };
   d.ctas = ctas(d.value_tile);
   if (d.whole_tile == d.value_tile) {

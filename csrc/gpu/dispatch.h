@@ -1,4 +1,4 @@
-// What a call launches, all of it: decided from shapes and the number of SMs alone, so that the host never waits for
+// What a call launches, all of it: decided from shapes and the card's figures alone, so that the host never waits for
 // cu_seqlens. What only these say, whether any sequence is long enough to be cut, chunk_plan decides on the device.
 //
 // modes.h lists the ways to run a call, cost_model.h says how long each takes, override.h is for tests; here the
@@ -8,12 +8,14 @@
 #include <array>
 #include <cstdint>
 
+#include "gpu/card.h"
+
 namespace flash_qla {
 
 struct ForwardShape {
   int64_t B, T, N, H_k, H_v;
   bool varlen;
-  int sm_count;
+  Card card;
   bool auto_cp;
   bool low_level;  // A is wanted
   bool use_qk_l2norm;
@@ -64,7 +66,7 @@ ForwardDispatch dispatch_forward(const ForwardShape& shape);
 struct BackwardShape {
   int64_t B, T, N, H_k, H_v;
   bool varlen;
-  int sm_count;
+  Card card;
   bool auto_cp;
   bool use_qk_l2norm;
   bool activations;  // of gate or beta inside
@@ -79,7 +81,7 @@ struct BackwardShape {
             .H_k = H_k,
             .H_v = H_v,
             .varlen = varlen,
-            .sm_count = sm_count,
+            .card = card,
             .auto_cp = auto_cp,
             .low_level = false,
             .use_qk_l2norm = false,

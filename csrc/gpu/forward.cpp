@@ -24,7 +24,7 @@ ForwardShape shape_of(const Call& call, const States& states) {
           .H_k = call.H_k,
           .H_v = call.H_v,
           .varlen = call.varlen,
-          .sm_count = gpu_of(call.q).sm_count,
+          .card = gpu_of(call.q).card,
           .auto_cp = call.auto_cp,
           .low_level = call.output_A,
           .use_qk_l2norm = call.use_qk_l2norm,

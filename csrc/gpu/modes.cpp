@@ -64,7 +64,7 @@ int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * sh
 int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
   const int64_t group = shape.group();
   for (int64_t heads = std::min(group, kMostHeadsPerCta); heads > 1; --heads) {
-    if (group % heads == 0 && chunk_slots * shape.H_v / heads >= shape.sm_count) {
+    if (group % heads == 0 && chunk_slots * shape.H_v / heads >= shape.card.sm_count) {
       return heads;
     }
   }
@@ -72,7 +72,7 @@ int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
 }
 
 int64_t early_ctas(const ForwardShape& shape) {
-  return shape.varlen && shape.N > kMostSearched ? 0 : int64_t{kMatricesCtas} * shape.sm_count;
+  return shape.varlen && shape.N > kMostSearched ? 0 : int64_t{kMatricesCtas} * shape.card.sm_count;
 }
 
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {

@@ -2,11 +2,11 @@
 
     python examples/cpp/export_block.py --out build/cpp
 
-writes block.pt, block.pt2, inputs.pt and expected.pt (what the block gives here), and prints the commands that build
-the C++ program of this directory and run both models in it. The numbers of tokens and of sequences are free in both.
+The command writes block.pt, block.pt2, inputs.pt and expected.pt (the block's results in Python). It prints commands
+that build the C++ program of this directory and run both models in it. Both take any numbers of tokens and sequences.
 
-TorchScript is deprecated in PyTorch; torch.export with AOTInductor is what replaces it. It compiles with $CXX, which
-has to link libstdc++ dynamically: with a copy of its own in the package PyTorch's loader crashes, whatever the model.
+TorchScript is deprecated in PyTorch; torch.export with AOTInductor replaces it. AOTInductor compiles with $CXX, which
+has to link libstdc++ dynamically: PyTorch's loader crashes on any package with a libstdc++ of its own.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import flash_qla
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Projections, gates, l2norm and the Gated Delta Rule on packed sequences, in what TorchScript understands.
+    """Projections, gates, l2norm and the Gated Delta Rule on packed sequences, in TorchScript's subset of Python.
 
     forward(x [1, T, hidden], cu_seqlens [N + 1] or None, state [N, H_v, D, D] or None) gives y [1, T, hidden] and the
     new state, fp32. Without cu_seqlens x is a batch [N, T, hidden].
@@ -31,9 +31,8 @@ class GatedDeltaNet(torch.nn.Module):
         self.H_k, self.H_v, self.D = H_k, H_v, D
         self.qkv = torch.nn.Linear(hidden, (2 * H_k + H_v) * D, bias=False)
         self.gates = torch.nn.Linear(hidden, 2 * H_v, bias=False)
-        self.A_log = torch.nn.Parameter(
-            torch.linspace(-3, 1, H_v)
-        )  # heads that remember for long, and for a few tokens
+        # Some heads remember many tokens, others a few.
+        self.A_log = torch.nn.Parameter(torch.linspace(-3, 1, H_v))
         self.dt_bias = torch.nn.Parameter(torch.zeros(H_v))
         self.out = torch.nn.Linear(H_v * D, hidden, bias=False)
 
@@ -82,8 +81,10 @@ def save_torchscript(block: GatedDeltaNet, path: Path) -> None:
 
 @torch.no_grad()
 def export(block: GatedDeltaNet) -> torch.export.ExportedProgram:
-    """With cu_seqlens and states, T and N free but for 1: PyTorch makes a graph of its own for a dimension of size 1. A
-    single sequence goes in as two, the second without tokens."""
+    """The graph with cu_seqlens and states, for any T and N from 2 on.
+
+    PyTorch would need another graph for a dimension of size 1. A single sequence is given as two, the second one empty.
+    """
     T, N = torch.export.Dim("T", min=2, max=1 << 20), torch.export.Dim("sequences", min=2, max=1 << 16)
     shapes = {"x": {1: T}, "cu_seqlens": {0: N + 1}, "state": {0: N}}
     return torch.export.export(block, make_inputs(block, (65, 30, 4)), dynamic_shapes=shapes)

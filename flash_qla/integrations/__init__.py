@@ -1,1 +1,1 @@
-"""flash_qla inside other libraries. Nothing here is imported by `import flash_qla`."""
+"""Other libraries run their Gated DeltaNet layers on flash_qla. `import flash_qla` imports none of these modules."""

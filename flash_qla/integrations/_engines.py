@@ -1,4 +1,4 @@
-"""What the integrations of inference engines have in common."""
+"""Shared by the integrations of inference engines."""
 
 import importlib
 import inspect
@@ -10,11 +10,11 @@ import flash_qla
 
 
 class Replacement:
-    """Functions in the place of an engine's own, in the modules whose layers look them up there.
+    """Functions that replace an engine's own in the modules whose layers call them.
 
     Args:
-        release: of the engine that they were written for, for the messages.
-        functions: {module: {name there: function}}; the modules are imported when the functions are first used.
+        release: the engine and the release that the functions were written for; messages name it.
+        functions: {module: {name there: function}}. use() imports the modules.
     """
 
     def __init__(self, release: str, functions: dict[str, dict[str, Callable]]):
@@ -27,7 +27,7 @@ class Replacement:
 
         Raises:
             ImportError: the engine cannot be imported.
-            RuntimeError: it has not such a function, or its arguments are others.
+            RuntimeError: the engine lacks one of the functions, or its arguments are others.
         """
         found = {}
         for path, functions in self._functions.items():
@@ -48,25 +48,26 @@ class Replacement:
             setattr(module, name, ours)
 
     def restore(self) -> None:
+        """Give the modules their own functions again."""
         while self._originals:
             (module, name), theirs = self._originals.popitem()
             setattr(module, name, theirs)
 
 
 def _parameters(function: Callable) -> list[tuple]:
-    """Of each argument its name, kind and default; annotations may differ."""
+    """Name, kind and default of each argument; annotations may differ."""
     return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
 
 
 def require(function: str, **arguments: tuple[object, object]) -> None:
-    """Refuse what flash_qla does not do.
+    """Refuse arguments that flash_qla does not support.
 
     Args:
-        function: its name, for the message.
-        arguments: by name, what came and the one value that is supported; instead of that, torch.Tensor for any tensor.
+        function: name of the function, for the message.
+        arguments: name -> (what came, the one supported value); torch.Tensor supports any tensor.
 
     Raises:
-        NotImplementedError: it names the argument.
+        NotImplementedError: an argument has another value; the message names it.
     """
     for name, (came, supported) in arguments.items():
         if isinstance(came, torch.Tensor):
@@ -80,44 +81,30 @@ def require(function: str, **arguments: tuple[object, object]) -> None:
 
 
 def packed_decode(module: str, null_index: int) -> Callable:
-    """The function of this name for an engine's module: the engines' differ in what nobody's slot is."""
+    """The engine's fused_recurrent_gated_delta_rule_packed_decode, as a function of `module`.
+
+    The engines have different null slots: a sequence whose slot is at most null_index has no state.
+    """
 
     def fused_recurrent_gated_delta_rule_packed_decode(
-        mixed_qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        A_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        scale: float,
-        initial_state: torch.Tensor,
-        out: torch.Tensor,
-        ssm_state_indices: torch.Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The engine's decoding, one token of each sequence.
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False
+    ):
+        """The engine's decoding of one token of each sequence.
 
         Args:
             mixed_qkv, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel: as those of
-                flash_qla.decode_gated_delta_rule_packed, of one token: [B, 2 H_k K + H_v V], [B, H_v] and so on.
+                flash_qla.decode_gated_delta_rule_packed, for one token: [B, 2 H_k K + H_v V], [B, H_v] and so on.
             initial_state: the pool, [slots, H_v, V, K], written in place.
-            out: where o goes, [B, 1, H_v, V]; zero for nobody.
-            ssm_state_indices: the slot of each sequence, [B], int32 or int64.
+            out: memory for o, [B, 1, H_v, V]; zero for a sequence without a slot.
+            ssm_state_indices: slot of each sequence, [B], int32 or int64.
 
         Returns:
             out and initial_state.
         """
         o = flash_qla.decode_gated_delta_rule_packed(
-            mixed_qkv,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            initial_state,
-            ssm_state_indices,
-            scale=scale,
-            null_index=null_index,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )
+            mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, scale, null_index,
+            use_qk_l2norm_in_kernel,
+        )  # fmt: skip
         return out.copy_(o), initial_state
 
     function = fused_recurrent_gated_delta_rule_packed_decode
@@ -126,4 +113,5 @@ def packed_decode(module: str, null_index: int) -> Callable:
 
 
 def number_of_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    """N, from shapes alone."""
     return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

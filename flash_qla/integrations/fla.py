@@ -5,17 +5,16 @@
     use_flash_qla()                 # from here on, for every layer in the process
     restore()                       # as it was
 
-FLA's fla.ops.gated_delta_rule.chunk_gated_delta_rule selects an installed flash_qla by itself: on a Hopper GPU, for
-bf16 and fp16 with K = V = 128, where gates and betas come ready for use. Everything else FLA runs in its own kernels,
-calls of its layers among them: as of 0.6.0, these leave both activations to the function ("in the kernel"). What is
-registered here is FLA's backend for flash_qla, with all conditions but three:
+FLA's fla.ops.gated_delta_rule.chunk_gated_delta_rule already selects an installed flash_qla, but only on a Hopper GPU,
+in bf16 and fp16, for K = V = 128, and if g and beta are computed before the call. FLA runs all other calls in its own
+kernels. Its layers make such calls: as of 0.6.0 they leave both activations to the function ("in the kernel").
+
+use_flash_qla registers FLA's backend for flash_qla with other conditions:
 
 - K may be any multiple of 8 up to 128, V any multiple of 8 up to 512;
-- the activations are handed on to flash_qla's kernels. Gradients reach A_log, dt_bias and what the activations are
-  given;
-- so is cp_context.
-
-It also leaves GPUs other than Hopper's to FLA, which by itself takes any flash_qla for one that runs on Blackwell.
+- flash_qla's kernels compute the activations, and gradients reach A_log, dt_bias and the inputs of the activations;
+- flash_qla takes cp_context;
+- GPUs other than Hopper's run FLA's kernels. FLA's own backend would run flash_qla on Blackwell.
 
 FLA_FLASH_QLA=0 in the environment switches flash_qla off. Written for fla-core 0.6.0.
 """
@@ -32,11 +31,11 @@ import flash_qla
 from flash_qla._binary import MOST_KEY_DIM
 from flash_qla._layout import HEAD_DIM_STEP, MOST_VALUE_DIM
 
-_FLA_HEAD_DIM = 128  # the only K and V that FLA's backend lets flash_qla have
+_FLA_HEAD_DIM = 128  # the only K and V of FLA's own backend
 
-# What FLA's own backend refuses, and flash_qla takes by the same names
+# Arguments that FLA's own backend refuses; flash_qla has them under the same names
 _ACTIVATIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-# Those of FLA's other arguments that mean something to flash_qla
+# Other arguments that FLA and flash_qla share
 _COMMON = (
     "scale",
     "initial_state",
@@ -50,12 +49,13 @@ _COMMON = (
 
 @functools.cache
 def _names() -> list[str]:
-    """FLA's arguments, any of which may come by position."""
+    """Names of FLA's arguments, in their order."""
     *names, _ = inspect.signature(chunk_gated_delta_rule).parameters  # the last one is **kwargs
     return names
 
 
 def _by_name(args: tuple, kwargs: dict) -> dict:
+    """All arguments of a call by name; FLA lets any of them be positional."""
     return kwargs | dict(zip(_names(), args, strict=False)) if args else kwargs
 
 
@@ -64,13 +64,15 @@ def _is_head_dim(dim: int, most: int) -> bool:
 
 
 def _with_head_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor like x, but for its last dimension, for questions that do not look at its elements."""
+    """A stand-in for x with another last dimension, for checks that read shapes and no elements."""
     return x if x.shape[-1] == dim else x[..., :1].expand(*x.shape[:-1], dim)
 
 
 class _Backend(FlashQLABackend):
-    """FLA's backend for flash_qla, with all its head dimensions and the activations inside. Both methods take the
-    arguments of FLA's chunk_gated_delta_rule."""
+    """FLA's backend for flash_qla, with all its head dimensions and with activations.
+
+    Both methods have the arguments of FLA's chunk_gated_delta_rule.
+    """
 
     def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
         call = _by_name(args, kwargs)
@@ -90,28 +92,27 @@ class _Backend(FlashQLABackend):
         if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
             return False, "use_gate_in_kernel requires A_log"
         if call.pop("use_beta_sigmoid_in_kernel", False):
-            call.pop("allow_neg_eigval", None)  # FLA refuses it for betas that are ready, and says so itself
+            call.pop("allow_neg_eigval", None)  # FLA itself refuses it without the sigmoid
         return super().chunk_gated_delta_rule_verifier(**call)
 
     def chunk_gated_delta_rule(self, *args, **kwargs):
         call = _by_name(args, kwargs)
-        if not call.get("use_gate_in_kernel"):  # FLA does not look at these then
+        if not call.get("use_gate_in_kernel"):  # FLA then ignores these
             call |= {"A_log": None, "dt_bias": None}
         given = {name: call[name] for name in (*_COMMON, *_ACTIVATIONS) if call.get(name) is not None}
         return flash_qla.chunk_gated_delta_rule(*(call[name] for name in ("q", "k", "v", "g", "beta")), **given)
 
 
 def use_flash_qla() -> None:
-    """Have FLA's chunk_gated_delta_rule, and so its layers, take flash_qla for calls whose activations are left to it,
-    for other head dimensions than 128, and for context parallelism.
+    """Have FLA's chunk_gated_delta_rule, and so its layers, run calls with activations, other head dimensions than 128
+    and context parallelism on flash_qla.
 
-    It registers a backend in the place of FLA's own for flash_qla, by FLA's public registry, for the whole process.
-    What it does not take runs in FLA's own kernels, as before: K above 128, which FLA's GatedDeltaNet layer has by
-    default, V above 512, head dimensions that are no multiples of 8, other dtypes than bf16 and fp16, and GPUs other
-    than Hopper's.
+    FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process. FLA's
+    kernels run the other calls, as before: K above 128, which is the default of FLA's GatedDeltaNet layer, V above 512,
+    head dimensions that are not multiples of 8, dtypes other than bf16 and fp16, and GPUs other than Hopper's.
 
     Raises:
-        ImportError: on import of this module, where FLA is not installed or has no backend for flash_qla.
+        ImportError: on import of this module, if FLA is not installed or has no backend for flash_qla.
     """
     register("gated_delta_rule")(_Backend)
 

@@ -5,14 +5,14 @@
     use_flash_qla()                 # from here on, for every layer in the process
     restore()                       # as it was
 
-SGLang runs layers in processes of its own. There a function of yours that calls use_flash_qla reaches them as a plugin,
-an entry point of the group sglang.srt.plugins.
+SGLang runs layers in processes of its own. A plugin, an entry point of the group sglang.srt.plugins, calls
+use_flash_qla there.
 
-The functions here have the names, arguments and meaning of those that SGLang's Triton backend for these layers calls.
-States are [slots, H_v, V, K]; a sequence whose slot is negative is nobody's. Other backends stay SGLang's own: its
-default for prefill on Hopper is FlashInfer, which --linear-attn-prefill-backend triton switches off.
+The functions have the names, arguments and meaning of those that SGLang's Triton backend for these layers calls, so
+their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no state. Other
+backends stay in use: FlashInfer is the default for prefill on Hopper, unless --linear-attn-prefill-backend is triton.
 
-Written for SGLang 0.5.23. None of it has been run on a GPU yet.
+Written for SGLang 0.5.23. The functions have run beside SGLang's kernels, but not yet in SGLang.
 """
 
 import torch
@@ -20,35 +20,27 @@ import torch
 import flash_qla
 from flash_qla.integrations._engines import Replacement, number_of_sequences, packed_decode, require
 
+_NULL_INDEX = -1
+
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    initial_state_indices: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    head_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    inplace_update: bool = True,
-) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """SGLang's prefill on states that lie in a pool.
+    q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None,
+    head_first=False, use_qk_l2norm_in_kernel=False, inplace_update=True,
+):  # fmt: skip
+    """SGLang's prefill on states in a pool.
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of flash_qla.chunk_gated_delta_rule.
         initial_state: the pool, [slots, H_v, V, K], any floating dtype, any strides.
-        initial_state_indices: the slot of each sequence, [N], int32 or int64. One that is negative starts from zero.
+        initial_state_indices: slot of each sequence, [N], int32 or int64. A sequence without a slot starts from zero.
         head_first: only False.
-        inplace_update: write the state behind the last token of each sequence to its slot.
+        inplace_update: write the state after the last token of each sequence to its slot.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
-        None, in the place of a final state.
-        h: the states at the start of each chunk of 64 tokens, those of the first sequence first, [1, chunks, H_v, V,
-            K], in the dtype of q, with zeros behind them: see flash_qla.chunk_gated_delta_rule_fwd.
+        final_state: None; the states are in the pool.
+        h: state at the start of each chunk of 64 tokens, [1, chunks, H_v, V, K], in the dtype of q: the chunks of the
+            first sequence, then those of the second and so on, then zeros; see flash_qla.chunk_gated_delta_rule_fwd.
 
     Raises:
         NotImplementedError: head_first is True; or initial_state or initial_state_indices is None.
@@ -62,84 +54,53 @@ def chunk_gated_delta_rule(
     slots = initial_state_indices[: number_of_sequences(q, cu_seqlens)]
     is_real = (slots >= 0)[:, None, None, None]
     _, _, o, h, states = flash_qla.chunk_gated_delta_rule_fwd(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
+        q, k, v, g, beta, scale,
         initial_state=torch.where(is_real, initial_state[slots.clamp_min(0)], 0),
-        cu_seqlens=cu_seqlens,
-        output_final_state=inplace_update,
-        output_h=True,
-        state_v_first=True,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        state_dtype=initial_state.dtype,
-    )
+        cu_seqlens=cu_seqlens, output_final_state=inplace_update, output_h=True, state_v_first=True,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_dtype=initial_state.dtype,
+    )  # fmt: skip
     if inplace_update:
         _write(initial_state, slots, states)
     return o, None, h
 
 
 def _write(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
-    """pool[slots] = states, but for slots that are negative, and without the synchronization of a boolean index."""
+    """pool[slots] = states, except for negative slots, without the synchronization of a boolean index."""
     if not slots.shape[0]:
         return
     is_real = slots >= 0
-    stand_in = is_real.int().argmax()  # of a sequence without a slot: one with a slot is written twice instead
+    stand_in = is_real.int().argmax()  # this sequence is written again for each one without a slot
     rows = torch.where(is_real, torch.arange(slots.shape[0], device=slots.device), stand_in)
     slots = slots[rows].clamp_min(0)
     pool[slots] = torch.where(is_real.any(), states[rows], pool[slots])
 
 
-fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, null_index=-1)
+fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, _NULL_INDEX)
 
 
 def fused_sigmoid_gating_delta_rule_update(
-    A_log: torch.Tensor,
-    a: torch.Tensor,
-    dt_bias: torch.Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    b: torch.Tensor,
-    initial_state_source: torch.Tensor,
-    initial_state_indices: torch.Tensor,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    is_kda: bool = False,
-    lower_bound: float | None = None,
-    disable_state_update: bool = False,
-    intermediate_states_buffer: torch.Tensor | None = None,
-    intermediate_state_indices: torch.Tensor | None = None,
-    cache_steps: int | None = None,
-    retrieve_parent_token: torch.Tensor | None = None,
-    cache_ring: bool = False,
-    replayssm_rawv: torch.Tensor | None = None,
-    replayssm_rawk: torch.Tensor | None = None,
-    replayssm_g: torch.Tensor | None = None,
-    replayssm_beta: torch.Tensor | None = None,
-    match_cutedsl_decode: bool = False,
-) -> torch.Tensor:
+    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices,
+    scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None,
+    disable_state_update=False, intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None,
+    retrieve_parent_token=None, cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None,
+    replayssm_beta=None, match_cutedsl_decode=False,
+):  # fmt: skip
     """SGLang's decoding from q, k and v, and its verification of drafts.
 
-    Nobody's output is zero, and nobody's states are not kept; SGLang's own function gives them those of a sequence that
-    starts from zero. Between the drafts of a tree states are not rounded to the dtype of the buffer.
+    A sequence without a slot has zero output, and its states are not kept; SGLang's own function starts it from zero.
+    States between the drafts of a tree are not rounded to the dtype of the buffer.
 
     Args:
         q, k, v, A_log, dt_bias, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of
             flash_qla.decode_gated_delta_rule.
-        a, b: [T, H_v], with cu_seqlens; or [B, T, H_v].
+        a, b: [T, H_v] with cu_seqlens; or [B, T, H_v].
         initial_state_source: the pool, [slots, H_v, V, K], written in place unless disable_state_update.
-        initial_state_indices: the slot of each sequence, [N] or more; int32 or int64.
-        intermediate_states_buffer: where the state behind each token goes too, [rows, steps, H_v, V, K].
-        intermediate_state_indices: the row of each sequence, [N] or more; negative for none.
-        cache_steps: not read; the buffer's shape says it.
-        retrieve_parent_token: drafts are a tree: of each token the one before it, [N, steps] or more rows, but for the
-            first one, of which it is not read. Only with disable_state_update.
+        initial_state_indices: slot of each sequence, [N] or more; int32 or int64.
+        intermediate_states_buffer: memory for the state after each token, [rows, steps, H_v, V, K].
+        intermediate_state_indices: row of each sequence, [N] or more; a negative row keeps no states.
+        cache_steps: ignored; the buffer's shape has it.
+        retrieve_parent_token: [N, steps] or more rows, if the drafts are a tree: the number of the token before each
+            one. Column 0 is ignored. Only with disable_state_update.
         softplus_beta, softplus_threshold: only 1 and 20.
         is_kda, cache_ring, match_cutedsl_decode: only False.
         lower_bound, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta: only None.
@@ -148,8 +109,7 @@ def fused_sigmoid_gating_delta_rule_update(
         o, [B, T, H_v, V], in the dtype of q.
 
     Raises:
-        NotImplementedError: an argument has another value than those; or initial_state_source or initial_state_indices
-            is None.
+        NotImplementedError: an argument has another value; or initial_state_source or initial_state_indices is None.
     """
     require(
         "fused_sigmoid_gating_delta_rule_update",
@@ -175,25 +135,13 @@ def fused_sigmoid_gating_delta_rule_update(
         )
         parents = retrieve_parent_token[:N].clone()
         parents[:, 0] = -1
+    a, b, slots = a.view(v.shape[:3]), b.view(v.shape[:3]), initial_state_indices[:N]
     return flash_qla.decode_gated_delta_rule(
-        q,
-        k,
-        v,
-        a.view(v.shape[:3]),
-        b.view(v.shape[:3]),
-        A_log,
-        dt_bias,
-        initial_state_source,
-        initial_state_indices[:N],
-        scale=scale,
-        null_index=-1,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        intermediate_states=intermediate_states_buffer,
+        q, k, v, a, b, A_log, dt_bias, initial_state_source, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel,
+        cu_seqlens, intermediate_states=intermediate_states_buffer,
         intermediate_indices=None if intermediate_state_indices is None else intermediate_state_indices[:N],
-        parents=parents,
-        update_state=not disable_state_update,
-    )
+        parents=parents, update_state=not disable_state_update,
+    )  # fmt: skip
 
 
 _replacement = Replacement(
@@ -213,7 +161,7 @@ def use_flash_qla() -> None:
 
     Raises:
         ImportError: SGLang cannot be imported.
-        RuntimeError: this SGLang has not these functions, or they have other arguments. Nothing has been changed then.
+        RuntimeError: SGLang lacks one of the functions, or its arguments are others. Nothing has been changed then.
     """
     _replacement.use()
 

@@ -14,7 +14,7 @@ keep what they use. Decoding one token at a time stays with the model's own recu
 continues from flash_qla's final state. Gradients and gradient checkpointing work as with the model's own
 function.
 
-On a GPU the model must be in bf16 or fp16, or run under torch.autocast. The dimension of its linear key
+The model must be in bf16 or fp16 on a GPU, or run under torch.autocast. The dimension of its linear key
 heads must be a multiple of 8 up to 128, that of its linear value heads a multiple of 8 up to 512.
 
 A layer reaches its chunk function in one of two ways, depending on the transformers release:
@@ -56,7 +56,7 @@ _RECORD = "_flash_qla_replaced"
 # Attribute of a class whose forward calls flash_qla: the class that it was made from.
 _ORIGINAL = "_flash_qla_original"
 
-# Keywords that mean something to the operator, if only that it refuses their value.
+# Keywords that the operator reads, if only to refuse their value.
 _KEYWORDS = _TOLERATED | {
     name
     for name, parameter in inspect.signature(flash_qla.chunk_gated_delta_rule).parameters.items()
@@ -68,7 +68,7 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     """flash_qla.chunk_gated_delta_rule under the argument names that transformers uses.
 
     The layers hand on every keyword that the model was called with (position_ids, max_length_q, ...).
-    Those that say nothing to the operator are left out here, as transformers itself does for FLA.
+    This function drops those that the operator does not know, as transformers itself does for FLA.
     """
     if kwargs.get("seq_idx") is not None and kwargs.get("cu_seqlens") is None:
         raise ValueError(
@@ -157,7 +157,7 @@ def _is_switched(layer: torch.nn.Module) -> bool:
 
 
 def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
-    """What switches the layer; None where there is no known way."""
+    """A function that switches the layer; None if there is no known way."""
     if callable(layer.__dict__.get(_ATTRIBUTE)):
         return functools.partial(_replace, layer, _ATTRIBUTE, chunk_gated_delta_rule)
     for attribute in _FORWARDS:
@@ -219,7 +219,7 @@ def _switched_class(original: type) -> type | None:
 
 
 def _reduce(layer: torch.nn.Module, protocol: int) -> tuple:
-    """For pickle and copy, which do not find the subclass by its name."""
+    """Lets pickle and copy find the subclass, which has the name of its original."""
     make, arguments, *state = super(type(layer), layer).__reduce_ex__(protocol)
     original = vars(type(layer)).get(_ORIGINAL)
     return (make, arguments, *state) if original is None else (_new, (original,), *state)

@@ -52,6 +52,10 @@ class StateView:
         return self._of_fragment("write_state", fragment, slot, hv, v)
 
 
+# What a pass over the states at a chunk's end writes, in this order: a checkpoint, then the final state.
+CHECKPOINT, FINAL = 0, 1
+
+
 def chosen(first, a, b):
     """States a, if `first`, or b, which differ in where they are and in their dtype alone."""
     numbers = extern("chosen", first, a.numbers, b.numbers)

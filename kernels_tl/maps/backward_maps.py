@@ -1,22 +1,22 @@
 """The maps of each segment in both directions, all segments in parallel: S -> M S + Z from the state before it to the
-state behind it, and in reverse dS' -> M^T dS' + dZ, of their gradients.
+state after it, and in reverse dS' -> M^T dS' + dZ for their gradients.
 
-Z and M are made as by segment_maps. dZ is the recurrence in reverse (reverse_recurrence.py) run from dS' = 0.
+    Z, M    as in segment_maps
+    dZ      the recurrence in reverse (gradients/reverse_recurrence.py) from dS' = 0
 
     states        [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
     grad_states   [segment_slots, H_v, value_rows, K] fp32   dZ^T of segment s in slot s - 1
-    maps          [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
-    skips         [segment_slots, H_v] int32        1 where the gates make M negligible to the state behind the segment
-    reverse_skips [segment_slots, H_v] int32        1 where they make it negligible to the gradient of the state before
-                                                    it (maps/segments.cuh)
+    maps          [segment_slots, H_v, 2, K, K] 16-bit       M^T as a rounded part and the rest
+    skips         [segment_slots, H_v] int32    1 where the gates make M negligible to the state after the segment
+    reverse_skips [segment_slots, H_v] int32    1 where they make M negligible to the gradient of the state before it
+                                                (maps/segments.cuh)
 
-With skips Z is made from the last few chunks alone, with reverse_skips dZ from the first few, and with both M is not
-made. The two are the same unless the bounds of some chunks let the state grow. The last segment of a sequence has no
-Z, the first no dZ, and one that is both no M.
+Where skips is 1, Z comes from the last few chunks alone; where reverse_skips is 1, dZ comes from the first few; where
+both are 1, M is left out. The two agree unless the bounds of some chunks let the state grow. The last segment of a
+sequence has no Z, the first no dZ, and a segment that is both has no M.
 
-A CTA makes M, or V rows of Z^T or of dZ^T, a tile.
-
-Launched on [segments * H_v * (1 + 2 * value tiles)], dZ first, which takes longest.
+backward.cpp launches [segments * H_v * (1 + 2 * value tiles)] CTAs: a CTA computes M, or V rows of Z^T or dZ^T, a tile.
+dZ comes first, because it takes longest.
 """
 
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import Variables, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers
 from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.maps.segment_maps import (
@@ -79,7 +80,7 @@ def backward_maps(dtype, K):
         )
 
     def bound(gates, segment, hv):
-        """The segment's first chunk's, see maps/segments.cuh, and the way to the next."""
+        """The bound of the segment's first chunk (maps/segments.cuh), the step to the next one, the chunks."""
         return (
             T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r"),
             T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
@@ -88,7 +89,7 @@ def backward_maps(dtype, K):
 
     @T.macro
     def chunks_that_matter(segment, hv, which, gates, skips, reverse_skips):
-        """Where the recurrence begins and ends: at the segment's chunks for those that have nothing to do."""
+        """The first and the last chunk of the recurrence; an empty range if there is nothing to compute."""
         first = T.alloc_var("int32", init=segment.chunks)
         last = T.alloc_var("int32", init=-1)
         is_first = T.alloc_var("int32", init=segment.flags % SegmentFlag.LAST)
@@ -121,7 +122,8 @@ def backward_maps(dtype, K):
         for step in T.serial(chunks):
             c = chunks - 1 - step
             s = T.alloc_var("int32", init=step % STAGES)
-            T.barrier_wait(ready.loaded[s], (step // STAGES) % 2)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
                 clear_rows_behind(tiles.Q, segment.length - c * C, s)
                 clear_rows_behind(tiles.K, segment.length - c * C, s)
@@ -130,7 +132,7 @@ def backward_maps(dtype, K):
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             begin_step(r, tiles, s, tiles.dO[s, 0, warpgroup * ROWS], offset, column, scale)
             end_step(r, tiles, s, column)
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
         if chunks > 0:
             for i, j in T.Parallel(V, K):
                 grad_states[segment.slot - 1, hv, v0 + i, j] = r.dS[i, j]
@@ -139,12 +141,13 @@ def backward_maps(dtype, K):
     def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
         """The loader: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for step in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, chunks, 0)):
+        for step in T.serial(T.if_then_else(is_loader(CONSUMERS), chunks, 0)):
             s = T.alloc_var("int32", init=step % STAGES)
             c = chunks - 1 - step
             t = segment.row + c * C
             slot = segment.first + c
-            T.barrier_wait(ready.released[s], ((step // STAGES) % 2) ^ 1)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(grad_o[t : t + C, hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.P, s, matrices.rows, slot, hv, 1, edge):
@@ -153,7 +156,7 @@ def backward_maps(dtype, K):
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
+            stage.arrive(ready.loaded)
 
     @T.prim_func
     def main(
@@ -181,7 +184,7 @@ def backward_maps(dtype, K):
             piece = locate_cta(
                 T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + 1)
             )
-            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # behind the tiles of Z
+            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # after the tiles of Z
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             hv = T.alloc_var("int32", init=piece.hv)

@@ -26,6 +26,7 @@ from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.config import COMPOSE_MAPS as TILE
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
@@ -82,7 +83,8 @@ def compose_maps(dtype, K, reverse):
         begin(S, initial, n, hv, v0, k0, is_M, has_initial_state)
         for step in T.serial(parts):
             u = T.alloc_var("int32", init=step % STAGES)
-            T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
+            stage = stage_of(step, STAGES, u)
+            stage.wait_for(ready.loaded)
             skip = tiles.skip[u]
             if skip == 0:
                 of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
@@ -90,7 +92,7 @@ def compose_maps(dtype, K, reverse):
                 extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
             else:
                 T.clear(S)
-            T.barrier_arrive(ready.released[u])
+            stage.arrive(ready.released)
             if skip == 0:
                 m = maps_used % MAP_STAGES
                 of_map.add_product(S, tiles, ready, m, maps_used)
@@ -115,7 +117,8 @@ def compose_maps(dtype, K, reverse):
             skip = next_skip
             next_slot = T.alloc_var("int32", init=T.Select(step + 1 < parts, slot + (-1 if reverse else 1), slot))
             next_skip = maps.skips[next_slot, hv]  # ahead: latencies of the table would add up
-            T.barrier_wait(ready.released[u], ((step // STAGES) % 2) ^ 1)
+            stage = stage_of(step, STAGES, u)
+            stage.wait_until_free(ready.released)
             if T.get_thread_binding() == CONSUMERS:
                 tiles.skip[u] = skip
             if is_M == 0:
@@ -125,7 +128,7 @@ def compose_maps(dtype, K, reverse):
                         tiles.Z[u, box, :, :],
                         ready.loaded[u],
                     )
-            T.barrier_arrive(ready.loaded[u])
+            stage.arrive(ready.loaded)
             if skip == 0:
                 m = maps_used % MAP_STAGES
                 of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)

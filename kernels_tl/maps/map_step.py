@@ -10,6 +10,7 @@ import tilelang.language as T
 
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.cta import fetch
+from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import NamedBarrier
 
 ROWS = 64  # of S a warpgroup: the M of its WGMMA
@@ -41,17 +42,19 @@ def map_step(dtype, K, reverse):
     @T.macro
     def add_product(S, tiles, ready, m, turn):
         """S += M S, of the S that was rounded last."""
-        T.barrier_wait(ready.map_loaded[m], (turn // MAP_STAGES) % 2)
+        stage = stage_of(turn, MAP_STAGES, m)
+        stage.wait_for(ready.map_loaded)
         for a, b in ((0, 0), (0, 1), (1, 0)):
             T.wgmma_gemm(tiles.M[m, a, :, :], tiles.S[turn % 2, b, :, :], S, transpose_A=not reverse, policy=Full)
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.map_released[m])
+        stage.arrive(ready.map_released)
 
     @T.macro
     def load_map(maps, slot, hv, tiles, ready, m, turn):
-        T.barrier_wait(ready.map_released[m], ((turn // MAP_STAGES) % 2) ^ 1)
+        stage = stage_of(turn, MAP_STAGES, m)
+        stage.wait_until_free(ready.map_released)
         for part in T.unroll(2):
             fetch(maps[slot, hv, part, :, :], tiles.M[m, part, :, :], ready.map_loaded[m])
-        T.barrier_arrive(ready.map_loaded[m])
+        stage.arrive(ready.map_loaded)
 
     return SimpleNamespace(round_in_parts=round_in_parts, add_product=add_product, load_map=load_map)

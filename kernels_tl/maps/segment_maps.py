@@ -1,16 +1,17 @@
-"""The map of each segment from the state before it to the state behind it, S -> M S + Z, all segments in parallel.
+"""The map of each segment, from the state before it to the state after it, S -> M S + Z. All segments in parallel.
 
-Z^T is the recurrence (recurrence.py) run from S = 0 without outputs, M^T that run with V = 0 from S = I:
+    Z^T   the recurrence (states/recurrence.py) from S = 0, without outputs
+    M^T   the recurrence with V = 0 from S = I
 
     states  [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
-    maps    [segment_slots, H_v, 2, K, K]              M^T in two 16-bit parts, rounded and rest
-    skips   [segment_slots, H_v] int32        1 where the gates make M negligible (maps/segments.cuh): it is not made
-                                              then, and Z is made from the last few chunks alone
+    maps    [segment_slots, H_v, 2, K, K] 16-bit       M^T as a rounded part and the rest
+    skips   [segment_slots, H_v] int32            1 where the gates make M negligible (maps/segments.cuh): then M is
+                                                  left out, and Z comes from the last few chunks alone
 
-A segment with the flag of a sequence's last needs no map. A CTA makes M or V rows of Z^T, a tile. `partial` is the
-kernel for tables that leave that flag out (chunk_plan's map_segments), so that last chunks may be partial ones.
+The last segment of a sequence needs no map. Tables without that flag (chunk_plan's map_segments) give it one, and a
+segment's last chunk may then be partial: `partial` is the instance for them.
 
-Launched on [segments * H_v * (1 + value tiles)].
+forward.cpp launches [segments * H_v * (1 + value tiles)] CTAs: a CTA computes M or V rows of Z^T, a tile.
 """
 
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
-from kernels_tl.config import SEGMENT_MAPS as TILE
+from kernels_tl.config import SEGMENT_MAPS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -27,6 +28,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -39,22 +41,21 @@ PRELUDE = """
 """
 
 V = TILE.tile  # value rows a CTA
-ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = TILE.stages
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers  # of the producers one warp works
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers  # one warp of the producers works
 MAP_Z, MAP_M = 0, 1
 
 
 def make_barriers():
     return barriers(
         loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-        released=[TILE.consumers] * STAGES,  # back: they have been used
+        released=[TILE.consumers] * STAGES,  # consumers to loader: the stage is free
     )
 
 
 def map_roles(dtype, K, partial, of_backward=False):
-    """The roles of a CTA that makes M or Z. With `partial` the last chunk of a segment may be a partial one. The
-    backward's are exact, like its states; it makes M alone of segments that end a sequence."""
+    """The roles of a CTA that computes M or Z: macros compute and load. With `partial` the last chunk of a segment may
+    be partial. The backward's maps are exact, as its states are; of segments that end a sequence it needs only M."""
 
     @T.macro
     def clear_behind(tiles, s, valid):
@@ -79,13 +80,14 @@ def map_roles(dtype, K, partial, of_backward=False):
             r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
         for c in T.serial(start, chunks):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
-            T.barrier_wait(ready.loaded[s], ((c - start) // STAGES) % 2)
+            stage = stage_of(c - start, STAGES, s)
+            stage.wait_for(ready.loaded)
             if partial:
                 clear_behind(tiles, s, segment.length - c * C)
             begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
             T.wait_wgmma(0)
             end_step(r, tiles, s)
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
 
         if start < chunks:
             if which == MAP_Z:
@@ -103,17 +105,18 @@ def map_roles(dtype, K, partial, of_backward=False):
     def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(T.get_thread_binding() < TILE.consumers + 32, chunks, start)):
+        for c in T.serial(start, T.if_then_else(is_loader(TILE.consumers), chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             t = segment.row + c * C
             slot = segment.first + c
-            T.barrier_wait(ready.released[s], (((c - start) // STAGES) % 2) ^ 1)
+            stage = stage_of(c - start, STAGES, s)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(matrices.gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             fetch(tokens.v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
+            stage.arrive(ready.loaded)
 
     return SimpleNamespace(compute=compute, load=load)
 
@@ -137,7 +140,7 @@ def segment_maps(dtype, K, partial):
 
     @T.macro
     def first_chunk(segment, hv, which, gates, skips):
-        """Where the recurrence begins: at the segment's chunks for those that have nothing to do."""
+        """The first chunk of the recurrence; the number of chunks if there is nothing to compute."""
         start = T.alloc_var("int32", init=0)
         if segment.is_idle != 0:
             start = segment.chunks
@@ -171,7 +174,7 @@ def segment_maps(dtype, K, partial):
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M behind the tiles of Z
+            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M after the tiles of Z
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
             segment = load_segment_early(plan.segments, piece.slot)

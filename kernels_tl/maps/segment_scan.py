@@ -36,6 +36,7 @@ from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
@@ -111,7 +112,8 @@ def segment_scan(dtype, K, reverse):
                     states[first_slot, hv, v0 + j, i] = S[i, j]
         while about < END:
             u = step % STAGES
-            T.barrier_wait(ready.loaded[u], (step // STAGES) % 2)
+            stage = stage_of(step, STAGES, u)
+            stage.wait_for(ready.loaded)
             about = tiles.about[u]
             if about % END != SKIP:
                 of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
@@ -122,7 +124,7 @@ def segment_scan(dtype, K, reverse):
                 extern("write_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
                 T.fence_proxy_async()
                 maps_used = maps_used + 1
-            T.barrier_arrive(ready.made[u])
+            stage.arrive(ready.made)
             step = step + 1
 
     @T.macro
@@ -142,12 +144,13 @@ def segment_scan(dtype, K, reverse):
             next_skip = read(maps.skips[on_the_way(slot, 1), hv])
             next_flags = read(segments[on_the_way(slot, 2), SegmentColumn.FLAGS])
             about = T.Select(skip == 0, 0, SKIP) + T.Select(is_end(flags), END, 0)
-            T.barrier_wait(ready.stored[u], ((step // STAGES) % 2) ^ 1)
+            stage = stage_of(step, STAGES, u)
+            stage.wait_until_free(ready.stored)
             if T.get_thread_binding() == CONSUMERS:
                 tiles.about[u] = about
             for box in T.unroll(K // BOX):
                 fetch(part_of(maps.states, slot + WAY, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
-            T.barrier_arrive(ready.loaded[u])
+            stage.arrive(ready.loaded)
             if skip == 0:
                 m = maps_used % MAP_STAGES
                 of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)
@@ -165,14 +168,15 @@ def segment_scan(dtype, K, reverse):
         step = T.alloc_var("int32", init=0)
         while about < END:
             u = step % STAGES
-            T.barrier_wait(ready.made[u], (step // STAGES) % 2)
+            stage = stage_of(step, STAGES, u)
+            stage.wait_for(ready.made)
             about = tiles.about[u]
             if about % END != SKIP:
                 for box in T.unroll(K // BOX):
                     place = part_of(states, slot + WAY, hv, v0, box)
                     T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
                 T.tma_store_wait(0)
-            T.barrier_arrive(ready.stored[u])
+            stage.arrive(ready.stored)
             step = step + 1
             slot = slot + WAY
 
@@ -212,7 +216,7 @@ def segment_scan(dtype, K, reverse):
                 is_scanned = False if reverse else first_state == SCANNED
                 compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
             else:
-                if T.get_thread_binding() < CONSUMERS + 32:
+                if is_loader(CONSUMERS):
                     load(tiles, ready, first_slot, hv, v0, plan.segments, maps, begin)
                 else:
                     store(tiles, ready, first_slot, hv, v0, maps.states, begin)

@@ -1,32 +1,32 @@
-"""Everything about a chunk that does not need the state, for all chunks in parallel: gates, inverse, attention.
+"""Everything about a chunk that needs no state, for all chunks in parallel: gates, inverse, attention.
+
+    A = (I + stril(diag(beta) K K^T))^-1       L = A * D - I       P = scale tril(Q K^T) * D
+    D_ij = exp(b_i - b_j) for i >= j, else 0   b_i = g_1 + ... + g_i
 
     gates      [chunk_slots, H_v, 5, C] fp32       ForwardGate's rows (layout.py)
-    matrices   [chunk_slots, H_v, 2, TRIANGLE]     L^T and P^T, L = A * D - I, A = (I + stril(diag(beta) K K^T))^-1,
-                                                   P = scale tril(Q K^T) * D: by rows of blocks, of each those from the
-                                                   diagonal on (common.block_row)
+    matrices   [chunk_slots, H_v, 2, TRIANGLE]     L^T and P^T by rows of blocks, each from the diagonal on
+                                                   (common.block_row)
     A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
-    g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b_i = g_1 + ... + g_i
+    g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
-    turns      [chunk_slots, H_k]                  likewise: zeros, for chunk_backward to count in
-    counters   [H_v / 8]                           likewise, for gate_gradients
+    turns      [chunk_slots, H_k]                  if wanted: zeros, which chunk_backward counts in
+    counters   [H_v / 8]                           if wanted: zeros, for gate_gradients
 
-The backward, too, has its matrices made here, from keys and queries that are normalised already: its g is b
-(`cumulative`), and o is the gradient of v, whose rows that no sequence covers want zeros likewise.
+forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
+their chunk in cu_seqlens, while chunk_plan runs.
 
-D_ij = exp(b_i - b_j) for i >= j and 0 above, formed from differences, so it never overflows. A * D is diag(gamma) A
-diag(1/gamma), so the gates never enter the inverse; its unit diagonal is left out, so that products with it round only
-what is small. Rows that no sequence covers get zeros in A, g_cumsum and o.
+The backward passes keys and queries that are normalised already; its g is b (`cumulative`); its o is dv, whose padding
+rows need zeros too. Rows that no sequence covers get zeros in A, g_cumsum and o.
 
-With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it; with larger keys
-entries grow like the product of (beta |k|^2 - 1) over the chunk, and what exceeds the dtype's range becomes inf.
+D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
+inverse. L leaves the unit diagonal out, so products with L round small numbers only.
 
-The arithmetic is in matrices/chunk_matrices.cuh. A CTA takes `heads` value heads of a group: K K^T and Q K^T are made
-once for them, by WGMMA, and go to the places of K and Q; then every warp works on a head of its own, or a team of two
-or four warps on one where the heads are 2 or 1. Its shared memory lets 4 CTAs share an SM, which hide each other's
-latencies.
+With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it. With larger keys
+the entries grow like the product of (beta |k|^2 - 1) over the chunk, and become inf beyond the dtype's range.
 
-Launched on [chunk slots * H_v / heads], one warpgroup. The first early_ctas of them find their chunk in cu_seqlens
-themselves, while chunk_plan runs.
+A CTA takes `heads` value heads of a group. It computes K K^T and Q K^T once for them, by WGMMA, into the memory of K
+and Q. Then each warp works on a head; with 2 heads or 1, a team of two or four warps does. Four CTAs share an SM, and
+hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
 """
 
 import tilelang.language as T
@@ -70,7 +70,7 @@ from kernels_tl.layout import (
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
-# The first CTAs. g_cumsum is written
+# The first CTAs read these early. They write g_cumsum.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
 PRELUDE = """
@@ -80,7 +80,7 @@ PRELUDE = """
 
 THREADS = TILE.threads
 WARPS = THREADS // 32
-SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # of rows of blocks of 128, 96, 64 and 32 bytes
+SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # by row of blocks, which has 128, 96, 64 or 32 bytes
 Full = T.GemmWarpPolicy.FullRow
 
 
@@ -93,19 +93,19 @@ def chunk_matrices(dtype, K, normalize):
     def make_tiles():
         return shared(
             TILE.shared,
-            K=([C, K], dtype),  # then blocks of the products
-            Q=([C, K], dtype),  # then block columns of the matrices, a warp's two after another's
+            K=([C, K], dtype),  # later: blocks of the products
+            Q=([C, K], dtype),  # later: block columns of the matrices, two of each warp
             diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
-            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # of A; before them the norms
+            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # of A; first of all the norms
             gates=([WARPS, 2, C], "float32"),  # b log2(e) and beta of a head
         )
 
     def make_barriers():
-        return barriers(loaded=[THREADS])  # all threads: K and Q have arrived
+        return barriers(loaded=[THREADS])  # by all threads: K and Q have arrived
 
     @T.macro
     def find_chunk(slot, early, chunks, sequences, slots):
-        """The chunk in a slot: row, length, sequence."""
+        """The chunk in a slot: first row, length, sequence."""
         found = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
             sequences.search("find_chunk", found.data, slot, sizes, slots)
@@ -124,7 +124,7 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
-        """Zeros in the outputs of rows that no sequence covers."""
+        """Writes zeros to the outputs' rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
             clear_rows(outputs.o, chunk, first + l)
@@ -132,7 +132,7 @@ def chunk_matrices(dtype, K, normalize):
                 clear_rows(outputs.A, chunk, first + l)
             if (outputs.has_g_cumsum != 0) & (tx < chunk.length):
                 outputs.g_cumsum[chunk.row + tx, first + l] = 0.0
-            if (has_backward_gates > gate_gradients) & (tx < chunk.length):
+            if (has_backward_gates != 0) & (gate_gradients == 0) & (tx < chunk.length):
                 gradients.db[chunk.row + tx, first + l] = 0.0
                 gradients.dg[chunk.row + tx, first + l] = 0.0
         if (has_backward_gates != 0) & leads:
@@ -141,8 +141,8 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def load(tiles, ready, chunk, warp, first, hk, heads, tokens, inside, outputs, cumulative):
-        """K and Q of the chunk, and its heads' gates by a warp each; rows behind its last token belong to others, and
-        become zeros."""
+        """Loads K and Q of the chunk, and the gates of each head by one warp. Rows after the last token belong to other
+        sequences, and become zeros."""
         T.tma_copy(tokens.k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
         T.tma_copy(tokens.q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
         T.barrier_arrive(ready.loaded)
@@ -203,14 +203,14 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def make_products(tiles, scale):
-        """K K^T and K Q^T into shared memory. Returns the factors of the keys and queries that the lane has in the
-        table of gates, the low and the high one."""
+        """Leaves K K^T and K Q^T in shared memory. Returns the lane's factors for the table of gates: those of its low
+        and high key, and of its low and high query."""
         KK = T.alloc_fragment([C, C], "float32")
         KQ = T.alloc_fragment([C, C], "float32")
         T.wgmma_gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
         T.wgmma_gemm(tiles.K, tiles.Q, KQ, transpose_B=True, policy=Full, clear_accum=True)
         T.wait_wgmma(0)
-        T.pdl_sync()  # before its successors may begin, which take the plan for granted
+        T.pdl_sync()  # first, because the kernels after this one rely on the plan
         T.pdl_trigger()
         lane = T.get_thread_binding() % 32
         factors = T.alloc_local([4], "float32")
@@ -241,7 +241,7 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def invert_diagonal(tiles, team):
-        """The inverses of the diagonal blocks: two a warp, one in a team of four."""
+        """Inverts the diagonal blocks: two a warp, one a warp in a team of four."""
         for step in T.serial(T.if_then_else(team.warps == 1, 2, 1)):
             diagonal = T.alloc_var(
                 "int32", init=T.if_then_else(team.warps == WARPS, team.member, 2 * (team.member + step))
@@ -258,7 +258,7 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def make_columns(tiles, team, slot, hv, chunk, matrices, outputs):
-        """The block columns of the matrices that are the warp's, from shared memory out."""
+        """Computes the warp's block columns of the matrices from shared memory, and writes them."""
         extern(
             f"make_columns<{element}>",
             *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
@@ -288,22 +288,22 @@ def chunk_matrices(dtype, K, normalize):
         matrices: Matrices(sizes, dtype),
         outputs: Outputs(sizes, dtype),
         backward: BackwardTables(sizes),
-        gradients: Gradients(sizes, dtype),  # zeros where no sequence is
-        heads: T.int32,  # a CTA: a divisor of group, at most 4
+        gradients: Gradients(sizes, dtype),  # get zeros in padding rows
+        heads: T.int32,  # of a CTA: a divisor of group, at most 4
         scale: T.float32,
-        cumulative: T.int32,  # g is b, in fp32
-        gate_gradients: T.int32,  # runs behind chunk_backward, and makes all of db and dg
+        cumulative: T.int32,  # whether g is b, in fp32
+        gate_gradients: T.int32,  # whether the kernel of that name runs, which writes all of db and dg
         early_ctas: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             T.annotate_min_blocks_per_sm(TILE.ctas)
-            share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs a chunk
+            share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs of a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
-            leads = first == hk * sizes.group  # of the CTAs of a chunk and query/key head the first
+            leads = first == hk * sizes.group  # the first CTA of a chunk and query/key head
             chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team

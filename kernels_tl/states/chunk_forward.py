@@ -1,18 +1,22 @@
-"""The recurrence over the chunks of each segment, and the output, with the state in registers from first to last chunk.
+"""The recurrence over the chunks of each segment, and the output. The state stays in registers throughout a segment.
+states/recurrence.py has a chunk's step with its formulas; chunk_matrices computes L and P. A segment is a whole
+sequence or, with context parallelism, a run of its chunks.
 
-A segment is a whole sequence or, with context parallelism, a run of its chunks. The step of a chunk, with its formulas,
-is recurrence.py; chunk_matrices makes its L and P. At a chunk's start S is stored as h, V-first, if that is wanted.
+    o   [tokens, H_v, value_dim] 16-bit
+    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S at each chunk's start, V-first, if wanted (has_h)
 
-A piece of work is value_tile rows of S^T of one head of one segment: a consumer warpgroup for each 64 rows, which
-share nothing but the loader's stages, a warp for each of these that stores O, and a warp that keeps the next chunks'
-operands coming by TMA, over the borders of pieces: while the last chunks of one are computed, the state and the first
-chunks of the next arrive. With 128 rows K, Q, L and P are loaded once for the head; with 64 two CTAs share the head,
-for when there are few heads. The first piece's segment, state and K, Q and V are fetched while the kernel before this
-one still runs. The consumers go through a segment in runs of chunks, each up to the next checkpoint, behind which the
-state is written there; behind the last run it goes where the segment's does.
+forward.cpp launches [ctas], at most [segments * H_v * value tiles]. Where the device chooses between the two value
+tiles, forward.cpp launches both: the flags of the first segment, which is of the longest sequence, must be `only_if`.
 
-Launched on [ctas], at most [segments * H_v * value tiles]; twice, with both value tiles, where the device is to choose
-between them: `only_if` is what the first segment tells of the longest sequence.
+A piece of work is value_tile rows of S^T of one head of one segment. Roles of a CTA: a consumer warpgroup for each 64
+rows, a warp for each of them that stores O, and a warp that loads. The warpgroups share only the loader's stages.
+
+- The loader crosses the borders of pieces: while the last chunks of one piece are computed, the state and the first
+  chunks of the next arrive.
+- With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays where there
+  are few heads.
+- The first piece's segment, state, K, Q and V are loaded while the kernel before this one still runs.
+- The consumers take a segment in runs of chunks, each up to the next checkpoint. After each run they write the state.
 """
 
 from types import SimpleNamespace
@@ -20,7 +24,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import CHUNK_FORWARD
+from kernels_tl.config import CHUNK_FORWARD, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
@@ -33,7 +37,8 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
-from kernels_tl.core.state_view import chosen, is_checkpoint
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import NOBODY, SCANNED, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -41,13 +46,12 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
-EARLY |= {"final_state": after(CALLER)}  # of a sequence without tokens, written
+EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
-# Behind a segment's columns in shared memory: how many turns follow, and the piece's head and first value row.
+# Shared memory holds after a segment's columns: the number of turns that follow, the piece's head, its first value row.
 MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
 
 
@@ -59,7 +63,7 @@ def chunk_forward(dtype, K, value_tile):
     tile = CHUNK_FORWARD[value_tile]
     STAGES, CONSUMERS, HAS_REGISTERS = tile.stages, tile.consumers, tile.registers is not None
     WARPGROUPS = value_tile // ROWS
-    # Producers: a warp that loads, one for each consumer warpgroup that stores
+    # Producers: a loader, and a storer for each consumer warpgroup.
 
     def size_of(dtype):
         """Bytes of a state's number."""
@@ -80,7 +84,7 @@ def chunk_forward(dtype, K, value_tile):
             P=([STAGES, C, C], dtype),
             O=([WARPGROUPS, C, ROWS], dtype),
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
-            S=([state], "float32"),  # a state on its way in
+            S=([state], "float32"),  # a piece's first state
             segment=([2, COLUMNS], "int32"),  # this turn's and the next one's
             swizzle=("V", "O"),
         )
@@ -88,20 +92,20 @@ def chunk_forward(dtype, K, value_tile):
     def make_barriers():
         return barriers(
             loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-            released=[CONSUMERS] * STAGES,  # consumers to loader: K, P and gates of a stage have been used,
-            released_early=[CONSUMERS] * STAGES,  # Q, V and L
-            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its O of a chunk lies in shared memory
-            stored=[32] * WARPGROUPS,  # back: it has left
+            released=[CONSUMERS] * STAGES,  # consumers to loader: K, P and gates of a stage are free
+            released_early=[CONSUMERS] * STAGES,  # consumers to loader: Q, V and L of a stage are free
+            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk is in shared memory
+            stored=[32] * WARPGROUPS,  # storer to its warpgroup: O has left
             begun=[32],  # loader to consumers: a turn's segment and state have arrived
-            taken=[CONSUMERS],  # back: they have been read
+            taken=[CONSUMERS],  # consumers to loader: both have been read
         )
 
     def rest_of_value(v0):
-        """Value rows from v0 on."""
+        """Number of value rows from v0 on."""
         return T.Cast("int32", value_dim) - v0
 
     def layout_of(slot, initial):
-        """Of the state in a slot: whether V comes first, and its dtype. segment_scan's is V-first, in fp32."""
+        """Layout of the state in a slot: whether V comes first, and its dtype. segment_scan's is V-first, in fp32."""
         return SimpleNamespace(
             v_first=T.Select(slot == SCANNED, 1, initial.stride_k) == 1,
             dtype=T.Select(slot == SCANNED, Dtype.FLOAT32, initial.dtype),
@@ -124,15 +128,16 @@ def chunk_forward(dtype, K, value_tile):
     ):
         """A consumer's step, chunk c of the segment: from its tiles to O's."""
         s = (done + c) % STAGES
-        T.barrier_wait(ready.loaded[s], ((done + c) // STAGES) % 2)
+        stage = stage_of(done + c, STAGES, s)
+        stage.wait_for(ready.loaded)
         if length - c * C < C:
-            # What Q has there stays in columns not stored.
+            # Q keeps its rows: they only reach columns that are not stored.
             for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
                 extern("clear_rows_behind", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
         begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
-        if has_h != 0:  # keeps what is before it from sinking behind the wait
+        if has_h != 0:  # the branch also keeps the code before it from moving below the wait
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
             if slot < h_slots:
                 v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
@@ -145,12 +150,13 @@ def chunk_forward(dtype, K, value_tile):
                     T.Cast("int32", key_dim),
                 )
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.released_early[s])
+        stage.arrive(ready.released_early)
         end_step(r, tiles, s)
-        T.barrier_arrive(ready.released[s])
-        T.barrier_wait(ready.stored[warpgroup], ((done + c) % 2) ^ 1)
+        stage.arrive(ready.released)
+        own = Stage(warpgroup, (done + c) % 2)
+        own.wait_until_free(ready.stored)
         extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
-        T.barrier_arrive(ready.staged[warpgroup])
+        own.arrive(ready.staged)
 
     @T.macro
     def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
@@ -159,10 +165,11 @@ def chunk_forward(dtype, K, value_tile):
         r = registers(value_tile, K, dtype, tile.early_factors)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        done = T.alloc_var("int32", init=0)  # chunks of earlier turns
         turn = T.alloc_var("int32", init=0)
         while turn >= 0:
-            T.barrier_wait(ready.begun[0], turn % 2)
+            begun = Stage(0, turn % 2)
+            begun.wait_for(ready.begun)
             length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
             T.clear(r.S)
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
@@ -178,7 +185,7 @@ def chunk_forward(dtype, K, value_tile):
                     rest_of_value(tiles.segment[turn % 2, FIRST_ROW]),
                     T.Cast("int32", key_dim),
                 )
-            T.barrier_arrive(ready.taken[0])
+            begun.arrive(ready.taken)
             T.copy(r.S, r.S_16)
 
             c = T.alloc_var("int32", init=0)
@@ -192,24 +199,26 @@ def chunk_forward(dtype, K, value_tile):
                     step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
                     c += 1
                 is_end = T.Select(c * C >= length, 1, 0)
-                is_final = T.alloc_var("int32", init=1)
+                # A loop over both writes, because two copies of the write would take more registers.
+                written = T.alloc_var("int32", init=FINAL)
                 if is_checkpoint(c * C, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
-                    is_final = 0
-                while is_final <= is_end:
+                    written = CHECKPOINT
+                while written <= is_end:
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
-                    if is_final == 0:
+                    if written == CHECKPOINT:
                         to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
                     if to != NOBODY:
-                        states = chosen(is_final != 0, final, kept)
+                        states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
-                    is_final += 1
+                    written += 1
             done += c
             turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
 
     @T.macro
     def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
-        """A turn's segment and state to shared memory, by the loader."""
-        T.barrier_wait(ready.taken[0], (turn % 2) ^ 1)
+        """Loads a turn's segment and state to shared memory. The loader's."""
+        begun = Stage(0, turn % 2)
+        begun.wait_until_free(ready.taken)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
         if lane < SegmentColumn.COUNT:
             tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
@@ -243,14 +252,14 @@ def chunk_forward(dtype, K, value_tile):
                 T.Select(is_scanned, K, initial.row_stride) * size,
                 T.Select(state.v_first, K, value_tile) * size + STATE_PAD,
             )
-        T.barrier_arrive(ready.begun[0])
+        begun.arrive(ready.begun)
 
     @T.macro
     def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial):
         """The loader: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
-        for turn in T.serial(T.if_then_else(T.get_thread_binding() < CONSUMERS + 32, turns, 0)):
+        done = T.alloc_var("int32", init=0)  # chunks of earlier turns
+        for turn in T.serial(T.if_then_else(is_loader(CONSUMERS), turns, 0)):
             piece = walk.locate(turn)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
@@ -258,9 +267,10 @@ def chunk_forward(dtype, K, value_tile):
             begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
             for c in T.serial(segment.chunks):
                 s = (done + c) % STAGES
+                stage = stage_of(done + c, STAGES, s)
                 t = segment.row + c * C
                 slot = segment.first + c
-                T.barrier_wait(ready.released_early[s], (((done + c) // STAGES) % 2) ^ 1)
+                stage.wait_until_free(ready.released_early)
                 fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 for w in T.unroll(WARPGROUPS):
                     fetch(
@@ -268,35 +278,36 @@ def chunk_forward(dtype, K, value_tile):
                         tiles.V[s, w, :, :],
                         ready.loaded[s],
                     )
-                at_once = done + c == 0  # what does not come from the kernel before this one
+                at_once = done + c == 0  # K of the first chunk does not come from the kernel before this one
                 if at_once:
                     fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                     T.pdl_sync()
                 for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                     fetch(source, target, ready.loaded[s])
-                T.barrier_wait(ready.released[s], (((done + c) // STAGES) % 2) ^ 1)
+                stage.wait_until_free(ready.released)
                 if not at_once:
                     fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                 fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
                 for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
-                T.barrier_arrive(ready.loaded[s])
+                stage.arrive(ready.loaded)
             done += segment.chunks
 
     @T.macro
     def store(walk, tiles, ready, turns, segments, o):
         """The storers, one for each consumer warpgroup: O from shared memory."""
-        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
-        done = T.alloc_var("int32", init=0)  # chunks, in earlier turns
+        w = T.alloc_var("int32", init=storer(CONSUMERS))
+        done = T.alloc_var("int32", init=0)  # chunks of earlier turns
         for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
             piece = walk.locate(turn)
             row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
             length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
             v0 = piece.tile * value_tile + w * ROWS
             for c in T.serial(T.truncdiv(length + (C - 1), C)):
-                T.barrier_wait(ready.staged[w], (done + c) % 2)
+                own = Stage(w, (done + c) % 2)
+                own.wait_for(ready.staged)
                 store_rows(tiles.O, w, o, row + c * C, piece.hv, v0, length - c * C)
-                T.barrier_arrive(ready.stored[w])
+                own.arrive(ready.stored)
             done += T.truncdiv(length + (C - 1), C)
 
     @T.prim_func
@@ -312,8 +323,8 @@ def chunk_forward(dtype, K, value_tile):
         h: T.Tensor([h_slots, sizes.H_v, sizes.value_dim, sizes.key_dim], dtype),
         has_h: T.int32,
         ctas: T.int32,
-        value_tiles: T.int32,  # of value_tile rows
-        only_if: T.int32,  # the first segment's flags are these; 0: in any case
+        value_tiles: T.int32,  # tiles of value_tile rows
+        only_if: T.int32,  # run only if the first segment has these flags; 0: always
     ):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -323,7 +334,7 @@ def chunk_forward(dtype, K, value_tile):
                     if cta == 0:
                         T.pdl_sync()
                     extern("leave")
-                if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # of the two launches the first
+                if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # the first of the two launches
                     T.pdl_trigger()
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()

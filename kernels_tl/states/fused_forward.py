@@ -1,37 +1,39 @@
-"""The whole forward of a segment in one kernel: chunk_forward whose warpgroups make the chunks' matrices themselves.
+"""The whole forward of a segment in one kernel: chunk_forward whose warpgroups also compute the chunks' matrices.
 
-chunk_matrices makes K K^T and Q K^T once for a group of heads, but K and Q are then loaded a second time, and the
-matrices cross the memory. With one head a group, or two, that costs more than it saves. Here each of the two warpgroups
-that carry the state makes L and P (recurrence.py has the formula) for every other chunk, between two of its steps and
-two chunks ahead, while the other one is in a step:
+    P = scale tril(Q K^T) * D,   L = A * D - I     both transposed, from K K^T and K Q^T (states/fused_forward.cuh)
+    o, S                                           states/recurrence.py
 
-    K K^T, K Q^T     by WGMMA from the tiles that are there for the steps
-    P = scale tril(Q K^T) * D, L = A * D - I, both transposed: a row of blocks a warp (states/fused_forward.cuh)
+    o                   [tokens, H_v, value_dim] 16-bit
+    A, g_cumsum         [tokens, H_v, C] 16-bit, [tokens, H_v] fp32, with low_level
 
-A warp loads K, Q and V, two store O, and one makes the chunks' tables of gates. With low_level g_cumsum and A are
-written, too: A goes out by way of O's tiles, whose warpgroups have an A to store for every other O. h is not made: that
-is chunk_forward's. Rows that no sequence covers get zeros.
+forward.cpp launches [ctas], at most [segments * H_v]. A CTA goes through several pieces of work, heads of segments, in
+turns as chunk_forward does. It counts chunks through all pieces: the last steps of one piece compute the matrices of
+the next piece's first chunks. With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that
+no sequence covers get zeros. The kernel writes no h.
 
-With the l2norm and r = diag(1 / |k_i|), K is left as it is, for
+Why one kernel: chunk_matrices computes K K^T and Q K^T once for a group of heads, but then K and Q are loaded a second
+time, and the matrices cross the memory twice. The host's cost model (csrc/gpu/cost_model.cpp) chooses.
+
+Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
+steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
+computes the chunks' tables of gates. With low_level A leaves through O's tiles: a warpgroup's storer then has an A to
+store for every other O.
+
+With the l2norm and r = diag(1 / |k_i|), K stays as it is, because
 
     I + stril(diag(beta) r K K^T r) = r^-1 (I + stril(diag(beta) r^2 K K^T)) r
 
-so that the inverse needs no norms but those of its own rows, and the others come in with the gates.
-
-A CTA goes through several pieces of work, heads of segments, in turns as chunk_forward's do; chunks are counted through
-all of them, so the matrices of a piece's first chunks are made in the last steps of the one before it.
-
-Launched on [ctas], at most [segments * H_v]. With `early` the first piece is found in cu_seqlens, while chunk_plan
-runs.
+so the inverse needs the norms of its own rows only, and the other norms come with the gates.
 """
 
 import tilelang.language as T
 
 from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
-from kernels_tl.config import FUSED_FORWARD as TILE
+from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import Walk, barriers, fetch, is_never, shared, store_rows
-from kernels_tl.core.state_view import chosen, is_checkpoint
+from kernels_tl.core.pipeline import Stage
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
     BLOCK,
     INVERSE_STRIDE,
@@ -45,12 +47,12 @@ from kernels_tl.layout import (
     SegmentColumn,
 )
 from kernels_tl.states import place as at_place
-from kernels_tl.states.place import next_chunk, phase, stage, value_phase, value_stage
+from kernels_tl.states.place import next_chunk, stage, value_stage
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EXPLICIT_FENCES = True
-# The loader and the gates' warp of a CTA that finds its first segment itself. g_cumsum is written
+# The loader and the gates' warp read these early, in a CTA that finds its first segment itself. They write g_cumsum.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
 EARLY |= {"g_cumsum": after(CALLER)}
 PRELUDE = """
@@ -58,11 +60,10 @@ PRELUDE = """
 #include "plan/plan.cuh"
 """
 
-ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
-WARPGROUPS = 2  # take turns in making matrices
-STAGES, VALUE_STAGES = TILE.stages, Ring.VALUE_STAGES  # of K, Q, matrices and gates; of V
+WARPGROUPS = 2  # in turns they compute matrices
+STAGES, VALUE_STAGES = TILE.stages, Ring.VALUE_STAGES  # K, Q, matrices and gates have STAGES; V has VALUE_STAGES
 CONSUMERS = TILE.consumers
-LOADER, STORERS, GATES = 0, 1, 3  # warps of the producers: one, one for each consumer warpgroup, one
+LOADER, STORERS, GATES = 0, 1, 3  # the producers' first warps by role; STORERS is one for each consumer warpgroup
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
@@ -84,27 +85,27 @@ def fused_forward(dtype, K, normalize, low_level):
             O=([WARPGROUPS, C, ROWS], dtype),
             scratch=([WARPGROUPS, SCRATCH], "float32"),
             gates=([STAGES, FusedGate.COUNT, C], "float32"),
-            lengths=([STAGES], "int32"),  # tokens of the chunk, negative behind the last one
-            turns=([CONSUMERS], "int32"),  # a consumer's, while the chunks take all registers,
-            done=([CONSUMERS], "int32"),  # and tokens of its segment
+            lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
+            turns=([CONSUMERS], "int32"),  # a consumer's turn, kept here because the chunks take all registers
+            done=([CONSUMERS], "int32"),  # tokens of its segment so far
             swizzle=("V", "O"),
         )
 
     def make_barriers():
         return barriers(
             loaded=[32] * STAGES,  # loader to makers: a stage's K and Q have arrived
-            gated=[32] * STAGES,  # gates' warp to makers: its table is there
-            made=[128] * STAGES,  # a maker to the consumers: its L and P are there
-            released=[CONSUMERS] * STAGES,  # consumers to loader and gates' warp: all of these have been used
-            loaded_v=[32] * VALUE_STAGES,  # loader to consumers
-            released_v=[CONSUMERS] * VALUE_STAGES,  # back
-            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its O of a chunk (or an A) is in O's tile
-            stored=[32] * WARPGROUPS,  # back: it has left
+            gated=[32] * STAGES,  # gates' warp to makers: a chunk's table is there
+            made=[128] * STAGES,  # a maker to the consumers: L and P are there
+            released=[CONSUMERS] * STAGES,  # consumers to loader and gates' warp: the stage is free
+            loaded_v=[32] * VALUE_STAGES,  # loader to consumers: a stage's V has arrived
+            released_v=[CONSUMERS] * VALUE_STAGES,  # consumers to loader: the stage of V is free
+            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk, or an A, is in O's tile
+            stored=[32] * WARPGROUPS,  # storer to its warpgroup: the tile has left
         )
 
     @T.macro
     def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
-        """L and P of the chunk in stage s, by a warpgroup."""
+        """Computes L and P of the chunk in stage s. A warpgroup's."""
         extern(
             f"make_matrices<{options}>",
             ready.gated[s],
@@ -128,33 +129,33 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
-        """A consumer's step, from its tiles to O's, and by turns the matrices of the chunk after the next."""
-        s = stage(now)
-        u = value_stage(now)
+        """A consumer's step, from its tiles to O's; and in turns the matrices of the chunk two ahead."""
+        tile, value = stage(now), value_stage(now)
+        s, u = tile.index, value.index
         own = at_place.warpgroup(place)
-        T.barrier_wait(ready.made[s], phase(now))
-        T.barrier_wait(ready.loaded_v[u], value_phase(now))
+        tile.wait_for(ready.made)
+        value.wait_for(ready.loaded_v)
         if left < C:
             extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
-        if is_never(sizes):  # keeps what is before it from sinking behind the wait
+        if is_never(sizes):  # keeps the code before it from moving below the wait
             extern("trap")
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.released_v[u])
-        # Over long ago; behind the products it would cost 2 %.
+        value.arrive(ready.released_v)
+        # This wait passes at once here. After the products it would cost 2 %.
         if low_level:
             extern("wait_for_tile", ready.stored[0], place)
         else:
-            T.barrier_wait(ready.stored[own], u ^ 1)
+            Stage(own, u).wait_until_free(ready.stored)
         end_step(r, tiles, s)
-        T.barrier_arrive(ready.released[s])
+        tile.arrive(ready.released)
         O_s = tiles.O[0, 0, 0]
         extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), at_place.offset(place))
         T.barrier_arrive(ready.staged[own])
         if u == own:  # two chunks ahead: the stage before this one
             before = T.if_then_else(s == 0, STAGES - 1, s - 1)
-            before_phase = T.if_then_else(s == 0, phase(now), phase(now) ^ 1)
+            before_phase = T.if_then_else(s == 0, tile.parity, tile.parity ^ 1)
             make_matrices(tiles, ready, before, before_phase, own, place, scale)
 
     @T.macro
@@ -197,23 +198,24 @@ def fused_forward(dtype, K, normalize, low_level):
                 done = T.alloc_var("int32", init=tiles.done[tx])
                 length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
                 is_end = T.Select(done >= length, 1, 0)
-                is_final = T.alloc_var("int32", init=1)
+                # A loop over both writes, because two copies of the write would take more registers.
+                written = T.alloc_var("int32", init=FINAL)
                 if is_checkpoint(done, length, segments[end.segment, SegmentColumn.UNTIL], checkpoint_every):
-                    is_final = 0
-                while is_final <= is_end:
+                    written = CHECKPOINT
+                while written <= is_end:
                     to = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.FINAL])
-                    if is_final == 0:
+                    if written == CHECKPOINT:
                         chunks_done = T.truncdiv(done, C)
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
                     if to != NOBODY:
-                        states = chosen(is_final != 0, final, kept)
+                        states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, end.hv)
-                    is_final += 1
+                    written += 1
             tiles.turns[tx] += 1
 
     @T.macro
     def read_extent(extent, segments, segment, wanted):
-        """A piece's first token row and tokens, unless they are known."""
+        """Reads a piece's first token row and number of tokens, if wanted."""
         if wanted:
             T.pdl_sync()
             extent[0] = segments[segment, SegmentColumn.ROW]
@@ -229,21 +231,21 @@ def fused_forward(dtype, K, normalize, low_level):
             row = T.alloc_var("int32", init=extent[0])
             length = T.alloc_var("int32", init=extent[1])
             for c in T.serial(T.truncdiv(length + (C - 1), C)):
-                s = stage(ring)
-                u = value_stage(ring)
+                tile, value = stage(ring), value_stage(ring)
+                s, u = tile.index, value.index
                 t = row + c * C
-                T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+                tile.wait_until_free(ready.released)
                 fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                 fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
-                T.barrier_arrive(ready.loaded[s])
-                T.barrier_wait(ready.released_v[u], value_phase(ring) ^ 1)
+                tile.arrive(ready.loaded)
+                value.wait_until_free(ready.released_v)
                 for w in T.unroll(WARPGROUPS):
                     fetch(
                         tokens.v[t : t + C, piece.hv, w * ROWS : w * ROWS + ROWS],
                         tiles.V[u, w, :, :],
                         ready.loaded_v[u],
                     )
-                T.barrier_arrive(ready.loaded_v[u])
+                value.arrive(ready.loaded_v)
                 ring = next_chunk(ring)
 
     @T.macro
@@ -262,7 +264,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, inside, g_cumsum, scale):
-        """The gates' warp: the chunks' tables. What one is made of is on its way while the one before is made."""
+        """The gates' warp: the chunks' tables. It loads a chunk's gates while it computes the table before."""
         head_gate = T.alloc_local([2], "float32")
         g_bits = T.alloc_local([2], "uint32")
         beta_bits = T.alloc_local([2], "uint32")
@@ -283,7 +285,8 @@ def fused_forward(dtype, K, normalize, low_level):
                 piece.hv,
             )
             while rest > 0:
-                s = stage(ring)
+                tile = stage(ring)
+                s = tile.index
                 extern(
                     "activate_pairs",
                     g_pair.data,
@@ -296,7 +299,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     rest,
                 )
                 load_gates(g_bits, beta_bits, inside, row + C, piece.hv, rest - C)
-                T.barrier_wait(ready.released[s], phase(ring) ^ 1)
+                tile.wait_until_free(ready.released)
                 tiles.lengths[s] = T.min(rest, C)
                 extern(
                     "make_table",
@@ -305,7 +308,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     beta_pair.data,
                     T.float32(1) if normalize else scale,
                 )
-                T.barrier_arrive(ready.gated[s])
+                tile.arrive(ready.gated)
                 if low_level:
                     extern(
                         "store_cumsum",
@@ -322,15 +325,15 @@ def fused_forward(dtype, K, normalize, low_level):
     def end_tables(tiles, ready, times, ring: T.Ref):
         """The gates' warp, at the end: each warpgroup asks for one chunk too many."""
         for _ in T.serial(times):
-            s = stage(ring)
-            T.barrier_wait(ready.released[s], phase(ring) ^ 1)
-            tiles.lengths[s] = -1
-            T.barrier_arrive(ready.gated[s])
+            tile = stage(ring)
+            tile.wait_until_free(ready.released)
+            tiles.lengths[tile.index] = -1
+            tile.arrive(ready.gated)
             ring = next_chunk(ring)
 
     @T.macro
     def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, chunks: T.Ref):
-        """So many chunks on, over the borders of pieces."""
+        """Goes on by `chunks` chunks, over the borders of pieces."""
         while chunks > 0:
             row += C
             rest -= C
@@ -344,7 +347,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, outputs):
-        """The storers: O, and with low_level between them the A that the warpgroup has made."""
+        """The storers: O, and with low_level each A that the warpgroup has computed, in between."""
         if low_level:
             stores = T.alloc_var("int32", init=0)
             # A's chunk: w at first, then every other one.
@@ -361,16 +364,16 @@ def fused_forward(dtype, K, normalize, low_level):
                 if low_level:  # noqa: SIM102, this one is Python's
                     if A_ahead > 0:
                         next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_ahead)
-                        T.barrier_wait(ready.staged[w], stores % 2)
+                        Stage(w, stores % 2).wait_for(ready.staged)
                         store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
-                T.barrier_wait(ready.staged[w], stores % 2 if low_level else value_stage(ring))
+                Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
                 store_rows(tiles.O, w, outputs.o, row, piece.hv, w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
-                    if value_stage(ring) == w:
+                    if value_stage(ring).index == w:
                         A_ahead = 2
                 ring = next_chunk(ring)
                 row += C
@@ -378,7 +381,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def clear_padding(walk, warp, chunks, outputs):
-        """Zeros in the outputs of rows that no sequence covers, by one warp of each CTA."""
+        """Writes zeros to the outputs' rows that no sequence covers. One warp of each CTA does."""
         slots = T.alloc_var(
             "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
         )
@@ -388,7 +391,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 row = chunks[slot, ChunkColumn.ROW]
                 values = T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v
                 extern("clear_bytes", T.access_ptr(outputs.o[row, 0, 0], "w"), values * (2 * sizes.value_dim))
-                # is_never: so that all instances have the same parameters
+                # is_never keeps A and g_cumsum among the parameters of all instances.
                 if T.bool(low_level) | is_never(sizes):
                     extern("clear_bytes", T.access_ptr(outputs.A[row, 0, 0], "w"), values * (2 * C))
                     gates = chunks[slot, ChunkColumn.LENGTH] * T.Cast("int32", H_v)
@@ -425,7 +428,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
                 turns = walk.turns()
-                ring = T.alloc_var("int32", init=0)  # of this warp
+                ring = T.alloc_var("int32", init=0)  # the warp's own
                 extent = T.alloc_local([2], "int32")
                 if (early != 0) & ((warp == LOADER) | (warp == GATES)):
                     segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v))

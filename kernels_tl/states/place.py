@@ -1,8 +1,9 @@
-"""Numbers of several fields, as layout.py lays them out; states/place.cuh reads the same."""
+"""Numbers with several fields, as layout.py lays them out; states/place.cuh reads the same."""
 
 import tilelang.language as T
 
 from kernels_tl.core.common import extern
+from kernels_tl.core.pipeline import Stage
 from kernels_tl.layout import Place, Ring
 
 
@@ -11,23 +12,17 @@ def _field(number, first, mask):
 
 
 def stage(ring):
-    return _field(ring, Ring.STAGE, 3)
-
-
-def phase(ring):
-    return _field(ring, Ring.PHASE, 1)
+    """The stage of K, Q, matrices and gates."""
+    return Stage(_field(ring, Ring.STAGE, 3), _field(ring, Ring.PHASE, 1))
 
 
 def value_stage(ring):
-    return _field(ring, Ring.VALUE_STAGE, 1)
-
-
-def value_phase(ring):
-    return _field(ring, Ring.VALUE_PHASE, 1)
+    """The stage of V."""
+    return Stage(_field(ring, Ring.VALUE_STAGE, 1), _field(ring, Ring.VALUE_PHASE, 1))
 
 
 def next_chunk(number, first=0):
-    """Of a ring that lies from bit `first` on of a number: every field counts on by itself."""
+    """The ring at bit `first` of a number, one chunk on: every field counts by itself."""
     in_last_stage = (number & (3 << first)) == ((Ring.STAGES - 1) << first)
     to_first_stage = (number ^ (1 << Ring.PHASE << first)) - ((Ring.STAGES - 1) << first)
     following = T.if_then_else(in_last_stage, to_first_stage, number + (1 << first))
@@ -35,14 +30,14 @@ def next_chunk(number, first=0):
 
 
 def place_of_thread(tile_bytes):
-    """The thread's place when it begins; a warpgroup's tile has so many bytes."""
+    """The thread's first place. tile_bytes is the size of a warpgroup's tile."""
     offset, column = extern("transposed_offset", returns="int32"), extern("first_column", returns="int32")
     warpgroup = T.truncdiv(T.get_thread_binding(), 128)
     return offset + warpgroup * (tile_bytes + (1 << Place.WARPGROUP)) + (column << Place.COLUMN)
 
 
 def offset(place):
-    """In the tiles of the CTA's two warpgroups, which follow one another."""
+    """Bytes from the tiles of the CTA's two warpgroups, which follow one another."""
     return _field(place, Place.OFFSET, 0xFFFF)
 
 

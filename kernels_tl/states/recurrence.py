@@ -1,18 +1,19 @@
-"""A chunk's step of the recurrence, by the warpgroups that carry the state. In the transposed form, which keeps every
-intermediate in registers as the next WGMMA's A operand, with L = A * D - I and P = scale tril(Q K^T) * D:
+"""A chunk's step of the recurrence, by the warpgroups that carry the state:
 
     residual^T = (V^T - (S^T K^T) diag(gamma)) diag(beta)
-    V_new^T    = residual^T + residual^T L^T
-    O^T        = (S^T Q^T) diag(scale gamma) + V_new^T P^T
+    V_new^T    = residual^T + residual^T L^T                        L = A * D - I
+    O^T        = (S^T Q^T) diag(scale gamma) + V_new^T P^T          P = scale tril(Q K^T) * D
     S^T        = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
-With the l2norm the factors of the columns hold 1 / |k| and 1 / |q| too, so K and Q are used as they came. Two macros,
-so that between them a kernel can release what has been used. Without an output O is left out, and there is one product
-at a time to hide loads and conversions behind: so their order differs, and what else there is to do, `meanwhile`, is
-done behind the first and the last product.
+The transposed form keeps every intermediate in registers: each is the A operand of the next WGMMA. With the l2norm the
+factors of the columns also hold 1 / |k| and 1 / |q|, so K and Q are used as they came.
 
-An exact S' has a second product, with what rounding takes from V_new^T diag(gamma_C / gamma): that would be its largest
-error.
+The step is two macros, begin_step and end_step, because a kernel releases its tiles between them. Without an output
+there is no O, and only one product at a time hides the loads and conversions. The order of instructions then differs,
+and the kernel's own work, `meanwhile`, comes after the first and the last product.
+
+An exact S' has a second product with the rest that rounding takes from V_new^T diag(gamma_C / gamma): this rest would
+be its largest error.
 """
 
 import tilelang.language as T
@@ -29,18 +30,18 @@ def nothing():
 
 
 def registers(rows, K, dtype, early, output=True, exact=False):
-    """The registers of the warpgroups that carry `rows` rows of S^T. `early` of eight quadruples of the residual's
-    factors are loaded before the first product (core/tiles.cuh: load_minuend); more of them may spill."""
+    """Registers of the warpgroups that carry `rows` rows of S^T. `early` of the residual's eight quadruples of factors
+    are loaded before the first product (core/tiles.cuh: load_minuend). More of them may spill."""
     made = fragments(
         S=([rows, K], "float32"),  # S^T
         S_16=([rows, K], dtype),
         V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
         V_new_16=([rows, C], dtype),
         decayed=([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
-        **({"decayed_rest": ([rows, C], dtype)} if exact else {}),  # what rounding took from it
+        **({"decayed_rest": ([rows, C], dtype)} if exact else {}),  # the rest after rounding
         **({"O": ([rows, C], "float32")} if output else {}),  # O^T
     )
-    # Loaded ahead of WGMMAs: the tile of V, its pairs of factors, gamma_C / gamma, and for O scale gamma.
+    # Loaded before the WGMMAs that they meet: the tile of V, its pairs of factors, gamma_C / gamma; scale gamma for O.
     ahead = named(
         minuend=T.alloc_local([16], "uint32"),
         pairs=T.alloc_local([32], "float32"),
@@ -54,7 +55,7 @@ def registers(rows, K, dtype, early, output=True, exact=False):
 
 @T.macro
 def fetch_residual_factors(r, tiles, s, V, offset, column):
-    """The warpgroup's tile of V and factors of the residual to registers, before the product they meet is made."""
+    """Loads the warpgroup's tile of V and the residual's factors to registers, ahead of their product."""
     extern(
         f"load_minuend<{r.early}>",
         r.minuend.data,
@@ -70,15 +71,15 @@ def fetch_residual_factors(r, tiles, s, V, offset, column):
 def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
     """Leaves gamma_C S^T in S, S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
 
-    The chunk's tiles are those of stage s; V is the first element of the warpgroup's tile of V. offset and column are
-    the thread's place in a tile and in a fragment (core/tiles.cuh). Unless has_V, V is taken as zero."""
+    s is the stage of the chunk's tiles, V the first element of the warpgroup's tile of V. offset and column are the
+    thread's place in a tile and in a fragment (core/tiles.cuh). V counts as zero unless has_V."""
     if r.output:
         fetch_residual_factors(r, tiles, s, V, offset, column)
         total = T.alloc_var(
             "float32",
             init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
         )
-    else:  # gamma_C is read where it is used, which is faster here
+    else:  # faster here: gamma_C is read at its use
         T.copy(r.S, r.S_16)
     T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
     if r.output:
@@ -108,7 +109,7 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
 
 @T.macro
 def end_step(r, tiles, s, meanwhile=nothing):
-    """Behind the wait for V_new: leaves the next state in S, and with an output in S_16, too, and O^T in O."""
+    """Leaves the next state in S; with an output also in S_16, and O^T in O. The caller has waited for V_new."""
     extern(f"round_scaled_columns<{r.element}>", r.decayed.data, r.V_new.data, r.decays.data)
     T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
     if r.exact:

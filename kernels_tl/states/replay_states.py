@@ -1,15 +1,15 @@
 """The states again, for the backward: the recurrence (states/recurrence.py, without outputs, S' exact) over the chunks
-of each segment, with the state in registers from first to last chunk. What it leaves of each chunk:
+of each segment. The state stays in registers from the first chunk to the last. Written for each chunk:
 
-    h          S before the chunk    [chunk_slots, H_v, value_rows, K], V-first
-    v_new      V_new                 [chunk_slots, H_v, C, value_rows]
+    h          S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
+    v_new      V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
 
-A segment starts from the caller's state or from zero if it is its sequence's first, else from `states`.
+A sequence's first segment starts from the caller's state or from zero, every other segment from `states`, which
+segment_scan wrote.
 
-A CTA owns V value rows of a head of a segment, a tile: a consumer warpgroup for each 64 rows of S^T, a warp for each of
-these that stores h and V_new, and a warp that keeps the next chunks' operands coming by TMA.
-
-Launched on [segments * H_v * value tiles].
+backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA owns V value rows of a head of a segment, a tile. Its
+roles: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for each
+consumer warpgroup a warp that stores h and V_new.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import REPLAY_STATES as TILE
+from kernels_tl.config import REPLAY_STATES as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -26,6 +26,7 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.layout import Dtype, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -37,9 +38,8 @@ PRELUDE = """
 """
 
 V = TILE.tile  # value rows a CTA
-ROWS = 64  # of S^T a warpgroup: the M of its WGMMA
 STAGES = TILE.stages
-# Producers: a warp that loads, one for each consumer warpgroup that stores
+# Producers: a loader, and a storer for each consumer warpgroup.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
@@ -48,7 +48,7 @@ def replay_states(dtype, K):
     H_v, value_rows = sizes.H_v, sizes.value_rows
     WARPGROUPS = V // ROWS
     CONSUMERS = TILE.consumers
-    BOXES = K // C  # of a warpgroup's h
+    BOXES = K // C  # TMA boxes of a warpgroup's h
 
     def make_tiles():
         return shared(
@@ -65,28 +65,30 @@ def replay_states(dtype, K):
     def make_barriers():
         return barriers(
             loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-            released=[CONSUMERS] * STAGES,  # back: they have been used
-            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: its h of a chunk lies in shared memory
-            h_stored=[32] * WARPGROUPS,  # back: it has left
+            released=[CONSUMERS] * STAGES,  # consumers to loader: the stage is free
+            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: h of a chunk is in shared memory
+            h_stored=[32] * WARPGROUPS,  # storer to its warpgroup: h has left
             V_new_staged=[128] * WARPGROUPS,
             V_new_stored=[32] * WARPGROUPS,
         )
 
     @T.macro
     def stage_h(r, tiles, ready, warpgroup, c, rows):
-        T.barrier_wait(ready.h_stored[warpgroup], (c % 2) ^ 1)
+        own = Stage(warpgroup, c % 2)
+        own.wait_until_free(ready.h_stored)
         extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
-        T.barrier_arrive(ready.h_staged[warpgroup])
+        own.arrive(ready.h_staged)
 
     @T.macro
     def stage_V_new(r, tiles, ready, warpgroup, c, offset):
-        T.barrier_wait(ready.V_new_stored[warpgroup], (c % 2) ^ 1)
+        own = Stage(warpgroup, c % 2)
+        own.wait_until_free(ready.V_new_stored)
         extern(f"stage_transposed<{r.element}>", r.V_new.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), offset)
-        T.barrier_arrive(ready.V_new_staged[warpgroup])
+        own.arrive(ready.V_new_staged)
 
     @T.macro
     def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
-        """The consumers: the recurrence, and the way to shared memory of what it leaves."""
+        """The consumers: the recurrence, and its h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, TILE.early_factors, output=False, exact=True)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
@@ -110,7 +112,8 @@ def replay_states(dtype, K):
                 )
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
-            T.barrier_wait(ready.loaded[s], (c // STAGES) % 2)
+            stage = stage_of(c, STAGES, s)
+            stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
                 clear_rows_behind(tiles.K, segment.length - c * C, s)
                 for w in T.unroll(WARPGROUPS):
@@ -128,7 +131,7 @@ def replay_states(dtype, K):
             )
             T.wait_wgmma(0)
             end_step(r, tiles, s, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
-            T.barrier_arrive(ready.released[s])
+            stage.arrive(ready.released)
 
     @T.macro
     def load(tiles, ready, piece, segment, hk, tokens, matrices):
@@ -138,7 +141,8 @@ def replay_states(dtype, K):
             s = T.alloc_var("int32", init=c % STAGES)
             t = segment.row + c * C
             slot = segment.first + c
-            T.barrier_wait(ready.released[s], ((c // STAGES) % 2) ^ 1)
+            stage = stage_of(c, STAGES, s)
+            stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
             fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for w in T.unroll(WARPGROUPS):
@@ -146,16 +150,17 @@ def replay_states(dtype, K):
                 fetch(tokens.v[t : t + C, piece.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
-            T.barrier_arrive(ready.loaded[s])
+            stage.arrive(ready.loaded)
 
     @T.macro
     def store(tiles, ready, piece, segment, h, v_new):
         """The storers, one for each consumer warpgroup: h and V_new from shared memory."""
-        w = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32) - 1)
+        w = T.alloc_var("int32", init=storer(CONSUMERS))
         for c in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
             slot = segment.first + c
             v0 = piece.v0 + w * ROWS
-            T.barrier_wait(ready.h_staged[w], c % 2)
+            own = Stage(w, c % 2)
+            own.wait_for(ready.h_staged)
             T.fence_proxy_async()
             for box in T.unroll(BOXES):
                 T.tma_copy(
@@ -164,12 +169,12 @@ def replay_states(dtype, K):
                     leader_scope_threads=32,
                 )
             T.tma_store_wait(0)
-            T.barrier_arrive(ready.h_stored[w])
-            T.barrier_wait(ready.V_new_staged[w], c % 2)
+            own.arrive(ready.h_stored)
+            own.wait_for(ready.V_new_staged)
             T.fence_proxy_async()
             T.tma_copy(tiles.V_new[w, :, :], v_new[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
             T.tma_store_wait(0)
-            T.barrier_arrive(ready.V_new_stored[w])
+            own.arrive(ready.V_new_stored)
 
     @T.prim_func
     def main(
@@ -200,7 +205,7 @@ def replay_states(dtype, K):
                 compute(tiles, ready, piece, segment, states.initial_in_a_run(), has_initial_state, maps.states)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                if T.get_thread_binding() < CONSUMERS + 32:
+                if is_loader(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, tokens, matrices)
                 else:
                     store(tiles, ready, piece, segment, h, v_new)

@@ -1,0 +1,197 @@
+"""Both passes of the Gated Delta Rule on a rank's tokens."""
+
+import functools
+
+import torch
+
+from flash_qla.cp.context import CPContext, as_ours, check_tokens
+from flash_qla.cp.exchange import in_backward, refuse_transforms, start_gather, wait
+from flash_qla.cp.maps import fold, spread
+from flash_qla.ops.autograd import only_once
+
+ops = torch.ops.flash_qla
+
+_OPTIONS = [x.name for x in ops.chunk_gated_delta_rule.default._schema.arguments[5:]]  # all but q, k, v, g, beta
+_TENSORS = ("initial_state", "A_log", "dt_bias")  # the options that have gradients
+
+
+def _by_name(op):
+    """The op as a function of keywords; it ignores those that are not its arguments."""
+    names = [x.name for x in op.default._schema.arguments]
+    return lambda **arguments: op(**{name: arguments[name] for name in names if name in arguments})
+
+
+_op, _op_fwd, _op_bwd = map(
+    _by_name, (ops.chunk_gated_delta_rule, ops.chunk_gated_delta_rule_fwd, ops.chunk_gated_delta_rule_bwd)
+)
+_begin_forward, _finish_forward = map(
+    _by_name, (ops.gated_delta_rule_forward_begin, ops.gated_delta_rule_forward_finish)
+)
+_begin_backward, _replay_backward, _finish_backward = map(
+    _by_name,
+    (
+        ops.gated_delta_rule_backward_begin,
+        ops.gated_delta_rule_backward_replay,
+        ops.gated_delta_rule_backward_finish,
+    ),
+)
+
+
+class _Call:
+    """Shapes of a rank's states and maps, for both halves of a pass."""
+
+    def __init__(self, context: CPContext, q: torch.Tensor, v: torch.Tensor, state_v_first: bool):
+        self.context, self.state_v_first = context, state_v_first
+        (_, _, H_v, self.V), K = v.shape, q.shape[-1]
+        self.states_shape = (context.num_seqs, H_v, *((self.V, K) if state_v_first else (K, self.V)))
+        self.maps_shape = (len(context._parts), H_v, self.V + K, K)
+        self.zeros = functools.partial(q.new_zeros, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+    def with_row(self, states: torch.Tensor | None, row: int, state: torch.Tensor) -> torch.Tensor:
+        """States [N, ...], by default zeros, with `state` in this row."""
+        if self.states_shape[0] == 1:
+            # One kernel instead of three, and the backward keeps no maps of other ranks
+            return state[None].clone(memory_format=torch.contiguous_format)
+        states = self.zeros(self.states_shape) if states is None else states.to(state.dtype)
+        return states.select_scatter(state, 0, row)
+
+    def with_zeros(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """States with zeros in the rows of sequences that begin in another part."""
+        for part in self.context._parts:
+            if part.before and states is not None:
+                states = self.with_row(states, part.first, self.zeros(self.states_shape[1:]))
+        return states
+
+    def fold(self, maps: torch.Tensor, parts: int) -> torch.Tensor:
+        state = fold(maps, parts, self.V)
+        return state if self.state_v_first else state.mT
+
+
+def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dict) -> tuple[torch.Tensor | None, ...]:
+    """The forward of this rank.
+
+    Returns:
+        o, final_state, workspace, g_cumsum, A, states: the results, the workspace that the halves share, and for the
+        backward the sums of gates, A (None between halves) and the initial states.
+    """
+    parts, call = context._parts, _Call(context, tokens[0], tokens[2], options["state_v_first"])
+    after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
+    q, k, v, g, beta = (x.contiguous() for x in tokens)
+    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    states = options["initial_state"]
+    if not any(after) and not any(before):  # only the other ranks need this gather
+        gathered = start_gather(call.zeros(call.maps_shape), context, for_backward)
+        if for_backward:
+            g_cumsum, A, o, _, final_state = _op_fwd(**given)
+        else:
+            (o, final_state), g_cumsum, A = _op(**given), None, None
+        wait(gathered, context)
+        return o, final_state, None, g_cumsum, A, states
+
+    states = call.with_zeros(states)  # the caller's rows of these are ignored
+    mapped = [part.last for part in parts if part.after]
+    maps, workspace, o, g_cumsum = _begin_forward(
+        **given | {"initial_state": states, "map_sequences": mapped, "output_g_cumsum": for_backward},
+    )
+    gathered = start_gather(spread(maps, after), context, for_backward)
+    if any(before):
+        gathered = wait(gathered, context)
+        for part in parts:
+            if part.before:
+                state = call.fold(gathered[part.slot - part.before : part.slot], part.before)
+                states = call.with_row(states, part.first, state)
+    final_state = _finish_forward(
+        **given | {"initial_state": states, "workspace": workspace, "o": o, "g_cumsum": g_cumsum},
+    )
+    if not any(before):
+        wait(gathered, context)
+    return o, final_state, workspace, g_cumsum if for_backward else None, None, states
+
+
+def _backward(context: CPContext, options: dict, *tensors) -> tuple:
+    """The gradients of q, k, v, g, beta, initial_state, A_log and dt_bias.
+
+    do and dht may both be None. The pass runs all the same, because the other ranks wait for this rank's maps, and
+    their gradients may reach its tokens.
+    """
+    q, k, v, g, beta, A, g_raw, initial_state, A_log, dt_bias, do, dht = tensors
+    parts, call = context._parts, _Call(context, q, v, options["state_v_first"])
+    after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
+    q, k, v, do = (x.contiguous() for x in (q, k, v, torch.zeros_like(v) if do is None else do))
+    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A": A, "g_raw": g_raw, "do": do, "dht": dht}
+    given |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
+    if not any(after) and not any(before):
+        gathered = start_gather(in_backward(call.zeros(call.maps_shape)), context)
+        dq, dk, dv, db, dg, *sums = _op_bwd(**given)
+        wait(gathered, context)
+        return dq, dk, dv, dg, db, *sums
+
+    mapped = [part.first for part in parts if part.before]
+    maps, workspace, dq, dk, dv, db, dg = _begin_backward(**given | {"map_sequences": mapped})
+    gathered = start_gather(in_backward(spread(maps, before)), context)
+    _replay_backward(**given | {"workspace": workspace})
+    if any(after):
+        gathered = wait(gathered, context)
+        for part in parts:
+            if part.after:
+                gradient = call.fold(gathered[part.slot + 1 : part.slot + part.after + 1].flip(0), part.after)
+                dht = call.with_row(dht, part.last, gradient if dht is None else dht[part.last] + gradient)
+    given |= {"dht": dht, "workspace": workspace, "dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg}
+    dh0, dA_log, ddt_bias = _finish_backward(**given)
+    if not any(after):
+        wait(gathered, context)
+    return dq, dk, dv, dg, db, None if initial_state is None else call.with_zeros(dh0), dA_log, ddt_bias
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, context, options, *tensors):
+        tokens, of_heads = tensors[:5], dict(zip(_TENSORS, tensors[5:], strict=True))
+        o, final_state, workspace, g_cumsum, A, states = _forward(context, True, tokens, options | of_heads)
+        q, k, v, g, beta = tokens
+        g_raw = g if options["use_gate_in_kernel"] else None
+        ctx.save_for_backward(q, k, v, g_cumsum, beta, A, g_raw, states, of_heads["A_log"], of_heads["dt_bias"])
+        ctx.context, ctx.options = context, options
+        ctx.set_materialize_grads(False)
+        if not options["output_final_state"]:
+            ctx.mark_non_differentiable(final_state)
+        # The workspace is a result because torch.compile may give its size a new symbol, which has to be returned.
+        return o, final_state, workspace
+
+    @staticmethod
+    def backward(ctx, do, dht, _):
+        backward = functools.partial(_backward, ctx.context, ctx.options)
+        gradients = only_once(backward, *ctx.saved_tensors, do, dht)
+        needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(dx if is_needed else None for dx, is_needed in needed)
+
+
+def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op chunk_gated_delta_rule on this rank's tokens, from the states that earlier parts leave.
+
+    Args:
+        context: the CPContext, or FLA's.
+        q, k, v, g, beta, *options: all arguments of the op, in its order.
+
+    Returns:
+        o, final_state: as the op.
+    """
+    context, options = as_ours(context), dict(zip(_OPTIONS, options, strict=True))
+    for name, x in (("q", q), ("v", v)):
+        check_tokens(name, x, context)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has {x.dim()} dimensions, expected 4 ([B, T, heads, dimension])")
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # the halves have no autocast
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    options["cu_seqlens"] = context.cu_seqlens
+    tokens, tensors = (q, k, v, g, beta), [options[name] for name in _TENSORS]
+    if context._world_size == 1 and not any(part.before for part in context._parts):
+        return ops.chunk_gated_delta_rule(*tokens, **options)
+    refuse_transforms("chunk_gated_delta_rule with cp_context")
+    state_dtype = options["state_dtype"]
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *tensors))):
+        with torch.no_grad():
+            return _forward(context, False, tokens, options)[:2]
+    others = {name: x for name, x in options.items() if name not in _TENSORS} | {"state_dtype": None}
+    o, final_state, _ = _Differentiable.apply(context, others, *tokens, *tensors)
+    return o, final_state if state_dtype is None else final_state.to(state_dtype)

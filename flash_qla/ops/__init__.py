@@ -1,0 +1,7 @@
+"""The parts of the library's ops, torch.ops.flash_qla.*, that have to be Python: fakes, autograd and autocast.
+
+Schemas and kernels are in libflash_qla.so, which works without this package. `schemas` reads the arguments of each op
+from its schema, and the other modules register by these names.
+"""
+
+from flash_qla.ops import autocast, autograd, fakes  # noqa: F401  importing a module registers what it has

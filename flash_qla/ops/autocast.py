@@ -1,0 +1,32 @@
+"""Autocast: q, k and v are cast to the autocast dtype, like the factors of a matrix product.
+
+The ops convert the other arguments to their compute dtype. The low-level backward casts to the dtype of A, because the
+forward's autocast has chosen that one.
+"""
+
+import torch
+
+from flash_qla.ops import schemas
+
+
+def _register_autocast(op, device_type, dispatch_key, cast_arguments, dtype_of=None):
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+
+    def cast(x, dtype):
+        # float64 stays float64, as in PyTorch's own ops.
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    @torch.library.impl(op._schema.name, dispatch_key)
+    def _(*args):
+        dtype = torch.get_autocast_dtype(device_type) if dtype_of is None else args[dtype_of].dtype
+        args = (*(cast(x, dtype) for x in args[:cast_arguments]), *args[cast_arguments:])
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(*args)
+
+
+_DTYPE_OF_BACKWARD = schemas.BackwardCall._fields.index("A")
+for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
+    for _op in (schemas.forward, schemas.forward_low_level, schemas.prefill, schemas.decode):
+        _register_autocast(_op, _device_type, _dispatch_key, 3)
+    _register_autocast(schemas.decode_packed, _device_type, _dispatch_key, 1)
+    _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_of=_DTYPE_OF_BACKWARD)

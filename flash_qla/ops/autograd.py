@@ -1,0 +1,225 @@
+"""Autograd of the ops.
+
+chunk_gated_delta_rule_fwd has the formula, because the backward needs its g_cumsum and A. chunk_gated_delta_rule calls
+it if gradients are wanted; otherwise neither g_cumsum nor A is computed. The other ops have no derivatives: the results
+of chunk_gated_delta_rule_bwd do not require gradients, nor do those of the halves, from which flash_qla/cp/passes.py
+builds a function that has gradients.
+"""
+
+import operator
+
+import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from flash_qla.ops import schemas
+
+_library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
+
+
+def _register_autograd(op, differentiable):
+    """Has the op call differentiable(keyset, *args) if gradients are wanted or forward-mode AD is on.
+
+    Every call on tensors that are not inference tensors passes here, so the code is as short as PyTorch's own fallback
+    for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
+    """
+    redispatch = op._handle.redispatch_boxed  # op.redispatch without its wrapper
+
+    def kernel(keyset, *args):
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+            return differentiable(keyset, *args)
+        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    _library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+# Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. g is not shared: it
+# is g_cumsum in the backward, where the forward's g is g_raw.
+_COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.LowLevelCall._fields and x.name != "g"]
+_TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
+_OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
+_tensors_of, _options_of = operator.attrgetter(*_TENSORS), operator.attrgetter(*_OPTIONS)
+# The order of the backward's results
+_DIFFERENTIATED = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
+_differentiated_of = operator.attrgetter(*_DIFFERENTIATED)
+_backward_arguments_of = operator.itemgetter(*schemas.BackwardCall._fields)
+
+
+def _apply(function, *args):
+    """function.apply at the current level of torch.func's transforms.
+
+    The dispatcher calls autograd once at each level. Function.apply would go through all levels by itself.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+class _Differentiable(torch.autograd.Function):
+    """chunk_gated_delta_rule_fwd with its gradients.
+
+    The tensors that have gradients are arguments beside the call, because autograd looks for them there. Autograd
+    converts each gradient to the dtype of its tensor.
+    """
+
+    @staticmethod
+    def forward(ctx, keyset, call, *differentiated):
+        # Function switches both modes off, but outer levels of torch.func need them.
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            outputs = schemas.forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *call)
+        g_cumsum, A, _, h, final_state = outputs
+        g_raw = call.g if call.use_gate_in_kernel else None
+        ctx.save_for_backward(g_cumsum, A, g_raw, *_tensors_of(call))
+        ctx.options = _options_of(call)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(g_cumsum, A, h, *(() if call.output_final_state else (final_state,)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dg_cumsum, dA, do, dh, dht):
+        if do is None and dht is None:
+            return (None,) * len(ctx.needs_input_grad)
+        names = ("g", "A", "g_raw", *_TENSORS, *_OPTIONS)
+        call = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
+        call["do"] = torch.zeros_like(call["v"]) if do is None else do
+        call["dht"] = dht
+        gradients = only_once(schemas.backward, *_backward_arguments_of(call))
+        needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *[x if is_needed else None for x, is_needed in needed])
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flash_qla: chunk_gated_delta_rule has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, "
+            "torch.autograd.forward_ad), only gradients (torch.autograd.grad, torch.func.grad, vjp, jacrev)."
+        )
+
+
+def _low_level_for_backward(keyset, *args):
+    call = schemas.LowLevelCall(*args)
+    return _apply(_Differentiable, keyset, call, *_differentiated_of(call))
+
+
+def _forward_for_backward(keyset, *args):
+    call = schemas.LowLevelCall(**schemas.ForwardCall(*args)._asdict())
+    _, _, o, _, final_state = _apply(_Differentiable, keyset, call, *_differentiated_of(call))
+    return o, final_state
+
+
+def only_once(backward, *args):
+    """The gradients backward(*args), which cannot be differentiated again.
+
+    The error comes when they are differentiated, not when create_graph=True computes them, because other parts of a
+    model may need the graph.
+    """
+    return _OnceDifferentiable.apply(backward, *args) if torch.is_grad_enabled() else backward(*args)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backward, *args):
+        return backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
+        )
+
+    jvp = backward
+
+
+_register_autograd(schemas.forward, _forward_for_backward)
+_register_autograd(schemas.forward_low_level, _low_level_for_backward)
+
+
+# Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the
+# backward raises. Forward-mode AD raises too, because it would treat the results as constants.
+
+
+class _Underivable(torch.autograd.Function):
+    """Hands on the results of an op, as a function of the tensors that require gradients; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, name, results, *differentiated):
+        ctx.name = name
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"derivative for flash_qla::{ctx.name} is not implemented")
+
+
+class _Written(_Underivable):
+    """The same for a tensor that the op has written."""
+
+    @staticmethod
+    def forward(ctx, name, written, *differentiated):
+        ctx.name = name
+        ctx.mark_dirty(written)
+        return written
+
+
+def _written_by(op):
+    """A function of the op's arguments that returns those that the op writes and that are given."""
+    arguments = op._schema.arguments
+    places = [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+    return lambda args: [args[i] for i in places if i < len(args) and args[i] is not None]
+
+
+def _increment_versions(tensors):
+    """Lets autograd see that saved tensors have changed. Inference tensors have no version."""
+    for x in tensors:
+        if not x.is_inference():
+            torch._C._increment_version([x])
+
+
+def _register_without_derivative(op):
+    redispatch = op._handle.redispatch_boxed
+    written_by = _written_by(op)
+
+    def with_gradients(keyset, args):
+        written = written_by(args)
+        if any(y is not None and y.is_leaf and y.requires_grad for x in written for y in (x, x._base)):
+            raise RuntimeError(
+                f"flash_qla::{op._opname}: a leaf Variable that requires grad is being used in an in-place operation."
+            )
+        differentiated = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+        with torch._C._AutoDispatchBelowAutograd():
+            results = redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        for x in written:
+            _apply(_Written, op._opname, x, *differentiated)  # increments the version too
+        return results if results is None else _apply(_Underivable, op._opname, results, *differentiated)
+
+    def autograd(keyset, *args):
+        if forward_ad._current_level >= 0:
+            for x in args:
+                if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                    raise NotImplementedError(f"flash_qla: {op._opname} has no forward-mode derivative.")
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return with_gradients(keyset, args)
+        return in_place(keyset, *args)
+
+    def in_place(keyset, *args):
+        results = redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        _increment_versions(written_by(args))
+        return results
+
+    _library.impl(op, autograd, "Autograd", with_keyset=True)
+    _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
+
+
+for _op in (
+    schemas.backward,
+    *(schemas.forward_begin, schemas.forward_finish),
+    *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
+    *(schemas.prefill, schemas.decode, schemas.decode_packed),
+):
+    _register_without_derivative(_op)

@@ -1,0 +1,401 @@
+"""Fake implementations of the ops: dtypes and shapes of their results, for torch.compile and torch.export.
+
+The checks here make wrong arguments fail when a graph is traced, with the texts of csrc/tokens.cpp and its neighbours.
+The library checks everything again on real tensors.
+"""
+
+import torch
+
+from flash_qla import _binary
+from flash_qla._layout import CHUNK, HEAD_DIM_STEP, MOST_VALUE_DIM
+from flash_qla.ops import schemas
+from flash_qla.ops.checks import FLOATING, check_state_dtype
+
+_INDICES = (torch.int32, torch.int64)
+
+
+def _register_fake(op, call_type, fake):
+    torch.library.register_fake(op._schema.name, lambda *args, **kwargs: fake(call_type(*args, **kwargs)))
+
+
+def _check(call, condition, message):
+    torch._check(condition, lambda: f"flash_qla::{type(call).__name__}: {message()}")
+
+
+def _check_dtype(call, name, expected, text):
+    dtype = getattr(call, name).dtype
+    names = [str(x).removeprefix("torch.") for x in (dtype, *expected)]
+    _check(call, dtype in expected, lambda: f"{name} has dtype {names[0]}, expected {text or ' or '.join(names[1:])}")
+
+
+def _check_floating(call, *names):
+    for name in names:
+        if getattr(call, name) is not None:
+            _check_dtype(call, name, FLOATING, "bfloat16, float16, float32 or float64")
+
+
+def _check_rank(call, name, rank, symbols):
+    x = getattr(call, name)
+    _check(
+        call,
+        x.dim() == rank,
+        lambda: f"{name} has {x.dim()} dimensions (shape {list(x.shape)}), expected {rank} ({symbols})",
+    )
+
+
+def _check_shape(call, name, expected, symbols):
+    tensor = getattr(call, name)
+    _check(
+        call,
+        tensor.dim() == len(expected),
+        lambda: f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})",
+    )
+    for size, wanted in zip(tensor.shape, expected, strict=True):
+        _check(
+            call,
+            size == wanted,
+            lambda: f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})",
+        )
+
+
+def _check_device(call, name):
+    device, expected = getattr(call, name).device, call.q.device
+    _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of q")
+
+
+def _check_tokens(call, *gates):
+    """Checks devices, dtypes and shapes of tokens. `gates` names the arguments [B, T, H_v].
+
+    Returns:
+        N, the number of sequences.
+    """
+    for name, x in call._asdict().items():
+        if isinstance(x, torch.Tensor):
+            # One meta tensor is enough for the dispatcher to call the fake; the others may be on any device.
+            _check_device(call, name)
+    q, v = call.q, call.v
+    _check_floating(call, "q")
+    for name in ("k", "v"):
+        _check_dtype(call, name, (q.dtype,), f"{str(q.dtype).removeprefix('torch.')}, the dtype of q")
+    _check_rank(call, "q", 4, "[B, T, H_k, K]")
+    _check_rank(call, "v", 4, "[B, T, H_v, V]")
+    B, T, H_k, K = q.shape
+    _, _, H_v, V = v.shape
+    _check(
+        call,
+        H_k >= 1 and K >= 1,
+        lambda: f"q has shape {list(q.shape)}, expected at least one head and one head dimension ([B, T, H_k, K])",
+    )
+    _check(
+        call,
+        H_v >= 1 and H_v % H_k == 0,
+        lambda: f"v has {H_v} heads, expected a positive multiple of the {H_k} heads of q and k",
+    )
+    _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K], like q")
+    _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]")
+    for name in gates:
+        _check_floating(call, name)
+        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
+    if call.cu_seqlens is None:
+        return B
+    _check_dtype(call, "cu_seqlens", _INDICES, None)
+    _check_rank(call, "cu_seqlens", 1, "[N + 1]")
+    offsets = call.cu_seqlens.shape[0]
+    _check(call, offsets >= 1, lambda: "cu_seqlens has shape [0], expected at least one offset ([N + 1])")
+    _check(call, B == 1, lambda: f"q has batch size {B}, expected 1 with cu_seqlens (sequences are packed along T)")
+    return offsets - 1
+
+
+def _check_inputs(call, *states):
+    """Checks the arguments that all ops of chunks share. `states` names those that have the shape of a state.
+
+    Returns:
+        state_shape: [N, H_v, K, V], or [N, H_v, V, K] with state_v_first.
+        compute_dtype: the dtype of the arithmetic, of states, and of g and beta without activations.
+    """
+    N = _check_tokens(call, "g", "beta")
+    q, (_, _, H_v, V) = call.q, call.v.shape
+    K = q.shape[-1]
+    if call.state_v_first:
+        state_shape, symbols = (N, H_v, V, K), "[N, H_v, V, K], state_v_first"
+    else:
+        state_shape, symbols = (N, H_v, K, V), "[N, H_v, K, V]"
+    for name in states:
+        if getattr(call, name) is not None:
+            _check_floating(call, name)
+            _check_shape(call, name, state_shape, symbols)
+    _check_activations(call, H_v)
+    return state_shape, torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _without_gate(name):
+    return f"{name} is a tensor, expected None without use_gate_in_kernel"
+
+
+def _check_with_gate(call, name, expected):
+    """Checks that the argument is given if and only if use_gate_in_kernel is."""
+    given = getattr(call, name) is not None
+    _check(call, call.use_gate_in_kernel or not given, lambda: _without_gate(name))
+    missing = f"{name} is None, expected {expected} with use_gate_in_kernel"
+    _check(call, given or not call.use_gate_in_kernel, lambda: missing)
+
+
+def _check_activations(call, H_v):
+    _check_with_gate(call, "A_log", "a tensor [H_v]")
+    for name in ("A_log", "dt_bias"):
+        if getattr(call, name) is not None:
+            _check(call, call.use_gate_in_kernel, lambda name=name: _without_gate(name))
+            _check_floating(call, name)
+            _check_shape(call, name, (H_v,), "[H_v]")
+    _check(
+        call,
+        call.use_beta_sigmoid_in_kernel or not call.allow_neg_eigval,
+        lambda: "allow_neg_eigval is expected with use_beta_sigmoid_in_kernel only",
+    )
+
+
+def _fake_results(call, output_low_level, output_h):
+    """(g_cumsum, A, o, h, final_state), as allocate_forward of csrc/passes.cpp returns them."""
+    state_shape, compute_dtype = _check_inputs(call, "initial_state")
+    check_state_dtype(type(call).__name__, call.state_dtype)
+    q = call.q
+    B, T, _, K = q.shape
+    N, (_, _, H_v, V) = state_shape[0], call.v.shape
+    if call.cu_seqlens is None:
+        rows, chunks = B, (T + CHUNK - 1) // CHUNK
+    else:
+        rows, chunks = 1, (T + (CHUNK - 1) * N) // CHUNK
+
+    def empty(wanted, shape, dtype):
+        return q.new_empty(shape if wanted else (0,), dtype=dtype)
+
+    h = empty(output_h, (rows, chunks, H_v, V, K), q.dtype)
+    return (
+        empty(output_low_level, (B, T, H_v), compute_dtype),
+        empty(output_low_level, (B, T, H_v, CHUNK), q.dtype),
+        empty(True, (B, T, H_v, V), q.dtype),
+        h.transpose(-2, -1) if output_h and not call.state_v_first else h,
+        empty(call.output_final_state, state_shape, compute_dtype if call.state_dtype is None else call.state_dtype),
+    )
+
+
+def _fake_forward(call):
+    _, _, o, _, final_state = _fake_results(call, output_low_level=False, output_h=False)
+    return o, final_state
+
+
+def _fake_low_level(call):
+    return _fake_results(call, output_low_level=True, output_h=call.output_h)
+
+
+def _fake_backward(call):
+    state_shape, compute_dtype = _check_inputs(call, "initial_state", "dht")
+    _check_dtype(call, "A", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
+    _check_shape(call, "A", (*call.g.shape, CHUNK), f"[B, T, H_v, {CHUNK}]")
+    return *_fake_gradients(call, compute_dtype), *_fake_sums(call, state_shape, compute_dtype)
+
+
+def _fake_gradients(call, compute_dtype):
+    """(dq, dk, dv, db, dg), the gradients that have tokens."""
+    _check_floating(call, "do")
+    _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
+    with_gate, q = call.use_gate_in_kernel, call.q
+    _check_with_gate(call, "g_raw", "the g of the forward, a tensor [B, T, H_v],")
+    if with_gate:
+        _check_floating(call, "g_raw")
+        _check_shape(call, "g_raw", call.g.shape, "[B, T, H_v]")
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(call.k.shape),
+        q.new_empty(call.v.shape),
+        q.new_empty(call.beta.shape, dtype=call.beta.dtype if call.use_beta_sigmoid_in_kernel else compute_dtype),
+        q.new_empty(call.g.shape, dtype=call.g_raw.dtype if with_gate else compute_dtype),
+    )
+
+
+def _fake_sums(call, state_shape, compute_dtype):
+    """(dh0, dA_log, ddt_bias), the gradients without tokens."""
+    q, H_v = call.q, call.v.shape[2]
+    return (
+        q.new_empty((0,) if call.initial_state is None else state_shape, dtype=compute_dtype),
+        q.new_empty((0,) if call.A_log is None else (H_v,), dtype=compute_dtype),
+        q.new_empty((0,) if call.dt_bias is None else (H_v,), dtype=compute_dtype),
+    )
+
+
+def _check_head_dim(call, name, symbol, dim, most):
+    _check(
+        call,
+        0 < dim <= most and dim % HEAD_DIM_STEP == 0,
+        lambda: (
+            f"{name} has head dimension {symbol} = {dim}, expected a multiple of {HEAD_DIM_STEP} up to {most} on a GPU"
+        ),
+    )
+
+
+def _fake_begun(call, N, compute_dtype, workspace_bytes, *of_pass):
+    """Maps and workspace of csrc/halves.h. The GPU's dispatch says how much workspace its kernels take."""
+    q, (B, T, H_v, V) = call.q, call.v.shape
+    H_k, K = q.shape[2:]
+    maps = q.new_empty((len(call.map_sequences), H_v, V + K, K), dtype=compute_dtype)
+    size = 0
+    if any(isinstance(x, torch.SymInt) for x in (B, T, N, H_k, H_v, K, V)):
+        size = torch.library.get_ctx().new_dynamic_size()  # the dispatch would fix all sizes it gets
+    elif q.device.type == "cuda" and B * T > 0 and N > 0:
+        _check_head_dim(call, "q", "K", K, _binary.MOST_KEY_DIM)
+        _check_head_dim(call, "v", "V", V, MOST_VALUE_DIM)
+        sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
+        options = (call.cu_seqlens is not None, sm_count, call.auto_cp, call.use_qk_l2norm_in_kernel)
+        size = workspace_bytes(B, T, N, H_k, H_v, K, V, *options, *of_pass)
+    return maps, q.new_empty((size,), dtype=torch.uint8)
+
+
+def _fake_forward_begin(call):
+    state_shape, dtype = _check_inputs(call, "initial_state")
+    return (
+        *_fake_begun(call, state_shape[0], dtype, _binary.forward_workspace_bytes),
+        call.q.new_empty(call.v.shape),
+        call.q.new_empty(call.g.shape if call.output_g_cumsum else (0,), dtype=dtype),
+    )
+
+
+def _fake_forward_finish(call):
+    state_shape, dtype = _check_inputs(call, "initial_state")
+    dtype = dtype if call.state_dtype is None else call.state_dtype
+    return call.q.new_empty(state_shape if call.output_final_state else (0,), dtype=dtype)
+
+
+def _fake_backward_begin(call):
+    state_shape, dtype = _check_inputs(call, "dht")
+    activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
+    begun = _fake_begun(call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations)
+    return *begun, *_fake_gradients(call, dtype)
+
+
+def _fake_backward_replay(call):
+    _check_inputs(call, "initial_state")
+
+
+def _fake_backward_finish(call):
+    return _fake_sums(call, *_check_inputs(call, "initial_state", "dht"))
+
+
+def _check_pool(call, N, states, tables):
+    """Checks states [.., H_v, V, K] and tables of indices with a row a sequence.
+
+    Args:
+        N: the number of sequences.
+        states, tables: name of the argument -> symbols of its dimensions, such as "[slots, H_v, V, K]".
+    """
+    _, _, H_v, V = call.v.shape
+    for name, symbols in states.items():
+        x = getattr(call, name)
+        if x is not None:
+            _check_floating(call, name)
+            _check_rank(call, name, len(symbols.split()), symbols)
+            _check_shape(call, name, (*x.shape[:-3], H_v, V, call.q.shape[-1]), symbols)
+    for name, symbols in tables.items():
+        table = getattr(call, name)
+        if table is not None:
+            _check_dtype(call, name, _INDICES, None)
+            _check_rank(call, name, len(symbols.split()), symbols)
+            _check(
+                call,
+                table.shape[0] == N,
+                lambda name=name, rows=table.shape[0], symbols=symbols: (
+                    f"{name} has {rows} rows, expected {N}, the number of sequences ({symbols})"
+                ),
+            )
+
+
+def _check_checkpoints(call):
+    every = call.checkpoint_every
+    _check(
+        call,
+        every >= 0 and every % CHUNK == 0,
+        lambda: f"checkpoint_every is {every}, expected a multiple of {CHUNK}",
+    )
+    given = (call.checkpoint_indices is not None) + (call.checkpoints is not None)
+    _check(
+        call,
+        given == (every > 0),
+        lambda: (
+            f"checkpoint_every is {every} with {given} of checkpoint_indices and checkpoints, expected one of them"
+            if every
+            else "checkpoint_indices or checkpoints is a tensor, expected None without checkpoint_every"
+        ),
+    )
+
+
+def _fake_prefill(call):
+    N = _check_tokens(call, "g", "beta")
+    _check_activations(call, call.v.shape[2])
+    states = {"state_pool": "[slots, H_v, V, K]", "checkpoints": "[total, H_v, V, K]"}
+    _check_pool(call, N, states, {"state_indices": "[N]", "checkpoint_indices": "[N, blocks]"})
+    if call.has_initial_state is not None:
+        _check_dtype(call, "has_initial_state", (torch.bool,), None)
+        _check_shape(call, "has_initial_state", (N,), "[N]")
+    _check_checkpoints(call)
+    return call.q.new_empty(call.v.shape)
+
+
+def _fake_decode(call):
+    N = _check_tokens(call, "a", "b")
+    for name in ("A_log", "dt_bias"):
+        if getattr(call, name) is not None:
+            _check_floating(call, name)
+            _check_shape(call, name, call.v.shape[2:3], "[H_v]")
+    states = {"state_pool": "[slots, H_v, V, K]", "intermediate_states": "[rows, steps, H_v, V, K]"}
+    rank = call.state_indices.dim()
+    _check(call, rank in (1, 2), lambda: f"state_indices has {rank} dimensions, expected 1 or 2 ([N] or [N, S])")
+    tables = {"state_indices": "[N]" if rank == 1 else "[N, S]", "num_accepted_tokens": "[N]"}
+    tables |= {"write_indices": "[N, S]", "intermediate_indices": "[N]", "parents": "[N, S]"}
+    _check_pool(call, N, states, tables)
+    if rank == 2:
+        _check(call, call.state_indices.shape[1] >= 1, lambda: "state_indices has no columns, expected at least one")
+    _check(
+        call,
+        rank == 2 or call.num_accepted_tokens is None,
+        lambda: "num_accepted_tokens is a tensor, expected None unless state_indices is [N, S]",
+    )
+    _check(
+        call,
+        call.intermediate_states is not None or call.intermediate_indices is None,
+        lambda: "intermediate_indices is a tensor, expected None without intermediate_states",
+    )
+    _check(
+        call,
+        call.parents is None or call.write_indices is not None or not call.update_state,
+        lambda: "update_state is True, expected False with parents: a tree of tokens has no last state",
+    )
+    return call.q.new_empty(call.v.shape)
+
+
+def _fake_decode_packed(call):
+    """Splits mixed_qkv as make_packed_decode_call of csrc/decode.cpp does, and checks the parts."""
+    x, a, b = call.mixed_qkv, call.a, call.b
+    _check(call, x.dim() in (2, 3), lambda: f"mixed_qkv has {x.dim()} dimensions, expected 2 or 3")
+    _check(call, call.state_pool.dim() == 4, lambda: f"state_pool has {call.state_pool.dim()} dimensions, expected 4")
+    if x.dim() == 2:
+        x, a, b = (y.unsqueeze(1) for y in (x, a, b))
+    _, H_v, V, K = call.state_pool.shape
+    keys = x.shape[-1] - H_v * V
+    _check(call, keys > 0 and keys % (2 * K) == 0, lambda: "mixed_qkv is expected to have 2 H_k K + H_v V channels")
+    q, k, v = x.split([keys // 2, keys // 2, H_v * V], -1)
+    fields = {name: y for name, y in call._asdict().items() if name != "mixed_qkv"} | {"a": a, "b": b}
+    return _fake_decode(
+        schemas.DecodeCall(q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (H_v, V)), **fields)
+    )
+
+
+_register_fake(schemas.forward, schemas.ForwardCall, _fake_forward)
+_register_fake(schemas.forward_low_level, schemas.LowLevelCall, _fake_low_level)
+_register_fake(schemas.backward, schemas.BackwardCall, _fake_backward)
+_register_fake(schemas.forward_begin, schemas.ForwardBeginCall, _fake_forward_begin)
+_register_fake(schemas.forward_finish, schemas.ForwardFinishCall, _fake_forward_finish)
+_register_fake(schemas.backward_begin, schemas.BackwardBeginCall, _fake_backward_begin)
+_register_fake(schemas.backward_replay, schemas.BackwardReplayCall, _fake_backward_replay)
+_register_fake(schemas.backward_finish, schemas.BackwardFinishCall, _fake_backward_finish)
+_register_fake(schemas.prefill, schemas.PrefillCall, _fake_prefill)
+_register_fake(schemas.decode, schemas.DecodeCall, _fake_decode)
+_register_fake(schemas.decode_packed, schemas.DecodePackedCall, _fake_decode_packed)

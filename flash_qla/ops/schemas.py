@@ -1,0 +1,36 @@
+"""The library's ops under short names, and the arguments of each by the names that its schema gives them."""
+
+import collections
+
+import torch
+
+from flash_qla import _binary  # noqa: F401  loads the library, or says what is missing in a tree that was not built
+
+forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
+forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
+backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+forward_begin = torch.ops.flash_qla.gated_delta_rule_forward_begin.default
+forward_finish = torch.ops.flash_qla.gated_delta_rule_forward_finish.default
+backward_begin = torch.ops.flash_qla.gated_delta_rule_backward_begin.default
+backward_replay = torch.ops.flash_qla.gated_delta_rule_backward_replay.default
+backward_finish = torch.ops.flash_qla.gated_delta_rule_backward_finish.default
+prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
+decode = torch.ops.flash_qla.decode_gated_delta_rule.default
+decode_packed = torch.ops.flash_qla.decode_gated_delta_rule_packed.default
+
+
+def call_of(op):
+    """A named tuple of the op's arguments, with their defaults and the op's name.
+
+    The dispatcher leaves out trailing arguments that have their defaults.
+    """
+    arguments = op._schema.arguments
+    defaults = [x.default_value for x in arguments if x.has_default_value()]
+    return collections.namedtuple(op._opname, [x.name for x in arguments], defaults=defaults)
+
+
+ForwardCall, LowLevelCall, BackwardCall = map(call_of, (forward, forward_low_level, backward))
+ForwardBeginCall, ForwardFinishCall = map(call_of, (forward_begin, forward_finish))
+BackwardBeginCall, BackwardReplayCall = map(call_of, (backward_begin, backward_replay))
+BackwardFinishCall = call_of(backward_finish)
+PrefillCall, DecodeCall, DecodePackedCall = map(call_of, (prefill, decode, decode_packed))

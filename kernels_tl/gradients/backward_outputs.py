@@ -1,0 +1,230 @@
+"""The roles of chunk_backward that compute gradients from the tiles of the warpgroups of dS (backward_state.py): one
+warpgroup dQ and dK, two warps dV, and one warp dbeta and dg. chunk_backward.py has the formulas.
+
+The last warp also sends dQ and dK out, in the turn of its head (gradients/turns.cuh).
+"""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from kernels_tl.config import CHUNK_BACKWARD as TILE
+from kernels_tl.core.common import SWIZZLE_128B, C, descriptor, element_type, extern
+from kernels_tl.core.cta import fragments, load_segment_early, locate_cta
+from kernels_tl.core.pipeline import Stage, stage_of
+from kernels_tl.gradients.backward_state import Full, gate, multiply, token_sums
+from kernels_tl.gradients.reverse_recurrence import gate_row
+from kernels_tl.layout import BackwardGate, TokenSum
+
+STAGES = TILE.stages
+VALUE_THREADS, GATE_THREADS = 64, 32  # after the warp that loads
+VALUE_ROWS = C // (VALUE_THREADS // 32)  # a warp of dV has
+
+
+def output_roles(dtype, K, sizes, value_tiles):
+    """The macros of the roles: make_keys, make_values, make_gates."""
+    H_v, value_dim = sizes.H_v, sizes.value_dim
+    element = element_type(dtype)
+
+    def make_key_registers():
+        return fragments(
+            product=([C, K], "float32"),  # Q_S, then dQ; U_S
+            dK=([C, K], "float32"),
+        )
+
+    def add_rows(tile, rows, row, hk, valid, turn):
+        return extern(
+            f"add_rows<{element}>",
+            descriptor(rows, [C, 1, C], SWIZZLE_128B),
+            T.access_ptr(tile, "r"),
+            T.access_ptr(rows[row, hk, 0], "rw"),
+            row,
+            hk,
+            T.Cast("int32", sizes.H_k),
+            T.Cast("int32", sizes.key_dim),
+            valid,
+            turn == 0,
+        )
+
+    @T.macro
+    def begin_dK(r, tiles, ready, s, z, p, scale, carried):
+        """Computes dQ, and the terms of dK without U."""
+        one = Stage(0, p)
+        multiply(tiles.V_new[z, :, :], tiles.dS[z, :, :], r.dK)
+        one.wait_for(ready.h_loaded)
+        multiply(tiles.dO[z, :, :], tiles.h[z, :, :], r.product)
+        T.wait_wgmma(1)
+        T.barrier_arrive(ready.taken)
+        T.barrier_arrive(ready.values_released)
+        K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
+        extern(
+            f"scale_and_dot<{element}>",
+            r.dK.data,
+            K_tile,
+            gate_row(tiles, s, BackwardGate.DECAY),
+            carried,
+            token_sums(tiles, p, TokenSum.KEY),
+        )
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.dO_released)
+        Q_tile = T.access_ptr(tiles.Q[z, 0, 0], "r")
+        extern(
+            f"scale_and_dot<{element}>",
+            r.product.data,
+            Q_tile,
+            gate_row(tiles, s, BackwardGate.GAMMA),
+            scale,
+            token_sums(tiles, p, TokenSum.QUERY),
+        )
+        Stage(0, 0).wait_for(ready.gated)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.gated_taken)
+        T.barrier_arrive(ready.Q_released)
+        one.wait_until_free(ready.keys_taken)
+        extern(f"stage_fragment<{element}, {C}>", r.product.data, T.access_ptr(tiles.dQ, "w"))
+
+    @T.macro
+    def end_dK(r, tiles, ready, s, z, p):
+        """Adds the terms of dK with U."""
+        multiply(tiles.U[z, :, :], tiles.h[z, :, :], r.product)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.h_released)
+        T.barrier_arrive(ready.U_taken)
+        K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
+        extern(
+            f"subtract_and_dot<{element}>",
+            r.dK.data,
+            r.product.data,
+            K_tile,
+            gate_row(tiles, s, BackwardGate.GAMMA),
+            gate_row(tiles, s, BackwardGate.BETA),
+            token_sums(tiles, p, TokenSum.STATE),
+        )
+        T.barrier_arrive(ready.sums_made[p])
+        Stage(0, 1).wait_for(ready.gated)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, policy=Full)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, transpose_A=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.gated_taken)
+        extern(f"stage_fragment<{element}, {C}>", r.dK.data, T.access_ptr(tiles.dK, "w"))
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.keys_staged)
+
+    @T.macro
+    def make_keys(tiles, ready, cta, segments, scale):
+        """The warpgroup of dQ and dK."""
+        segment = load_segment_early(segments, locate_cta(cta, H_v, value_tiles).slot)
+        r = make_key_registers()
+        carried = T.alloc_var("float32", init=1.0)  # see carry
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=extern("kept", step % STAGES, returns="int32"))
+            z = T.alloc_var("int32", init=extern("kept", 0, returns="int32"))
+            p = T.alloc_var("int32", init=step % 2)
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            pair = Stage(p, (step // 2) % 2)
+            stage.wait_for(ready.loaded)
+            one.wait_for(ready.values_loaded)
+            pair.wait_until_free(ready.sums_taken)
+            one.wait_for(ready.staged)  # rows after the sequence are zeros too
+            one.wait_for(ready.Q_loaded)
+            one.wait_for(ready.dO_loaded)
+            begin_dK(r, tiles, ready, s, z, p, scale, carried)
+            one.wait_for(ready.U_staged)
+            # New values to the compiler: it then keeps no addresses in registers from above.
+            s = extern("kept", step % STAGES, returns="int32")
+            z = extern("kept", 0, returns="int32")
+            end_dK(r, tiles, ready, s, z, p)
+            carried = gate(tiles, s, BackwardGate.GAMMA, 0)
+            stage.arrive(ready.released)
+
+    @T.macro
+    def make_values(tiles, ready, cta, segments, v, dv):
+        """The warps of dV."""
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
+        warp = T.alloc_var("int32", init=extern("warp_index", returns="int32") - 1)
+        for step in T.serial(segment.chunks):
+            c = segment.chunks - 1 - step
+            s = step % STAGES
+            p = step % 2
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            pair = Stage(p, (step // 2) % 2)
+            row = T.alloc_var("int32", init=segment.row + c * C)
+            stage.wait_for(ready.loaded)
+            pair.wait_until_free(ready.sums_taken)
+            one.wait_for(ready.U_staged)
+            extern(
+                f"store_value_gradients<{element}>",
+                T.access_ptr(tiles.U, "r"),
+                T.access_ptr(dv[row, piece.hv, piece.v0], "w"),
+                T.Cast("int32", H_v * value_dim),
+                gate_row(tiles, s, BackwardGate.BETA),
+                warp * VALUE_ROWS,
+                segment.length - c * C,
+                T.Cast("int32", value_dim) - piece.v0,
+            )
+            extern(
+                f"dot_values<{element}>",
+                T.access_ptr(tiles.U, "r"),
+                T.access_ptr(v[row, piece.hv, piece.v0], "r"),
+                T.Cast("int32", H_v * value_dim),
+                gate_row(tiles, s, BackwardGate.BETA),
+                token_sums(tiles, p, TokenSum.VALUE),
+                warp * VALUE_ROWS,
+                segment.length - c * C,
+                T.Cast("int32", value_dim) - piece.v0,
+            )
+            T.barrier_arrive(ready.U_taken)
+            pair.arrive(ready.sums_made)
+            stage.arrive(ready.released)
+
+    @T.macro
+    def make_gates(tiles, ready, cta, segments, gradients, turns):
+        """The warp of dbeta and dg, which also sends dQ and dK out."""
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
+        hv = T.alloc_var("int32", init=piece.hv)
+        hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
+        turn = T.alloc_var("int32", init=(hv - hk * sizes.group) * value_tiles + piece.tile)
+        # The chunk's values count on from step to step, because that takes fewer registers than computing them anew.
+        chunk = T.alloc_var("int32", init=segment.first + segment.chunks - 1)
+        row = T.alloc_var("int32", init=segment.row + (segment.chunks - 1) * C)
+        length = T.alloc_var("int32", init=segment.length - (segment.chunks - 1) * C)
+        for step in T.serial(segment.chunks):
+            s = step % STAGES
+            p = step % 2
+            stage = stage_of(step, STAGES, s)
+            one = Stage(0, p)
+            pair = Stage(p, (step // 2) % 2)
+            stage.wait_for(ready.loaded)
+            pair.wait_for(ready.sums_made)
+            extern(
+                f"store_gate_gradients<{element}>",
+                T.access_ptr(tiles.sums[p, 0, 0], "r"),
+                T.access_ptr(tiles.columns[p, 0, 0], "r"),
+                T.access_ptr(tiles.products[p, 0], "r"),
+                T.access_ptr(tiles.gates[s, 0, 0], "r"),
+                T.access_ptr(gradients.db[piece.tile, row, hv], "w"),
+                T.access_ptr(gradients.dg[piece.tile, row, hv], "w"),
+                T.Cast("int32", H_v),
+                length,
+            )
+            pair.arrive(ready.sums_taken)
+            stage.arrive(ready.released)
+            one.wait_for(ready.keys_staged)
+            extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), turn)
+            add_rows(tiles.dQ, gradients.dq, row, hk, length, turn)
+            add_rows(tiles.dK, gradients.dk, row, hk, length, turn)
+            extern("wait_for_boxes")
+            T.barrier_arrive(ready.keys_taken)
+            extern("wait_until_stored")
+            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), turn, sizes.group * value_tiles)
+            chunk -= 1
+            row -= C
+            length += C
+
+    return SimpleNamespace(make_keys=make_keys, make_values=make_values, make_gates=make_gates)

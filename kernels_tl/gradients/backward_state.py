@@ -1,0 +1,213 @@
+"""The role of chunk_backward that carries dS^T: two warpgroups, 64 rows each. chunk_backward.py has the formulas.
+
+A chunk's step makes dV_new, U, G, diag(beta) F, <S, dS'> and dS, the next chunk's dS', and leaves them in shared memory
+for the other roles (backward_outputs.py). The transposed form keeps every intermediate in registers as the next WGMMA's
+A operand. dS^T is carried without the factor gamma_1 of the chunk after it (`carried`); users of dS multiply by it.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
+from kernels_tl.core.common import C, element_type, extern
+from kernels_tl.core.cta import clear_rows_behind, fragments, load_segment_early, locate_cta
+from kernels_tl.core.pipeline import Stage, stage_of
+from kernels_tl.gradients.reverse_recurrence import gate_row
+from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentFlag, TokenSum
+
+V = TILE.tile  # value rows a CTA
+STAGES = TILE.stages
+STATE_THREADS = 2 * 128
+Full = T.GemmWarpPolicy.FullRow
+
+
+def token_sums(tiles, p, row):
+    return T.access_ptr(tiles.sums[p, row, 0], "w")
+
+
+def gate(tiles, s, row, i):
+    return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
+
+
+@T.macro
+def multiply(left, right, product, transpose_A=False, transpose_B=False):
+    """product = left right, in flight."""
+    transposes = {"transpose_A": transpose_A, "transpose_B": transpose_B}
+    T.wgmma_gemm(left, right, product, policy=Full, clear_accum=True, **transposes)
+
+
+def state_role(dtype, K, H_v, value_tiles):
+    """The macro of the role, `carry`."""
+    element = element_type(dtype)
+
+    def make_state_registers():
+        return fragments(
+            dS=([V, K], "float32"),  # dS^T
+            U=([V, C], "float32"),  # dS'^T K^T, dV_new^T, U^T in turn
+            U_16=([V, C], dtype),
+            # dO^T diag(scale gamma / gamma_1) in two parts: rounded to one, it would be the largest error of dS
+            faded_dO=([V, C], dtype),
+            faded_dO_rest=([V, C], dtype),
+            faded_U=([V, C], dtype),  # -U^T diag(beta gamma / gamma_1)
+            products=([C, C], "float32"),  # dO V_new^T, U V_new^T
+            likeness=([C, C], "float32"),  # Q K^T, K K^T
+        )
+
+    @T.macro
+    def multiply_tokens(r, tiles, s, z, left, alike):
+        """Starts the products of G or F, and Q K^T or K K^T: 32 columns a warpgroup."""
+        T.wgmma_gemm(left, tiles.V_new[z, :, :], r.products, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(alike, tiles.K[s, :, :], r.likeness, transpose_B=True, clear_accum=True)
+
+    @T.macro
+    def gate_products(r, tiles, ready, s, z, p, which, scale):
+        """Leaves G or diag(beta) F in their tile, and the sums of E."""
+        gated = T.alloc_local([8], "uint32")
+        T.wait_wgmma(0)
+        extern(
+            f"gate_products<{element}, {str(which == 0).lower()}>",
+            r.products.data,
+            r.likeness.data,
+            gate_row(tiles, s, BackwardGate.LOG),
+            gate_row(tiles, s, BackwardGate.BETA),
+            scale,
+            gated.data,
+            token_sums(tiles, p, (TokenSum.BETWEEN, TokenSum.BETA)[which]),
+            T.access_ptr(tiles.columns[p, 0, 0], "w"),
+            token_sums(tiles, p, TokenSum.VALUE),
+        )
+        Stage(0, which).wait_until_free(ready.gated_taken)
+        extern("stage_gated", gated.data, T.access_ptr(tiles.G[z, 0, 0], "w"))
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.gated)
+
+    @T.macro
+    def stage_dS(r, tiles, ready):
+        """Leaves dS' / carried in shared memory."""
+        extern(f"stage_fragment<{element}, {V}>", r.dS.data, T.access_ptr(tiles.dS, "w"))
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.staged)
+
+    @T.macro
+    def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
+        """Leaves dV_new^T in U, and the terms of dO and dS' in dS^T / gamma_1 in dS."""
+        one = Stage(0, p)
+        one.wait_for(ready.dO_loaded)
+        extern(
+            f"round_scaled_tile<{element}>",
+            r.faded_dO.data,
+            r.faded_dO_rest.data,
+            T.access_ptr(tiles.dO[0, 0, warpgroup * ROWS], "r"),
+            gate_row(tiles, s, BackwardGate.FADE),
+            scale,
+            offset,
+            column,
+        )
+        T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)
+        multiply(tiles.dS[0, :, :], tiles.K[s, :, :], r.U, transpose_B=True)
+        fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1) * carried)
+        for i, j in T.Parallel(V, K):
+            r.dS[i, j] *= fade
+        one.wait_for(ready.Q_loaded)
+        T.wgmma_gemm(r.faded_dO, tiles.Q[0, :, :], r.dS, policy=Full)
+        T.wgmma_gemm(r.faded_dO_rest, tiles.Q[0, :, :], r.dS, policy=Full)
+        one.wait_for(ready.matrices_loaded)
+        T.wait_wgmma(0)
+        extern("multiply_columns", r.U.data, gate_row(tiles, s, BackwardGate.DECAY), carried, column)
+        T.wgmma_gemm(tiles.dO[0, :, :], tiles.P[0, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup):
+        """Leaves U, G, diag(beta) F, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
+        one = Stage(0, p)
+        pair = Stage(p, (step // 2) % 2)
+        T.copy(r.U, r.U_16)
+        T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.matrices_released)
+        extern(
+            f"fade_columns<{element}>",
+            r.faded_U.data,
+            r.U.data,
+            gate_row(tiles, s, BackwardGate.BETA),
+            gate_row(tiles, s, BackwardGate.FADE),
+            column,
+        )
+        T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
+        one.wait_until_free(ready.U_taken)
+        extern(
+            f"stage_transposed<{element}>",
+            r.U.data,
+            T.access_ptr(tiles.U[0, 0, warpgroup * ROWS], "w"),
+            offset,
+        )
+        T.fence_proxy_async()
+        T.barrier_arrive(ready.U_staged)
+        z = T.alloc_var("int32", init=0)
+        one.wait_for(ready.values_loaded)
+        multiply_tokens(r, tiles, s, z, tiles.dO[z, :, :], tiles.Q[z, :, :])
+        pair.wait_until_free(ready.sums_taken)
+        one.wait_for(ready.h_loaded)
+        extern(
+            f"tile_product<{element}, {V}>",
+            T.access_ptr(tiles.dS, "r"),
+            T.access_ptr(tiles.h, "r"),
+            carried,
+            T.access_ptr(tiles.products[p, 0], "w"),
+        )
+        T.barrier_arrive(ready.h_released)
+        gate_products(r, tiles, ready, s, z, p, 0, scale)
+        T.barrier_arrive(ready.dO_released)
+        T.barrier_arrive(ready.Q_released)
+        T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)  # U is complete
+        multiply_tokens(r, tiles, s, z, tiles.U[z, :, :], tiles.K[s, :, :])
+        one.wait_for(ready.taken)
+        stage_dS(r, tiles, ready)
+        gate_products(r, tiles, ready, s, z, p, 1, -1.0)
+        T.barrier_arrive(ready.values_released)
+        pair.arrive(ready.sums_made)
+
+    @T.macro
+    def carry(tiles, ready, cta, segments, final, initial, grad_states, ends, scale):
+        """The warpgroups of dS."""
+        piece = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, piece.slot)
+        r = make_state_registers()
+        warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        if segment.flags < SegmentFlag.LAST:
+            for i, j in T.Parallel(V, K):
+                r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
+        else:
+            if ends.has_dht != 0:
+                final.read(r.dS, segment.n, piece.hv, piece.v0)
+            else:
+                T.clear(r.dS)
+        if segment.length % C != 0:
+            first = Stage(0, 0)
+            first.wait_for(ready.loaded)
+            first.wait_for(ready.Q_loaded)
+            first.wait_for(ready.dO_loaded)
+            clear_rows_behind(tiles.Q, segment.length % C, 0)
+            clear_rows_behind(tiles.K, segment.length % C, 0)
+            clear_rows_behind(tiles.dO, segment.length % C, 0)
+            T.fence_proxy_async()
+            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, STATE_THREADS)
+        carried = T.alloc_var("float32", init=1.0)
+        stage_dS(r, tiles, ready)
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=step % STAGES)
+            p = T.alloc_var("int32", init=step % 2)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_for(ready.loaded)
+            begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup)
+            end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
+            carried = gate(tiles, s, BackwardGate.GAMMA, 0)
+            stage.arrive(ready.released)
+        if (ends.has_dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
+            for i, j in T.Parallel(V, K):
+                r.dS[i, j] *= carried
+            initial.write(r.dS, segment.n, piece.hv, piece.v0)
+
+    return carry
