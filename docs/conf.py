@@ -53,11 +53,8 @@ class OpSchemas(Directive):
             if schema.name.startswith("flash_qla::"):
                 name = schema.name.removeprefix("flash_qla::")
                 arguments, results = re.fullmatch(r"[\w:.]+\((.*)\) -> (.*)", str(schema)).groups()
-                lines = [
-                    f"{name}(",
-                    *(f"    {x}," for x in re.split(r", (?![^(\[]*[)\]])", arguments)),
-                    f") -> {results}",
-                ]
+                arguments = [f"    {x}," for x in re.split(r", (?![^(\[]*[)\]])", arguments)]
+                lines = [f"{name}(", *arguments, f") -> {results}"]
                 text = "\n".join(lines)
                 section = nodes.section(ids=[name.replace("_", "-")])
                 section += [nodes.title(text=name), nodes.literal_block(text, text, language="text")]
