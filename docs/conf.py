@@ -12,13 +12,13 @@ import flash_qla._C  # here, or autodoc would take its .pyi, in which there are 
 project = "flash_qla"
 version = release = flash_qla.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
 html_title = f"flash_qla {release}"
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
