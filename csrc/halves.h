@@ -1,4 +1,4 @@
-// The two passes in halves, for context parallelism over ranks (flash_qla/cp.py). The tokens of a sequence map its
+// The two passes in halves, for context parallelism over ranks (flash_qla/cp/). The tokens of a sequence map its
 // state, and in reverse the gradient of its state:
 //
 //     S' = M S + Z        dS = M^T dS' + dZ

@@ -120,7 +120,7 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
-// The halves of halves.h, for context parallelism over ranks (flash_qla/cp.py). Arguments are those of the whole
+// The halves of halves.h, for context parallelism over ranks (flash_qla/cp/). Arguments are those of the whole
 // passes. The tensors that finish writes are the workspace and outputs, which begin allocates.
 constexpr const char* kGatedDeltaRuleForwardBegin =
     "gated_delta_rule_forward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] map_sequences, "

@@ -49,6 +49,18 @@ def test_readme_is_short_and_begins_with_an_example():
     assert lines.index("```", start) < 25
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=relative)
+def test_pages_begin_with_their_heading(page):
+    text = page.read_text()
+    assert text.startswith(("# ", "```{include} ../")), relative(page)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=relative)
+def test_pages_have_no_commit_hashes(page):
+    words = re.findall(r"\b[0-9a-f]{7,40}\b", page.read_text())
+    assert not [word for word in words if re.search("[0-9]", word) and re.search("[a-f]", word)]
+
+
 def figures(row: "forward.Row") -> list[str]:
     """As the tables give them."""
     return [
