@@ -76,6 +76,8 @@ void require_possible(const char* direction, const Shape& shape) {
   require(shape.H_k > 0, function, "H_k", shape.H_k, "at least 1");
   require(shape.H_v > 0 && shape.H_v % shape.H_k == 0, function, "H_v", shape.H_v, "a multiple of H_k");
   require(shape.card.sm_count > 0, function, "sm_count", shape.card.sm_count, "at least 1");
+  require(shape.card.sm_mhz > 0, function, "sm_mhz", shape.card.sm_mhz, "at least 1");
+  require(shape.card.memory_gb_s > 0, function, "memory_gb_s", shape.card.memory_gb_s, "at least 1");
   const std::string step = "a multiple of " + std::to_string(kHeadDimStep) + " up to ";
   require(is_key_dim(shape.K), function, "K", shape.K, (step + std::to_string(kMostKeyDim)).c_str());
   require(is_value_dim(shape.V), function, "V", shape.V, (step + std::to_string(kMostValueDim)).c_str());
@@ -102,7 +104,7 @@ const GpuInfo* flash_qla_gpus(int64_t* count) noexcept {
   found = gpus();
   plain.clear();
   for (const Gpu& gpu : found) {
-    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card.sm_count});
+    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card});
   }
   *count = static_cast<int64_t>(plain.size());
   return plain.data();
@@ -132,6 +134,14 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
 }
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }
+
+int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s) noexcept {
+  Card card{};
+  const char* const error = error_of([&] { card = gpu_at(device).card; });
+  *sm_mhz = card.sm_mhz;
+  *memory_gb_s = card.memory_gb_s;
+  return error == nullptr ? card.sm_count : -1;
+}
 
 int64_t flash_qla_forward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept {
   return workspace_bytes(flash_qla_forward_dispatch, count, names, values);

@@ -26,7 +26,8 @@ struct BuildInfo {
 
 struct GpuInfo {
   const char* name;
-  int major, minor, sm_count;
+  int major, minor;
+  Card card;
 };
 
 static_assert(std::is_trivially_copyable_v<KernelInfo> && std::is_trivially_copyable_v<ForwardShape> &&
@@ -54,6 +55,9 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
 
 // The most key channels of a head on a GPU.
 int64_t flash_qla_most_key_dim() noexcept;
+
+// The SMs of the GPU `device`, and its other figures (gpu/card.h). -1: this machine has no such GPU.
+int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s) noexcept;
 
 // Bytes of a GPU's workspace between the halves of a pass (halves.h). The shape (gpu/shape.h) has `count` fields by
 // name, and defaults for the others. -1: the shape has no such field, or no call has this shape.

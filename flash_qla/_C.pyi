@@ -38,7 +38,9 @@ class Gpu:
     major: Final[int]
     minor: Final[int]
     sm_count: Final[int]
-    __match_args__ = ("name", "major", "minor", "sm_count")
+    sm_mhz: Final[int]
+    memory_gb_s: Final[int]
+    __match_args__ = ("name", "major", "minor", "sm_count", "sm_mhz", "memory_gb_s")
 
 class Dispatch:
     segment_chunks: Final[int]
@@ -71,6 +73,8 @@ class BackwardDispatch(Dispatch): ...
 
 class _Options(TypedDict, total=False):
     sm_count: int
+    sm_mhz: int
+    memory_gb_s: int
     auto_cp: bool
     varlen: bool
     use_qk_l2norm: bool
@@ -107,6 +111,7 @@ def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...
 def driver_cuda_version() -> int: ...
 def gpus() -> list[Gpu]: ...
+def cards() -> dict[str, dict[str, int]]: ...
 def obstacle(driver_cuda_version: int, major: int, minor: int) -> str: ...
 def forward_dispatch(
     B: int, T: int, N: int, H_k: int, H_v: int, **options: Unpack[_ForwardOptions]

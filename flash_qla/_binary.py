@@ -52,6 +52,16 @@ def _workspace_bytes(direction: str):
     return workspace_bytes
 
 
+_card = _function("card", ctypes.c_int64, *(ctypes.POINTER(ctypes.c_int64),) * 2)
+
+
+def card(device: int) -> dict[str, int]:
+    """The figures of a GPU (csrc/gpu/card.h), which are fields of a shape. Empty: this machine has no such GPU."""
+    sm_mhz, memory_gb_s = ctypes.c_int64(), ctypes.c_int64()
+    sm_count = _card(device, sm_mhz, memory_gb_s)
+    return {} if sm_count < 0 else {"sm_count": sm_count, "sm_mhz": sm_mhz.value, "memory_gb_s": memory_gb_s.value}
+
+
 forward_workspace_bytes = _workspace_bytes("forward")
 backward_workspace_bytes = _workspace_bytes("backward")
 MOST_KEY_DIM = _function("most_key_dim")()  # the largest K on a GPU

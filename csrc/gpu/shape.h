@@ -46,7 +46,8 @@ struct Shape {
                       Field{"H_v", &Shape::H_v});
   }
   static constexpr auto options() {
-    return std::tuple(CardField{"sm_count", &Card::sm_count}, Field{"auto_cp", &Shape::auto_cp},
+    return std::tuple(CardField{"sm_count", &Card::sm_count}, CardField{"sm_mhz", &Card::sm_mhz},
+                      CardField{"memory_gb_s", &Card::memory_gb_s}, Field{"auto_cp", &Shape::auto_cp},
                       Field{"varlen", &Shape::varlen}, Field{"use_qk_l2norm", &Shape::use_qk_l2norm},
                       Field{"K", &Shape::K}, Field{"V", &Shape::V}, Field{"in_halves", &Shape::in_halves});
   }

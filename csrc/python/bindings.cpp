@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -138,6 +139,20 @@ void add_question(py::module_& module, const char* name, const char* (*ask)(cons
   std::apply(define, std::tuple_cat(sizes, options));
 }
 
+template <int Card::* kField>
+int of_card(const GpuInfo& gpu) {
+  return gpu.card.*kField;
+}
+
+// Options of the dispatch questions for each named card.
+std::map<std::string, std::map<std::string, int>> cards() {
+  std::map<std::string, std::map<std::string, int>> found;
+  for (const auto& [name, card] : kCards) {
+    found[name] = {{"sm_count", card.sm_count}, {"sm_mhz", card.sm_mhz}, {"memory_gb_s", card.memory_gb_s}};
+  }
+  return found;
+}
+
 void add_classes(py::module_& module) {
   Record<KernelInfo>(module, "Kernel", "A compiled kernel instance.")
       .field("name", &KernelInfo::name, "The instance's name.")
@@ -163,7 +178,9 @@ void add_classes(py::module_& module) {
       .field("name", &GpuInfo::name, "The driver's name of the GPU.")
       .field("major", &GpuInfo::major, "Major number of the compute capability.")
       .field("minor", &GpuInfo::minor, "Minor number of the compute capability.")
-      .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
+      .field("sm_count", of_card<&Card::sm_count>, "Streaming multiprocessors.")
+      .field("sm_mhz", of_card<&Card::sm_mhz>, "Highest clock of an SM, MHz.")
+      .field("memory_gb_s", of_card<&Card::memory_gb_s>, "Peak rate of the memory, GB/s.");
 
   Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
       .field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
@@ -202,19 +219,22 @@ void add_functions(py::module_& module) {
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
   module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
+  module.def("cards", &cards,
+             "Figures of Hopper cards by name, as options of the dispatch questions: forward_dispatch(..., "
+             "**cards()[\"H200\"]).");
   module.def(
       "obstacle", &flash_qla_obstacle, strict("driver_cuda_version"), strict("major"), strict("minor"),
       "The reason why the kernels do not run under this driver on a GPU of this compute capability; empty if they "
       "run.");
   add_question(module, "forward_dispatch", flash_qla_forward_dispatch, ForwardShape::sizes(), ForwardShape::options(),
-               R"(What a forward call of this shape launches on a GPU with sm_count SMs.
+               R"(What a forward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
 inside. output_h: the call returns h. fp16: the dtype of q. The fused kernel writes no h, and A in bf16 only. in_halves:
 the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
   add_question(module, "backward_dispatch", flash_qla_backward_dispatch, BackwardShape::sizes(),
                BackwardShape::options(),
-               R"(What a backward call of this shape launches on a GPU with sm_count SMs.
+               R"(What a backward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. use_qk_l2norm: the l2norm is inside. activations: the activation of gate or beta is
 inside. in_halves: the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");

@@ -244,8 +244,10 @@ def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
     elif q.device.type == "cuda" and B * T > 0 and N > 0:
         _check_head_dim(call, "q", "K", K, _binary.MOST_KEY_DIM)
         _check_head_dim(call, "v", "V", V, MOST_VALUE_DIM)
-        sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-        shape = {"B": B, "T": T, "N": N, "H_k": H_k, "H_v": H_v, "K": K, "V": V, "sm_count": sm_count, **of_pass}
+        device = torch.cuda.current_device() if q.device.index is None else q.device.index
+        card = _binary.card(device)
+        _check(call, bool(card), lambda: f"q is on {q.device}, expected a GPU of this machine")
+        shape = {"B": B, "T": T, "N": N, "H_k": H_k, "H_v": H_v, "K": K, "V": V, **card, **of_pass}
         flags = {"varlen": call.cu_seqlens is not None, "auto_cp": call.auto_cp}
         size = workspace_bytes(**shape, **flags, use_qk_l2norm=call.use_qk_l2norm_in_kernel)
     return maps, q.new_empty((size,), dtype=torch.uint8)

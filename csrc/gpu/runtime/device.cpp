@@ -37,10 +37,11 @@ void check_cuda(cudaError_t status) {
 
 // A virtual GPU may hide its clocks: it is taken for an H100.
 Card card_of(const cudaDeviceProp& properties) {
-  const double sm_khz = properties.clockRate, memory_khz = properties.memoryClockRate;
-  const double bytes = 2 * properties.memoryBusWidth / 8.0;  // a memory cycle
-  return {properties.multiProcessorCount, sm_khz > 0 ? sm_khz / 1000 : kH100.cycles_per_us,
-          memory_khz * bytes > 0 ? memory_khz / 1000 * bytes : kH100.bytes_per_us};
+  const double bytes_a_cycle = 2 * properties.memoryBusWidth / 8.0;
+  const int sm_mhz = properties.clockRate / 1000;
+  const int memory_gb_s = static_cast<int>(properties.memoryClockRate * bytes_a_cycle / 1e6);
+  return {properties.multiProcessorCount, sm_mhz > 0 ? sm_mhz : kH100.sm_mhz,
+          memory_gb_s > 0 ? memory_gb_s : kH100.memory_gb_s};
 }
 
 std::vector<Gpu> find_gpus() {
@@ -74,10 +75,12 @@ std::vector<Gpu> gpus() {
   }
 }
 
-const Gpu& gpu_of(const Tensor& tensor) {
+const Gpu& gpu_at(int64_t index) {
   static const std::vector<Gpu> all = find_gpus();
-  return all.at(tensor.get_device_index());
+  return all.at(index);
 }
+
+const Gpu& gpu_of(const Tensor& tensor) { return gpu_at(tensor.get_device_index()); }
 
 std::string obstacle(int driver_cuda_version, int major, int minor) {
   const bool driver_is_old = driver_cuda_version < kDriverFloor;
