@@ -95,7 +95,7 @@ class FirstSlots {
   int64_t operator()(int64_t n) const {
     const int64_t column = has_accepted_ ? std::clamp<int64_t>(accepted_(n), 1, indices_.columns) - 1 : 0;
     const int64_t slot = indices_(n, column);
-    return slot > null_index_ && slot >= 0 && slot < slots_ ? slot : kNobody;
+    return slot > null_index_ && slot >= 0 && slot < slots_ ? slot : kNoState;
   }
 
  private:
@@ -130,10 +130,10 @@ std::vector<bool> live_tokens_of_slots(const Checker& checker, const auto& call,
                                        const auto& reads_state) {
   return live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
     const int64_t slot = slots(n);
-    if (slot != kNobody && tokens > 0 && reads_state(n)) {
+    if (slot != kNoState && tokens > 0 && reads_state(n)) {
       checker.check_state(call.state_pool, slot);
     }
-    return slot != kNobody;
+    return slot != kNoState;
   });
 }
 

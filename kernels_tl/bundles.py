@@ -115,7 +115,7 @@ class Slots(Bundle):
 
 
 class Plan(Bundle):
-    """chunk_plan's tables. `checkpoints`: the slot that the state after a chunk is kept in, or NOBODY."""
+    """chunk_plan's tables. `checkpoints`: the slot that the state after a chunk is kept in, or NO_STATE."""
 
     def __init__(self, sizes):
         super().__init__(

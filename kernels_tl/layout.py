@@ -18,8 +18,8 @@ TRIANGLE = 10 * BLOCK * BLOCK
 # The sequence of a chunk slot that no sequence covers: its rows are padding, whose outputs are zeros.
 PADDING = -1
 
-# Special numbers in place of a slot. NOBODY: no state; as an initial state, zeros. SCANNED: segment_scan writes it.
-NOBODY, SCANNED = -1, -2
+# Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: segment_scan writes it.
+NO_STATE, FROM_SCAN = -1, -2
 
 # Sequences that a step of chunk_plan takes: of so many the longest comes first in the table of segments.
 PLAN_STEP = 256
@@ -83,9 +83,9 @@ class ChunkColumn:
 
 
 class SegmentColumn:
-    """segments [segment slots, COUNT] int32, runs of a sequence's chunks that are gone through in one go: first token
-    row, tokens, first chunk slot, sequence, SegmentFlag, slots of the state before it and behind it, tokens up to the
-    first checkpoint."""
+    """segments [segment slots, COUNT] int32; a segment is a run of a sequence's chunks that one CTA goes through. First
+    token row, tokens, first chunk slot, sequence, SegmentFlag, slots of the states before and after it, tokens up to
+    the first checkpoint."""
 
     ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
     COUNT = 8
@@ -99,7 +99,7 @@ class SegmentFlag:
 
 class ForwardGate:
     """The forward's table of a chunk's gates, [chunk slots, H_v, COUNT, CHUNK] fp32: beta_i and beta_i gamma_i in pairs
-    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of maps/segments.cuh behind it.
+    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C and next to it the log2 norm bound of maps/segments.cuh.
     With the l2norm the factors of keys and queries hold 1 / their norm as well."""
 
     BETA, QUERY, DECAY, TOTAL = 0, 2, 3, 4
@@ -109,7 +109,7 @@ class ForwardGate:
 class FusedGate:
     """fused_forward's, in shared memory: ForwardGate's rows, then b_i log2(e); beta_i, with the l2norm then beta_i /
     |k_i|^2; and with the l2norm scale / |q_i|, 1 / |k_i|, |k_i|; exp(b_l - b_i), l the last token of i's block; four
-    rows, one for each block, exp(b_i - b_l): so D_ij is a product where i's block is behind j's."""
+    rows, one for each block, exp(b_i - b_l): so D_ij is a product where i's block comes after j's."""
 
     LOG, PLAIN_BETA, QUERY_SCALE, KEY_RSTD, KEY_NORM, FROM_BLOCK_END, TO_BLOCK_END = range(5, 12)
     COUNT = 15

@@ -55,21 +55,21 @@ class Slots {
  public:
   Slots(const char* op, int64_t slots, int64_t null_index) : op_(op), slots_(slots), null_index_(null_index) {}
 
-  // The slot of a table's entry, or kNobody: no slot.
+  // The slot of a table's entry, or kNoState: no slot.
   int64_t checked(const std::string& name, int64_t index) const {
-    return index <= null_index_ ? kNobody : checked_index(op_, name, index, 0, slots_ - 1);
+    return index <= null_index_ ? kNoState : checked_index(op_, name, index, 0, slots_ - 1);
   }
   // Record an access to a slot that exists.
   void read(const std::string& name, int64_t index, int64_t sequence) {
     Users& users = users_[index];
-    check(users.writer == kNobody || users.writer == sequence, op_, name, " is ", index, ", which sequence ",
+    check(users.writer == kNoState || users.writer == sequence, op_, name, " is ", index, ", which sequence ",
           users.writer, " writes: expected a slot that no other sequence writes");
-    users.reader = users.reader == kNobody || users.reader == sequence ? sequence : kSeveral;
+    users.reader = users.reader == kNoState || users.reader == sequence ? sequence : kSeveral;
   }
   void write(const std::string& name, int64_t index, int64_t sequence) {
     Users& users = users_[index];
-    check(users.writer == kNobody, op_, name, " is ", index, ", which is written already: expected a slot of its own");
-    check(users.reader == kNobody || users.reader == sequence, op_, name, " is ", index,
+    check(users.writer == kNoState, op_, name, " is ", index, ", which is written already: expected a slot of its own");
+    check(users.reader == kNoState || users.reader == sequence, op_, name, " is ", index,
           ", which another sequence reads: expected a slot of its own");
     users.writer = sequence;
   }
@@ -77,7 +77,7 @@ class Slots {
  private:
   static constexpr int64_t kSeveral = -2;
   struct Users {
-    int64_t reader = kNobody, writer = kNobody;
+    int64_t reader = kNoState, writer = kNoState;
   };
 
   const char* op_;

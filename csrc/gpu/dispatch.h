@@ -23,7 +23,7 @@ struct Dispatch {
   int64_t early_ctas;      // of chunk_matrices: CTAs that find their chunks by themselves while chunk_plan runs
   bool in_halves;
   int64_t workspace_bytes;
-  double predicted_us;  // by the cost model, on the GPU
+  double predicted_us;  // the cost model's time on the GPU
 
   bool uses_cp() const { return segment_chunks > 0; }
   bool has_maps() const { return uses_cp() || in_halves; }
@@ -40,7 +40,7 @@ struct ForwardDispatch : Dispatch {
     int64_t only_if;     // flags of the first segment without which the launch does nothing; 0: it always runs
   };
 
-  int64_t value_tile;  // of the launch that takes cut sequences: 64 or 128
+  int64_t value_tile;  // the tile of the launch that takes cut sequences: 64 or 128
   int64_t whole_tile;  // value tile if the device cuts no sequence
   bool fused;          // fused_forward replaces chunk_matrices and chunk_forward
   bool early;          // of fused_forward: every CTA finds its first segment by itself

@@ -60,7 +60,7 @@ inline int64_t map_size(int64_t K) { return instance_K(K) * instance_K(K); }
 // Elements of the states of all heads in which only kernels read them: value rows are padded to whole tiles.
 inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * value_rows(V) * instance_K(K); }
 
-// Below, K is the instance's and `rows` are value_rows.
+// K below is the instance's, and `rows` are value_rows.
 
 // The parts of both directions. The fused forward has neither gates nor matrices.
 struct PassWorkspace : Workspace {

@@ -23,8 +23,8 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_warp_specialized": True,
 }
-# Options for kernels that also write out all synchronisation and never reuse a shared buffer's memory. Such a kernel
-# states EXPLICIT_FENCES too: see build_tools/tilelang_patches.py.
+# Options for kernels that also write out all synchronisation, fences too, and never reuse a shared buffer's memory (see
+# build_tools/tilelang_patches.py).
 EXPLICIT_PASS_CONFIGS = PASS_CONFIGS | {
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,

@@ -131,7 +131,7 @@ def fetch(source, target, barrier):
 
 
 @T.macro
-def clear_rows_behind(tile, valid, *stage):
+def clear_rows_after(tile, valid, *stage):
     """tile[i, j] = 0 for i >= valid. Rows after the sequence belong to others. Even NaN in these rows must not meet
     the zeros of the other factors."""
     for i, j in T.Parallel(*tile.shape[-2:]):

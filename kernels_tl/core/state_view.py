@@ -52,7 +52,7 @@ class StateView:
         return self._of_fragment("write_state", fragment, slot, hv, v)
 
 
-# What a pass over the states at a chunk's end writes, in this order: a checkpoint, then the final state.
+# The states that a kernel writes after a chunk, in this order.
 CHECKPOINT, FINAL = 0, 1
 
 

@@ -1,5 +1,5 @@
 // Tables of indices into a pool of states, as callers pass them. An index may have any value: one that is not a slot
-// becomes kNobody, the empty slot.
+// becomes kNoState, the empty slot.
 #pragma once
 
 #include <cstdint>
@@ -34,9 +34,9 @@ struct Table {
   }
 };
 
-// index if null_index < index and 0 <= index < slots, else kNobody.
+// index if null_index < index and 0 <= index < slots, else kNoState.
 __device__ __forceinline__ int64_t checked_slot(int64_t index, int64_t null_index, int64_t slots) {
-  return index > null_index && index >= 0 && index < slots ? index : kNobody;
+  return index > null_index && index >= 0 && index < slots ? index : kNoState;
 }
 
 // The slot of sequence n: the table's entry, checked, or n without a table.

@@ -22,7 +22,7 @@ __device__ __forceinline__ int first_column() { return kept(2 * (threadIdx.x & 3
 
 // tile[i][j] = 0 for i >= valid, in `count` tiles of 64 x 64 16-bit elements. `threads` consecutive threads share the
 // work. Calls are rare, so the thread's number is opaque: no address stays in a register between calls.
-__device__ __forceinline__ void clear_rows_behind(void* tiles, int count, int valid, int threads) {
+__device__ __forceinline__ void clear_rows_after(void* tiles, int count, int valid, int threads) {
   int thread = threadIdx.x % threads;
   make_opaque(thread);
 #pragma unroll 1

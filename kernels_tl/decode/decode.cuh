@@ -34,7 +34,7 @@ class Decode {
   __device__ __forceinline__ void run() const {
     const int64_t begin = plan.begin(share.n), slot = plan.first_slots(share.n);
     const int count = kPath == DecodePath::kOneToken ? 1 : plan.count(share.n);
-    if (slot == kNobody) {
+    if (slot == kNoState) {
       clear(begin, begin + count);
     } else if (count == 1) {
       one_token(begin, slot);

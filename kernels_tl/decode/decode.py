@@ -67,8 +67,8 @@ PRELUDE = """
 
 assert DECODE_TILE % GROUP == 0
 
-# What decode/decode.cuh calls a path, and rows of a state in shared memory: in blocks two groups on their way in and
-# one on its way out.
+# A path's name in decode/decode.cuh, and its rows of a state in shared memory. `blocks` has two groups on their way in
+# and one on its way out.
 PATHS = {
     "one_token": ("kOneToken", 0),
     "rows": ("kRows", GROUP),

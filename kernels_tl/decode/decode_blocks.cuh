@@ -7,8 +7,8 @@ namespace flash_qla::device {
 
 constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
 
-// For token t of a block of kDecodeBlock: since[t] = decays from the block's first token to t. For token j before t, at
-// j % kDecodeBlock: kk = beta decay_j+1 ... decay_t (k_j k_t), kq = decay_j+1 ... decay_t (k_j q_t).
+// since[t] = decays from the first token of t's block of kDecodeBlock to t. For token j before t, at j % kDecodeBlock:
+// kk = beta decay_j+1 ... decay_t (k_j k_t), kq = decay_j+1 ... decay_t (k_j q_t).
 struct Relations {
   float since[kDecodeTokens], kk[kDecodeTokens][kDecodeBlock], kq[kDecodeTokens][kDecodeBlock];
 

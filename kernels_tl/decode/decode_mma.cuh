@@ -80,9 +80,9 @@ struct MmaTokens {
       path = 1u << t;
       int next = parent;
       for (int i = 1; i < kTokens; ++i) {
-        const int behind = __shfl_sync(~0u, parent, max(next, 0));
+        const int grandparent = __shfl_sync(~0u, parent, max(next, 0));
         path |= next >= 0 ? 1u << next : 0;
-        next = next >= 0 ? behind : next;
+        next = next >= 0 ? grandparent : next;
       }
     }
     const float g = there ? HeadGate(bits, activations)(from_bits(a, activations, Activation::kG)) : 0.f;
@@ -312,7 +312,7 @@ class MmaDecoder {
   //
   //   since_t S + sum over j, t or an ancestor, of decays_tj change_j k_j^T
   //
-  // with changes in two parts of 16 bits.
+  // Changes are in two parts of 16 bits.
   __device__ __forceinline__ void make_state(Tile& tile, const Tokens& tokens, int t) const {
     const auto& of = tokens.of_warp();
     // Where there are four tokens half of the lanes have their changes' high parts, half the low ones.

@@ -59,9 +59,9 @@ struct DecodePlan {
   }
   __device__ __forceinline__ int64_t slot_behind(int n, int t, int count, int64_t first_slot) const {
     if (write_indices) {
-      return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNobody;
+      return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNoState;
     }
-    return update_state && t == count - 1 ? first_slot : kNobody;
+    return update_state && t == count - 1 ? first_slot : kNoState;
   }
   // The token before t, or -1 for the state at the start.
   __device__ __forceinline__ int parent(int n, int t) const {
@@ -120,7 +120,7 @@ struct DecodeStates {
   __device__ __forceinline__ Places<State> places(const DecodePlan& plan, int n, int t, int count,
                                                   int64_t first_slot) const {
     Places<State> found = {};
-    if (const int64_t slot = plan.slot_behind(n, t, count, first_slot); slot != kNobody) {
+    if (const int64_t slot = plan.slot_behind(n, t, count, first_slot); slot != kNoState) {
       found.slot = static_cast<State*>(pool) + slot * slot_stride;
     }
     if (t < steps) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void prefetch_state(const FirstSlots& slots, const vo
                                                const DecodeShare& share, int key_dim, int value_dim) {
   const int rows = min(share.groups * kDecodeGroupRows, value_dim - share.first_row);
   if (threadIdx.x == 0 && rows > 0) {
-    if (const int64_t slot = slots(share.n); slot != kNobody) {
+    if (const int64_t slot = slots(share.n); slot != kNoState) {
       const State* const from = static_cast<const State*>(pool) + slot * slot_stride + share.first_row * key_dim;
       const int bytes = rows * key_dim * static_cast<int>(sizeof(State));
       prefetch_bytes(from, bytes);

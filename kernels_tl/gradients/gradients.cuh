@@ -54,7 +54,7 @@ class GatedProducts {
           const int at = 4 * n + 2 * half + e;
           const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x));
           const float ungated = products_[at];
-          x[e] = D * ungated;  // above the diagonal anything
+          x[e] = D * ungated;  // any number above the diagonal
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
           const float E = below ? x[e] * likeness_[at] : 0.f;
           sum_[half] += E;

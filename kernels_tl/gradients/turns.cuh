@@ -33,9 +33,9 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// By a warp: a chunk's two tiles of 64 x 64 side by side, or the first key_dim of their columns, one part of 64 tokens'
-// rows from `row` on, or of as many as are valid: a box would go on into the next sequence. In flight until
-// wait_until_stored.
+// Adds a chunk's two tiles of 64 x 64, side by side, to the first key_dim columns of 64 rows from `row` on; the first
+// turn stores them. Fewer `valid` rows go one by one, because a box would reach into the next sequence. One warp calls
+// it. The writes are in flight until wait_until_stored.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
                                          int H_k, int key_dim, int valid, bool is_first) {

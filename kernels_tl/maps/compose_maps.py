@@ -31,7 +31,6 @@ from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 PRELUDE = """
 #include "core/tiles.cuh"

@@ -14,7 +14,7 @@ constexpr float kNegligible = -24.f;
 // bounds[c * stride] is the sum of chunk c. A whole warp calls it.
 __device__ __forceinline__ int first_chunk_that_matters(const float* bounds, int64_t stride, int chunks) {
   const int lane = threadIdx.x & 31;
-  float behind = 0.f;
+  float later_chunks = 0.f;
   for (int last = chunks - 1; last >= 0; last -= 32) {
     const int chunk = last - lane;
     float sum = chunk >= 0 ? bounds[chunk * stride] : 0.f;
@@ -23,11 +23,11 @@ __device__ __forceinline__ int first_chunk_that_matters(const float* bounds, int
       const float later = __shfl_up_sync(~0u, sum, step);
       sum += lane >= step ? later : 0.f;
     }
-    const unsigned found = __ballot_sync(~0u, chunk >= 0 && behind + sum < kNegligible);
+    const unsigned found = __ballot_sync(~0u, chunk >= 0 && later_chunks + sum < kNegligible);
     if (found != 0) {
       return last - (__ffs(found) - 1);
     }
-    behind += __shfl_sync(~0u, sum, 31);
+    later_chunks += __shfl_sync(~0u, sum, 31);
   }
   return -1;
 }

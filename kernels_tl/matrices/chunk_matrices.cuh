@@ -2,18 +2,18 @@
 //
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
-// The inverse is blockwise, 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
-// one lane a column and two blocks a warp. Then a block column of A is made from top to bottom,
+// The inverse goes by 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32, one
+// lane a column and two blocks a warp. One warp then computes a block column of A from top to bottom,
 //
 //   A_ij = -A_ii (B_ij A_jj + ... + B_i,i-1 A_i-1,j),   B_ij block (i, j) of diag(beta) K K^T,
 //
-// in TF32 with fp32 accumulation (for fp16 in two TF32 parts), by one warp. It works on the transposed blocks, A_ij^T =
-// -(sum of A_lj^T B_il^T) A_ii^T: so the accumulators of one product are the left factor of the next, in registers
-// (with K's order permuted alike on both sides).
+// in TF32 with fp32 accumulation, for fp16 in two TF32 parts. It works on transposed blocks,
+// A_ij^T = -(sum of A_lj^T B_il^T) A_ii^T, because the accumulators of one product are then the left factor of the
+// next, in registers (with K's order permuted alike on both sides).
 //
-// beta, the gates and all that follows are one value head's; K K^T and Q K^T are a group's. So these lie in shared
-// memory, beta is applied where B is used, and each of the CTA's warps works on a value head of its own (or, where the
-// heads are fewer, two or four warps on one: a team), without waiting for the others.
+// K K^T and Q K^T belong to a group of heads, beta and the gates to one value head. So the products lie in shared
+// memory, and beta is applied where B is used. Each warp works on a value head of its own without waiting for the
+// others; with fewer heads a team of two or four warps works on one.
 #pragma once
 
 #include "matrices/chunk_gates.cuh"
@@ -50,9 +50,9 @@ __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float
   }
 }
 
-// By one warp: (I + diag(beta) stril(block))^-1, as a factor, of one or two symmetric 16 x 16 blocks `stride` apart:
-// the quarters on the diagonal by substitution, one lane a column, the one below them by products as those of blocks.
-// May be in place.
+// (I + diag(beta) stril(block))^-1 of one or two symmetric 16 x 16 blocks, which are `stride` apart. One warp calls it.
+// The quarters on the diagonal come by substitution, one lane a column, and the quarter below them by products, as
+// blocks do. It may work in place.
 template <int kParts>
 __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, float* inverses, const float* beta,
                                               int count) {
@@ -311,8 +311,8 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
   }
 }
 
-// By one warp: block column j of (A * D - I), of scale tril(Q K^T) * D, both transposed, and if it is wanted of A, from
-// the X that invert_column left. `staging`: room for two tiles of 16 x 64 elements.
+// Stores block column j of A * D - I and of scale tril(Q K^T) * D, both transposed, and of A if wanted. X is the result
+// of invert_column. One warp calls it. `staging` has room for two tiles of 16 x 64 elements.
 template <typename T, int j>
 __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
                                              char* staging, const MatricesOut& out) {

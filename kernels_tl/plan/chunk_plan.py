@@ -35,9 +35,9 @@ from kernels_tl.bundles import CheckpointTable, Cuts, Plan, Sequences, Sizes, Sl
 from kernels_tl.config import CHUNK_PLAN
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
 from kernels_tl.layout import (
-    NOBODY,
+    FROM_SCAN,
+    NO_STATE,
     PADDING,
-    SCANNED,
     SegmentColumn,
     SegmentFlag,
     SequenceColumn,
@@ -93,11 +93,11 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
             of.begins[low],
             of.ends[low],
             chunk,
-            T.Select(of.slots[low] == NOBODY, PADDING, n0 + low),
+            T.Select(of.slots[low] == NO_STATE, PADDING, n0 + low),
         )
         if to.every > 0:
-            checkpoint = T.alloc_var("int32", init=NOBODY)
-            if of.slots[low] != NOBODY:
+            checkpoint = T.alloc_var("int32", init=NO_STATE)
+            if of.slots[low] != NO_STATE:
                 checkpoint = extern(
                     "checkpoint_slot",
                     to.indices,
@@ -125,9 +125,9 @@ def write_segments(segments, n, slot, begin, end, first, parts, size, states, dr
             segments[slot + i, SegmentColumn.FLAGS] = T.Select(
                 (i == 0) & (dropped != SegmentFlag.FIRST), SegmentFlag.FIRST, 0
             ) + T.Select((i == parts - 1) & (dropped != SegmentFlag.LAST), SegmentFlag.LAST, 0)
-            is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NOBODY))
-            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, SCANNED, states.initial)
-            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NOBODY)
+            is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NO_STATE))
+            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, FROM_SCAN, states.initial)
+            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NO_STATE)
             until = T.alloc_var("int32", init=WHOLE * C)
             if states.checkpoint_every > 0:
                 until = states.checkpoint_every - T.truncmod(i * size * C, states.checkpoint_every)
@@ -141,8 +141,8 @@ def write_unused_segments(segments, segments_before, tx):
         if slot < segments.shape[0]:
             for i in T.unroll(SegmentColumn.COUNT):
                 segments[slot, i] = 0
-            segments[slot, SegmentColumn.INITIAL] = NOBODY
-            segments[slot, SegmentColumn.FINAL] = NOBODY
+            segments[slot, SegmentColumn.INITIAL] = NO_STATE
+            segments[slot, SegmentColumn.FINAL] = NO_STATE
             segments[slot, SegmentColumn.UNTIL] = WHOLE * C
 
 
@@ -172,7 +172,7 @@ def chunk_plan(offset_dtype):
     ):
         with T.Kernel(1, threads=THREADS, prelude=PRELUDE):
             T.pdl_trigger()
-            # Of this step's sequences; sums are those of counts, up to the sequence itself.
+            # One entry for each sequence of this step. sums[i] = counts[0] + ... + counts[i].
             begins = T.alloc_shared([THREADS], "int32")
             ends = T.alloc_shared([THREADS], "int32")
             counts = T.alloc_shared([THREADS], "int32")  # chunks
@@ -211,11 +211,11 @@ def chunk_plan(offset_dtype):
                     begin = ends[tx - 1]
                 count = count_chunks(end - begin)
                 part = 0
-                own = NOBODY
-                initial = NOBODY
+                own = NO_STATE
+                initial = NO_STATE
                 if n < N:
                     own = extern("slot_of", slots.table(), n, returns="int32")
-                    part = T.Select(own == NOBODY, 1, T.max(T.truncdiv(count + size - 1, size), 1))
+                    part = T.Select(own == NO_STATE, 1, T.max(T.truncdiv(count + size - 1, size), 1))
                     if extern(
                         "has_first_state",
                         presence.first_states,
@@ -269,11 +269,11 @@ def chunk_plan(offset_dtype):
                     plan.sequences[n, SequenceColumn.CHUNK] = first
                     plan.sequences[n, SequenceColumn.SEGMENT] = slot
                     # A sequence without tokens leaves its slot of a pool alone: another sequence may have that slot.
-                    is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NOBODY)
-                    final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NOBODY)
+                    is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NO_STATE)
+                    final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NO_STATE)
                     plan.sequences[n, SequenceColumn.INITIAL] = initial
                     plan.sequences[n, SequenceColumn.FINAL] = final
-                    own_end = T.Select(own == NOBODY, begin, end)
+                    own_end = T.Select(own == NO_STATE, begin, end)
                     states = SimpleNamespace(
                         initial=initial, final=final, on_pool=presence.on_pool, checkpoint_every=checkpoint_every
                     )

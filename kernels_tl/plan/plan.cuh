@@ -1,7 +1,7 @@
 // Rows of chunk_plan's tables. chunk_plan computes them, and so do warps that begin before chunk_plan has written them.
 //
-// cu_seqlens comes as `offsets`, of 32 or 64 bits (`wide`), or there is none and all N sequences have `uniform_length`
-// tokens, as many as `tokens` together. What it holds need not be offsets: see chunk_plan.py.
+// `offsets` is cu_seqlens, of 32 or 64 bits (`wide`). Without cu_seqlens all N sequences have `uniform_length` tokens,
+// together `tokens`. The contents of cu_seqlens may be wrong: see chunk_plan.py.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ __device__ __forceinline__ bool comes_first(int chunks_a, int a, int chunks_b, i
   return chunks_a > chunks_b || (chunks_a == chunks_b && a < b);
 }
 
-// A row of `chunks`: of a sequence, of which kPadding is one that is nobody's, or of what follows the last one.
+// Writes a row of `chunks`: a chunk of a sequence or, with kPadding, of a sequence without a slot; put_padding writes
+// the rows after the last sequence.
 __device__ __forceinline__ void put_chunk(int* row, int begin, int end, int chunk, int sequence) {
   const int first = begin + chunk * kChunk;
   row[ChunkColumn::kRow] = first;
@@ -51,12 +52,12 @@ __device__ __forceinline__ int checkpoint_slot(const Table& indices, int64_t nul
                                                int length, int chunk, int n, int first) {
   const int64_t tokens = (int64_t{chunk} + 1) * kChunk;
   if (tokens > length || tokens % every != 0) {
-    return kNobody;
+    return kNoState;
   }
   const int i = static_cast<int>(tokens / every) - 1;
   int64_t index = int64_t{first} + i;
   if (indices) {
-    index = i < indices.columns ? indices(n, i) : kNobody;
+    index = i < indices.columns ? indices(n, i) : kNoState;
   }
   return static_cast<int>(checked_slot(index, indices ? null_index : -1, slots));
 }
@@ -98,7 +99,7 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
 // Finds a slot's row of `chunks`. Each warp calls it.
 __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
                                            int tokens, int uniform_length, const Slots& slots) {
-  const auto sequence = [&](int n) { return slots(n) == kNobody ? int{kPadding} : n; };
+  const auto sequence = [&](int n) { return slots(n) == kNoState ? int{kPadding} : n; };
   if (!has_offsets) {
     const int chunks = chunks_of(uniform_length);
     const int n = slot / max(chunks, 1);
@@ -134,7 +135,7 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
                                              int N, int tokens, int uniform_length, const Slots& slots) {
   if (!has_offsets) {
     found[0] = slot * uniform_length;
-    found[1] = slots(slot) == kNobody ? 0 : uniform_length;
+    found[1] = slots(slot) == kNoState ? 0 : uniform_length;
     return;
   }
   const int lane = threadIdx.x & 31;
@@ -146,7 +147,7 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   }
   const int owner = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
   found[0] = __shfl_sync(~0u, extent.begin, owner);
-  found[1] = slots(owner) == kNobody ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
+  found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
 }
 
 }  // namespace flash_qla::device

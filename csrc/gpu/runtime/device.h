@@ -21,7 +21,8 @@ int driver_cuda_version();
 // The GPUs; empty without a GPU or a driver, and after a CUDA error.
 std::vector<Gpu> gpus();
 
-// The GPU with this index, and the GPU of a tensor. The process asks CUDA once for its GPUs. Throws the error of CUDA, if there is one.
+// The GPU with this index, and the GPU of a tensor. The process asks CUDA once for its GPUs. Throws the error of CUDA,
+// if there is one.
 const Gpu& gpu_at(int64_t index);
 const Gpu& gpu_of(const Tensor& tensor);
 
