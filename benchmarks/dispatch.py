@@ -103,10 +103,18 @@ class Backward:
         self.forced = lambda mode: testing.forced_dispatch(backward=mode)
 
 
+def figures_of_card() -> dict[str, int]:
+    """Options of the dispatch questions: SMs, clock and memory rate of this GPU."""
+    from flash_qla import _C
+
+    gpu = _C.gpus()[torch.cuda.current_device()]
+    return {name: getattr(gpu, name) for name in ("sm_count", "sm_mhz", "memory_gb_s")}
+
+
 @torch.no_grad()
 def measure(package: str, options) -> Iterator[dict]:
     direction = Backward() if options.backward else Forward()
-    sm_count = torch.cuda.get_device_properties().multi_processor_count
+    card = figures_of_card()
     K, V = options.head_dims
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
@@ -114,13 +122,13 @@ def measure(package: str, options) -> Iterator[dict]:
             call = direction.call(H_k, H_v, lengths, options.head_dims)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
-            for mode in ({}, *direction.modes(H_v, V, lengths, sm_count)):
+            for mode in ({}, *direction.modes(H_v, V, lengths, card["sm_count"])):
                 with direction.forced(mode):
                     times = time_graph(call, options.samples, options.sample_ms)
                     if mode and equal:
-                        found = direction.dispatch(N, T // N, N, H_k, H_v, sm_count, varlen=False, K=K, V=V)
+                        found = direction.dispatch(N, T // N, N, H_k, H_v, **card, varlen=False, K=K, V=V)
                     else:
-                        found = direction.dispatch(1, T, N, H_k, H_v, sm_count, K=K, V=V)
+                        found = direction.dispatch(1, T, N, H_k, H_v, **card, K=K, V=V)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,

@@ -130,10 +130,12 @@ def header(compiled: list[Compiled]) -> str:
         parts.append(
             "\n\n".join(structs(variants[0])) + f"\n\n// Instances: {instances}.\n"
             f"void {kernel}(const {camel}Args& args, const {camel}Params& params, cudaStream_t stream);\n"
+            f"{_is_compiled(camel, variants)}"
         )
     return f"""{NOTICE}
 // Launchers of the compiled kernels. They throw std::runtime_error with the kernel's name when no
 // instance has the given parameters or when the launch fails; an empty grid launches nothing.
+// is_compiled says whether an instance has the given parameters.
 
 #pragma once
 
@@ -154,6 +156,19 @@ inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{di
 """
 
 
+def _is_compiled(camel: str, variants: list[Compiled]) -> str:
+    if not variants[0].instance.params:
+        return ""
+    tests = " ||\n         ".join(_test(variant.instance) for variant in variants)
+    return f"constexpr bool is_compiled(const {camel}Params& params) {{\n  return {tests};\n}}\n"
+
+
+def _test(instance: Instance) -> str:
+    """Whether `params` are the instance's."""
+    tests = " && ".join(f"params.{key} == {_literal(key, value)}" for key, value in instance.params.items())
+    return f"({tests})"
+
+
 def registry(compiled: list[Compiled], tilelang: str, cuda: str, arch: str) -> str:
     rows = []
     for item in compiled:
@@ -167,7 +182,7 @@ def registry(compiled: list[Compiled], tilelang: str, cuda: str, arch: str) -> s
         )
     dispatch = "\n".join(_dispatch(kernel, items) for kernel, items in by_kernel(compiled).items())
     return f"""{NOTICE}
-#include "gpu/registry.h"
+#include "gpu/runtime/registry.h"
 
 #include <array>
 #include <sstream>
@@ -209,8 +224,7 @@ void {kernel}(const {camel}Args& args, const {camel}Params&, cudaStream_t stream
 """
     branches = ""
     for variant in variants:
-        tests = [f"params.{key} == {_literal(key, value)}" for key, value in variant.instance.params.items()]
-        branches += f"  if ({' && '.join(tests)}) return launch_{variant.instance.name}(args, stream);\n"
+        branches += f"  if {_test(variant.instance)} return launch_{variant.instance.name}(args, stream);\n"
     asked = "".join(
         f' << " {key}=" << ' + (f"name_of(params.{key})" if isinstance(value, str) else f"params.{key}")
         for key, value in variants[0].instance.params.items()

@@ -125,7 +125,7 @@ def no_negative_indices():
 
 def no_inferred_fences(module):
     """
-    Change: the pass InjectFenceProxy does not run for a kernel whose module says EXPLICIT_FENCES.
+    Change: the pass InjectFenceProxy does not run for a kernel that writes out its synchronisation.
     Why: the pass puts fence.proxy.async where the generic proxy may have written shared memory. Each fence waits for
         all outstanding accesses of the thread. These kernels have a fence where one is needed, and nowhere else.
     Upstream: tile-ai/tilelang#1849 (closed), which removed the fences before loads by TMA.
@@ -133,7 +133,7 @@ def no_inferred_fences(module):
     """
     import tilelang.cuda.transform
 
-    if not getattr(module, "EXPLICIT_FENCES", False):
+    if "tl.disable_thread_storage_sync" not in pass_configs(module):
         return contextlib.nullcontext()
     return _without_pass(tilelang.cuda.transform, "InjectFenceProxy")
 

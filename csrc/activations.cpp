@@ -13,7 +13,7 @@ void check_of_tokens(const Tokens& tokens, const Tensor& q, const NamedTensor& a
   check_shape(tokens.op, name, *tensor, {tokens.B, tokens.T, tokens.H_v}, "[B, T, H_v]");
 }
 
-// A_log and dt_bias, if there are any.
+// Checks A_log or dt_bias, if it was given.
 void check_of_heads(const Tokens& tokens, const Tensor& q, bool use_gate, const NamedTensor& argument) {
   const auto& [name, tensor] = argument;
   check(use_gate || !tensor, tokens.op, name, " is a tensor, expected None without use_gate_in_kernel");

@@ -1,4 +1,4 @@
-// The arguments that gates and betas come from, checked in one place for all ops.
+// The arguments of gates and betas, checked in one place for all ops.
 #pragma once
 
 #include "checks.h"
@@ -7,9 +7,9 @@
 namespace flash_qla {
 
 struct ActivationArguments {
-  NamedTensor g, beta;                   // [B, T, H_v], any floating dtype; raw with the flag, else ready
-  const torch::stable::Tensor* A_log;    // [H_v], any floating dtype; not null with use_gate
-  const torch::stable::Tensor* dt_bias;  // [H_v], any floating dtype; may be null
+  NamedTensor g, beta;                   // [B, T, H_v], any floating dtype; raw with their flags, else ready
+  const torch::stable::Tensor* A_log;    // [H_v], any floating dtype; needed with use_gate
+  const torch::stable::Tensor* dt_bias;  // [H_v], any floating dtype, or null
   bool use_gate = true;
   bool use_beta_sigmoid = true;
   bool allow_neg_eigval = false;
@@ -17,7 +17,7 @@ struct ActivationArguments {
 
 void check_activations(const Tokens& tokens, const torch::stable::Tensor& q, const ActivationArguments& arguments);
 
-// A backward with use_gate takes g_raw, the g of the forward: [B, T, H_v], any floating dtype.
+// Checks g_raw, the g of the forward: [B, T, H_v], any floating dtype. A backward with use_gate needs it.
 void check_g_raw(const Tokens& tokens, const torch::stable::Tensor& q, bool use_gate,
                  const torch::stable::Tensor* g_raw);
 

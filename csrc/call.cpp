@@ -11,7 +11,7 @@
 #include "checks.h"
 #include "chunks.h"
 #include "contents.h"
-#include "gpu/device.h"
+#include "gpu/runtime/device.h"
 #include "offsets.h"
 #include "tensors.h"
 
@@ -47,8 +47,8 @@ void check_map_sequences(const Call& call) {
   }
 }
 
-// Kernels index tokens and chunks with 32 bits; offsets in elements are 64-bit. The first two bounds keep the
-// arithmetic after them from overflowing.
+// Sets h_chunks, within bounds: kernels index tokens and chunks with 32 bits, and elements with 64. The first two
+// checks keep the arithmetic after them from overflowing.
 void count_chunks(Call& call) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   check(call.B <= kMax && call.T <= kMax && call.tokens() <= kMax, call.op, "q has ", call.B, " x ", call.T,
@@ -106,7 +106,7 @@ void check_gradients(const BackwardCall& call) {
   check_g_raw(call, call.q, call.use_gate, or_null(call.g_raw));
 }
 
-// Copies only what has to change. What TMA reads is aligned. g_dtype is that of g as it is read.
+// Copies only tensors that have to change. g_dtype: the dtype of g as it is read.
 void make_canonical(Call& call, ScalarType g_dtype) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
     make_aligned(call.op, *tensor, call.dtype);
@@ -126,7 +126,7 @@ void make_canonical(Call& call, ScalarType g_dtype) {
   }
 }
 
-// Between the checks of the arguments and the pass.
+// Makes the checked arguments ready for the pass.
 void prepare(Call& call, ScalarType g_dtype) {
   const bool on_gpu = call.q.is_cuda();
   if (on_gpu) {
@@ -167,8 +167,8 @@ Call make_call(const char* op, Arguments arguments) {
   return call;
 }
 
-BackwardCall make_backward_call(const char* op, Arguments arguments, Gradients gradients) {
-  BackwardCall call{{std::move(arguments), {.op = op}}, std::move(gradients)};
+BackwardCall make_backward_call(const char* op, BackwardArguments arguments) {
+  BackwardCall call{{std::move<Arguments&>(arguments), {.op = op}}, std::move<Gradients&>(arguments)};
   check_arguments(call);
   check_gradients(call);
   prepare(call, call.compute_dtype);

@@ -69,7 +69,7 @@ bool has_dtype(const Tensor& tensor, ScalarType dtype) {
   return dtype_code(tensor) == torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
-// A dispatcher that is given None for a Tensor passes an undefined one on.
+// The dispatcher passes None for a Tensor as an undefined tensor.
 void check_defined(const char* op, const char* name, const Tensor& tensor) {
   check(tensor.defined(), op, name, " is None, expected a tensor");
 }

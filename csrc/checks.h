@@ -1,5 +1,5 @@
-// Errors as users see them: "<op>: <argument> has <what came>, expected <what was expected>". Unlike STD_TORCH_CHECK
-// they carry no C++ file and line, which tell a caller nothing.
+// Errors as users see them: "<op>: <argument> has <value>, expected <expectation>". Unlike STD_TORCH_CHECK they have no
+// C++ file and line, which tell a caller nothing.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,7 +16,7 @@
 
 namespace flash_qla {
 
-// RuntimeError in Python.
+// Throws a RuntimeError of Python.
 template <typename... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
   std::ostringstream message;
@@ -25,7 +25,7 @@ template <typename... Parts>
   throw std::runtime_error(message.str());
 }
 
-// The parts are evaluated even if ok: what is made for the message only, such as the text of a shape, goes to fail.
+// Fails unless ok. The parts are evaluated even if ok; if the message needs a costly text, as of a shape, call fail.
 template <typename... Parts>
 void check(bool ok, const char* op, const Parts&... parts) {
   if (!ok) [[unlikely]] {
@@ -34,23 +34,22 @@ void check(bool ok, const char* op, const Parts&... parts) {
 }
 
 const char* dtype_string(torch::headeronly::ScalarType dtype);  // bfloat16
-// The same of any tensor, whatever dtypes the headers of the stable ABI know: Tensor::scalar_type throws for the
-// others.
+// The name of a tensor's dtype. Tensor::scalar_type would throw for dtypes that the stable ABI's headers do not know.
 const char* dtype_string(const torch::stable::Tensor& tensor);
 
 std::string shape_string(torch::headeronly::IntHeaderOnlyArrayRef shape);  // [1, 64, 4, 128]
 
-// Cheaper than Tensor::scalar_type, which compares the dtype with one after the other, each a call into libtorch.
+// Whether the tensor has the dtype. Tensor::scalar_type is slower: it asks libtorch for one dtype after the other.
 bool has_dtype(const torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 
-// An argument; null: none.
+// An argument with its name; null: not given.
 using NamedTensor = std::pair<const char*, const torch::stable::Tensor*>;
 inline const torch::stable::Tensor* or_null(const std::optional<torch::stable::Tensor>& tensor) {
   return tensor ? &*tensor : nullptr;
 }
 
-// Each fails unless the argument is as the function's name says. symbols says what the dimensions are, e.g.
-// "[B, T, H_v]".
+// Each fails unless the argument is as the function's name says. symbols: the dimensions for the text, as "[B, T,
+// H_v]".
 void check_defined(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,
                   const torch::stable::Tensor& q);

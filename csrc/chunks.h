@@ -1,4 +1,4 @@
-// Numbers of chunks.
+// Numbers of chunks, computed here alone.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,13 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t chunk_count(int64_t tokens) { return ceil_div(tokens, kChunk); }
 inline int64_t chunk_tokens(int64_t begin, int64_t end) { return std::min<int64_t>(kChunk, end - begin); }
 
-// Chunks of B rows of T tokens. A row is a sequence; if varlen, the one row holds N of them, of any lengths, and this
-// is the most that they can have: each sequence pads its last chunk by at most kChunk - 1 tokens.
+// The most tokens after padding: each of N sequences pads its last chunk by at most kChunk - 1 tokens.
+inline int64_t most_padded_tokens(int64_t T, int64_t N) { return T + (kChunk - 1) * N; }
+
+// Chunks of B rows of T tokens. A row is a sequence. If varlen, the one row holds N sequences of any lengths, and the
+// number is an upper bound.
 inline int64_t most_chunks(int64_t B, int64_t T, int64_t N, bool varlen) {
-  return varlen ? (T + (kChunk - 1) * N) / kChunk : B * chunk_count(T);
+  return varlen ? most_padded_tokens(T, N) / kChunk : B * chunk_count(T);
 }
 
 }  // namespace flash_qla

@@ -15,14 +15,14 @@ namespace flash_qla {
 
 namespace {
 
-// What a number may be. Of raw numbers the ends have a meaning: a log decay of -inf, a step size of 0.
+// The values that a number may have. Infinite raw numbers are valid: a log decay of -inf, or a step size of 0.
 enum class Allowed { kFinite, kLogDecay, kNotNan };
 
 class Checker {
  public:
   explicit Checker(const char* op) : op_(op) {}
 
-  // The elements of all rows, `row_size` each, that are live; every row without `live`.
+  // Checks the elements of the live rows; of every row without `live`.
   void check(const char* name, Tensor tensor, Allowed allowed, const std::vector<bool>& live = {}) const {
     if (!tensor.is_cpu()) {
       tensor = to_cpu(tensor);
@@ -44,7 +44,7 @@ class Checker {
     }
   }
 
-  // A state [H_v, V, K] of a pool, where it is.
+  // Checks a state [H_v, V, K] of a pool in place.
   void check_state(const Tensor& pool, int64_t slot) const {
     const auto shape = pool.sizes(), strides = pool.strides();
     const std::array sizes = {shape[1], shape[2], shape[3]};
@@ -65,7 +65,7 @@ class Checker {
     }
   }
 
-  // q[0, 100, 1, 7] is nan, expected ...
+  // The text: q[0, 100, 1, 7] is nan, expected ...
   [[noreturn]] void refuse(const char* name, const Tensor& tensor, int64_t i, double x, Allowed allowed) const {
     std::vector<int64_t> index(tensor.dim());
     for (int64_t d = tensor.dim() - 1; d >= 0; i /= tensor.size(d--)) {
@@ -81,7 +81,7 @@ class Checker {
   const char* op_;
 };
 
-// The slots that sequences start from, of tables on any device.
+// The slots of the sequences' first states, from tables on any device.
 class FirstSlots {
  public:
   FirstSlots(const Tensor& indices, const std::optional<Tensor>& accepted, int64_t null_index, int64_t slots)
@@ -95,7 +95,7 @@ class FirstSlots {
   int64_t operator()(int64_t n) const {
     const int64_t column = has_accepted_ ? std::clamp<int64_t>(accepted_(n), 1, indices_.columns) - 1 : 0;
     const int64_t slot = indices_(n, column);
-    return slot > null_index_ && slot >= 0 && slot < slots_ ? slot : kNobody;
+    return slot > null_index_ && slot >= 0 && slot < slots_ ? slot : kNoState;
   }
 
  private:
@@ -108,7 +108,7 @@ class FirstSlots {
   const int64_t null_index_, slots_;
 };
 
-// Of each row of tokens whether a sequence has it; is_live(n, tokens) says which sequences count.
+// Whether each row of tokens belongs to a live sequence; is_live(n, tokens) says which sequences are live.
 template <typename IsLive>
 std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& cu_seqlens, const IsLive& is_live) {
   std::vector<bool> live(call.tokens(), false);
@@ -125,19 +125,19 @@ std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& c
   return live;
 }
 
-// live_tokens of the sequences that have a slot. Checks the initial state of each that has tokens, if reads_state(n).
+// live_tokens of the sequences with a slot. Checks the first state of each that has tokens, if reads_state(n).
 std::vector<bool> live_tokens_of_slots(const Checker& checker, const auto& call, const FirstSlots& slots,
                                        const auto& reads_state) {
   return live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
     const int64_t slot = slots(n);
-    if (slot != kNobody && tokens > 0 && reads_state(n)) {
+    if (slot != kNoState && tokens > 0 && reads_state(n)) {
       checker.check_state(call.state_pool, slot);
     }
-    return slot != kNobody;
+    return slot != kNoState;
   });
 }
 
-// Checks the numbers that all calls have.
+// Checks the tensors that all calls have.
 void check_common(const Checker& checker, const auto& call, const std::vector<bool>& live) {
   for (const auto& [name, tensor] : {std::pair{"q", &call.q}, {"k", &call.k}, {"v", &call.v}}) {
     checker.check(name, *tensor, Allowed::kFinite, live);

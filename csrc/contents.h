@@ -1,4 +1,5 @@
-// What FLASH_QLA_CHECK=1 looks at besides offsets and tables: the numbers in a call's tensors. docs/checks.md lists it.
+// The checks of FLASH_QLA_CHECK=1 besides offsets and tables: the numbers in a call's tensors. docs/checks.md lists
+// them.
 #pragma once
 
 #include "call.h"
@@ -7,12 +8,11 @@
 
 namespace flash_qla {
 
-// FLASH_QLA_CHECK=1 in the environment: calls look at the contents of their tensors, and on a GPU synchronize.
+// Whether FLASH_QLA_CHECK=1 is in the environment: calls check the contents of their tensors, and synchronize on a GPU.
 bool contents_are_checked();
 
-// Each throws std::runtime_error, naming the element, what was expected and what came. Of tokens they look at those
-// that a sequence has which has a slot, of a pool at the states that are read. They do nothing unless
-// contents_are_checked.
+// Each throws std::runtime_error with the element, what was expected and what came. They check tokens of sequences that
+// have a slot, and states of a pool that are read. They do nothing unless contents_are_checked.
 void check_contents(const Call& call);
 void check_contents(const BackwardCall& call);
 void check_contents(const PrefillCall& call);

@@ -1,4 +1,4 @@
-// A call of decode_gated_delta_rule: a few tokens of each sequence, on states that lie in a pool.
+// A call of decode_gated_delta_rule: a few tokens of each sequence, on states in a pool.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,7 +11,7 @@
 
 namespace flash_qla {
 
-// Indices are int32 or int64. "Null" is an index of at most null_index: nobody's.
+// Indices are int32 or int64. An index of at most null_index is null: the sequence has no slot.
 struct DecodeArguments {
   Tensor q = undefined_tensor();              // [B, T, H_k, K], any strides
   Tensor k = undefined_tensor();              // [B, T, H_k, K]
@@ -21,37 +21,36 @@ struct DecodeArguments {
   Tensor A_log = undefined_tensor();          // [H_v], any floating dtype
   std::optional<Tensor> dt_bias;              // [H_v], any floating dtype
   Tensor state_pool = undefined_tensor();     // [slots, H_v, V, K], any floating dtype; written
-  Tensor state_indices = undefined_tensor();  // [N] or [N, S]: the slot that a sequence starts from
-  std::optional<double> scale;                // none: K^-0.5
+  Tensor state_indices = undefined_tensor();  // [N] or [N, S]: the slot of the sequence's first state
+  std::optional<double> scale;                // K^-0.5 by default
   int64_t null_index = -1;
   bool use_qk_l2norm = true;
   std::optional<Tensor> cu_seqlens;            // [N + 1]
-  std::optional<Tensor> num_accepted_tokens;   // [N]: which column of state_indices, less one
-  std::optional<Tensor> write_indices;         // [N, S]: slots of the states behind the tokens
-  std::optional<Tensor> intermediate_states;   // [rows, steps, H_v, V, K]; written: likewise
-  std::optional<Tensor> intermediate_indices;  // [N]: rows of these, negative ones nobody's
-  std::optional<Tensor> parents;               // [N, S]: the token before each, -1 the state at the start
-  bool update_state = true;                    // the last state goes back to where the first came from
+  std::optional<Tensor> num_accepted_tokens;   // [N]: the column of state_indices, plus one
+  std::optional<Tensor> write_indices;         // [N, S]: slots of the states after the tokens
+  std::optional<Tensor> intermediate_states;   // [rows, steps, H_v, V, K], written: the states after the tokens
+  std::optional<Tensor> intermediate_indices;  // [N]: rows of intermediate_states; negative: no row
+  std::optional<Tensor> parents;               // [N, S]: the token before each token; -1: the first state
+  bool update_state = true;                    // the last state replaces the first in its slot
 };
 
-// Tensors are as they came. Of the pool and the intermediate states the last three dimensions are contiguous.
+// Tensors keep the caller's strides. The last three dimensions of the pool and of intermediate_states are contiguous.
 struct DecodeCall : DecodeArguments, Tokens {
   bool varlen() const { return cu_seqlens.has_value(); }
   int64_t slots() const { return state_pool.size(0); }
-  // Whether the state behind the last token is written to where the first was read.
+  // Whether the state after the last token replaces the first in its slot.
   bool writes_back() const { return update_state && !write_indices; }
 };
 
-// Throws std::runtime_error, naming the argument, what was expected and what came, unless the call can be run: without
-// reading data.
+// Throws std::runtime_error unless the call can run. The text names the argument, what was expected and what came. No
+// data is read.
 DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
 
-// The same where q, k and v come as one tensor, [B, T, 2 H_k K + H_v V], as the convolution before the op leaves them,
-// or without T for one token of each sequence, a and b likewise. Sets the arguments' q, k, v, a and b.
+// make_decode_call with q, k and v in one tensor [B, T, 2 H_k K + H_v V], the output of the convolution before the op.
+// T may be missing in mixed_qkv, a and b if each sequence has one token. Sets the arguments q, k, v, a and b.
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments);
 
-// Throws where the tables hold what they may not: an index outside, a slot that is written twice. On a GPU this
-// synchronizes.
+// Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_decode_tables(const DecodeCall& call);
 
 // Returns o [B, T, H_v, V], dtype of q.

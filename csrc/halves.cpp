@@ -20,20 +20,20 @@ void check_made(const Call& call, const char* name, const Tensor& tensor, Scalar
 
 }  // namespace
 
-void check_workspace(const Call& call, const Tensor& workspace) {
-  check_made(call, "workspace", workspace, ScalarType::Byte, {workspace.numel()});
+void check_workspace(const Call& call) {
+  check_made(call, "workspace", *call.workspace, ScalarType::Byte, {call.workspace->numel()});
 }
 
-void check_begun(const Call& c, const Tensor& workspace, const ForwardOutputs& out) {
-  check_workspace(c, workspace);
+void check_begun(const Call& c, const ForwardOutputs& out) {
+  check_workspace(c);
   check_made(c, "o", out.o, c.dtype, {c.B, c.T, c.H_v, c.V});
   if (c.output_g_cumsum) {
     check_made(c, "g_cumsum", out.g_cumsum, c.compute_dtype, {c.B, c.T, c.H_v});
   }
 }
 
-void check_begun(const BackwardCall& c, const Tensor& workspace, const BackwardOutputs& out) {
-  check_workspace(c, workspace);
+void check_begun(const BackwardCall& c, const BackwardOutputs& out) {
+  check_workspace(c);
   check_made(c, "dq", out.dq, c.dtype, {c.B, c.T, c.H_k, c.K});
   check_made(c, "dk", out.dk, c.dtype, {c.B, c.T, c.H_k, c.K});
   check_made(c, "dv", out.dv, c.dtype, {c.B, c.T, c.H_v, c.V});
@@ -46,23 +46,20 @@ Tensor allocate_maps(const Call& call) {
   return new_empty(call.op, call.q, {rows, call.H_v, call.V + call.K, call.K}, call.compute_dtype);
 }
 
-Tensor maps_of_nothing(const Call& call, const std::optional<Tensor>& states) {
+Begun begun_of_nothing(const Call& call, const std::optional<Tensor>& states) {
   const int64_t H_v = call.H_v, V = call.V, K = call.K, size = (V + K) * K;
   const auto rows = static_cast<int64_t>(call.map_sequences.size());
   Tensor maps = allocate_maps(call);
   zero(maps);
-  if (rows == 0) {
-    return maps;
+  if (rows > 0) {
+    fill(view(maps, {rows, H_v, K}, {H_v * size, size, K + 1}, V * K), 1);
   }
-  fill(view(maps, {rows, H_v, K}, {H_v * size, size, K + 1}, V * K), 1);
   for (int64_t i = 0; states && i < rows; ++i) {
     Tensor of_state = view(maps, {H_v, V, K}, {size, K, 1}, i * H_v * size);
     copy(of_state, view(*states, {H_v, V, K}, {V * K, call.state_stride_v(), call.state_stride_k()},
                         call.map_sequences[i] * H_v * V * K));
   }
-  return maps;
+  return {maps, new_empty(call.op, call.q, {0}, ScalarType::Byte)};
 }
-
-Tensor no_workspace(const Call& call) { return new_empty(call.op, call.q, {0}, ScalarType::Byte); }
 
 }  // namespace flash_qla

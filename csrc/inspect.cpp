@@ -3,11 +3,13 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "gpu/device.h"
 #include "gpu/head_dims.h"
+#include "gpu/runtime/device.h"
 
 namespace flash_qla {
 namespace {
@@ -27,14 +29,45 @@ const char* error_of(auto action) {
   }
 }
 
+// Sets the field with this name.
+template <typename Direction>
+void set(Direction& shape, std::string_view name, int64_t value) {
+  bool is_set = false;
+  const auto set_if_named = [&]<typename AField>(const AField& field) {
+    if (name == field.name) {
+      field.in(shape) = static_cast<typename AField::Type>(value);
+      is_set = true;
+    }
+  };
+  const auto fields = std::tuple_cat(Direction::sizes(), Direction::options());
+  std::apply([&](const auto&... field) { (set_if_named(field), ...); }, fields);
+  if (!is_set) {
+    throw std::invalid_argument("flash_qla: a shape has no field " + std::string(name));
+  }
+}
+
+// Asks `ask` for a shape in halves.
+template <typename Direction, typename Record>
+int64_t workspace_bytes(const char* (*ask)(const Direction*, Record*) noexcept, int64_t count, const char* const* names,
+                        const int64_t* values) noexcept {
+  Direction shape{};
+  Record found{};
+  const char* const error = error_of([&] {
+    for (int64_t i = 0; i < count; ++i) {
+      set(shape, names[i], values[i]);
+    }
+    shape.in_halves = true;
+  });
+  return error == nullptr && ask(&shape, &found) == nullptr ? found.workspace_bytes : -1;
+}
+
 void require(bool holds, const std::string& function, const char* name, int64_t value, const char* expected) {
   if (!holds) {
     throw std::invalid_argument(function + name + " is " + std::to_string(value) + ", expected " + expected);
   }
 }
 
-// A shape that a call can have, of `direction`_dispatch.
-template <typename Shape>
+// Throws for a shape that no call of `direction`_dispatch has.
 void require_possible(const char* direction, const Shape& shape) {
   const std::string function = std::string("flash_qla._C.") + direction + "_dispatch: ";
   require(shape.B >= 0, function, "B", shape.B, "at least 0");
@@ -43,6 +76,8 @@ void require_possible(const char* direction, const Shape& shape) {
   require(shape.H_k > 0, function, "H_k", shape.H_k, "at least 1");
   require(shape.H_v > 0 && shape.H_v % shape.H_k == 0, function, "H_v", shape.H_v, "a multiple of H_k");
   require(shape.card.sm_count > 0, function, "sm_count", shape.card.sm_count, "at least 1");
+  require(shape.card.sm_mhz > 0, function, "sm_mhz", shape.card.sm_mhz, "at least 1");
+  require(shape.card.memory_gb_s > 0, function, "memory_gb_s", shape.card.memory_gb_s, "at least 1");
   const std::string step = "a multiple of " + std::to_string(kHeadDimStep) + " up to ";
   require(is_key_dim(shape.K), function, "K", shape.K, (step + std::to_string(kMostKeyDim)).c_str());
   require(is_value_dim(shape.V), function, "V", shape.V, (step + std::to_string(kMostValueDim)).c_str());
@@ -69,7 +104,7 @@ const GpuInfo* flash_qla_gpus(int64_t* count) noexcept {
   found = gpus();
   plain.clear();
   for (const Gpu& gpu : found) {
-    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card.sm_count});
+    plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card});
   }
   *count = static_cast<int64_t>(plain.size());
   return plain.data();
@@ -100,44 +135,20 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }
 
-int64_t flash_qla_forward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
-                                          int64_t V, bool varlen, int sm_count, bool auto_cp,
-                                          bool use_qk_l2norm) noexcept {
-  const ForwardShape shape{.B = B,
-                           .T = T,
-                           .N = N,
-                           .H_k = H_k,
-                           .H_v = H_v,
-                           .varlen = varlen,
-                           .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
-                           .auto_cp = auto_cp,
-                           .low_level = false,
-                           .use_qk_l2norm = use_qk_l2norm,
-                           .output_h = false,
-                           .fp16 = false,
-                           .K = K,
-                           .V = V,
-                           .in_halves = true};
-  return dispatch_forward(shape).workspace_bytes;
+int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s) noexcept {
+  Card card{};
+  const char* const error = error_of([&] { card = gpu_at(device).card; });
+  *sm_mhz = card.sm_mhz;
+  *memory_gb_s = card.memory_gb_s;
+  return error == nullptr ? card.sm_count : -1;
 }
 
-int64_t flash_qla_backward_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int64_t K,
-                                           int64_t V, bool varlen, int sm_count, bool auto_cp, bool use_qk_l2norm,
-                                           bool activations) noexcept {
-  const BackwardShape shape{.B = B,
-                            .T = T,
-                            .N = N,
-                            .H_k = H_k,
-                            .H_v = H_v,
-                            .varlen = varlen,
-                            .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
-                            .auto_cp = auto_cp,
-                            .use_qk_l2norm = use_qk_l2norm,
-                            .activations = activations,
-                            .K = K,
-                            .V = V,
-                            .in_halves = true};
-  return dispatch_backward(shape).workspace_bytes;
+int64_t flash_qla_forward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept {
+  return workspace_bytes(flash_qla_forward_dispatch, count, names, values);
+}
+
+int64_t flash_qla_backward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept {
+  return workspace_bytes(flash_qla_backward_dispatch, count, names, values);
 }
 
 }  // extern "C"

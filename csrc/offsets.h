@@ -1,4 +1,4 @@
-// cu_seqlens as the host may read them: on the CPU always, on a GPU only in the checking mode.
+// cu_seqlens on the host. A call on the CPU reads them; a call on a GPU only in the checking mode.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace flash_qla {
 
-// The N + 1 offsets of a call, which has some. Throws unless they start at 0, never decrease and end at T or before.
-// On a GPU this synchronizes.
+// The N + 1 offsets of a varlen call. Throws unless they start at 0, never decrease, and end at T or before. On a GPU
+// this synchronizes.
 std::vector<int64_t> checked_offsets(const Call& call);
 
 }  // namespace flash_qla

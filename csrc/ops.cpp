@@ -1,6 +1,6 @@
-// The ops of torch.ops.flash_qla: schemas, what each does, and on which devices. An output that was not asked for (h,
-// final_state, dh0, dA_log, ddt_bias) is an empty tensor of shape [0]: TorchScript, export and functionalization all
-// represent that, and not all of them an optional return.
+// The ops of torch.ops.flash_qla: their schemas, implementations and devices. An output that was not asked for (h,
+// final_state, dh0, dA_log, ddt_bias) is an empty tensor of shape [0], because not all of TorchScript, export and
+// functionalization can represent an optional return.
 #include <torch/csrc/stable/library.h>
 
 #include <new>
@@ -16,8 +16,8 @@ namespace flash_qla {
 
 namespace {
 
-// How PyTorch calls an op: its arguments lie on a stack in the schema's order, and its results take their place. Two
-// lists of arguments to agree, the schema's and take's, where TORCH_BOX would need a third and a fourth.
+// The stack on which PyTorch calls an op: arguments in the schema's order, replaced by the results. Two lists of
+// arguments have to agree, the schema's and take's. TORCH_BOX would need four.
 class Stack {
  public:
   Stack(StableIValue* values, uint64_t arguments, uint64_t results)
@@ -51,8 +51,7 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   }
 }
 
-// Takes the arguments of an op of the forward. `own` are its arguments between beta and the activations, which are
-// last.
+// Takes the arguments of an op of the forward. `own`: its arguments between beta and the activations.
 void take_forward(const Stack& stack, Arguments& a, auto&... own) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
              a.allow_neg_eigval);
@@ -104,32 +103,34 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
     "bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
-// Takes the arguments of an op of the backward. `own` are its arguments between beta and cu_seqlens.
-BackwardCall take_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
+// Takes the arguments of an op of the backward. `own`: its arguments between beta and cu_seqlens.
+BackwardCall take_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate,
-             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, d.g_raw);
-  return make_backward_call(op, std::move(a), std::move(d));
+             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
+  return make_backward_call(op, std::move(a));
 }
 
 template <auto Backward>
 void chunk_gated_delta_rule_bwd(const Stack& stack) {
-  Arguments a;
-  Gradients d;
-  const BackwardCall call = take_backward(stack, "flash_qla::chunk_gated_delta_rule_bwd", a, d, d.A, d.grad_o,
-                                          d.grad_final_state, a.scale, a.initial_state);
+  BackwardArguments a;
+  const BackwardCall call = take_backward(stack, "flash_qla::chunk_gated_delta_rule_bwd", a, a.A, a.grad_o,
+                                          a.grad_final_state, a.scale, a.initial_state);
   BackwardOutputs out = Backward(call);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
-// The halves of halves.h, which context parallelism over ranks calls (flash_qla/cp.py). Arguments are those of the
-// whole passes; of the tensors that finish writes, begin has made all but the workspace as outputs of the pass.
+// The halves of halves.h, for context parallelism over ranks (flash_qla/cp/). Arguments are those of the whole
+// passes. The tensors that finish writes are the workspace and outputs, which begin allocates.
 constexpr const char* kGatedDeltaRuleForwardBegin =
     "gated_delta_rule_forward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] map_sequences, "
     "float? scale=None, Tensor? initial_state=None, bool output_g_cumsum=False, bool use_qk_l2norm_in_kernel=False, "
     "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, bool use_gate_in_kernel=False, "
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
     "-> (Tensor maps, Tensor workspace, Tensor o, Tensor g_cumsum)";
+
+// The place for the workspace that the op takes.
+Tensor& given_workspace(Arguments& a) { return a.workspace.emplace(undefined_tensor()); }
 
 void take_half_forward(const Stack& stack, Arguments& a, auto&... own) {
   a.in_halves = true;
@@ -159,15 +160,14 @@ constexpr const char* kGatedDeltaRuleForwardFinish =
 template <auto Finish>
 void gated_delta_rule_forward_finish(const Stack& stack) {
   Arguments a;
-  Tensor workspace = undefined_tensor();
   ForwardOutputs out;
-  take_half_forward(stack, a, workspace, out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
+  take_half_forward(stack, a, given_workspace(a), out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
                     a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype);
   a.output_g_cumsum = out.g_cumsum.dim() == 3;
   const Call call = make_call("flash_qla::gated_delta_rule_forward_finish", std::move(a));
-  check_begun(call, workspace, out);
+  check_begun(call, out);
   out.final_state = allocate_final_state(call);
-  Finish(call, workspace, out);
+  Finish(call, out);
   stack.give(final_state_as_returned(call, std::move(out.final_state)));
 }
 
@@ -178,18 +178,17 @@ constexpr const char* kGatedDeltaRuleBackwardBegin =
     "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor maps, Tensor workspace, Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg)";
 
-BackwardCall take_half_backward(const Stack& stack, const char* op, Arguments& a, Gradients& d, auto&... own) {
+BackwardCall take_half_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
   a.in_halves = true;
-  d.has_A = false;
-  return take_backward(stack, op, a, d, d.grad_o, own...);
+  a.has_A = false;
+  return take_backward(stack, op, a, a.grad_o, own...);
 }
 
 template <auto Begin>
 void gated_delta_rule_backward_begin(const Stack& stack) {
-  Arguments a;
-  Gradients d;
-  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_begin", a, d,
-                                               a.map_sequences, d.grad_final_state, a.scale);
+  BackwardArguments a;
+  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_begin", a, a.map_sequences,
+                                               a.grad_final_state, a.scale);
   BackwardOutputs out = allocate_backward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
@@ -206,13 +205,11 @@ constexpr const char* kGatedDeltaRuleBackwardReplay =
 
 template <auto Replay>
 void gated_delta_rule_backward_replay(const Stack& stack) {
-  Arguments a;
-  Gradients d;
-  Tensor workspace = undefined_tensor();
-  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_replay", a, d, workspace,
-                                               a.scale, a.initial_state);
-  check_workspace(call, workspace);
-  Replay(call, workspace);
+  BackwardArguments a;
+  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_replay", a,
+                                               given_workspace(a), a.scale, a.initial_state);
+  check_workspace(call);
+  Replay(call);
   stack.give();
 }
 
@@ -227,16 +224,14 @@ constexpr const char* kGatedDeltaRuleBackwardFinish =
 
 template <auto Finish>
 void gated_delta_rule_backward_finish(const Stack& stack) {
-  Arguments a;
-  Gradients d;
-  Tensor workspace = undefined_tensor();
+  BackwardArguments a;
   BackwardOutputs out;
   const BackwardCall call =
-      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_finish", a, d, workspace, out.dq, out.dk, out.dv,
-                         out.db, out.dg, d.grad_final_state, a.scale, a.initial_state);
-  check_begun(call, workspace, out);
+      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_finish", a, given_workspace(a), out.dq, out.dk,
+                         out.dv, out.db, out.dg, a.grad_final_state, a.scale, a.initial_state);
+  check_begun(call, out);
   allocate_sums(call, out);
-  Finish(call, workspace, out);
+  Finish(call, out);
   stack.give(std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
@@ -267,7 +262,7 @@ constexpr const char* kDecodeGatedDeltaRule =
     "Tensor? parents=None, bool update_state=True) "
     "-> Tensor o";
 
-// `first` are those of the schema before a; the others both ops of decoding have.
+// Takes the arguments of an op of decoding. `first`: its arguments before a.
 void take_decode(const Stack& stack, DecodeArguments& a, auto&... first) {
   stack.take(first..., a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
              a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,

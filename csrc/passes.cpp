@@ -12,9 +12,9 @@ namespace {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
 
-constexpr std::array<int64_t, 1> kNoElements = {0};  // shape
+constexpr std::array<int64_t, 1> kNoElements = {0};  // the shape of an output that was not asked for
 
-// Makes a call's outputs.
+// Allocates outputs of a call.
 struct Allocator {
   const Call& call;
 

@@ -18,7 +18,7 @@ void check_table(const char* op, const char* name, const Tensor& tensor, int64_t
 
 namespace {
 
-// Whether parts of `size` elements, over the first dimensions of a tensor, may share memory.
+// Whether parts of `size` elements, one for each index of the first dimensions, may share memory.
 bool overlaps(const Tensor& tensor, int64_t dimensions, int64_t size) {
   std::vector<std::pair<int64_t, int64_t>> outer;  // stride, size
   for (int64_t i = 0; i < dimensions; ++i) {

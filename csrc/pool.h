@@ -1,4 +1,4 @@
-// What the ops of inference engines take: the states of many requests in one tensor, and tables of indices into it.
+// Arguments of inference engines: the states of many requests in one tensor, and tables of indices into it.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace flash_qla {
 
-// Indices of so many rows, one a sequence.
+// Checks a table of indices with this many rows, one a sequence.
 void check_table(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t rank,
                  const char* symbols);
 
-// States [.., H_v, V, K] of `rank` dimensions, in any floating dtype. They are written where they lie, so what is not
-// laid out like this cannot be copied first: each state is contiguous, and no two share memory.
+// Checks states [.., H_v, V, K] of `rank` dimensions, in any floating dtype. They are written in place and cannot be
+// copied first. So each state must be contiguous, and no two may share memory.
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols);
 

@@ -1,4 +1,4 @@
-// A call of prefill_gated_delta_rule: the forward on states that lie in a pool.
+// A call of prefill_gated_delta_rule: the forward on states in a pool.
 #pragma once
 
 #include <cstdint>
@@ -8,25 +8,25 @@
 
 namespace flash_qla {
 
-// Indices are int32 or int64. "Null" is an index of at most null_index: nobody's.
+// Indices are int32 or int64. An index of at most null_index is null: the sequence has no slot.
 struct PoolArguments {
   Tensor state_pool = undefined_tensor();     // [slots, H_v, V, K], any floating dtype; written
   Tensor state_indices = undefined_tensor();  // [N]: the slot of each sequence
-  std::optional<Tensor> has_initial_state;    // [N], bool: whether a state is read; zero otherwise
+  std::optional<Tensor> has_initial_state;    // [N], bool: whether the state is read, or zero
   int64_t null_index = -1;
-  int64_t checkpoint_every = 0;              // tokens, a multiple of kChunk; 0: no checkpoints
-  std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots of the states behind so many tokens, or
-  std::optional<Tensor> checkpoints;         // [total, H_v, V, K], any floating dtype, written: in the sequences' order
+  int64_t checkpoint_every = 0;  // tokens, a multiple of kChunk; 0: no checkpoints
+  // The states after checkpoint_every tokens, after twice as many, and so on. One of these says where they go:
+  std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots
+  std::optional<Tensor> checkpoints;         // [total, H_v, V, K], any floating dtype, written in the sequences' order
 };
 
-// The call's own initial state and final state are not used. States are V-first.
+// The call's initial_state and final state are unused. States are V-first.
 struct PrefillCall : Call, PoolArguments {};
 
 // Throws like make_call.
 PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments pool);
 
-// Throws where the tables hold what they may not: an index outside, a slot that is written twice. On a GPU this
-// synchronizes.
+// Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_prefill_tables(const PrefillCall& call);
 
 // Returns o [B, T, H_v, V], dtype of q.

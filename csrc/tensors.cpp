@@ -11,7 +11,7 @@
 
 #include "checks.h"
 
-// The shim's functions return a code; since PyTorch 2.13 this one has the text of the exception behind it.
+// The text of the last exception in PyTorch's C functions, which themselves return a code; since PyTorch 2.13.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace flash_qla {
@@ -38,20 +38,20 @@ std::string size_string(double bytes) {
 
 struct GpuMemory {
   size_t free = 0, total = 0;
-  cudaError_t status;  // an earlier kernel's error, say
+  cudaError_t status;  // may be the error of an earlier kernel
 
-  // By the runtime's functions alone: PyTorch's throw where CUDA is out of order.
+  // Calls only the CUDA runtime, because PyTorch's functions throw after a CUDA error.
   explicit GpuMemory(int device) {
     int current = 0;
     status = cudaGetDevice(&current);
     if (status == cudaSuccess) status = cudaSetDevice(device);
     if (status == cudaSuccess) status = cudaMemGetInfo(&free, &total);
     cudaSetDevice(current);
-    cudaGetLastError();  // it is said here: the next CUDA call shall not see it
+    cudaGetLastError();  // clears the error, which the caller reports
   }
 };
 
-// Why a call of PyTorch failed; empty where neither PyTorch, before 2.13, nor CUDA says it.
+// The reason why a call of PyTorch failed; empty if neither PyTorch (before 2.13) nor CUDA tells it.
 std::string reason_of_pytorch(const Tensor& on) {
   if (torch_exception_get_what_without_backtrace != nullptr) {
     return torch_exception_get_what_without_backtrace();
@@ -60,7 +60,7 @@ std::string reason_of_pytorch(const Tensor& on) {
   return status == cudaSuccess ? "" : std::string("CUDA error: ") + cudaGetErrorString(status);
 }
 
-// Sizes have been checked: where a GPU is in order, it has no more memory.
+// The text for an allocation that failed. The sizes were checked, so a GPU without an error lacks memory.
 std::string out_of_memory(const Tensor& like, double bytes) {
   const std::string asked = "Tried to allocate " + size_string(bytes) + ".";
   if (!like.is_cuda()) {
@@ -92,12 +92,12 @@ double element_bytes(ScalarType dtype) {
   for (const int64_t size : shape) {
     bytes *= static_cast<double>(size);
   }
-  std::string reason = like.is_cuda() ? reason_of_pytorch(like) : "";  // of a CPU it quotes a file and a line
+  std::string reason = like.is_cuda() ? reason_of_pytorch(like) : "";  // a CPU's reason quotes a file and a line
   if (reason.empty()) {
     reason = out_of_memory(like, bytes);
   }
   if (like.is_cuda() && reason.find("out of memory") != std::string::npos && !reason.starts_with(kOutOfMemory)) {
-    reason = kOutOfMemory + reason;  // other allocators than PyTorch's usual one have other words
+    reason = kOutOfMemory + reason;  // PyTorch's other allocators have other texts
   }
   throw std::runtime_error(reason + " (" + op + ", " + dtype_string(dtype) + " " + shape_string(shape) + ")");
 }
@@ -119,8 +119,8 @@ Tensor undefined_tensor() {
   return none;
 }
 
-// The C function behind torch::stable::new_empty of older headers. Today's boxes its arguments and looks the operator
-// up by name, which takes three times as long.
+// Calls the C function of older headers' torch::stable::new_empty. Today's new_empty boxes its arguments and looks the
+// operator up by name, which takes three times as long.
 Tensor new_empty(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape, ScalarType dtype) {
   int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made;

@@ -1,5 +1,5 @@
-// What an op asks of PyTorch: memory, every tensor that it makes, outputs, workspaces and copies, and its operators. So
-// what is said where PyTorch fails comes from here, too.
+// The calls of PyTorch: allocations (outputs, workspaces, copies) and operators. If PyTorch fails, the error's text
+// comes from here.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -12,8 +12,8 @@ namespace flash_qla {
 
 [[noreturn]] void fail_in_pytorch(const torch::stable::Tensor& on, const char* call);
 
-// What `function` returns, which calls PyTorch for the sake of this tensor. The C functions behind that return a code,
-// and the stable ABI's headers throw the name of the function that did; this throws why.
+// Returns function(), which calls PyTorch for this tensor. PyTorch's C functions return a code, and the headers of the
+// stable ABI throw the name of the function that failed. This throws the reason.
 template <typename Function>
 auto with_reason(const torch::stable::Tensor& on, Function function) {
   try {
@@ -23,15 +23,15 @@ auto with_reason(const torch::stable::Tensor& on, Function function) {
   }
 }
 
-// Where the host has no memory: std::runtime_error, with a text like new_empty's.
+// Throws std::runtime_error: the host has no memory. The text is like new_empty's.
 [[noreturn]] void fail_for_memory(const char* op);
 
-// No tensor. Tensor() is one as well, but allocates.
+// No tensor. Tensor() is no tensor either, but allocates.
 torch::stable::Tensor undefined_tensor();
 
-// Uninitialized, on the device of `like`. Where there is no memory it throws std::runtime_error with a text that
-// callers look for, "CUDA out of memory" at its start on a GPU: the type torch.OutOfMemoryError does not pass the
-// stable ABI. op is for the text.
+// An uninitialized tensor on the device of `like`. Without memory it throws std::runtime_error; on a GPU the text
+// begins with "CUDA out of memory", which callers look for, because torch.OutOfMemoryError does not pass the stable
+// ABI. The text has the op.
 torch::stable::Tensor new_empty(const char* op, const torch::stable::Tensor& like,
                                 torch::headeronly::IntHeaderOnlyArrayRef shape, torch::headeronly::ScalarType dtype);
 
@@ -41,17 +41,15 @@ void fill(torch::stable::Tensor tensor, double value);
 void copy(torch::stable::Tensor& to, const torch::stable::Tensor& from);
 torch::stable::Tensor to_cpu(const torch::stable::Tensor& tensor);
 
-// The same memory in other dimensions; strides in elements, and so `offset`, from its first one on. Not an operator of
-// torch::stable, which goes through the dispatcher: autograd would keep the result as a view of a tensor that nobody
-// has.
+// A view of the tensor's memory. Strides and `offset` (from the tensor's start) are in elements. This is no operator of
+// torch::stable, because those go through the dispatcher: autograd would keep the result as a view.
 torch::stable::Tensor view(const torch::stable::Tensor& tensor, torch::headeronly::IntHeaderOnlyArrayRef shape,
                            torch::headeronly::IntHeaderOnlyArrayRef strides, int64_t offset = 0);
 
-// Whether a tensor starts at a multiple of 16 bytes, as TMA and vector loads need.
+// Whether a tensor starts at a multiple of 16 bytes. TMA and vector loads need that.
 bool is_aligned(const torch::stable::Tensor& tensor);
 
-// Replaces a tensor by a contiguous copy of this dtype, unless it is one already; make_aligned also if it is not
-// aligned.
+// Replaces a tensor by a copy unless it is contiguous and of this dtype; make_aligned: and aligned.
 void make_contiguous(const char* op, torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 void make_aligned(const char* op, torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 

@@ -2,6 +2,10 @@
 
 import re
 
+import torch
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
 import flash_qla
 import flash_qla._C  # here, or autodoc would take its .pyi, in which there are no docstrings
 
@@ -10,6 +14,8 @@ version = release = flash_qla.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_title = f"flash_qla {release}"
 
 myst_enable_extensions = ["colon_fence"]
@@ -38,5 +44,24 @@ def plain_docstring(app, what, name, obj, options, lines):
     lines[:] = re.sub(r"^Returns:(?=\n +[\w, \\]+: )", "Results:", text, flags=re.MULTILINE).split("\n")
 
 
+class OpSchemas(Directive):
+    """Lists every op of torch.ops.flash_qla: a heading, and its schema with one argument a line."""
+
+    def run(self):
+        found = []
+        for schema in sorted(torch._C._jit_get_all_schemas(), key=lambda schema: schema.name):
+            if schema.name.startswith("flash_qla::"):
+                name = schema.name.removeprefix("flash_qla::")
+                arguments, results = re.fullmatch(r"[\w:.]+\((.*)\) -> (.*)", str(schema)).groups()
+                arguments = [f"    {x}," for x in re.split(r", (?![^(\[]*[)\]])", arguments)]
+                lines = [f"{name}(", *arguments, f") -> {results}"]
+                text = "\n".join(lines)
+                section = nodes.section(ids=[name.replace("_", "-")])
+                section += [nodes.title(text=name), nodes.literal_block(text, text, language="text")]
+                found.append(section)
+        return found
+
+
 def setup(app):
+    app.add_directive("op-schemas", OpSchemas)
     app.connect("autodoc-process-docstring", plain_docstring, priority=400)  # napoleon's is 500

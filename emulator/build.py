@@ -141,7 +141,7 @@ def sources(out: Path, races: bool) -> list[tuple]:
     found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
     found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     as_gpu = ("-include", "host.h")
-    found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").glob("*.cpp")]
+    found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").rglob("*.cpp")]
     found.remove((ROOT / "csrc/call.cpp",))
     found.remove((ROOT / "csrc/ops.cpp",))
     halves = [f"{half}_{name}" for half in ("begin", "finish") for name in ("forward", "backward")]

@@ -1,5 +1,7 @@
-# What csrc/python/bindings.cpp makes; its docstrings are in the module.
-from typing import Final
+# The module of csrc/python/bindings.cpp, which has the docstrings.
+from typing import Final, TypedDict
+
+from typing_extensions import Unpack
 
 class Kernel:
     name: Final[str]
@@ -36,33 +38,11 @@ class Gpu:
     major: Final[int]
     minor: Final[int]
     sm_count: Final[int]
-    __match_args__ = ("name", "major", "minor", "sm_count")
+    sm_mhz: Final[int]
+    memory_gb_s: Final[int]
+    __match_args__ = ("name", "major", "minor", "sm_count", "sm_mhz", "memory_gb_s")
 
-class ForwardDispatch:
-    value_tile: Final[int]
-    segment_chunks: Final[int]
-    cut_above: Final[int]
-    whole_tile: Final[int]
-    fused: Final[bool]
-    segments: Final[int]
-    ctas: Final[int]
-    heads_per_cta: Final[int]
-    workspace_bytes: Final[int]
-    predicted_us: Final[float]
-    __match_args__ = (
-        "value_tile",
-        "segment_chunks",
-        "cut_above",
-        "whole_tile",
-        "fused",
-        "segments",
-        "ctas",
-        "heads_per_cta",
-        "workspace_bytes",
-        "predicted_us",
-    )
-
-class BackwardDispatch:
+class Dispatch:
     segment_chunks: Final[int]
     cut_above: Final[int]
     segments: Final[int]
@@ -70,6 +50,45 @@ class BackwardDispatch:
     workspace_bytes: Final[int]
     predicted_us: Final[float]
     __match_args__ = ("segment_chunks", "cut_above", "segments", "heads_per_cta", "workspace_bytes", "predicted_us")
+
+class ForwardDispatch(Dispatch):
+    value_tile: Final[int]
+    whole_tile: Final[int]
+    fused: Final[bool]
+    ctas: Final[int]
+    __match_args__ = (
+        "segment_chunks",
+        "cut_above",
+        "segments",
+        "heads_per_cta",
+        "workspace_bytes",
+        "predicted_us",
+        "value_tile",
+        "whole_tile",
+        "fused",
+        "ctas",
+    )
+
+class BackwardDispatch(Dispatch): ...
+
+class _Options(TypedDict, total=False):
+    sm_count: int
+    sm_mhz: int
+    memory_gb_s: int
+    auto_cp: bool
+    varlen: bool
+    use_qk_l2norm: bool
+    K: int
+    V: int
+    in_halves: bool
+
+class _ForwardOptions(_Options, total=False):
+    low_level: bool
+    output_h: bool
+    fp16: bool
+
+class _BackwardOptions(_Options, total=False):
+    activations: bool
 
 class Override:
     value_tile: Final[int]
@@ -92,37 +111,12 @@ def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...
 def driver_cuda_version() -> int: ...
 def gpus() -> list[Gpu]: ...
+def cards() -> dict[str, dict[str, int]]: ...
 def obstacle(driver_cuda_version: int, major: int, minor: int) -> str: ...
 def forward_dispatch(
-    B: int,
-    T: int,
-    N: int,
-    H_k: int,
-    H_v: int,
-    sm_count: int = 132,
-    auto_cp: bool = True,
-    varlen: bool = True,
-    low_level: bool = False,
-    use_qk_l2norm: bool = False,
-    output_h: bool = False,
-    fp16: bool = False,
-    K: int = 128,
-    V: int = 128,
-    in_halves: bool = False,
+    B: int, T: int, N: int, H_k: int, H_v: int, **options: Unpack[_ForwardOptions]
 ) -> ForwardDispatch: ...
 def backward_dispatch(
-    B: int,
-    T: int,
-    N: int,
-    H_k: int,
-    H_v: int,
-    sm_count: int = 132,
-    auto_cp: bool = True,
-    varlen: bool = True,
-    use_qk_l2norm: bool = False,
-    activations: bool = False,
-    K: int = 128,
-    V: int = 128,
-    in_halves: bool = False,
+    B: int, T: int, N: int, H_k: int, H_v: int, **options: Unpack[_BackwardOptions]
 ) -> BackwardDispatch: ...
 def exchange_overrides(forward: Override | None, backward: Override | None) -> tuple[Override, Override]: ...

@@ -39,9 +39,29 @@ def _function(name: str, *arguments: type):
     return function
 
 
-# B, T, N, H_k, H_v, K, V, varlen, sm_count, auto_cp, use_qk_l2norm
-_HALF = (*(ctypes.c_int64,) * 7, ctypes.c_bool, ctypes.c_int, ctypes.c_bool, ctypes.c_bool)
+def _workspace_bytes(direction: str):
+    """Returns a function of a shape's fields (csrc/gpu/shape.h), which it takes by name."""
+    names, values = ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_int64)
+    function = _function(f"{direction}_workspace_bytes", ctypes.c_int64, names, values)
 
-forward_workspace_bytes = _function("forward_workspace_bytes", *_HALF)
-backward_workspace_bytes = _function("backward_workspace_bytes", *_HALF, ctypes.c_bool)  # the last one: activations
+    def workspace_bytes(**shape: int) -> int:
+        count = len(shape)
+        keys = (ctypes.c_char_p * count)(*(name.encode() for name in shape))
+        return function(count, keys, (ctypes.c_int64 * count)(*shape.values()))
+
+    return workspace_bytes
+
+
+_card = _function("card", ctypes.c_int64, *(ctypes.POINTER(ctypes.c_int64),) * 2)
+
+
+def card(device: int) -> dict[str, int]:
+    """The figures of a GPU (csrc/gpu/card.h), which are fields of a shape. Empty: this machine has no such GPU."""
+    sm_mhz, memory_gb_s = ctypes.c_int64(), ctypes.c_int64()
+    sm_count = _card(device, sm_mhz, memory_gb_s)
+    return {} if sm_count < 0 else {"sm_count": sm_count, "sm_mhz": sm_mhz.value, "memory_gb_s": memory_gb_s.value}
+
+
+forward_workspace_bytes = _workspace_bytes("forward")
+backward_workspace_bytes = _workspace_bytes("backward")
 MOST_KEY_DIM = _function("most_key_dim")()  # the largest K on a GPU

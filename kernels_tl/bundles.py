@@ -1,4 +1,4 @@
-"""What kernels take, in bundles (build_tools/bundle.py): fields, shapes and strides, each declared once.
+"""Bundles of kernel arguments (build_tools/bundle.py): fields, shapes and strides, each declared once.
 
 `kernels.h` has a C++ struct of each bundle, which the host fills. Sizes that a call decides are run-time numbers: head
 counts, lengths, strides. What the compiler must know (dtype, K, value tile) is a parameter of the kernel's function.
@@ -74,7 +74,7 @@ class Sequences(Bundle):
         super().__init__(
             offsets=T.Tensor([offset_words], dtype),
             has_offsets=T.int32,
-            wide_offsets=T.int32,  # of 64 bits
+            wide_offsets=T.int32,  # 1: offsets have 64 bits
             uniform_length=T.int32,
             offset_words=offset_words,
         )
@@ -109,13 +109,13 @@ class Slots(Bundle):
         )
 
     def table(self):
-        """For functions of plan/plan.cuh."""
+        """The table as an argument of functions of plan/plan.cuh."""
         first = T.access_ptr(self.state_indices[0], "r")
         return extern("Slots", first, self.index_kind, self.index_stride, self.null_index, self.slots)
 
 
 class Plan(Bundle):
-    """chunk_plan's tables. `checkpoints`: the slot that the state after a chunk is kept in, or NOBODY."""
+    """chunk_plan's tables. `checkpoints`: the slot that the state after a chunk is kept in, or NO_STATE."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -203,7 +203,7 @@ class States(Bundle):
         self._sizes = sizes
 
     def view(self, numbers, *where):
-        """Of states of this layout. `where` is slot_stride and Dtype; without it the states are one run in fp32."""
+        """A StateView of `numbers` in this layout. `where` is slot_stride and Dtype; without it: one run in fp32."""
         strides = (self.state_stride_v, self.state_stride_k)
         return StateView(numbers, self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim, strides, *where)
 
@@ -262,8 +262,8 @@ class Outputs(Bundle):
 
 
 class BackwardTables(Bundle):
-    """What chunk_matrices makes for the backward alone: BackwardGate's table, and zeros for chunk_backward and
-    gate_gradients to count in."""
+    """Tables that chunk_matrices writes for the backward: BackwardGate's, and counters of chunk_backward and
+    gate_gradients, set to zero."""
 
     def __init__(self, sizes):
         (head_blocks,) = dims("head_blocks")

@@ -35,7 +35,7 @@ from kernels_tl.layout import (
 )
 
 WARPGROUP, WARP = 128, 32  # threads
-WGMMA_ROWS = 64  # of S^T or dS^T a warpgroup carries: the M of its WGMMA
+WGMMA_ROWS = 64  # rows of S^T or dS^T that a warpgroup carries: the M of its WGMMA
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
 # Heads of a group that share K K^T: one a warp. Four CTAs hide each other's latencies.
 CHUNK_MATRICES = Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS)
 
-# By value tile. The spills are around h; the forward without h takes no longer for them.
+# Keyed by value tile. The spills are around h; a forward without h takes no longer for them.
 CHUNK_FORWARD = {
     NARROW_TILE: Tile(
         tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
@@ -79,7 +79,7 @@ FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_fa
 
 REPLAY_STATES = two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213)
 
-# With all eight early factors SEGMENT_MAPS took 5 % longer (benchmarks/notes/segment_maps.md).
+# SEGMENT_MAPS takes 5 % longer with all eight early factors (benchmarks/notes/segment_maps.md).
 SEGMENT_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=123.75)
 BACKWARD_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=195.75)
 
@@ -87,8 +87,8 @@ BACKWARD_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, s
 SEGMENT_SCAN = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875)
 COMPOSE_MAPS = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=WARP, stages=3, shared=208.01171875)
 
-# Consumers: two warpgroups that carry dS, one that makes dK. Producers: a warp that loads, two of dV, one of the gates.
-# Registers: of dS and of dK alike, 2 * 160 + 160 + 32 = 4 * 128.
+# Consumers: two warpgroups carry dS, one computes dK. Producers: a warp loads, two compute dV, one the gates.
+# Registers: dS and dK have the same number, 2 * 160 + 160 + 32 = 4 * 128.
 CHUNK_BACKWARD = Tile(
     tile=WIDE_TILE,
     consumers=3 * WARPGROUP,
@@ -105,7 +105,7 @@ GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 # Rows of a query or key; 16 lanes a row with 128 channels.
 L2NORM = Tile(tile=16, consumers=256)
 
-# By path. Most of the spills come once a CTA.
+# Keyed by path. Most of the spills come once a CTA.
 DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
 DECODE = {
     "one_token": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS),

@@ -1,15 +1,17 @@
-"""What is compiled: each kernel in its dtypes and for its number of channels of a key, K, which is the most that a key
-may have. Value rows, head counts, batch, lengths and layouts are run-time numbers."""
+"""Compiled instances: each kernel by dtype and K, the largest number of channels that a key may have.
+
+Value rows, head counts, batch, lengths and layouts are run-time numbers.
+"""
 
 from build_tools.instance import Instance
 from kernels_tl import config
 from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
-STATE_DTYPES = ("float32", *DTYPES)  # of pools
+STATE_DTYPES = ("float32", *DTYPES)  # pools have states in these
 KEY_DIMS = (128,)
 
-TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # of most kernels
+TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
 
 
 def decode_paths(dtype, state_dtype):

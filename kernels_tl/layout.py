@@ -1,4 +1,4 @@
-"""What kernels, device headers, host code and the Python package have to agree on, written once.
+"""Numbers that kernels, device headers, host code and the Python package share, written once.
 
 The build writes it as layout.h for CUDA and C++ (build_tools/layout.py): a number CHUNK is flash_qla::kChunk there, a
 class SegmentColumn with ROW is flash_qla::SegmentColumn::kRow. Plain numbers only; what the names of the project's
@@ -18,9 +18,8 @@ TRIANGLE = 10 * BLOCK * BLOCK
 # The sequence of a chunk slot that no sequence covers: its rows are padding, whose outputs are zeros.
 PADDING = -1
 
-# In place of a slot, the number of a state among others: there is no state, which as a first one is zero; segment_scan
-# makes it.
-NOBODY, SCANNED = -1, -2
+# Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: segment_scan writes it.
+NO_STATE, FROM_SCAN = -1, -2
 
 # Sequences that a step of chunk_plan takes: of so many the longest comes first in the table of segments.
 PLAN_STEP = 256
@@ -51,14 +50,14 @@ DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_ONE_16 = 7, 3, 4, 8
 
-# In shared memory: bytes behind a row of a state; floats from one inverted diagonal block to the next, and from one
-# diagonal block of K K^T to the next (two blocks' rows are read together, from different banks).
+# Strides in shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the
+# next; floats from one diagonal block of K K^T to the next. Two blocks' rows are read together, from different banks.
 STATE_PAD = 16
 INVERSE_STRIDE = BLOCK * BLOCK + 16
 DIAGONAL_STRIDE = BLOCK * BLOCK + 4
 
 
-# What the backward in bf16 divides by: a token's dbeta with a smaller beta is made in another way.
+# The least beta that the backward in bf16 divides by. A token with a smaller beta takes dbeta from V instead.
 LEAST_BETA = 2.0**-40
 
 # Added to the squares' sum in the l2norm, as in transformers.
@@ -84,9 +83,9 @@ class ChunkColumn:
 
 
 class SegmentColumn:
-    """segments [segment slots, COUNT] int32, runs of a sequence's chunks that are gone through in one go: first token
-    row, tokens, first chunk slot, sequence, SegmentFlag, slots of the state before it and behind it, tokens up to the
-    first checkpoint."""
+    """segments [segment slots, COUNT] int32; a segment is a run of a sequence's chunks that one CTA goes through. First
+    token row, tokens, first chunk slot, sequence, SegmentFlag, slots of the states before and after it, tokens up to
+    the first checkpoint."""
 
     ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
     COUNT = 8
@@ -100,7 +99,7 @@ class SegmentFlag:
 
 class ForwardGate:
     """The forward's table of a chunk's gates, [chunk slots, H_v, COUNT, CHUNK] fp32: beta_i and beta_i gamma_i in pairs
-    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C with the log2 norm bound of maps/segments.cuh behind it.
+    (two rows), scale gamma_i, gamma_C / gamma_i, gamma_C and next to it the log2 norm bound of maps/segments.cuh.
     With the l2norm the factors of keys and queries hold 1 / their norm as well."""
 
     BETA, QUERY, DECAY, TOTAL = 0, 2, 3, 4
@@ -110,7 +109,7 @@ class ForwardGate:
 class FusedGate:
     """fused_forward's, in shared memory: ForwardGate's rows, then b_i log2(e); beta_i, with the l2norm then beta_i /
     |k_i|^2; and with the l2norm scale / |q_i|, 1 / |k_i|, |k_i|; exp(b_l - b_i), l the last token of i's block; four
-    rows, one for each block, exp(b_i - b_l): so D_ij is a product where i's block is behind j's."""
+    rows, one for each block, exp(b_i - b_l): so D_ij is a product where i's block comes after j's."""
 
     LOG, PLAIN_BETA, QUERY_SCALE, KEY_RSTD, KEY_NORM, FROM_BLOCK_END, TO_BLOCK_END = range(5, 12)
     COUNT = 15
@@ -138,15 +137,16 @@ class FirstStates:
 
 
 class Dtype:
-    """Of what a kernel reads and writes in any floating dtype."""
+    """The dtype of a tensor that a kernel reads or writes in any floating dtype."""
 
     FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(4)
 
 
 class Activation:
-    """What becomes of gates and betas as a call has them, in one number: flags, whether g is -exp(A_log) softplus(g_raw
-    + dt_bias), whether there is a dt_bias, whether beta is sigmoid(beta_raw), and twice that; then the first of the two
-    bits that each tensor's Dtype has. All of it 0: ready, in fp32."""
+    """How to read and transform gates and betas, as one number; 0 means ready, in fp32.
+
+    GATE: g = -exp(A_log) softplus(g_raw + dt_bias). BIAS: dt_bias is given. SIGMOID: beta = sigmoid(beta_raw).
+    TWICE: beta is twice that. The other names are the first of two bits that hold the tensor's Dtype."""
 
     GATE, BIAS, SIGMOID, TWICE = 1, 2, 4, 8
     G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
@@ -177,7 +177,7 @@ class Ring:
 
 
 class Place:
-    """What a consumer of fused_forward has in one register: the first bits of its offset in a tile and its column in a
+    """One register of a consumer of fused_forward: the first bits of its offset in a tile and its column in a
     fragment (core/tiles.cuh), of its warpgroup, and of its Ring."""
 
     OFFSET, COLUMN, WARPGROUP, RING = 0, 16, 20, 24
@@ -187,11 +187,11 @@ class NamedBarrier:
     """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
 
     SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory
-    BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows behind the sequence are zeros
+    BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows after the sequence are zeros
     BACKWARD_STAGED = 6  # chunk_backward: the warpgroups of dS, whose dS' lies in shared memory
     MATRICES = 8  # chunk_matrices
     TEAM = 9  # and the next, chunk_matrices: a team of warps
-    CLEARED = 11  # chunk_forward: rows behind the sequence are zeros
+    CLEARED = 11  # chunk_forward: rows after the sequence are zeros
     FUSED_BEGIN = 11  # fused_forward: all consumers
     FUSED_MAKER = 12  # and the next: a warpgroup, in the middle of making matrices
-    FUSED_TAIL = 14  # and the next: a warpgroup, rows behind the sequence are zeros
+    FUSED_TAIL = 14  # and the next: a warpgroup, rows after the sequence are zeros

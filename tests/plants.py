@@ -217,7 +217,8 @@ def build_library(tree: Path) -> None:
 
     toolkit, kernels = find_toolkit(), tree / "build/kernels"
     compiler = Compiler(tree, tree / LIBRARY, [tree / "csrc", kernels], toolkit.include, ["-Wa,-Ibuild/kernels"])
-    sources = [path for folder in ("csrc", "csrc/cpu", "csrc/gpu") for path in sorted((tree / folder).glob("*.cpp"))]
+    folders = ("csrc", "csrc/cpu", "csrc/gpu", "csrc/gpu/runtime")
+    sources = [path for folder in folders for path in sorted((tree / folder).glob("*.cpp"))]
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
         objects = list(pool.map(compiler.compile, [*sources, kernels / "launchers.cpp", kernels / "registry.cpp"]))
     library = tree / "flash_qla/libflash_qla.so"

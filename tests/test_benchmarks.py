@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash_qla import _C
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 all_figures = importlib.import_module("all")
@@ -113,8 +115,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(decode, "time_graph", lambda call, *_: call() or [1.0, 2.0, 3.0])
     monkeypatch.setattr(prefill, "time_graph", lambda call, *_: call() is None or [1.0])
     monkeypatch.setattr(dispatch, "time_graph", lambda call, *_: call() and [1.0, 2.0, 3.0])
-    card = argparse.Namespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
+    monkeypatch.setattr(dispatch, "figures_of_card", lambda: _C.cards()["H200"])
     monkeypatch.setattr(backward, "workspace", lambda call: (call(), 0))
     monkeypatch.setattr(backward, "step_memory", lambda step: {"saved_bytes": 0, "extra_bytes": 0})
     monkeypatch.setattr(forward, "measure_call", lambda *_: {"ms": 1, "ms_min": 1, "ms_max": 1, "workspace_bytes": 0})

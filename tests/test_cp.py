@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import flash_qla
-from flash_qla import _C
+from flash_qla import _C, _binary
 from flash_qla.cp import CPContext, build_cp_context, exchange_halo, halo, passes
 from flash_qla.cp.maps import fold
 
@@ -513,7 +513,7 @@ def test_transforms_are_refused(function, transformed):
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_a_symbolic_number_of_tokens_stays_symbolic(monkeypatch, op):
     """The size of a GPU's workspace comes from a dispatch that takes numbers only."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(_binary, "card", lambda _: _C.cards()["H200"])
     begin, T = getattr(torch.ops.flash_qla, f"gated_delta_rule_{op}_begin"), 600
     case = Case(lengths=(100, 500), H_k=1, H_v=2)
     arguments = make_inputs(case, "cpu") | make_gradients(case, "cpu") | {"map_sequences": [1]}
@@ -535,7 +535,7 @@ def test_a_symbolic_number_of_tokens_stays_symbolic(monkeypatch, op):
         assert (str(fakes["q"].shape[1]) != str(T)) == symbolic, "a guard has fixed it"
         return found
 
-    dispatch = getattr(_C, f"{op}_dispatch")(1, T, 2, 1, 2, in_halves=True)
+    dispatch = getattr(_C, f"{op}_dispatch")(1, T, 2, 1, 2, in_halves=True, **_C.cards()["H200"])
     assert workspace(DimDynamic.STATIC).shape == (dispatch.workspace_bytes,)
     workspace(DimDynamic.DUCK)
 

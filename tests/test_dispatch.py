@@ -276,16 +276,24 @@ def test_override_of_the_fused_kernel():
         assert found.fused == (fused.predicted_us < unfused.predicted_us), shape
 
 
-def test_the_fused_kernel_is_for_small_groups_on_full_cards_and_for_short_sequences():
-    def fused(T, N, *heads, **arguments):
-        return _C.forward_dispatch(1, T, N, *heads, **arguments).fused
+def test_the_fused_kernel_is_for_full_cards_and_short_sequences():
+    def fused(card, T, N, *heads, **arguments):
+        return _C.forward_dispatch(1, T, N, *heads, **arguments, **_C.cards()[card]).fused
 
-    assert fused(32768, 8, 16, 16) and fused(32768, 8, 16, 32)
-    assert fused(32768, 8, 16, 16, use_qk_l2norm=True)
-    assert not fused(32768, 8, 16, 32, use_qk_l2norm=True)  # whose norms take it longer than chunk_matrices
-    assert not fused(32768, 8, 16, 64)  # a group of four shares its products
-    assert not fused(512, 1, 16, 16) and not fused(32768, 1, 16, 16)
-    assert fused(100, 2, 2, 4) and fused(64, 1, 16, 64) and not fused(4096, 2, 16, 64)
+    assert fused("H100 SXM", 32768, 8, 16, 16) and fused("H100 SXM", 32768, 8, 16, 32)
+    assert fused("H100 SXM", 32768, 8, 16, 16, use_qk_l2norm=True)
+    for card in ("H100 SXM", "H200"):
+        assert not fused(card, 512, 1, 16, 16) and not fused(card, 32768, 1, 16, 16)
+        assert fused(card, 100, 2, 2, 4) and fused(card, 64, 1, 16, 64) and not fused(card, 4096, 2, 16, 64)
+
+
+def test_a_slower_memory_favours_the_fused_kernel():
+    """The matrices of a group of four cross the memory of an H200 in less time than the fused kernel computes them."""
+    shape = (1, 32768, 8, 16, 64)
+    fused = {name: _C.forward_dispatch(*shape, **card).fused for name, card in _C.cards().items()}
+    assert fused["H100 SXM"] and fused["H100 PCIe"] and not fused["H200"] and not fused["H20"]
+    slower = _C.forward_dispatch(*shape, **_C.cards()["H200"] | {"memory_gb_s": 3352})
+    assert slower == _C.forward_dispatch(*shape, **_C.cards()["H100 SXM"])
 
 
 def test_override_of_one_leaves_the_other_to_the_cost_model():

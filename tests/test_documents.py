@@ -57,6 +57,18 @@ def test_tables_are_those_of_the_results():
         assert report.filled(page.read_text(), tables, data) == page.read_text(), f"{page}: run benchmarks/report.py"
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=relative)
+def test_pages_begin_with_their_heading(page):
+    text = page.read_text()
+    assert text.startswith(("# ", "```{include} ../")), relative(page)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=relative)
+def test_pages_have_no_commit_hashes(page):
+    words = re.findall(r"\b[0-9a-f]{7,40}\b", page.read_text())
+    assert not [word for word in words if re.search("[0-9]", word) and re.search("[a-f]", word)]
+
+
 def test_figures_of_a_card_come_from_one_commit():
     """all.py writes a file whose sections have no environment of their own. Converted files say that they are."""
     for path in report.RESULTS.glob("h?00.json"):

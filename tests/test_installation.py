@@ -17,33 +17,51 @@ from flash_qla import _C, __main__ as command
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = Path(flash_qla.__file__).with_name("libflash_qla.so")
-FLOOR = dict(re.findall(r'(kDriverFloor\w*) = "?(\d+)"?;', (ROOT / "csrc/gpu/driver_floor.h").read_text()))
+FLOOR = dict(re.findall(r'(kDriverFloor\w*) = "?(\d+)"?;', (ROOT / "csrc/gpu/runtime/driver_floor.h").read_text()))
 NEEDS_DRIVER = f"need NVIDIA driver {FLOOR['kDriverFloorName']} or newer"
 
 
 def test_the_stub_is_the_module():
-    """Arguments, defaults and types are those that pybind11 says, as the first line of a docstring."""
+    """Arguments and types are those that pybind11 says, as the first line of a docstring."""
     stub = ast.parse(LIBRARY.with_name("_C.pyi").read_text()).body
-    functions = {node.name: ast.unparse(node) for node in stub if isinstance(node, ast.FunctionDef)}
-    classes = {node.name: ast.unparse(node) for node in stub if isinstance(node, ast.ClassDef)}
+    functions = {node.name: node for node in stub if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node for node in stub if isinstance(node, ast.ClassDef)}
+    options = {name: node for name, node in classes.items() if name.startswith("_")}  # keyword arguments
+    classes = {name: node for name, node in classes.items() if name not in options}
     assert functions.keys() | classes.keys() == {name for name in vars(_C) if not name.startswith("_")}
 
     def declaration(function):
         signature = function.__doc__.splitlines()[0].replace("flash_qla._C.", "")
-        return ast.unparse(ast.parse(f"def {signature}: ..."))
+        return ast.parse(f"def {signature}: ...").body[0]
 
-    for name, text in functions.items():
-        assert text == declaration(getattr(_C, name))
-    for name, text in classes.items():
-        record = getattr(_C, name)
-        types = {field: getattr(record, field).fget.__doc__.partition(" -> ")[2] for field in record.__match_args__}
+    def fields_of(name):
+        inherited = [field for base in options[name].bases if base.id in options for field in fields_of(base.id)]
+        return inherited + [(field.target.id, ast.unparse(field.annotation)) for field in options[name].body]
+
+    def types_of(function):
+        arguments = function.args
+        named = [(arg.arg, ast.unparse(arg.annotation)) for arg in (*arguments.args, *arguments.kwonlyargs)]
+        rest = fields_of(arguments.kwarg.annotation.slice.id) if arguments.kwarg else []
+        return named + rest, ast.unparse(function.returns)
+
+    for name, function in functions.items():
+        assert types_of(function) == types_of(declaration(getattr(_C, name)))
+    for name, node in classes.items():
+        text, record = ast.unparse(node), getattr(_C, name)
+        bases = [base.__name__ for base in record.__bases__ if base.__name__ in classes]
+        types = {
+            field: getattr(record, field).fget.__doc__.partition(" -> ")[2]
+            for field in record.__match_args__
+            if field in vars(record)
+        }
         fields = [f"    {field}: Final[{type.strip()}]" for field, type in types.items()]
-        names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}"))
+        names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}")) if types else "..."
         made = []
         if record.__init__.__doc__.startswith("__init__("):
-            text_of_init = declaration(record.__init__).replace(f"self: {name}", "self")
+            text_of_init = ast.unparse(declaration(record.__init__)).replace(f"self: {name}", "self")
             made = ["", *(f"    {line}" for line in text_of_init.splitlines())]
-        assert text == "\n".join([f"class {name}:", *fields, f"    {names}", *made])
+        head = f"class {name}({', '.join(bases)}):" if bases else f"class {name}:"
+        assert text == "\n".join([head, *fields, f"    {names}", *made])
     assert LIBRARY.with_name("py.typed").exists()
 
 
@@ -68,9 +86,12 @@ def test_records_print_and_compare_their_fields():
 
 
 def test_arguments_have_types():
-    for arguments in ((1.0, 512, 1, 2, 8), (1, 512, 1, 2, "8"), (1, 512, 1, 2, 8, 132, 1), (1, 512)):
-        with pytest.raises(TypeError, match=r"H_v: int, sm_count: int = 132, auto_cp: bool = True"):
+    signature = r"H_v: int, \*, sm_count: int = 132, sm_mhz: int = 1980, memory_gb_s: int = 3352, auto_cp: bool = True"
+    for arguments in ((1.0, 512, 1, 2, 8), (1, 512, 1, 2, "8"), (1, 512, 1, 2, 8, 132), (1, 512)):
+        with pytest.raises(TypeError, match=signature):
             _C.forward_dispatch(*arguments)
+    with pytest.raises(TypeError, match="auto_cp: bool = True"):
+        _C.forward_dispatch(1, 512, 1, 2, 8, auto_cp=1)
 
 
 def test_the_module_asks_the_library_that_has_the_ops():

@@ -2,7 +2,6 @@
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ with FakeTensorMode() as mode:
     begin = torch.ops.flash_qla.gated_delta_rule_forward_begin
     maps, workspace, *_ = begin(*fakes, [0])
     assert maps.shape == (1, H_v, V + K, K) and workspace.shape == (0,)
-    torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=132)
+    flash_qla._binary.card = lambda _: dict(sm_count=132)
     maps, workspace, *_ = begin(*(torch.empty(x.shape, device="cuda") for x in given), [0])
     assert maps.is_cuda and workspace.shape[0] > 0
 print("ran")
@@ -94,26 +93,27 @@ def test_the_command_says_so():
 
 
 def test_the_library_answers_as_the_module():
-    """The arguments of its C functions, whose order nothing else checks."""
     assert max(kernel.params.get("K", 0) for kernel in _C.kernels()) == _binary.MOST_KEY_DIM
+    names = ("B", "T", "N", "H_k", "H_v", "K", "V")
     shapes = ((1, 9000, 3, 2, 8, 96, 136), (2, 700, 2, 4, 4, 128, 512), (1, 40000, 1, 1, 6, 8, 64))
-    for shape, flags in itertools.product(shapes, itertools.product((False, True), repeat=3)):
-        varlen, auto_cp, l2norm = flags
-        options = {"varlen": varlen, "auto_cp": auto_cp, "use_qk_l2norm": l2norm, "in_halves": True, "sm_count": 114}
-        options |= {"K": shape[-2], "V": shape[-1]}
-        given = (*shape, varlen, 114, auto_cp, l2norm)
-        expected = _C.forward_dispatch(*shape[:5], **options)
-        assert _binary.forward_workspace_bytes(*given) == expected.workspace_bytes
+    for sizes, flags in itertools.product(shapes, itertools.product((False, True), repeat=3)):
+        shape = dict(zip((*names, "varlen", "auto_cp", "use_qk_l2norm"), (*sizes, *flags), strict=True))
+        shape |= _C.cards()["H100 PCIe"]
+        expected = _C.forward_dispatch(**shape, in_halves=True)
+        assert _binary.forward_workspace_bytes(**shape) == expected.workspace_bytes
         for activations in (False, True):
-            expected = _C.backward_dispatch(*shape[:5], **options, activations=activations)
-            assert _binary.backward_workspace_bytes(*given, activations) == expected.workspace_bytes
+            shape["activations"] = activations
+            expected = _C.backward_dispatch(**shape, in_halves=True)
+            assert _binary.backward_workspace_bytes(**shape) == expected.workspace_bytes
+    assert _binary.forward_workspace_bytes(**shape) == -1  # activations are the backward's
+    assert _binary.backward_workspace_bytes(**shape | {"H_v": 5, "H_k": 2}) == -1
 
 
 @pytest.mark.parametrize("op", ("forward", "backward"))
 @pytest.mark.parametrize(("name", "head_dims"), (("q", {"K": 136}), ("q", {"K": 20}), ("v", {"V": 520})))
 def test_head_dims_of_no_kernel_are_refused_in_a_trace(monkeypatch, op, name, head_dims):
     """As the library refuses them in a call."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(_binary, "card", lambda _: {"sm_count": 132})
     begin = getattr(torch.ops.flash_qla, f"gated_delta_rule_{op}_begin").default
     case = Case(T=70, H_k=1, H_v=2, **head_dims)
     arguments = make_inputs(case, "cpu") | make_gradients(case, "cpu") | {"map_sequences": [0]}

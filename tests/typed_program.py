@@ -68,7 +68,7 @@ def registry() -> None:
     assert_type(dispatch.fused, bool)
     dispatch.segments = 2  # type: ignore[misc]
     match dispatch:
-        case _C.ForwardDispatch(value_tile, segment_chunks):
-            assert_type((value_tile, segment_chunks), tuple[int, int])
+        case _C.ForwardDispatch(segment_chunks, cut_above):
+            assert_type((segment_chunks, cut_above), tuple[int, int])
     assert_type(_C.kernels()[0].params, dict[str, str | int | bool])
     assert_type(flash_qla.__version__, str)

@@ -1,4 +1,4 @@
-// Gates and betas on the CPU: as they come, in any floating dtype, ready or raw, and what a value head makes of them.
+// Gates and betas on the CPU: tensors of any floating dtype, raw or ready, and their activations by value head.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -15,7 +15,7 @@ namespace flash_qla::cpu {
 template <typename T, typename Data>
 using Like = std::conditional_t<std::is_const_v<Data>, const T, T>;
 
-// f(elements), of `data` as the elements of a floating dtype. Data is void or const void.
+// Calls f(elements) with `data` as elements of a floating dtype. Data is void or const void.
 template <typename Data>
 auto with_elements(Data* data, torch::headeronly::ScalarType dtype, const auto& f) {
   using torch::headeronly::ScalarType;
@@ -45,7 +45,7 @@ struct Floats {
   }
 };
 
-// One that is written.
+// A Floats that can be written.
 struct WritableFloats {
   void* data = nullptr;
   torch::headeronly::ScalarType dtype{};
@@ -61,13 +61,13 @@ struct WritableFloats {
   }
 };
 
-// As in a Call: what stands behind a flag is read only with it.
+// Flags and tensors as in a Call. A_log and dt_bias are read only with use_gate.
 template <typename CT>
 struct Activations {
   bool use_gate, use_beta_sigmoid;
   CT beta_factor;
   Floats g, beta;         // [B, T, H_v]
-  Floats A_log, dt_bias;  // [H_v]; dt_bias may be none
+  Floats A_log, dt_bias;  // [H_v]; dt_bias may be missing
 };
 
 template <typename CT>
@@ -75,7 +75,7 @@ CT sigmoid(CT x) {
   return CT(1) / (CT(1) + std::exp(-x));
 }
 
-// Not sigmoid(x) (1 - sigmoid(x)), which loses its digits where sigmoid(x) is next to 1.
+// sigmoid(x) (1 - sigmoid(x)), computed without its loss of digits where sigmoid(x) is close to 1.
 template <typename CT>
 CT sigmoid_derivative(CT x) {
   const CT e = std::exp(-std::abs(x));
@@ -84,11 +84,11 @@ CT sigmoid_derivative(CT x) {
 
 constexpr double kSoftplusThreshold = 20;  // PyTorch's: above it softplus is the identity
 
-// What a value head makes of its numbers, and the derivatives; i is an index into g and beta. With x = g + dt_bias,
+// The activations of a value head and their derivatives; i is an index into g and beta. With x = g + dt_bias,
 //
 //   -exp(A_log) softplus(x) = -exp(A_log + min(x, 0)) softplus(x) exp(-min(x, 0))
 //
-// because exp(A_log) may overflow where the product is small.
+// The right side is computed, because exp(A_log) may overflow although the product is small.
 template <typename CT>
 class HeadActivations {
  public:

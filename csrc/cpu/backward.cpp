@@ -1,5 +1,5 @@
-// The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. A is not needed:
-// the recurrence has no chunk inverse.
+// The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. It does not need
+// A, because the recurrence has no chunk inverse.
 #include <algorithm>
 #include <vector>
 
@@ -11,7 +11,7 @@ namespace flash_qla {
 
 namespace {
 
-// What no sequence covers: tokens after the last offset.
+// Zeroes the gradients of tokens after the last offset.
 template <typename T, typename CT>
 void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences,
                    const cpu::Backward<T, CT>& backward) {
@@ -25,7 +25,7 @@ void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences
   }
 }
 
-// dA_log and ddt_bias: the sums over the sequences, in their order. gate_sums [N, H_v, 2] are those of each.
+// dA_log and ddt_bias = the sums of gate_sums [N, H_v, 2] over the sequences, in their order.
 template <typename CT>
 void sum_sequences(const Call& call, const std::vector<CT>& gate_sums, const BackwardOutputs& out) {
   for (int64_t head = 0; head < call.H_v; ++head) {

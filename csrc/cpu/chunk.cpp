@@ -2,9 +2,9 @@
 
 #include "cpu/step.h"
 
-// One binary serves every x86-64 machine: the dynamic loader picks the widest version the processor has. The loops
-// below are written for the compiler's vectorizer (constant trip counts, sums over lanes in halves). Feature names and
-// not "arch=x86-64-v3": GCC 11 refuses that here. "fma" brings AVX with it.
+// One binary serves every x86-64 machine: the dynamic loader picks the widest version that the processor has. The loops
+// below are written for the compiler's vectorizer (constant trip counts, sums over lanes in halves). The versions have
+// feature names because GCC 11 refuses "arch=x86-64-v3" here. "fma" includes AVX.
 #if defined(__x86_64__)
 #define FLASH_QLA_CPU_CLONES __attribute__((target_clones("avx512f", "fma", "default")))
 #else
@@ -15,7 +15,7 @@ namespace flash_qla::cpu {
 
 namespace {
 
-// Overwrites the summands.
+// The sum of the lanes; overwrites them.
 template <typename CT>
 [[gnu::always_inline]] inline CT sum_of(CT (&x)[kBlockV<CT>]) {
 #pragma GCC unroll 8
@@ -50,7 +50,7 @@ template <typename CT>
   }
 }
 
-// The formulas are those of reverse in chunk.h. `all` is null for dS' alone.
+// The formulas of reverse in chunk.h. `all` is null for dS' alone.
 template <typename CT>
 [[gnu::always_inline]] inline void reverse_tokens(const GradientBlock<CT>& block, const ReverseBlock<CT>* all) {
   constexpr int64_t kV = kBlockV<CT>;

@@ -1,5 +1,5 @@
 // The arithmetic of one chunk of one value head on the CPU, over packed scratch in the compute type CT (float or
-// double). Compiled for several x86-64 levels and chosen when the library is loaded.
+// double). It is compiled for several x86-64 levels; the loader chooses one.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,12 @@
 
 namespace flash_qla::cpu {
 
-// Value columns advanced together. The columns of the state do not depend on one another, so a block's state, K rows
-// of 128 bytes, stays in the L1 cache over all tokens of a chunk (16 KiB at K = 128 in float).
+// Value columns that are advanced together. They do not depend on one another. A block's state, K rows of 128 bytes,
+// stays in the L1 cache over all tokens of a chunk (16 KiB at K = 128 in float).
 template <typename CT>
 inline constexpr int64_t kBlockV = 128 / sizeof(CT);
 
-// Rows of K are padded with zeros to a multiple of this: that many rows of the state are read for each update of an
-// accumulator.
+// Rows of the state that are read for each update of an accumulator. K is padded with zeros to a multiple of it.
 inline constexpr int64_t kRowsK = 4;
 
 // A chunk's tokens of one value head.
@@ -37,7 +36,7 @@ struct ValueBlock {
   CT* o;      // [tokens, kBlockV], times scale
 };
 
-// The state after the last token, and o: step.h, token by token.
+// Computes the state after the last token, and o, by step.h token by token.
 void advance(const ValueBlock<float>& block);
 void advance(const ValueBlock<double>& block);
 
@@ -45,11 +44,11 @@ template <typename CT>
 struct ReplayBlock {
   PackedChunk<CT> chunk;
   const CT* v;  // [tokens, kBlockV]
-  CT* states;   // [tokens + 1, padded_k, kBlockV]: the first is given, the others are written
-  CT* error;    // [tokens, kBlockV] v - a S^T k, to be written
+  CT* states;   // [tokens + 1, padded_k, kBlockV]: the first is read, the others are written
+  CT* error;    // [tokens, kBlockV] v - a S^T k, written
 };
 
-// The states after each token, the same as those of advance.
+// Computes the state after each token, with the bits of advance.
 void replay(const ReplayBlock<float>& block);
 void replay(const ReplayBlock<double>& block);
 
@@ -72,17 +71,17 @@ struct ReverseBlock {
   CT* dg;            // [tokens], added to
 };
 
-// Token by token from the last. With S_t = a S_{t-1} + k v_new^T, v_new = beta e, e = v - a S_{t-1}^T k, and dS the
-// gradient of S_t from the tokens after t:
+// Goes token by token from the last. With S_t = a S_{t-1} + k v_new^T, v_new = beta e, e = v - a S_{t-1}^T k, and dS
+// the gradient of S_t from the tokens after t:
 //     dS <- dS + scale q do^T          dq = scale S_t do
 //     dv_new = dS^T k                  db = dv_new . e          dv = beta dv_new
 //     dS' = a (dS - k dv^T)            dk = dS v_new - a S_{t-1} dv
 //     dg = <dS', S_{t-1}>
-// and dS' is the dS of t - 1.
+// dS' is the dS of t - 1.
 void reverse(const ReverseBlock<float>& block);
 void reverse(const ReverseBlock<double>& block);
 
-// The same dS' alone, which needs no states.
+// Computes dS' alone, which needs no states.
 void reverse_gradient(const GradientBlock<float>& block);
 void reverse_gradient(const GradientBlock<double>& block);
 

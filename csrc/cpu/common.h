@@ -1,5 +1,5 @@
-// What the passes of the recurrence on the CPU share: where sequences lie, scratch memory, and copies between tensors
-// and packed scratch. T is a storage type (anything that converts to and from CT), CT the compute type.
+// The common parts of the recurrence on the CPU: sequences, scratch memory, and copies between tensors and packed
+// scratch. T is a storage type (anything that converts to and from CT), CT the compute type.
 #pragma once
 
 #include <algorithm>
@@ -15,19 +15,19 @@
 namespace flash_qla::cpu {
 
 struct Sequence {
-  int64_t index;        // n, into the states
+  int64_t index;        // n, the index of its state
   int64_t begin, end;   // rows of q, k, v, over the flattened batch
-  int64_t first_chunk;  // into h
+  int64_t first_chunk;  // index of its first chunk in h
 
   int64_t length() const { return end - begin; }
 };
 
-// What both directions and decoding read: pointers to contiguous tensors, shapes as in Call. T is the storage type of
-// q, k, v and o.
+// The inputs of both directions and of decoding: pointers to contiguous tensors, shapes as in Call. T is the storage
+// type of q, k, v and o.
 template <typename T, typename CT>
 struct Inputs {
   int64_t H_k, H_v, K, V;
-  int64_t values;  // columns that v and the gradient of o have: V, or fewer, and then the others are zeros
+  int64_t values;  // columns of v and of the gradient of o: V, or fewer; missing columns are zeros
   CT scale;
   bool use_qk_l2norm;
   const T *q, *k, *v;
@@ -43,7 +43,7 @@ struct Inputs {
   }
 };
 
-// Uninitialized, aligned to a cache line.
+// An uninitialized buffer, aligned to a cache line.
 template <typename CT>
 class Buffer {
  public:
@@ -59,21 +59,21 @@ class Buffer {
   CT* data_;
 };
 
-// The sum of a chunk's gates with that of one more token. A token with e^g = 0 forgets all before it: the sum is -inf
-// there, for any such g, and starts anew behind it, or the digits of later gates would be lost in it.
+// Adds a token's gate to the sum of a chunk's gates. A token with e^g = 0 forgets all tokens before it. Its sum is
+// -inf, and the next token starts a new sum: a large sum would lose the digits of later gates.
 template <typename CT>
 CT add_gate(CT sum, CT g) {
   constexpr CT kForgotten = -std::numeric_limits<CT>::infinity();
   return std::exp(g) == 0 ? kForgotten : (sum == kForgotten ? CT(0) : sum) + g;
 }
 
-// e^g of a token again, from that sum and the one before it.
+// e^g of a token, from its sum and the sum before it.
 template <typename CT>
 CT decay_of(CT sum, CT before) {
   return std::exp(before == -std::numeric_limits<CT>::infinity() ? sum : sum - before);
 }
 
-// K and V as they are packed: rows of the state for k, blocks of kBlockV columns for v.
+// The packed dimensions: padded rows of the state for k, blocks of kBlockV columns for v.
 template <typename CT>
 struct PackedDims {
   PackedDims(int64_t K, int64_t V)
@@ -84,7 +84,7 @@ struct PackedDims {
   int64_t state_size() const { return blocks * block_size(); }
 };
 
-// One thread's packed chunk: q, k, decay and beta of its tokens, and a block of value columns of v and of o or its
+// A thread's packed chunk: q, k, decay and beta of its tokens, and a block of value columns of v and of o or its
 // gradient.
 template <typename CT>
 class ChunkScratch {
@@ -97,7 +97,7 @@ class ChunkScratch {
         o_(kChunk * kBlockV<CT>),
         decay_(kChunk),
         beta_(kChunk) {
-    // The padding of K has to be zero; nothing below writes there.
+    // The padding of K must be zero; no function writes there.
     std::fill_n(q(), kChunk * dims.padded_k, CT(0));
     std::fill_n(k(), kChunk * dims.padded_k, CT(0));
   }
@@ -115,7 +115,7 @@ class ChunkScratch {
   Buffer<CT> q_, k_, v_, o_, decay_, beta_;
 };
 
-// x to CT; with l2norm, x / sqrt(|x|^2 + 1e-6). Returns the factor that x was multiplied by.
+// row = x, or x / sqrt(|x|^2 + 1e-6) with the l2norm. Returns the factor.
 template <typename T, typename CT>
 CT load_row(const T* x, int64_t K, bool l2norm, CT* row) {
   for (int64_t d = 0; d < K; ++d) {
@@ -149,9 +149,9 @@ PackedChunk<CT> load_chunk(const Inputs<T, CT>& in, const HeadActivations<CT>& g
   return scratch.chunk(tokens);
 }
 
-// Columns [block * kBlockV, ...) of `tokens` rows of a [.., H, V] tensor to packed [tokens, kBlockV], times `factor`,
-// and back. x points to the first token's row of the head; `stride` is H * V. Columns beyond V, perhaps all of the
-// block, are packed as zeros.
+// Copies columns [block * kBlockV, ...) of `tokens` rows of a [.., H, V] tensor to packed [tokens, kBlockV], times
+// `factor`, and back. x points to the first token's row of the head; `stride` is H * V. Columns from V on, perhaps the
+// whole block, are packed as zeros.
 template <typename T, typename CT>
 void pack_values(const T* x, int64_t stride, int64_t V, int64_t block, int64_t tokens, CT factor, CT* packed) {
   const int64_t columns = std::clamp<int64_t>(V - block * kBlockV<CT>, 0, kBlockV<CT>);
@@ -175,7 +175,7 @@ void unpack_values(const CT* packed, int64_t stride, int64_t V, int64_t block, i
   }
 }
 
-// Calls f(k, v, element) for the whole K x V state, which is packed as [blocks, padded_k, kBlockV].
+// Calls f(k, v, element) for each element of a K x V state, packed as [blocks, padded_k, kBlockV].
 template <typename CT, typename F>
 void for_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, const F& f) {
   for (int64_t v = 0; v < V; ++v) {
@@ -186,7 +186,7 @@ void for_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, cons
   }
 }
 
-// Copies between a [K, V] (or [V, K], v_first) matrix and a packed state. No matrix: zero.
+// Copies between a [K, V] (or [V, K], v_first) matrix and a packed state. A null matrix is zero.
 template <typename CT>
 void load_state(const PackedDims<CT>& dims, const CT* matrix, int64_t K, int64_t V, bool v_first, CT* state) {
   std::fill_n(state, dims.state_size(), CT(0));
@@ -201,7 +201,7 @@ void store_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, bo
             [&](int64_t k, int64_t v, CT s) { matrix[v_first ? v * K + k : k * V + v] = static_cast<T>(s); });
 }
 
-// Copies between a state of a pool, V-first and starting at element `at`, and a packed one.
+// Copies between a V-first state of a pool, from element `at` on, and a packed state.
 template <typename CT>
 void load_pool_state(const PackedDims<CT>& dims, const WritableFloats& pool, int64_t at, int64_t K, int64_t V,
                      CT* state) {

@@ -17,13 +17,13 @@ namespace {
 
 using cpu::entry;
 
-// What a sequence does, its indices checked: kNobody where nothing is read or written.
+// The work on a sequence, its indices checked. kNoState: no slot, nothing is read or written.
 struct Plan {
   int64_t begin, end;            // rows of q, k, v
-  int64_t slot;                  // of the state at its start
-  std::vector<int64_t> parents;  // of each token, -1 for the start
-  std::vector<int64_t> slots;    // of the states behind each token
-  int64_t row;                   // of intermediate_states
+  int64_t slot;                  // slot of the first state
+  std::vector<int64_t> parents;  // parent of each token; -1: the first state
+  std::vector<int64_t> slots;    // slot of the state after each token
+  int64_t row;                   // row of intermediate_states
 };
 
 class Planner {
@@ -37,7 +37,7 @@ class Planner {
         rows_(call.intermediate_indices),
         parents_(call.parents),
         slots_(call.op, call.slots(), call.null_index),
-        kept_(call.op, call.intermediate_states ? call.intermediate_states->size(0) : 0, kNobody) {}
+        kept_(call.op, call.intermediate_states ? call.intermediate_states->size(0) : 0, kNoState) {}
 
   std::vector<Plan> plans() {
     std::vector<Plan> found;
@@ -53,7 +53,8 @@ class Planner {
   }
 
   Plan plan(int64_t n) {
-    Plan p{.begin = n * call_.T, .end = (n + 1) * call_.T, .slot = kNobody, .parents = {}, .slots = {}, .row = kNobody};
+    Plan p{
+        .begin = n * call_.T, .end = (n + 1) * call_.T, .slot = kNoState, .parents = {}, .slots = {}, .row = kNoState};
     if (call_.varlen()) {
       p.begin = checked(entry("cu_seqlens", n), offsets_(n), n == 0 ? 0 : before_, n == 0 ? 0 : call_.T);
       p.end = before_ = checked(entry("cu_seqlens", n + 1), offsets_(n + 1), p.begin, call_.T);
@@ -65,7 +66,7 @@ class Planner {
     const std::string name =
         call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
     p.slot = slots_.checked(name, state_indices_(n, column));
-    if (p.slot == kNobody || p.begin == p.end) {  // without tokens it leaves its state alone
+    if (p.slot == kNoState || p.begin == p.end) {  // without tokens the state stays
       return p;
     }
     if (call_.writes_back()) {
@@ -75,7 +76,7 @@ class Planner {
     if (call_.intermediate_states) {
       const std::string row = call_.intermediate_indices ? entry("intermediate_indices", n) : "the sequence's number";
       p.row = kept_.checked(row, call_.intermediate_indices ? rows_(n) : n);
-      if (p.row != kNobody) {
+      if (p.row != kNoState) {
         kept_.write(row, p.row, n);
       }
     }
@@ -86,8 +87,8 @@ class Planner {
       }
       p.slots.push_back(call_.write_indices && t < write_indices_.columns
                             ? slots_.checked(entry("write_indices", n, t), write_indices_(n, t))
-                            : kNobody);
-      if (p.slots.back() != kNobody) {
+                            : kNoState);
+      if (p.slots.back() != kNoState) {
         slots_.write(entry("write_indices", n, t), p.slots.back(), n);
       }
     }
@@ -96,11 +97,11 @@ class Planner {
 
   const DecodeCall& call_;
   const cpu::Indices offsets_, state_indices_, accepted_, write_indices_, rows_, parents_;
-  cpu::Slots slots_, kept_;  // of the pool; rows of intermediate_states
+  cpu::Slots slots_, kept_;  // slots of the pool; rows of intermediate_states
   int64_t before_ = 0;
 };
 
-// One sequence of one value head. S after every token is kept, as parents need it; the first is the one at the start.
+// Decodes one sequence of one value head. It keeps the first S and S after every token, because parents need them.
 template <typename T, typename CT>
 class Decoder {
  public:
@@ -127,10 +128,10 @@ class Decoder {
       CT* const S = states.data() + (t + 1) * size;
       std::copy_n(states.data() + (p.parents[t] + 1) * size, size, S);
       advance(gates, p.begin + t, head, scratch, S);
-      if (p.slots[t] != kNobody) {
+      if (p.slots[t] != kNoState) {
         store(S, scratch, pool_, p.slots[t] * call_.state_pool.stride(0), head);
       }
-      if (p.row != kNobody && t < call_.intermediate_states->size(1)) {
+      if (p.row != kNoState && t < call_.intermediate_states->size(1)) {
         const Tensor& kept = *call_.intermediate_states;
         store(S, scratch, intermediate_, p.row * kept.stride(0) + t * kept.stride(1), head);
       }
@@ -155,7 +156,7 @@ class Decoder {
   int64_t of_head(int64_t head) const { return head * in_.V * in_.K; }
 
   const DecodeCall& call_;
-  const cpu::WritableFloats pool_, intermediate_;  // before the pointers for reading
+  const cpu::WritableFloats pool_, intermediate_;  // before in_: see writable_floats_of
   const cpu::Inputs<T, CT> in_;
   T* const o_;
 };
@@ -191,7 +192,7 @@ Tensor decode_cpu(DecodeCall call) {
     in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {
       const cpu::Scratch<CT> scratch(call.K, call.V, false);
       for (int64_t i = begin; i < end; ++i) {
-        if (const Plan& plan = plans[i / call.H_v]; plan.slot != kNobody) {
+        if (const Plan& plan = plans[i / call.H_v]; plan.slot != kNoState) {
           decoder.run(plan, i % call.H_v, scratch);
         }
       }

@@ -7,7 +7,7 @@ namespace flash_qla {
 
 namespace {
 
-// What no sequence covers: tokens after the last offset, and the slack in the bound on the number of chunks.
+// Zeroes outputs of no sequence: tokens after the last offset, and chunks of h that the upper bound adds.
 template <typename T, typename CT>
 void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences, const cpu::Forward<T, CT>& forward) {
   const int64_t tokens = covered_tokens(sequences);

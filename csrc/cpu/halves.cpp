@@ -1,5 +1,6 @@
-// The halves on the CPU: the first makes the maps, by the recurrence over V + K rows of a state, in place, as V-first
-// rows of a state do not depend on each other: from [S; I], with v (do) zero in the rows of I. The second is the pass.
+// The halves on the CPU. The first half computes the maps by the recurrence over V + K rows of a state, in place:
+// V-first rows of a state do not depend on each other. It starts from [S; I], and v (do) is zero in the rows of I. The
+// second half is the whole pass.
 #include "halves.h"
 
 #include <vector>
@@ -12,7 +13,7 @@ namespace flash_qla {
 
 namespace {
 
-// Those of which maps are wanted, numbered by these.
+// The sequences whose maps are wanted, numbered by their maps.
 std::vector<cpu::Sequence> mapped_sequences(const Call& call) {
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   std::vector<cpu::Sequence> mapped;
@@ -23,7 +24,7 @@ std::vector<cpu::Sequence> mapped_sequences(const Call& call) {
   return mapped;
 }
 
-// Calls f(sequence, value head, scratch) for each map, in parallel; make_scratch() gives a thread its scratch.
+// Calls f(sequence, value head, scratch) for each map, in parallel. make_scratch() allocates a thread's scratch.
 void for_maps(const Call& call, const auto& make_scratch, const auto& f) {
   const std::vector<cpu::Sequence> sequences = mapped_sequences(call);
   in_parallel(call.op, static_cast<int64_t>(sequences.size()) * call.H_v, [&](int64_t begin, int64_t end) {
@@ -62,26 +63,29 @@ void run_backward(const BackwardCall& call, CT* map) {
       });
 }
 
+// The first half: `run` advances maps that begin as [state; I].
+Begun begin(const Call& call, const std::optional<Tensor>& states, const auto& run) {
+  say_once_that_this_is_slow(call.op);
+  Begun begun = begun_of_nothing(call, states);
+  with_types(call.dtype,
+             [&]<typename T, typename CT>() { run.template operator()<T, CT>(begun.maps.mutable_data_ptr<CT>()); });
+  return begun;
+}
+
 }  // namespace
 
 Begun begin_forward_cpu(const Call& call, const ForwardOutputs&) {
-  say_once_that_this_is_slow(call.op);
-  Tensor maps = maps_of_nothing(call, call.initial_state);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run_forward<T, CT>(call, maps.mutable_data_ptr<CT>()); });
-  return {maps, no_workspace(call)};
+  return begin(call, call.initial_state, [&]<typename T, typename CT>(CT* map) { run_forward<T>(call, map); });
 }
 
-void finish_forward_cpu(const Call& call, const Tensor&, ForwardOutputs& out) { run_forward_cpu(call, {}, out); }
+void finish_forward_cpu(const Call& call, ForwardOutputs& out) { run_forward_cpu(call, {}, out); }
 
 Begun begin_backward_cpu(const BackwardCall& call, const BackwardOutputs&) {
-  say_once_that_this_is_slow(call.op);
-  Tensor maps = maps_of_nothing(call, call.grad_final_state);
-  with_types(call.dtype, [&]<typename T, typename CT>() { run_backward<T, CT>(call, maps.mutable_data_ptr<CT>()); });
-  return {maps, no_workspace(call)};
+  return begin(call, call.grad_final_state, [&]<typename T, typename CT>(CT* map) { run_backward<T>(call, map); });
 }
 
-void replay_backward_cpu(const BackwardCall&, const Tensor&) {}  // in one with the rest
+void replay_backward_cpu(const BackwardCall&) {}  // finish_backward_cpu replays
 
-void finish_backward_cpu(const BackwardCall& call, const Tensor&, BackwardOutputs& out) { run_backward_cpu(call, out); }
+void finish_backward_cpu(const BackwardCall& call, BackwardOutputs& out) { run_backward_cpu(call, out); }
 
 }  // namespace flash_qla

@@ -1,4 +1,4 @@
-// Tables of indices on the CPU, where their contents can be checked.
+// Tables of indices on the CPU, and the checks of their contents.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace flash_qla::cpu {
 
-// [rows] or [rows, columns], of int32 or int64, with strides.
+// A table [rows] or [rows, columns] of int32 or int64, with any strides.
 class Indices {
  public:
   explicit Indices(const std::optional<Tensor>& tensor) {
@@ -36,7 +36,7 @@ class Indices {
   int64_t row_stride_ = 0, column_stride_ = 0;
 };
 
-// name[n] or name[n, column]
+// The text name[n] or name[n, column].
 template <typename... Column>
 std::string entry(const char* name, int64_t n, Column... column) {
   std::string text = name + ("[" + std::to_string(n));
@@ -49,27 +49,27 @@ inline int64_t checked_index(const char* op, const std::string& name, int64_t va
   return value;
 }
 
-// Who reads and writes the slots of a pool, or rows of states: one sequence may write a slot, once, and then no other
-// may read it. So results do not depend on the order in which sequences run.
+// The readers and writers of the slots of a pool, or of rows of states. One sequence may write a slot, once, and then
+// no other sequence may read it. So results do not depend on the order in which sequences run.
 class Slots {
  public:
   Slots(const char* op, int64_t slots, int64_t null_index) : op_(op), slots_(slots), null_index_(null_index) {}
 
-  // The slot that an entry of a table names, or kNobody.
+  // The slot of a table's entry, or kNoState: no slot.
   int64_t checked(const std::string& name, int64_t index) const {
-    return index <= null_index_ ? kNobody : checked_index(op_, name, index, 0, slots_ - 1);
+    return index <= null_index_ ? kNoState : checked_index(op_, name, index, 0, slots_ - 1);
   }
-  // Of one that exists.
+  // Record an access to a slot that exists.
   void read(const std::string& name, int64_t index, int64_t sequence) {
     Users& users = users_[index];
-    check(users.writer == kNobody || users.writer == sequence, op_, name, " is ", index, ", which sequence ",
+    check(users.writer == kNoState || users.writer == sequence, op_, name, " is ", index, ", which sequence ",
           users.writer, " writes: expected a slot that no other sequence writes");
-    users.reader = users.reader == kNobody || users.reader == sequence ? sequence : kSeveral;
+    users.reader = users.reader == kNoState || users.reader == sequence ? sequence : kSeveral;
   }
   void write(const std::string& name, int64_t index, int64_t sequence) {
     Users& users = users_[index];
-    check(users.writer == kNobody, op_, name, " is ", index, ", which is written already: expected a slot of its own");
-    check(users.reader == kNobody || users.reader == sequence, op_, name, " is ", index,
+    check(users.writer == kNoState, op_, name, " is ", index, ", which is written already: expected a slot of its own");
+    check(users.reader == kNoState || users.reader == sequence, op_, name, " is ", index,
           ", which another sequence reads: expected a slot of its own");
     users.writer = sequence;
   }
@@ -77,7 +77,7 @@ class Slots {
  private:
   static constexpr int64_t kSeveral = -2;
   struct Users {
-    int64_t reader = kNobody, writer = kNobody;
+    int64_t reader = kNoState, writer = kNoState;
   };
 
   const char* op_;

@@ -14,7 +14,7 @@ namespace flash_qla {
 
 namespace {
 
-// Of each sequence the slot of its state, and whether it starts from what the slot holds.
+// The slot of each sequence's state, and whether the sequence reads the state.
 struct FirstStates {
   std::vector<int64_t> slots;
   std::vector<bool> are_read;
@@ -29,11 +29,11 @@ FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Se
     const int64_t n = sequence.index;
     const std::string name = cpu::entry("state_indices", n);
     int64_t slot = pool.checked(name, indices(n));
-    const bool is_read = slot != kNobody && (!call.has_initial_state || has_state[n * step]);
+    const bool is_read = slot != kNoState && (!call.has_initial_state || has_state[n * step]);
     if (is_read && sequence.begin == sequence.end) {
-      slot = kNobody;  // it leaves its state alone, which may be another sequence's
+      slot = kNoState;  // the state stays, and another sequence may have the slot
     }
-    if (slot != kNobody) {
+    if (slot != kNoState) {
       pool.write(name, slot, n);
     }
     found.slots.push_back(slot);
@@ -42,18 +42,18 @@ FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Se
   return found;
 }
 
-// Where the states behind checkpoint_every tokens, twice as many and so on go.
+// The places of the states after checkpoint_every tokens, after twice as many, and so on.
 cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
                                   const std::vector<int64_t>& slots, cpu::Slots& pool) {
   const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
   cpu::Checkpoints found{.every = call.checkpoint_every, .to = writable_floats_of(to), .places = {}};
   const cpu::Indices indices(call.checkpoint_indices);
-  int64_t row = 0;  // of checkpoints
+  int64_t row = 0;  // row of checkpoints
   for (const cpu::Sequence& sequence : sequences) {
     const int64_t n = sequence.index, count = sequence.length() / call.checkpoint_every;
-    std::vector<int64_t> places(count, kNobody);
+    std::vector<int64_t> places(count, kNoState);
     for (int64_t j = 0; j < count; ++j, ++row) {
-      if (slots[n] == kNobody) {
+      if (slots[n] == kNoState) {
         continue;
       }
       int64_t index = row;
@@ -61,19 +61,19 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
         cpu::checked_index(call.op, "the number of a state of checkpoints", row, 0, to.size(0) - 1);
       } else {
         const std::string name = cpu::entry("checkpoint_indices", n, j);
-        index = j < indices.columns ? pool.checked(name, indices(n, j)) : kNobody;
-        if (index != kNobody) {
+        index = j < indices.columns ? pool.checked(name, indices(n, j)) : kNoState;
+        if (index != kNoState) {
           pool.write(name, index, n);
         }
       }
-      places[j] = index == kNobody ? kNobody : index * to.stride(0);
+      places[j] = index == kNoState ? kNoState : index * to.stride(0);
     }
     found.places.push_back(std::move(places));
   }
   return found;
 }
 
-// Copies the states of the sequences that have a slot; others stay as they are.
+// Copies the states of the sequences that have a slot.
 template <typename CT>
 void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, const Tensor& states, auto copy) {
   const int64_t size = call.H_v * call.V * call.K;
@@ -81,7 +81,7 @@ void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, cons
   const cpu::WritableFloats pool = writable_floats_of(call.state_pool);
   in_parallel(call.op, call.N, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      for (int64_t i = 0; slots[n] != kNobody && i < size; ++i) {
+      for (int64_t i = 0; slots[n] != kNoState && i < size; ++i) {
         copy(n, pool, slots[n] * call.state_pool.stride(0) + i, all[n * size + i]);
       }
     }
@@ -111,7 +111,7 @@ Tensor run(PrefillCall& call) {
   T* const o = out.o.mutable_data_ptr<T>();
   const int64_t row = call.H_v * call.V;
   for (const cpu::Sequence& sequence : sequences) {
-    if (slots[sequence.index] == kNobody) {
+    if (slots[sequence.index] == kNoState) {
       std::fill(o + sequence.begin * row, o + sequence.end * row, T(0));
     }
   }

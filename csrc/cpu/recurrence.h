@@ -1,4 +1,4 @@
-// The plain recurrence on the CPU, one sequence of one value head at a time. T is the storage type of q, k, v, o, CT
+// The plain recurrence on the CPU, one sequence of one value head at a time. T is the storage type of q, k, v and o, CT
 // the compute type.
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace flash_qla::cpu {
 
-// States that a sequence leaves behind every so many tokens, a multiple of kChunk; 0: none.
+// The places of the states after `every` tokens of a sequence, after twice as many, and so on.
 struct Checkpoints {
-  int64_t every = 0;
+  int64_t every = 0;                         // a multiple of kChunk; 0: no checkpoints
   WritableFloats to;                         // states [H_v, V, K]
-  std::vector<std::vector<int64_t>> places;  // of a sequence, one after the other, in elements; negative: not wanted
+  std::vector<std::vector<int64_t>> places;  // by sequence and checkpoint, in elements; negative: not wanted
 };
 
 // Pointers to contiguous tensors, shapes as in ForwardOutputs. A null output is not wanted.
@@ -27,7 +27,7 @@ struct Forward {
   CT* final_state = nullptr;
 };
 
-// One thread's working set; reused from sequence to sequence.
+// A thread's working set, which all its sequences use.
 template <typename CT>
 class Scratch : public ChunkScratch<CT> {
  public:
@@ -45,7 +45,7 @@ class Scratch : public ChunkScratch<CT> {
   Buffer<CT> state_, k_transposed_, A_;
 };
 
-// The state behind so many tokens of the sequence, if it is a checkpoint.
+// Stores the state after this many tokens of the sequence, if it is a checkpoint.
 template <typename T, typename CT>
 void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t head, int64_t tokens,
                      const Scratch<CT>& scratch) {
@@ -59,8 +59,8 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   }
 }
 
-// Advances a head's state over a chunk, in place, and stores o unless o is null. `first` is the
-// index of its first token among [B, T, H_v].
+// Advances a head's state over a chunk, in place, and stores o unless o is null. `first`: the index of the chunk's
+// first token in [B, T, H_v].
 template <typename T, typename CT>
 void advance_chunk(const Inputs<T, CT>& in, const PackedChunk<CT>& chunk, int64_t first, const Scratch<CT>& scratch,
                    CT* state, T* o) {

@@ -1,4 +1,4 @@
-// The backward of the plain recurrence on the CPU, one sequence of one query/key head, with all its value heads, at a
+// The backward of the plain recurrence on the CPU, one sequence of one query/key head with all its value heads at a
 // time. T is the storage type of q, k, v and their gradients, CT the compute type.
 #pragma once
 
@@ -12,17 +12,17 @@ namespace flash_qla::cpu {
 // Pointers to contiguous tensors, shapes as in BackwardCall and BackwardOutputs.
 template <typename T, typename CT>
 struct Backward {
-  Inputs<T, CT> in;  // gates.g is the raw one, and read only with the gate inside
+  Inputs<T, CT> in;  // gates.g is the raw g, read only with use_gate
   const CT* g_cumsum;
   const T* grad_o;
   const CT* grad_final_state;  // null: zero
   T *dq = nullptr, *dk = nullptr, *dv = nullptr;
   WritableFloats db = {}, dg = {};
   CT* dh0 = nullptr;        // null: not wanted
-  CT* gate_sums = nullptr;  // [N, H_v, 2], the sequences' dA_log and ddt_bias; null: not wanted
+  CT* gate_sums = nullptr;  // [N, H_v, 2], dA_log and ddt_bias of each sequence; null: not wanted
 };
 
-// One thread's working set; reused from sequence to sequence. max_tokens is the length of the longest.
+// A thread's working set, which all its sequences use. max_tokens: the length of the longest sequence.
 template <typename CT>
 class BackwardScratch : public ChunkScratch<CT> {
  public:
@@ -56,8 +56,8 @@ class SequenceBackward {
   SequenceBackward(const Backward<T, CT>& p, const Sequence& sequence, const BackwardScratch<CT>& scratch)
       : p_(p), in_(p.in), sequence_(sequence), s_(scratch) {}
 
-  // The value heads of a query/key head one after the other, so that the sums over them are the same for any number of
-  // threads.
+  // Runs the value heads of a query/key head one after the other, so that the sums over them have the same bits for any
+  // number of threads.
   void run(int64_t k_head) const {
     const int64_t length = sequence_.length(), group = in_.H_v / in_.H_k;
     std::fill_n(s_.dq(), length * s_.dims.padded_k, CT(0));
@@ -134,7 +134,8 @@ class SequenceBackward {
     store_gate_gradients(gates, row_of(head, index), chunk.tokens, db, dg, sums);
   }
 
-  // dbeta and dg of a chunk, through the activations that are inside, and what the chunk adds to dA_log and ddt_bias.
+  // Stores dbeta and dg of a chunk, through the activations that are inside. Adds the chunk's part to dA_log and
+  // ddt_bias.
   void store_gate_gradients(const HeadActivations<CT>& gates, int64_t first, int64_t tokens, const CT (&db)[kChunk],
                             const CT (&dg)[kChunk], CT (&sums)[2]) const {
     CT chunk_sums[2] = {};
@@ -142,7 +143,7 @@ class SequenceBackward {
       const int64_t at = first + t * in_.H_v;
       p_.db.set(at, db[t] * gates.beta_derivative(at));
       CT gradient = dg[t];
-      if (in_.gates.use_gate && gradient != 0) {  // it is where e^g is, and the activation may then be infinite
+      if (in_.gates.use_gate && gradient != 0) {  // 0 if e^g is 0, where the activation may be infinite
         chunk_sums[0] += gradient * gates.g(at);
         gradient *= gates.g_derivative(at);
         chunk_sums[1] += gradient;
@@ -153,10 +154,10 @@ class SequenceBackward {
     sums[1] += chunk_sums[1];
   }
 
-  // The index of a chunk's first token among [B, T, H_v].
+  // The index of a chunk's first token in [B, T, H_v].
   int64_t row_of(int64_t head, int64_t index) const { return (sequence_.begin + index * kChunk) * in_.H_v + head; }
 
-  // A chunk's tokens; e^g comes from g_cumsum.
+  // Packs a chunk's tokens; e^g comes from g_cumsum.
   PackedChunk<CT> load(const HeadActivations<CT>& gates, int64_t head, int64_t index) const {
     const int64_t begin = sequence_.begin + index * kChunk;
     CT cumsum = 0;
@@ -166,7 +167,7 @@ class SequenceBackward {
     });
   }
 
-  // The states of a block of value columns after each of the chunk's tokens, and the errors v - a S^T k.
+  // Computes the states of a block of value columns after each token of the chunk, and the errors v - a S^T k.
   void replay_block(int64_t head, int64_t index, const PackedChunk<CT>& chunk, int64_t block) const {
     pack_values(in_.v + row_of(head, index) * in_.values, in_.H_v * in_.values, in_.values, block, chunk.tokens, CT(1),
                 s_.v());
@@ -174,14 +175,14 @@ class SequenceBackward {
     replay(ReplayBlock<CT>{.chunk = chunk, .v = s_.v(), .states = s_.states(), .error = s_.error()});
   }
 
-  // The block of value columns of dS and of do.
+  // A block of value columns of dS and of do.
   GradientBlock<CT> gradient_block(int64_t head, int64_t index, const PackedChunk<CT>& chunk, int64_t block) const {
     pack_values(p_.grad_o + row_of(head, index) * in_.values, in_.H_v * in_.values, in_.values, block, chunk.tokens,
                 in_.scale, s_.o());
     return {.chunk = chunk, .grad_o = s_.o(), .grad_state = s_.grad_state() + block * s_.dims.block_size()};
   }
 
-  // Copies a value head's dS from grad_final_state, and to dh0.
+  // Copies a value head's dS from grad_final_state, or to dh0.
   void load_gradient(int64_t head) const {
     load_state(s_.dims, in_.state_of(p_.grad_final_state, sequence_.index, head), in_.K, in_.V, in_.state_v_first,
                s_.grad_state());
@@ -190,8 +191,8 @@ class SequenceBackward {
     store_state(s_.dims, s_.grad_state(), in_.K, in_.V, in_.state_v_first, in_.state_of(p_.dh0, sequence_.index, head));
   }
 
-  // The gradient dx of a row x of q or k, from that of what the recurrence uses, dy. With l2norm that is y = r x, with
-  // r = 1 / sqrt(|x|^2 + 1e-6), so dx = r (dy - y (y . dy)).
+  // dx = dy, or with the l2norm dx = r (dy - y (y . dy)): the gradient of a row x of q or k, from the gradient dy of
+  // the row y = r x that the recurrence uses, with r = 1 / sqrt(|x|^2 + 1e-6).
   void store_row(const T* x, const CT* dy, T* dx) const {
     if (!in_.use_qk_l2norm) {
       std::transform(dy, dy + in_.K, dx, [](CT value) { return static_cast<T>(value); });

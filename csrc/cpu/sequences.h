@@ -1,4 +1,4 @@
-// What the CPU implementations of both passes do around the arithmetic in cpu/.
+// The common parts of both passes on the CPU around the arithmetic of cpu/chunk.h.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -21,29 +21,30 @@ namespace flash_qla {
 
 void say_once_that_this_is_slow(const char* op);
 
-// forward_cpu, leaving checkpoints on the way.
+// forward_cpu that also writes checkpoints.
 ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints);
 
-// The passes into these outputs. A is made where it is defined.
+// Run the passes into these outputs. A is computed if it is defined.
 void run_forward_cpu(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out);
 void run_backward_cpu(const BackwardCall& call, const BackwardOutputs& out);
 
-// In the order of their tokens; reads cu_seqlens, and throws unless its contents are right.
+// The sequences in the order of their tokens. Reads cu_seqlens, and throws unless the contents are valid.
 std::vector<cpu::Sequence> list_sequences(const Call& call);
 
-// Tokens of the batch that belong to a sequence; those after them are padding.
+// The tokens of the batch before the padding.
 int64_t covered_tokens(const std::vector<cpu::Sequence>& sequences);
 
 inline cpu::Floats floats_of(const Tensor& tensor) { return {tensor.const_data_ptr(), tensor.scalar_type(), true}; }
 inline cpu::Floats floats_of(const std::optional<Tensor>& tensor) {
   return tensor ? floats_of(*tensor) : cpu::Floats{};
 }
-// A lazy clone gets memory of its own here, so pointers for reading are taken afterwards.
+// A writable tensor. Take it before pointers for reading, because a lazy clone gets its own memory here.
 inline cpu::WritableFloats writable_floats_of(const Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.scalar_type()};
 }
 
-// f(begin, end) for parts of [0, count), in parallel. Where a thread gets no memory it throws what new_empty throws.
+// Calls f(begin, end) for parts of [0, count), in parallel. If a thread gets no memory, it throws fail_for_memory's
+// error.
 template <typename F>
 void in_parallel(const char* op, int64_t count, const F& f) {
   std::atomic<bool> out_of_memory = false;
@@ -59,7 +60,7 @@ void in_parallel(const char* op, int64_t count, const F& f) {
   }
 }
 
-// The inputs that a Call and a DecodeCall share.
+// The inputs that both a Call and a DecodeCall have.
 template <typename T, typename CT>
 cpu::Inputs<T, CT> inputs_of(const auto& call, const cpu::Activations<CT>& gates) {
   return {.H_k = call.H_k,
@@ -90,7 +91,7 @@ cpu::Inputs<T, CT> inputs_of(const Call& call, const Tensor& g) {
   return in;
 }
 
-// The inputs of a first half: its states are V-first and have V rows of Z, then K rows of M; v has zeros for M.
+// The inputs of a first half. Its states are V-first: V rows of Z, then K rows of M. v has zeros for M.
 template <typename T, typename CT>
 cpu::Inputs<T, CT> inputs_of_maps(const Call& call) {
   cpu::Inputs<T, CT> in = inputs_of<T, CT>(call, call.g);

@@ -1,5 +1,5 @@
-// The step of the recurrence on the CPU, written once: the forward, the backward's replay and decoding all call it.
-// chunk.cpp inlines it into a version for each x86-64 level.
+// The step of the recurrence on the CPU. The forward, the backward's replay and decoding call it. chunk.cpp inlines it
+// into a version for each x86-64 level.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,10 @@ template <typename CT>
   }
 }
 
-// Token t of a chunk, for a block of value columns, with a = e^g:
-//
 //     error = v - a S^T k        S' = a S + beta k error^T        o = S'^T q
 //
-// S' [padded_k, kBlockV] may be S itself. v, error and o [kBlockV]; error and o are null where they are not wanted.
+// Token t of a chunk, for a block of value columns, with a = e^g. S' [padded_k, kBlockV] may be S itself. v, error and
+// o [kBlockV]; error and o may be null.
 template <typename CT>
 [[gnu::always_inline]] inline void step(const PackedChunk<CT>& chunk, int64_t t, const CT* v, const CT* S, CT* S_after,
                                         CT* error, CT* o) {

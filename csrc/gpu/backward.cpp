@@ -1,12 +1,12 @@
-// The backward on a Hopper GPU: the l2norm, plan, the chunks' gates and matrices, with context parallelism the
-// segments' maps and their scans, then the states again, the recurrence in reverse with the inputs' gradients, the
-// gradients of raw gates and betas, the l2norm's own backward.
+// The backward on a Hopper GPU: the l2norm, the plan, the chunks' gates and matrices, with context parallelism the
+// segments' maps and their scans. Then the states again, the recurrence in reverse with the gradients of the inputs,
+// the gradients of raw gates and betas, and the backward of the l2norm.
 
-#include "gpu/device.h"
+#include "gpu/arguments.h"
 #include "gpu/dispatch.h"
 #include "gpu/head_dims.h"
-#include "gpu/launch.h"
 #include "gpu/pass.h"
+#include "gpu/runtime/stream.h"
 #include "gpu/workspace.h"
 #include "halves.h"
 #include "kernels.h"
@@ -18,31 +18,16 @@ namespace flash_qla {
 namespace {
 
 BackwardShape shape_of(const BackwardCall& call) {
-  return {.B = call.B,
-          .T = call.T,
-          .N = call.N,
-          .H_k = call.H_k,
-          .H_v = call.H_v,
-          .varlen = call.varlen,
-          .card = gpu_of(call.q).card,
-          .auto_cp = call.auto_cp,
-          .use_qk_l2norm = call.use_qk_l2norm,
-          .activations = call.use_gate || call.use_beta_sigmoid,
-          .K = call.K,
-          .V = call.V,
-          .in_halves = call.in_halves};
+  BackwardShape shape{shape_of(static_cast<const Call&>(call))};
+  shape.activations = call.use_gate || call.use_beta_sigmoid;
+  return shape;
 }
 
-// The launches of a call, each in a function of its name.
+// The launches of a call, each in a function of the kernel's name.
 class Backward {
  public:
-  Backward(const BackwardCall& call, const BackwardOutputs& out, const std::optional<Tensor>& workspace = {})
-      : Backward(call, shape_of(call), out) {
-    if (workspace) {
-      workspace_.adopt(call, *workspace);
-    } else {
-      workspace_.allocate(call);
-    }
+  Backward(const BackwardCall& call, const BackwardOutputs& out) : Backward(call, shape_of(call), out) {
+    workspace_.provide(call);
   }
 
   void run() {
@@ -55,7 +40,7 @@ class Backward {
     input_gradients();
   }
 
-  // What needs neither states nor their gradients.
+  // The part that needs neither states nor their gradients.
   void begin() {
     if (call_.use_qk_l2norm) {
       l2norm();
@@ -67,16 +52,16 @@ class Backward {
     }
   }
 
-  // In halves: what begin leaves to finish.
-  const Tensor& workspace() const { return workspace_.storage(); }
-
-  Tensor maps() const {  // a segment's dZ is in the slot of the segment before, which is one on
-    return pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state);
+  // The first half. The dZ of a segment is in the slot of the segment before it, which is the next slot.
+  Begun begun() {
+    begin();
+    return {pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state),
+            workspace_.storage()};
   }
 
-  // In halves, what needs states but no gradients of them.
+  // The part in halves that needs states but no gradients of them.
   void replay() {
-    scan_states();  // also for the wait: replay_states may read initial states early
+    scan_states();  // replay_states needs the wait, too: it may read initial states early
     replay_states();
   }
 
@@ -99,7 +84,7 @@ class Backward {
     const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
     pass_.scan(/*reverse=*/false, pass_.maps(), own_states(call_, data(first)), /*beside=*/false);
   }
-  // `beside` the scan of states, which was the launch before this one.
+  // `beside`: the launch before is the scan of states.
   void scan_gradients(bool beside) const {
     const std::optional<Tensor> last = states_or_zeros(call_, call_.grad_final_state);
     pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), beside);
@@ -125,7 +110,7 @@ class Backward {
                     {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  // Queries and keys are normalized, where that was asked for.
+  // The call's tokens; with the l2norm, normalized queries and keys.
   kernels::Tokens tokens() const {
     kernels::Tokens found = pass_.tokens();
     if (call_.use_qk_l2norm) {
@@ -136,13 +121,13 @@ class Backward {
     return found;
   }
 
-  // Only whether there are any: the kernels have those of the gradients besides.
+  // States without addresses: they say which states exist. Kernels take the gradients of states by themselves.
   States states() const {
     return states_in_order(call_, own_states(call_, nullptr), call_.in_halves || call_.initial_state,
                            call_.in_halves || call_.grad_final_state);
   }
 
-  // Behind each segment. A first segment has a dZ where its map is wanted, and so a slot before it.
+  // dS after each segment. In halves a first segment has a dZ, too: the slot before it.
   float* grad_states() const {
     return workspace_[workspace_.grad_states] + (d_.in_halves ? state_rows(call_.H_v, call_.K, call_.V) : 0);
   }
@@ -160,8 +145,7 @@ class Backward {
             .dg = out_.dg.mutable_data_ptr()};
   }
 
-  // The chunks' matrices and gates. A is made again rather than read: L and P are wanted by rows of blocks, which is
-  // what the forward's kernel makes.
+  // The chunks' matrices and gates. The forward's kernel computes A again, because it writes L and P by rows of blocks.
   void chunk_matrices() const {
     kernels::chunk_matrices({.sizes = pass_.sizes(),
                              .tokens = tokens(),
@@ -170,7 +154,7 @@ class Backward {
                              .slots = states().slots,
                              .plan = pass_.plan(),
                              .matrices = pass_.matrices(),
-                             .outputs = {.o = out_.dv.mutable_data_ptr(),  // gets zeros where no sequence is
+                             .outputs = {.o = out_.dv.mutable_data_ptr(),  // zeros in rows that no sequence has
                                          .A = nullptr,
                                          .g_cumsum = nullptr,
                                          .has_A = false,
@@ -284,16 +268,12 @@ class Backward {
   const int64_t activations_;  // Activation in layout.py
 };
 
-// No sequence has a token: the states passed through, and no input mattered.
+// The outputs if no sequence has a token: gradients of states pass through, and no input mattered.
 void pass_gradients_through(const BackwardCall& call, BackwardOutputs& out) {
   for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg, &out.dA_log, &out.ddt_bias}) {
     zero(*zeros);
   }
-  if (call.initial_state && call.grad_final_state) {
-    copy(out.dh0, *call.grad_final_state);
-  } else {
-    zero(out.dh0);
-  }
+  copy_or_zero(out.dh0, call.initial_state ? call.grad_final_state : std::nullopt);
 }
 
 }  // namespace
@@ -311,29 +291,23 @@ BackwardOutputs backward_cuda(const BackwardCall& call) {
 
 Begun begin_backward_cuda(const BackwardCall& call, const BackwardOutputs& out) {
   const DeviceGuard guard = make_current(call.q);
-  if (call.is_empty()) {
-    return {maps_of_nothing(call, call.grad_final_state), no_workspace(call)};
-  }
-  Backward backward(call, out);
-  backward.begin();
-  return {backward.maps(), backward.workspace()};
+  return call.is_empty() ? begun_of_nothing(call, call.grad_final_state) : Backward(call, out).begun();
 }
 
-void replay_backward_cuda(const BackwardCall& call, const Tensor& workspace) {
+void replay_backward_cuda(const BackwardCall& call) {
   const DeviceGuard guard = make_current(call.q);
   if (!call.is_empty()) {
     const BackwardOutputs none;
-    Backward(call, none, workspace).replay();
+    Backward(call, none).replay();
   }
 }
 
-void finish_backward_cuda(const BackwardCall& call, const Tensor& workspace, BackwardOutputs& out) {
+void finish_backward_cuda(const BackwardCall& call, BackwardOutputs& out) {
   const DeviceGuard guard = make_current(call.q);
   if (call.is_empty()) {
-    pass_gradients_through(call, out);
-  } else {
-    Backward(call, out, workspace).finish();
+    return pass_gradients_through(call, out);
   }
+  Backward(call, out).finish();
 }
 
 }  // namespace flash_qla

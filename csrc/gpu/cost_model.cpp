@@ -130,9 +130,9 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
 }
 
 // Cycles and bytes as microseconds on the shape's card.
-double cycles_us(const ForwardShape& shape, double cycles) { return cycles / shape.card.cycles_per_us; }
+double cycles_us(const ForwardShape& shape, double cycles) { return cycles / shape.card.cycles_per_us(); }
 double bytes_us(const ForwardShape& shape, double bytes) {
-  return bytes / (kMemoryEfficiency * shape.card.bytes_per_us);
+  return bytes / (kMemoryEfficiency * shape.card.bytes_per_us());
 }
 double overlapped(double a, double b) {
   const double longer = std::max(a, b);

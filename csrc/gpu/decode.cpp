@@ -6,9 +6,10 @@
 #include "checks.h"
 #include "chunks.h"
 #include "contents.h"
-#include "gpu/device.h"
+#include "gpu/arguments.h"
 #include "gpu/head_dims.h"
-#include "gpu/launch.h"
+#include "gpu/runtime/device.h"
+#include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "kernels.h"
 #include "tensors.h"
@@ -17,19 +18,20 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16;  // of a state's row, or a query's or key's, that a lane takes at a time
+constexpr int64_t kPieceBytes = 16;  // a lane takes that much of a row at a time
 constexpr int64_t kMostSequences = 65535;
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
 
-// Elements from one token to the next; the dimensions of batch and token are as good as one.
+// Elements from one token to the next. The kernel takes the dimensions of batch and token as one.
 int64_t token_stride(const Tensor& tensor) { return tensor.size(1) == 1 ? tensor.stride(0) : tensor.stride(1); }
 
+// Whether batch and token are one dimension of one stride.
 bool tokens_are_even(const Tensor& tensor) {
   return tensor.size(0) == 1 || tensor.size(1) == 1 || tensor.stride(0) == tensor.size(1) * tensor.stride(1);
 }
 
-// [B, T, heads, channels], copied unless the kernel reads it where it is.
+// Copies a tensor [B, T, heads, channels] unless the kernel reads its strides.
 void make_readable_rows(const char* op, Tensor& tensor) {
   const auto is_piece = [&](int64_t stride) { return stride * bytes_of(tensor) % kPieceBytes == 0; };
   const bool readable = tensor.stride(3) == 1 && tokens_are_even(tensor) && is_piece(token_stride(tensor)) &&
@@ -39,7 +41,7 @@ void make_readable_rows(const char* op, Tensor& tensor) {
   }
 }
 
-// [B, T, H_v]
+// Copies a tensor [B, T, H_v] unless the kernel reads its strides.
 void make_readable_gates(const char* op, Tensor& tensor) {
   if (!(tensor.stride(2) == 1 && tokens_are_even(tensor))) {
     make_contiguous(op, tensor, tensor.scalar_type());
@@ -50,7 +52,7 @@ void check_supported(const DecodeCall& call) {
   check_supported_on_gpu(call, call.q);
   check(call.N <= kMostSequences, call.op, "q has ", call.N, " sequences, expected at most ", kMostSequences,
         " on a GPU");
-  // The kernel finds a head's part of a state with 32 bits, everything else with 64.
+  // The kernel computes offsets within a state with 32 bits, all others with 64.
   const int64_t state_size = call.H_v * call.V * call.K;
   check(state_size <= INT32_MAX, call.op, "state_pool has states of ", state_size, " elements, expected at most ",
         INT32_MAX, " on a GPU");
@@ -64,7 +66,7 @@ void check_supported(const DecodeCall& call) {
   }
 }
 
-// A table of indices as the kernel reads it. `kinds` gets its TableKind from `bit` on.
+// A table of indices as the kernel reads it; null without a table. `kinds` gets its TableKind from `bit` on.
 const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_t& kinds) {
   if (!tensor) {
     return nullptr;
@@ -76,33 +78,41 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
-constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // that a CTA's warps have at a time
+constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // value rows that a CTA's warps take at a time
 
-bool has_fp32_states(const DecodeCall& call) { return has_dtype(call.state_pool, ScalarType::Float); }
+using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
-using kernels::Path;  // the kernel that takes a call: DecodePath in kernels_tl/decode/decode.cuh
-
-Path path_of(const DecodeCall& call) {
+// The instance that takes a call. Its path is decided here, from the call and from the instances that were compiled:
+// the call's dtypes have some paths only (kernels_tl/instances.py).
+kernels::DecodeParams instance_of(const DecodeCall& call) {
+  kernels::DecodeParams found = {.dtype = instance_dtype(call.dtype),
+                                 .K = instance_K(call.K),
+                                 .state_dtype = instance_dtype(call.state_pool.scalar_type()),
+                                 .path = Path::kOneToken};
   if (call.T == 1 && !call.cu_seqlens) {
-    return Path::kOneToken;
+    return found;
   }
-  if (has_dtype(call.q, ScalarType::BFloat16) && has_dtype(call.state_pool, ScalarType::BFloat16)) {
-    return Path::kTensorCores;
-  }
+  const auto takes = [&](Path path) {
+    found.path = path;
+    return kernels::is_compiled(found);
+  };
   const bool last_state_only = !call.write_indices && !call.intermediate_states && !call.parents;
-  return last_state_only && has_fp32_states(call) ? Path::kBlocks : Path::kRows;
+  if (!takes(Path::kTensorCores) && !(last_state_only && takes(Path::kBlocks))) {
+    found.path = Path::kRows;
+  }
+  return found;
 }
 
-// Of its kernel: CTAs that an SM holds, whether a CTA may have several groups of value rows.
-struct PathTraits {
+// Limits of a kernel: CTAs that an SM holds, and whether a CTA may have several groups of value rows.
+struct Limits {
   int64_t ctas;
   bool has_groups;
 };
 
-PathTraits traits_of(const DecodeCall& call) {
-  switch (path_of(call)) {
+Limits limits_of(const kernels::DecodeParams& instance) {
+  switch (instance.path) {
     case Path::kOneToken:
-      return {has_fp32_states(call) ? kDecodeCtasRows : kDecodeCtasOne16, false};
+      return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false};
     case Path::kRows:
       return {kDecodeCtasRows, false};
     case Path::kBlocks:
@@ -112,65 +122,78 @@ PathTraits traits_of(const DecodeCall& call) {
   }
 }
 
-int64_t ctas_at_a_time(const DecodeCall& call) { return gpu_of(call.q).card.sm_count * traits_of(call).ctas; }
-
-// How value rows are given to CTAs: of the first `whole` sequences a CTA has `groups` groups of value rows, of the
-// others two CTAs share these. `places` are what the grid has for sequences, two for each of the others.
+// The division of value rows into CTAs. A CTA of the first `whole` sequences has `groups` groups of value rows; for
+// the other sequences two CTAs share them. `places` counts the sequences in the grid: one place for each of the first,
+// two for each of the others.
 struct Shares {
   int64_t groups, whole, places;
 };
 
-// Of a sequence, of so many groups each.
-int64_t ctas_of(const DecodeCall& call, int64_t groups) { return call.H_v * ceil_div(call.V, groups * kGroupRows); }
+// The grid of a call on its instance.
+class Grid {
+ public:
+  Grid(const DecodeCall& call, const kernels::DecodeParams& instance)
+      : call_(call),
+        limits_(limits_of(instance)),
+        sm_count_(gpu_of(call.q).card.sm_count),
+        at_a_time_(sm_count_ * limits_.ctas),
+        has_fp32_states_(instance.state_dtype == kernels::Dtype::kFloat32) {}
 
-// CTAs of more groups begin less often, smaller ones are spread more evenly: the choice is that with the least turns of
-// the SMs, each as long as a group to begin and then a CTA's groups, half of that where no SM has a second CTA. What is
-// left for the last turn is halved if that pays (benchmarks/notes/decode.md). Where tokens go through a state one by
-// one CTAs are as small as they can be.
-Shares shares_of(const DecodeCall& call) {
-  if (!traits_of(call).has_groups) {
-    return {1, call.N, call.N};
+  kernels::DecodeShares shares() const {
+    const Shares found = choose();
+    return {.groups = found.groups,
+            .whole = found.whole,
+            .halvings = 1,
+            .places = found.places,
+            .early = early_places(found)};
   }
-  const int64_t sm_count = gpu_of(call.q).card.sm_count, at_a_time = ctas_at_a_time(call);
-  const auto half_turns = [&](int64_t ctas) {
-    return 0 < ctas && ctas <= sm_count ? 1 : 2 * ceil_div(ctas, at_a_time);
-  };
-  Shares best = {};
-  int64_t least = INT64_MAX;
-  const auto consider = [&](int64_t groups, int64_t whole) {
-    const int64_t ctas = ctas_of(call, groups), rest = 2 * (call.N - whole);
-    const int64_t cost = half_turns(whole * ctas) * (1 + groups) + half_turns(rest * ctas) * (1 + groups / 2);
-    if (cost < least && whole + rest <= kMostSequences) {
-      least = cost;
-      best = {groups, whole, whole + rest};
+
+ private:
+  // CTAs of a sequence with this many groups a CTA.
+  int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * kGroupRows); }
+
+  // Takes the shares with the least cost. CTAs with more groups begin less often, smaller CTAs spread more evenly. The
+  // cost counts turns of the SMs: a turn is one group to begin and the groups of a CTA, and half of that if no SM has a
+  // second CTA. The CTAs of the last turn are halved if that pays (benchmarks/notes/decode.md). On paths that take
+  // tokens one by one, CTAs are as small as they can be.
+  Shares choose() const {
+    if (!limits_.has_groups) {
+      return {1, call_.N, call_.N};
     }
-  };
-  for (const bool all : {true, false}) {
-    for (int64_t groups = all ? 1 : 2; groups * kGroupRows <= kDecodeTile; groups *= 2) {
-      const int64_t ctas = ctas_of(call, groups), in_full_turns = call.N * ctas / at_a_time * at_a_time / ctas;
-      consider(groups, all ? call.N : in_full_turns);
+    Shares best = {};
+    int64_t least = INT64_MAX;
+    const auto consider = [&](int64_t groups, int64_t whole) {
+      const int64_t ctas = ctas_of(groups), rest = 2 * (call_.N - whole);
+      const int64_t cost = half_turns(whole * ctas) * (1 + groups) + half_turns(rest * ctas) * (1 + groups / 2);
+      if (cost < least && whole + rest <= kMostSequences) {
+        least = cost;
+        best = {groups, whole, whole + rest};
+      }
+    };
+    for (const bool all : {true, false}) {
+      for (int64_t groups = all ? 1 : 2; groups * kGroupRows <= kDecodeTile; groups *= 2) {
+        const int64_t ctas = ctas_of(groups), in_full_turns = call_.N * ctas / at_a_time_ * at_a_time_ / ctas;
+        consider(groups, all ? call_.N : in_full_turns);
+      }
     }
+    return best;
   }
-  return best;
-}
 
-// The first places, whose CTAs may be there before the grid ahead has ended, and then have their states brought to L2.
-// Longer calls would take 2 % more with it (benchmarks/notes/decode.md).
-int64_t early_places(const DecodeCall& call, const Shares& shares) {
-  const int64_t turns = has_fp32_states(call) && !traits_of(call).has_groups ? 1 : 2;
-  const int64_t ctas = ctas_of(call, shares.groups), at_a_time = ctas_at_a_time(call);
-  return shares.places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
-}
+  int64_t half_turns(int64_t ctas) const { return 0 < ctas && ctas <= sm_count_ ? 1 : 2 * ceil_div(ctas, at_a_time_); }
 
-int64_t activations_of(const DecodeCall& call) {
-  int64_t code = Activation::kGate | dtype_code(call.a) << Activation::kG |
-                 dtype_code(call.A_log) << Activation::kALog | Activation::kSigmoid |
-                 dtype_code(call.b) << Activation::kBeta;
-  if (call.dt_bias) {
-    code |= Activation::kBias | dtype_code(*call.dt_bias) << Activation::kDtBias;
+  // The first places. Their CTAs may begin before the grid ahead has ended, and then bring their states to L2. Longer
+  // calls take 2 % more time with it (benchmarks/notes/decode.md).
+  int64_t early_places(const Shares& shares) const {
+    const int64_t turns = has_fp32_states_ && !limits_.has_groups ? 1 : 2;
+    const int64_t ctas = ctas_of(shares.groups);
+    return shares.places * ctas <= turns * at_a_time_ ? ceil_div(at_a_time_, ctas) : 0;
   }
-  return code;
-}
+
+  const DecodeCall& call_;
+  const Limits limits_;
+  const int64_t sm_count_, at_a_time_;
+  const bool has_fp32_states_;
+};
 
 void launch(DecodeCall& call, const Tensor& o) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
@@ -192,7 +215,7 @@ void launch(DecodeCall& call, const Tensor& o) {
   const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, kinds);
   const void* const parents = table(call.op, call.parents, DecodeTable::kParents, kinds);
   const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
-  const Shares shares = shares_of(call);
+  const kernels::DecodeParams instance = instance_of(call);
   kernels::decode({.q = call.q.const_data_ptr(),
                    .k = call.k.const_data_ptr(),
                    .v = call.v.const_data_ptr(),
@@ -200,7 +223,8 @@ void launch(DecodeCall& call, const Tensor& o) {
                              .b = call.b.const_data_ptr(),
                              .A_log = call.A_log.const_data_ptr(),
                              .dt_bias = data(call.dt_bias),
-                             .activations = activations_of(call)},
+                             .activations = gate_activation(call.a, call.A_log, call.dt_bias) |
+                                            beta_activation(call.b, /*allow_neg_eigval=*/false)},
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
@@ -220,11 +244,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .group = call.group(),
                    .scale = static_cast<float>(*call.scale),
                    .normalize = call.use_qk_l2norm,
-                   .shares = {.groups = shares.groups,
-                              .whole = shares.whole,
-                              .halvings = 1,
-                              .places = shares.places,
-                              .early = early_places(call, shares)},
+                   .shares = Grid(call, instance).shares(),
                    .tokens = call.tokens(),
                    .H_k = call.H_k,
                    .key_dim = call.K,
@@ -245,11 +265,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .row_stride = kept ? kept->stride(0) : 0,
                    .step_stride = kept ? kept->stride(1) : 0,
                    .N = call.N},
-                  {.dtype = instance_dtype(call.dtype),
-                   .K = instance_K(call.K),
-                   .state_dtype = instance_dtype(call.state_pool.scalar_type()),
-                   .path = path_of(call)},
-                  current_stream(call.q));
+                  instance, current_stream(call.q));
 }
 
 }  // namespace

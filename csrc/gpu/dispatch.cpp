@@ -14,11 +14,11 @@ namespace flash_qla {
 
 namespace {
 
-// What an offer to the device has to promise, of the time without: for as good as nothing it is not made.
+// Offer the device a choice only if the predicted gain is at least 0.2 %.
 constexpr double kWorthOffering = 0.998;
 
-// While chunk_plan runs, fused_forward finds out by itself where its CTAs begin (plan/plan.cuh), as chunk_matrices
-// does; it needs the sequences in order, so with up to a warp's.
+// While chunk_plan runs, the CTAs of fused_forward find their first segments by themselves (plan/plan.cuh). A warp
+// sorts the sequences for that, one a lane.
 constexpr int64_t kMostSorted = 32;
 
 struct Choice {
@@ -26,8 +26,8 @@ struct Choice {
   double us;
 };
 
-template <typename Shape>
-Choice fastest(const Shape& shape, const Override& forced) {
+template <typename DirectionShape>
+Choice fastest(const DirectionShape& shape, const Override& forced) {
   std::optional<Choice> found;
   for (const Mode& mode : modes_of(shape, forced)) {
     const double us = predict(shape, mode);
@@ -40,8 +40,8 @@ Choice fastest(const Shape& shape, const Override& forced) {
   return *found;
 }
 
-// Where the device decides whether anything is cut and each answer has its tile, both are launched: a cut one's first
-// segment is not also its sequence's last.
+// If the device decides whether to cut, and each answer has its own tile, both tiles are launched. The flags of the
+// first segment tell which of them runs: if a sequence is cut, its first segment is not its last.
 void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
   const auto ctas = [&](int64_t value_tile) {
     return std::min<int64_t>(d.segments * shape.H_v * value_tiles(shape.V, value_tile), shape.card.sm_count);
@@ -57,53 +57,54 @@ void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
   }
 }
 
+// The decisions of both directions, except the workspace.
+template <typename DirectionShape>
+Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice& choice) {
+  const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
+  const int64_t segment_chunks = choice.mode.segment_chunks;
+  return {.segment_chunks = segment_chunks,
+          .cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, choice.mode),
+          .chunk_slots = chunks,
+          .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
+          .heads_per_cta = heads_per_cta(shape, chunks),
+          .early_ctas = early_ctas(shape),
+          .in_halves = shape.in_halves,
+          .workspace_bytes = 0,
+          .predicted_us = choice.us};
+}
+
 ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
-  const auto [mode, us] = fastest(shape, forced);
+  const Choice choice = fastest(shape, forced);
   ForwardDispatch d{};
-  d.value_tile = mode.value_tile;
-  d.segment_chunks = mode.segment_chunks;
-  d.cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, mode);
-  d.whole_tile = mode.whole_tile;
-  d.fused = mode.fused;
-  d.chunk_slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
-  d.segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, d.segment_chunks);
-  d.heads_per_cta = heads_per_cta(shape, d.chunk_slots);
-  d.early_ctas = early_ctas(shape);
+  static_cast<Dispatch&>(d) = decide_common(shape, forced, choice);
+  d.value_tile = choice.mode.value_tile;
+  d.whole_tile = choice.mode.whole_tile;
+  d.fused = choice.mode.fused;
   d.early = !shape.varlen || shape.N <= kMostSorted;
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
-  d.in_halves = shape.in_halves;
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
-  d.predicted_us = us;
   return d;
 }
 
 BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
-  const auto [mode, us] = fastest(shape, forced);
   BackwardDispatch d{};
-  d.segment_chunks = mode.segment_chunks;
-  d.cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, mode);
-  d.chunk_slots = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
-  d.segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, d.segment_chunks);
-  d.heads_per_cta = heads_per_cta(shape.forward(), d.chunk_slots);
-  d.early_ctas = early_ctas(shape.forward());
+  static_cast<Dispatch&>(d) = decide_common(shape, forced, fastest(shape, forced));
   d.gate_gradients = shape.activations || value_tiles(shape.V) > 1;
-  d.in_halves = shape.in_halves;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
-  d.predicted_us = us;
   return d;
 }
 
 bool is_batch_invariant(const ForwardShape& shape) { return shape.batch_invariant; }
 bool is_batch_invariant(const BackwardShape&) { return false; }
 
-// A model's layers call with the same shape one after the other, and a batch has a hundred candidates.
-template <typename Dispatch, typename Shape>
-Dispatch decide_once(const Shape& shape, Override forced) {
+// Keeps the last decision: a batch has a hundred candidates, and the layers of a model call with one shape.
+template <typename Record, typename DirectionShape>
+Record decide_once(const DirectionShape& shape, Override forced) {
   struct Decision {
-    Shape shape;
+    DirectionShape shape;
     Override forced;
-    Dispatch found;
+    Record found;
   };
   thread_local std::optional<Decision> last;
   if (!shape.auto_cp || is_batch_invariant(shape)) {

@@ -1,11 +1,11 @@
-// The forward on a Hopper GPU: plan, the chunks' matrices, with context parallelism the segments' maps and their scan,
-// then states and output; or after the plan one kernel for all of it.
+// The forward on a Hopper GPU: the plan, the chunks' matrices, with context parallelism the segments' maps and their
+// scan, then states and output. The fused kernel does everything after the plan.
 
-#include "gpu/device.h"
+#include "gpu/arguments.h"
 #include "gpu/dispatch.h"
 #include "gpu/head_dims.h"
-#include "gpu/launch.h"
 #include "gpu/pass.h"
+#include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "gpu/workspace.h"
 #include "halves.h"
@@ -18,41 +18,26 @@ namespace flash_qla {
 namespace {
 
 ForwardShape shape_of(const Call& call, const States& states) {
-  return {.B = call.B,
-          .T = call.T,
-          .N = call.N,
-          .H_k = call.H_k,
-          .H_v = call.H_v,
-          .varlen = call.varlen,
-          .card = gpu_of(call.q).card,
-          .auto_cp = call.auto_cp,
-          .low_level = call.output_A,
-          .use_qk_l2norm = call.use_qk_l2norm,
-          .output_h = call.output_h,
-          .fp16 = call.dtype == ScalarType::Half,
-          .K = call.K,
-          .V = call.V,
-          .batch_invariant = call.batch_invariant,
-          .checkpoints = states.kept.checkpoint_every > 0,
-          .in_halves = call.in_halves};
+  ForwardShape shape{shape_of(call)};
+  shape.low_level = call.output_A;
+  shape.output_h = call.output_h;
+  shape.fp16 = call.dtype == ScalarType::Half;
+  shape.batch_invariant = call.batch_invariant;
+  shape.checkpoints = states.kept.checkpoint_every > 0;
+  return shape;
 }
 
-// Arguments of chunk_matrices that the backward alone has.
+// Arguments of chunk_matrices that only the backward has.
 constexpr kernels::BackwardTables kNoBackwardTables = {
     .backward_gates = nullptr, .turns = nullptr, .counters = nullptr, .has_backward_gates = false};
 constexpr kernels::Gradients kNoGradients = {.dq = nullptr, .dk = nullptr, .dv = nullptr, .db = nullptr, .dg = nullptr};
 
-// The launches of a call, each in a function of its name.
+// The launches of a call, each in a function of the kernel's name.
 class Forward {
  public:
-  Forward(const Call& call, const States& states, const ForwardOutputs& out,
-          const std::optional<Tensor>& workspace = {})
+  Forward(const Call& call, const States& states, const ForwardOutputs& out)
       : Forward(call, states, shape_of(call, states), out) {
-    if (workspace) {
-      workspace_.adopt(call, *workspace);
-    } else {
-      workspace_.allocate(call);
-    }
+    workspace_.provide(call);
   }
 
   void run() {
@@ -60,7 +45,7 @@ class Forward {
     finish();
   }
 
-  // What needs no states.
+  // The part that needs no states.
   void begin() {
     if (d_.clear_h) {
       Tensor h = out_.h;
@@ -76,12 +61,11 @@ class Forward {
     }
   }
 
-  // In halves: what begin leaves to finish.
-  const Tensor& workspace() const { return workspace_.storage(); }
-
-  Tensor maps() const {
+  // The first half.
+  Begun begun() {
+    begin();
     const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);
-    return pass_.compose(/*reverse=*/false, pass_.maps(), offsets, call_.initial_state);
+    return {pass_.compose(/*reverse=*/false, pass_.maps(), offsets, call_.initial_state), workspace_.storage()};
   }
 
   void finish() {
@@ -89,7 +73,7 @@ class Forward {
       fused_forward(d_.launches[0]);
       return;
     }
-    if (d_.has_maps()) {  // in halves also for the wait: chunk_forward reads initial states early
+    if (d_.has_maps()) {  // in halves chunk_forward needs the wait, too: it reads initial states early
       pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false);
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {
@@ -191,7 +175,7 @@ class Forward {
   const Pass pass_;
 };
 
-// No sequence has a token: every state passes through, and all rows are padding.
+// The outputs if no sequence has a token: states pass through, and all rows are padding.
 void pass_states_through(const Call& call, ForwardOutputs& out) {
   zero(out.o);
   for (Tensor* zeros : {&out.g_cumsum, &out.A, &out.h}) {
@@ -199,11 +183,7 @@ void pass_states_through(const Call& call, ForwardOutputs& out) {
       zero(*zeros);
     }
   }
-  if (call.output_final_state && call.initial_state) {
-    copy(out.final_state, *call.initial_state);
-  } else {
-    zero(out.final_state);
-  }
+  copy_or_zero(out.final_state, call.output_final_state ? call.initial_state : std::nullopt);
 }
 
 }  // namespace
@@ -225,27 +205,21 @@ ForwardOutputs forward_cuda(const Call& call) {
 
 Begun begin_forward_cuda(const Call& call, const ForwardOutputs& out) {
   const DeviceGuard guard = make_current(call.q);
-  if (call.is_empty()) {
-    return {maps_of_nothing(call, call.initial_state), no_workspace(call)};
-  }
-  const States states = states_of(call, out);
-  Forward forward(call, states, out);
-  forward.begin();
-  return {forward.maps(), forward.workspace()};
+  return call.is_empty() ? begun_of_nothing(call, call.initial_state)
+                         : Forward(call, states_of(call, out), out).begun();
 }
 
-void finish_forward_cuda(const Call& call, const Tensor& workspace, ForwardOutputs& out) {
+void finish_forward_cuda(const Call& call, ForwardOutputs& out) {
   const DeviceGuard guard = make_current(call.q);
   if (call.is_empty()) {
-    pass_states_through(call, out);
-  } else {
-    const std::optional<Tensor> initial = states_or_zeros(call, call.initial_state);
-    const Tensor final =
-        call.output_final_state ? out.final_state : new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
-    States states = states_of(call, out);
-    states.numbers = own_states(call, data(initial), final.mutable_data_ptr());
-    Forward(call, states, out, workspace).finish();
+    return pass_states_through(call, out);
   }
+  const std::optional<Tensor> initial = states_or_zeros(call, call.initial_state);
+  const Tensor final =
+      call.output_final_state ? out.final_state : new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
+  States states = states_of(call, out);
+  states.numbers = own_states(call, data(initial), final.mutable_data_ptr());
+  Forward(call, states, out).finish();
 }
 
 }  // namespace flash_qla

@@ -1,5 +1,5 @@
-// Which head dimensions run on the GPU, and what the kernels make of them: a key is padded to the channels of the next
-// instance, a value goes by tiles.
+// The head dimensions that run on the GPU. A key is padded to the channels of the next instance, a value to whole
+// tiles.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,11 @@ inline constexpr int64_t kMostKeyDim = kernels::kKeyDims.back();
 inline bool is_key_dim(int64_t K) { return K > 0 && K <= kMostKeyDim && K % kHeadDimStep == 0; }
 inline bool is_value_dim(int64_t V) { return V > 0 && V <= kMostValueDim && V % kHeadDimStep == 0; }
 
-// The K of the instances that take such keys.
+// The K of the instances that take keys of K channels.
 inline int64_t instance_K(int64_t K) { return *std::ranges::lower_bound(kernels::kKeyDims, K); }
 
 inline int64_t value_tiles(int64_t V, int64_t tile = kWideTile) { return ceil_div(V, tile); }
-// Rows of states that only kernels read.
+// Value rows of states that only kernels read.
 inline int64_t value_rows(int64_t V) { return value_tiles(V) * kWideTile; }
 
 }  // namespace flash_qla

@@ -4,26 +4,36 @@
 
 #include "chunks.h"
 #include "gpu/head_dims.h"
+#include "kernels.h"
 
 namespace flash_qla {
 
 namespace {
 
-// Up to so many sequences, a step of chunk_plan, the first segment tells whether any is cut: it is the longest one's.
+// The most sequences, a step of chunk_plan, of which the first segment belongs to the longest. That segment then tells
+// whether any sequence is cut.
 constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
 constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 
-// While chunk_plan runs, chunk_matrices finds out by itself where its first CTAs begin (plan/plan.cuh): with up to so
-// many sequences that takes less time.
+// While chunk_plan runs, the first CTAs of chunk_matrices find their chunks by themselves (plan/plan.cuh). With more
+// sequences than this the search takes longer than the wait.
 constexpr int64_t kMostSearched = 64;
 
-bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  return !shape.in_halves && shape.V <= kWideTile && !shape.output_h && !(shape.low_level && shape.fp16) &&
-         !shape.batch_invariant && forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0;
+bool has_fused_kernel(const ForwardShape& shape) {
+  return kernels::is_compiled(
+      kernels::FusedForwardParams{.dtype = shape.fp16 ? kernels::Dtype::kFloat16 : kernels::Dtype::kBfloat16,
+                                  .K = instance_K(shape.K),
+                                  .normalize = shape.use_qk_l2norm,
+                                  .low_level = shape.low_level});
 }
 
-// With segments of this length; 0: none.
+bool can_fuse(const ForwardShape& shape, const Override& forced) {
+  return !shape.in_halves && shape.V <= kWideTile && !shape.output_h && !shape.batch_invariant &&
+         forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0 && has_fused_kernel(shape);
+}
+
+// Adds the modes of a value tile with segments of this many chunks; 0: no segments.
 void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, int64_t tile,
               int64_t segment_chunks) {
   const bool has_choice = segment_chunks > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
@@ -35,13 +45,14 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   }
 }
 
-// Chunks a segment, none first. In halves none only where there is nothing else: the maps are then of whole sequences.
+// Lengths of segments in chunks; the first is 0, no segments. In halves 0 stays only if it is the one length: the maps
+// are then of whole sequences.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (forced.segment_chunks >= 0) {
     return {forced.segment_chunks};
   }
   std::vector<int64_t> found = {0};
-  // Parts of the average sequence, and of one that has all tokens.
+  // Parts of the average sequence, and of a sequence that has all tokens.
   const int64_t chunks = average_chunks(shape), all_chunks = chunks * shape.N;
   for (int64_t parts = 2; parts <= 64; parts += std::max<int64_t>(parts / 8, 1)) {
     if (2 * parts <= chunks + 1) {
@@ -61,7 +72,7 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
 
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
 
-int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
+int64_t heads_per_cta(const Shape& shape, int64_t chunk_slots) {
   const int64_t group = shape.group();
   for (int64_t heads = std::min(group, kMostHeadsPerCta); heads > 1; --heads) {
     if (group % heads == 0 && chunk_slots * shape.H_v / heads >= shape.card.sm_count) {
@@ -71,7 +82,7 @@ int64_t heads_per_cta(const ForwardShape& shape, int64_t chunk_slots) {
   return 1;
 }
 
-int64_t early_ctas(const ForwardShape& shape) {
+int64_t early_ctas(const Shape& shape) {
   return shape.varlen && shape.N > kMostSearched ? 0 : int64_t{kMatricesCtas} * shape.card.sm_count;
 }
 

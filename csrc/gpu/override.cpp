@@ -17,7 +17,7 @@ constexpr int64_t kMost = INT32_MAX / kChunk;  // the device counts tokens in 32
 
 const std::string kTiles = std::to_string(kNarrowTile) + " or " + std::to_string(kWideTile);
 
-// Fields of one direction's override, to users of flash_qla.testing.forced_dispatch.
+// Checks of one direction's override, with errors for users of flash_qla.testing.forced_dispatch.
 class Requirements {
  public:
   explicit Requirements(const char* direction) : direction_(direction) {}

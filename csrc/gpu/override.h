@@ -1,19 +1,19 @@
-// What tests and experts force the dispatch to decide (dispatch.h), for the whole process: the backward of a GPU's call
-// runs in a thread of autograd, which inherits no thread-local state of ours.
+// Decisions that tests and experts force on the dispatch (dispatch.h). They hold for the whole process, because
+// autograd runs the backward of a GPU's call in a thread of its own, which inherits no thread-local state.
 #pragma once
 
 #include <cstdint>
 
 namespace flash_qla {
 
-// Each default leaves the decision to the cost model. The backward has one value tile and no fused kernel: its override
-// sets segment_chunks and cut_above alone.
+// The defaults leave each decision to the cost model. The backward has one value tile and no fused kernel, so its
+// override sets only segment_chunks and cut_above.
 struct Override {
   int64_t value_tile = 0;       // value rows a CTA, 64 or 128
   int64_t segment_chunks = -1;  // chunks a segment; 0: no context parallelism, as for a call with auto_cp = false
-  int64_t fused = -1;           // 0: never the fused kernel; 1: wherever it can serve a call
-  int64_t cut_above = 0;        // with segments: chunks up to which no sequence is cut; 0: whatever is longer is cut
-  int64_t whole_tile = 0;       // with cut_above: the value tile where no sequence is cut; 0: value_tile
+  int64_t fused = -1;           // 0: never the fused kernel; 1: for every call that it can serve
+  int64_t cut_above = 0;        // only with segments: chunks up to which no sequence is cut; 0: each longer one is cut
+  int64_t whole_tile = 0;       // only with cut_above: the value tile if no sequence is cut; 0: value_tile
 
   bool always_cuts() const { return segment_chunks > 0; }
   bool operator==(const Override&) const = default;
@@ -25,8 +25,8 @@ struct Overrides {
 
 Overrides current_overrides();
 
-// Sets both at once and returns what was in force. nullptr keeps that direction's override. Throws for an override that
-// no call can follow, and then sets neither.
+// Sets both at once and returns the previous overrides. nullptr keeps that direction's override. Throws for an override
+// that no call can follow, and then sets neither.
 Overrides exchange_overrides(const Override* forward, const Override* backward);
 
 }  // namespace flash_qla

@@ -1,10 +1,35 @@
 #include "gpu/pass.h"
 
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
 #include "gpu/plan.h"
+#include "gpu/runtime/device.h"
 #include "halves.h"
+#include "tensors.h"
 
 namespace flash_qla {
+
+Shape shape_of(const Call& call) {
+  return {.B = call.B,
+          .T = call.T,
+          .N = call.N,
+          .H_k = call.H_k,
+          .H_v = call.H_v,
+          .card = gpu_of(call.q).card,
+          .auto_cp = call.auto_cp,
+          .varlen = call.varlen,
+          .use_qk_l2norm = call.use_qk_l2norm,
+          .K = call.K,
+          .V = call.V,
+          .in_halves = call.in_halves};
+}
+
+void copy_or_zero(Tensor& to, const std::optional<Tensor>& from) {
+  if (from) {
+    copy(to, *from);
+  } else {
+    zero(to);
+  }
+}
 
 kernels::Sizes Pass::sizes() const {
   return {.tokens = call_.tokens(),
@@ -16,8 +41,8 @@ kernels::Sizes Pass::sizes() const {
           .value_rows = value_rows(call_.V),
           .N = call_.N,
           .state_size = call_.state_size(),
-          .chunk_slots = chunk_slots_,
-          .segment_slots = segments_};
+          .chunk_slots = d_.chunk_slots,
+          .segment_slots = d_.segments};
 }
 
 kernels::Tokens Pass::tokens() const {
@@ -33,7 +58,7 @@ kernels::Plan Pass::plan() const {
 
 kernels::Plan Pass::map_plan() const {
   kernels::Plan found = plan();
-  if (in_halves_) {
+  if (d_.in_halves) {
     found.segments = workspace_[workspace_.map_segments];
   }
   return found;
@@ -58,10 +83,10 @@ kernels::Dtype Pass::dtype() const { return instance_dtype(call_.dtype); }
 
 void Pass::make_plan(const States& states, int64_t dropped) const {
   const auto [mapped_0, mapped_1] = mapped_sequences(call_);
-  const kernels::Cuts cuts = {.map_segments = in_halves_ ? workspace_[workspace_.map_segments] : nullptr,
-                              .map_slots = in_halves_ ? segments_ : 0,
-                              .segment_chunks = segment_chunks_,
-                              .cut_above = cut_above_,
+  const kernels::Cuts cuts = {.map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
+                              .map_slots = d_.in_halves ? d_.segments : 0,
+                              .segment_chunks = d_.segment_chunks,
+                              .cut_above = d_.cut_above,
                               .mapped_0 = mapped_0,
                               .mapped_1 = mapped_1,
                               .dropped = dropped};

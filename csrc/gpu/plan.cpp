@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "chunks.h"
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
 #include "kernels.h"
 
 namespace flash_qla {
 
 int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
-  return most_chunks(B, T, N + 1, varlen);  // what follows the last sequence is padded like one more
+  return most_chunks(B, T, N + 1, varlen);  // the padding after the last sequence counts as a sequence
 }
 
 std::array<int64_t, 2> mapped_sequences(const Call& call) {

@@ -1,11 +1,12 @@
-// The prefill on a Hopper GPU: the forward, whose kernels read the states in the pool and write them there.
+// The prefill on a Hopper GPU: the forward. Its kernels read and write the states in the pool.
 #include "prefill.h"
 
 #include <limits>
 
 #include "checks.h"
 #include "contents.h"
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
+#include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "passes.h"
 #include "tensors.h"
@@ -36,7 +37,7 @@ kernels::Slots slots_of(const PrefillCall& call) {
           .slots = call.state_pool.size(0)};
 }
 
-// `initial_state` and `final_state` are the same slots of the pool.
+// The states of the pool. `initial_state` and `final_state` are the same slots.
 States states_of(const PrefillCall& call) {
   const auto& flags = call.has_initial_state;
   States states = states_in_order(call,
@@ -71,7 +72,7 @@ States states_of(const PrefillCall& call) {
   return states;
 }
 
-// A call without tokens, whose states are still read and written, with one that no sequence has.
+// Gives a call without tokens one token of no sequence: its states are still read and written.
 void add_padding(PrefillCall& call) {
   const auto one = [&](Tensor& tensor, int64_t heads, int64_t channels) {
     tensor = new_empty(call.op, call.q, {1, 1, heads, channels}, tensor.scalar_type());

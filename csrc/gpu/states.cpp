@@ -3,14 +3,14 @@
 #include <cstdint>
 
 #include "checks.h"
-#include "gpu/launch.h"
+#include "gpu/arguments.h"
 #include "tensors.h"
 
 namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16;  // what a lane takes, or TMA
+constexpr int64_t kPieceBytes = 16;  // a lane or TMA takes that much at a time
 
 }  // namespace
 

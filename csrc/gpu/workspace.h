@@ -1,4 +1,4 @@
-// Memory that lives only during a call: one allocation, whose parts have their sizes from shapes alone.
+// The memory that lives only during a call: one allocation. The sizes of its parts follow from shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace flash_qla {
 
-// Reserve regions, then allocate. Offsets are multiples of 256 bytes (TMA needs 16).
+// Reserve regions, then provide the memory. Offsets are multiples of 256 bytes (TMA needs 16).
 class Workspace {
  public:
   template <typename T>
@@ -28,16 +28,12 @@ class Workspace {
     return region;
   }
 
-  void allocate(const Call& call) {
-    storage_ = new_empty(call.op, call.q, {bytes_}, ScalarType::Byte);
-    base_ = static_cast<char*>(storage_->mutable_data_ptr());
-  }
-
-  // One that allocate has made, for a call of the same shapes.
-  void adopt(const Call& call, const Tensor& storage) {
-    check(storage.numel() == bytes_, call.op, "workspace has ", storage.numel(), " bytes, expected the ", bytes_,
-          " of the first half of a call of these shapes");
-    storage_ = storage;
+  // Takes the storage that the first half allocated, or allocates.
+  void provide(const Call& call) {
+    const std::optional<Tensor>& begun = call.workspace;
+    check(!begun || begun->numel() == bytes_, call.op, "workspace has ", begun ? begun->numel() : 0,
+          " bytes, expected the ", bytes_, " of the first half of a call of these shapes");
+    storage_ = begun ? *begun : new_empty(call.op, call.q, {bytes_}, ScalarType::Byte);
     base_ = static_cast<char*>(storage_->mutable_data_ptr());
   }
 
@@ -55,20 +51,19 @@ class Workspace {
   char* base_ = nullptr;
 };
 
-// Of matrices [chunk_slots, H_v, 2, kTriangle] the rows of blocks from the j-th on, of the first chunk and head.
+// The rows of blocks from the j-th on, of the first chunk and head. matrices [chunk_slots, H_v, 2, kTriangle].
 inline uint16_t* block_rows(uint16_t* matrices, int64_t j) {
   return matrices + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
 }
 
 inline int64_t map_size(int64_t K) { return instance_K(K) * instance_K(K); }
-// Of the states of all heads that only kernels read.
+// Elements of the states of all heads in which only kernels read them: value rows are padded to whole tiles.
 inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * value_rows(V) * instance_K(K); }
 
-// Below, K is the instance's and `rows` are value_rows.
+// K below is the instance's, and `rows` are value_rows.
 
-// The parts that both passes have. The fused forward has neither gates nor matrices.
+// The parts of both directions. The fused forward has neither gates nor matrices.
 struct PassWorkspace : Workspace {
-  template <typename Shape, typename Dispatch>
   PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
         chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
@@ -84,11 +79,11 @@ struct PassWorkspace : Workspace {
   const Region<int32_t> sequences, chunks, segments, checkpoints;  // the plan's tables
   const Region<float> gates;                                       // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;                                 // [chunk_slots, H_v, 2, kTriangle]
-  // With maps.
-  const Region<float> states;   // [map_slots, H_v, rows, K]: Z, then the state that the segment begins with
+  // Only with maps:
+  const Region<float> states;   // [map_slots, H_v, rows, K]: Z, then the state at the segment's start
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
-  // In halves.
+  // Only in halves:
   const Region<int32_t> map_segments;  // segments, without the ends whose maps are wanted
 };
 
@@ -117,15 +112,15 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<uint16_t> v_new;        // [chunk_slots, H_v, kChunk, rows]
   const Region<uint16_t> h;            // [chunk_slots, H_v, rows, K]: a chunk's first state
   const Region<int32_t> turns;         // [chunk_slots, H_k]: see gradients/turns.cuh
-  // With gate_gradients.
+  // Only with gate_gradients:
   const Region<float> db_parts, dg_parts;  // [value tiles, B * T, H_v]
   const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
   const Region<int32_t> counters;          // [H_v / kGateHeads]
-  // With the l2norm.
-  const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys,
-  const Region<float> rstd;           // [2, B * T, H_k]: and by which factors
-  // With maps. [map_slots, H_v, rows, K], segments from the last on: the next one's dZ, then dS' behind the segment
-  const Region<float> grad_states;
+  // Only with the l2norm:
+  const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys, divided by their norms
+  const Region<float> rstd;           // [2, B * T, H_k]: 1 / the norms
+  // Only with maps:
+  const Region<float> grad_states;      // [map_slots, H_v, rows, K]: dZ of the next segment, then dS' after this one
   const Region<int32_t> reverse_skips;  // [segments, H_v]: whether M is left out for gradients
 };
 

@@ -1,13 +1,15 @@
-// flash_qla._C: what flash_qla asks of the op library beside its ops (inspect.h), as Python functions and classes.
+// flash_qla._C: the questions of inspect.h as Python functions and classes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
 #include <algorithm>
 #include <cctype>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "inspect.h"
@@ -17,7 +19,7 @@ namespace py = pybind11;
 namespace flash_qla {
 namespace {
 
-// An object of named fields, in the order of __match_args__.
+// The values of a record, in the order of __match_args__.
 py::tuple values(const py::object& record) {
   py::list found;
   for (const py::handle name : record.attr("__match_args__")) {
@@ -34,24 +36,25 @@ py::str represent(const py::object& record) {
   return py::str("{}({})").format(py::type::of(record).attr("__name__"), py::str(", ").attr("join")(fields));
 }
 
-// A class of read-only fields that prints and compares them.
-template <typename Struct>
-class Record : py::class_<Struct> {
+// A class of read-only fields, which it prints and compares.
+template <typename Struct, typename... Base>
+class Record : py::class_<Struct, Base...> {
  public:
-  Record(py::module_& module, const char* name, const char* doc) : py::class_<Struct>(module, name, doc) {
+  Record(py::module_& module, const char* name, const char* doc) : py::class_<Struct, Base...>(module, name, doc) {
+    ((names_ = py::list(py::type::of<Base>().attr("__match_args__"))), ...);
     this->def("__repr__", &represent);
     this->def("__eq__", [](const py::object& self, const py::object& other) {
       return py::type::of(self).is(py::type::of(other)) && values(self).equal(values(other));
     });
   }
 
-  template <typename Field>
-  Record& field(const char* name, Field Struct::* member, const char* doc) {
+  template <typename Type>
+  Record& field(const char* name, Type Struct::* member, const char* doc) {
     this->def_readonly(name, member, doc);
     return add(name);
   }
-  template <typename Field>
-  Record& field(const char* name, Field (*get)(const Struct&), const char* doc) {
+  template <typename Type>
+  Record& field(const char* name, Type (*get)(const Struct&), const char* doc) {
     this->def_property_readonly(name, get, doc);
     return add(name);
   }
@@ -71,7 +74,7 @@ class Record : py::class_<Struct> {
   py::list names_;
 };
 
-// Integers are what can be an index, and flags are bools.
+// An argument without conversions: an integer can be an index, a flag is a bool.
 py::arg strict(const char* name) { return py::arg(name).noconvert(); }
 
 void raise(const char* error) {
@@ -111,64 +114,99 @@ Params params_of(const KernelInfo& kernel) {
   return found;
 }
 
+// Sets the fields to the values.
+template <typename Direction, typename... Fields>
+void assign(Direction& shape, const std::tuple<Fields...>& fields, typename Fields::Type... values) {
+  std::apply([&](const Fields&... field) { ((field.in(shape) = values), ...); }, fields);
+}
+
+// A function of a shape's fields (gpu/shape.h): the sizes, then the options by keyword.
+template <typename Direction, typename Found, typename... Sizes, typename... Options>
+void add_question(py::module_& module, const char* name, const char* (*ask)(const Direction*, Found*) noexcept,
+                  const std::tuple<Sizes...>& sizes, const std::tuple<Options...>& options, const char* doc) {
+  const auto answer = [ask](typename Sizes::Type... of_sizes, typename Options::Type... of_options) {
+    Direction shape;
+    assign(shape, Direction::sizes(), of_sizes...);
+    assign(shape, Direction::options(), of_options...);
+    Found found;
+    raise(ask(&shape, &found));
+    return found;
+  };
+  Direction defaults;
+  const auto define = [&](const Sizes&... size, const Options&... option) {
+    module.def(name, answer, strict(size.name)..., py::kw_only(), (strict(option.name) = option.in(defaults))..., doc);
+  };
+  std::apply(define, std::tuple_cat(sizes, options));
+}
+
+template <int Card::* kField>
+int of_card(const GpuInfo& gpu) {
+  return gpu.card.*kField;
+}
+
+// Options of the dispatch questions for each named card.
+std::map<std::string, std::map<std::string, int>> cards() {
+  std::map<std::string, std::map<std::string, int>> found;
+  for (const auto& [name, card] : kCards) {
+    found[name] = {{"sm_count", card.sm_count}, {"sm_mhz", card.sm_mhz}, {"memory_gb_s", card.memory_gb_s}};
+  }
+  return found;
+}
+
 void add_classes(py::module_& module) {
   Record<KernelInfo>(module, "Kernel", "A compiled kernel instance.")
-      .field("name", &KernelInfo::name, "Of the instance.")
-      .field("kernel", &KernelInfo::kernel, "Of which it is an instance.")
-      .field("params", params_of, "What it was compiled for.")
-      .field("threads", &KernelInfo::threads, "Per block.")
-      .field("registers", &KernelInfo::registers, "Per thread, as ptxas assigned them.")
-      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Shared memory per block.")
-      .field("dynamic_shared_bytes", &KernelInfo::dynamic_shared_bytes, "Shared memory per block, asked for at launch.")
-      .field("spill_bytes", &KernelInfo::spill_bytes, "Stores and loads.")
-      .field("stack_bytes", &KernelInfo::stack_bytes, "Per thread.");
+      .field("name", &KernelInfo::name, "The instance's name.")
+      .field("kernel", &KernelInfo::kernel, "The kernel's name.")
+      .field("params", params_of, "The parameters that it was compiled for.")
+      .field("threads", &KernelInfo::threads, "Threads a block.")
+      .field("registers", &KernelInfo::registers, "Registers a thread, as ptxas assigned them.")
+      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Static shared memory a block.")
+      .field("dynamic_shared_bytes", &KernelInfo::dynamic_shared_bytes,
+             "Dynamic shared memory a block, requested at launch.")
+      .field("spill_bytes", &KernelInfo::spill_bytes, "Bytes of spilled registers, stores and loads.")
+      .field("stack_bytes", &KernelInfo::stack_bytes, "Bytes of stack a thread.");
 
-  Record<BuildInfo>(module, "BuildInfo", "Versions that the package was built of.")
-      .field("version", &BuildInfo::version, "Of the package.")
-      .field("tilelang", &BuildInfo::tilelang, "Which lowered the kernels.")
-      .field("cuda", &BuildInfo::cuda, "Whose NVRTC compiled them.")
+  Record<BuildInfo>(module, "BuildInfo", "The versions of the package and of its tools.")
+      .field("version", &BuildInfo::version, "The package's version.")
+      .field("tilelang", &BuildInfo::tilelang, "The version of TileLang, which lowered the kernels.")
+      .field("cuda", &BuildInfo::cuda, "The version of CUDA, whose NVRTC compiled the kernels.")
       .field("arch", &BuildInfo::arch, "The GPU architecture.")
       .field("torch_target", &BuildInfo::torch_target,
              "The oldest PyTorch whose stable ABI has what the library uses.");
 
   Record<GpuInfo>(module, "Gpu", "A GPU of this machine.")
-      .field("name", &GpuInfo::name, "As its driver calls it.")
-      .field("major", &GpuInfo::major, "Of the compute capability.")
-      .field("minor", &GpuInfo::minor, "Of the compute capability.")
-      .field("sm_count", &GpuInfo::sm_count, "Streaming multiprocessors.");
+      .field("name", &GpuInfo::name, "The driver's name of the GPU.")
+      .field("major", &GpuInfo::major, "Major number of the compute capability.")
+      .field("minor", &GpuInfo::minor, "Minor number of the compute capability.")
+      .field("sm_count", of_card<&Card::sm_count>, "Streaming multiprocessors.")
+      .field("sm_mhz", of_card<&Card::sm_mhz>, "Highest clock of an SM, MHz.")
+      .field("memory_gb_s", of_card<&Card::memory_gb_s>, "Peak rate of the memory, GB/s.");
 
-  Record<ForwardDispatch>(module, "ForwardDispatch", "What a forward call launches.")
+  Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
+      .field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
+      .field("cut_above", &Dispatch::cut_above, "The device cuts no sequence if none has more chunks.")
+      .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
+      .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
+      .field("workspace_bytes", &Dispatch::workspace_bytes, "Device memory that the call takes while it runs.")
+      .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
+  Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")
       .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
-      .field("segment_chunks", &ForwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
-      .field("cut_above", &ForwardDispatch::cut_above,
-             "Where no sequence has more chunks than that, the device cuts none.")
-      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile that the device then takes.")
-      .field("fused", &ForwardDispatch::fused, "Whether one kernel does it all.")
-      .field("segments", &ForwardDispatch::segments, "An upper bound when varlen.")
-      .field("ctas", &ForwardDispatch::ctas, "Of the last kernel; an upper bound when varlen.")
-      .field("heads_per_cta", &ForwardDispatch::heads_per_cta, "Of chunk_matrices.")
-      .field("workspace_bytes", &ForwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
-      .field("predicted_us", &ForwardDispatch::predicted_us, "Microseconds by the cost model.");
+      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
+      .field("fused", &ForwardDispatch::fused, "Whether one kernel does everything after the plan.")
+      .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
+  Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
-  Record<BackwardDispatch>(module, "BackwardDispatch", "What a backward call launches.")
-      .field("segment_chunks", &BackwardDispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
-      .field("cut_above", &BackwardDispatch::cut_above,
-             "Where no sequence has more chunks than that, the device cuts none.")
-      .field("segments", &BackwardDispatch::segments, "An upper bound when varlen.")
-      .field("heads_per_cta", &BackwardDispatch::heads_per_cta, "Of chunk_matrices.")
-      .field("workspace_bytes", &BackwardDispatch::workspace_bytes, "Device memory that the call takes meanwhile.")
-      .field("predicted_us", &BackwardDispatch::predicted_us, "Microseconds by the cost model.");
-
-  Record<Override>(module, "Override", "What one direction's dispatch is forced to decide.")
+  Record<Override>(module, "Override", "The decisions that are forced on the dispatch of one direction.")
       .field("value_tile", &Override::value_tile, "Value rows a CTA (64 or 128); 0: the cost model's choice.")
       .field("segment_chunks", &Override::segment_chunks,
              "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
       .field("fused", &Override::fused,
-             "1: the fused kernel wherever it can serve a call; 0: never; -1: the cost model's choice.")
+             "1: the fused kernel for every call that it can serve; 0: never; -1: the cost model's choice.")
       .field("cut_above", &Override::cut_above,
-             "With segments: chunks up to which no sequence is cut; 0: whatever is longer than a segment is cut.")
+             "Chunks up to which no sequence is cut, if there are segments; 0: each sequence longer than a segment is "
+             "cut.")
       .field("whole_tile", &Override::whole_tile,
-             "With cut_above: the value tile where no sequence is cut; 0: value_tile.")
+             "The value tile if no sequence is cut, only with cut_above; 0: value_tile.")
       .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
                   int64_t whole_tile) { return Override{value_tile, segment_chunks, fused, cut_above, whole_tile}; },
                strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
@@ -177,74 +215,29 @@ void add_classes(py::module_& module) {
 
 void add_functions(py::module_& module) {
   module.def("kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
-  module.def("build_info", &flash_qla_build_info, "Versions that the package was built of.");
+  module.def("build_info", &flash_qla_build_info, "The versions of the package and of its tools.");
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
   module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
+  module.def("cards", &cards,
+             "Figures of Hopper cards by name, as options of the dispatch questions: forward_dispatch(..., "
+             "**cards()[\"H200\"]).");
   module.def(
       "obstacle", &flash_qla_obstacle, strict("driver_cuda_version"), strict("major"), strict("minor"),
-      "Why the kernels do not run under such a driver on a GPU of such a compute capability, as a sentence; empty "
-      "if they do.");
-  module.def(
-      "forward_dispatch",
-      [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool low_level, bool use_qk_l2norm, bool output_h, bool fp16, int64_t K, int64_t V, bool in_halves) {
-        const ForwardShape shape{.B = B,
-                                 .T = T,
-                                 .N = N,
-                                 .H_k = H_k,
-                                 .H_v = H_v,
-                                 .varlen = varlen,
-                                 .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
-                                 .auto_cp = auto_cp,
-                                 .low_level = low_level,
-                                 .use_qk_l2norm = use_qk_l2norm,
-                                 .output_h = output_h,
-                                 .fp16 = fp16,
-                                 .K = K,
-                                 .V = V,
-                                 .in_halves = in_halves};
-        ForwardDispatch dispatch;
-        raise(flash_qla_forward_dispatch(&shape, &dispatch));
-        return dispatch;
-      },
-      strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
-      strict("auto_cp") = true, strict("varlen") = true, strict("low_level") = false, strict("use_qk_l2norm") = false,
-      strict("output_h") = false, strict("fp16") = false, strict("K") = 128, strict("V") = 128,
-      strict("in_halves") = false,
-      R"(What a forward call of these shapes launches on a GPU with that many SMs.
+      "The reason why the kernels do not run under this driver on a GPU of this compute capability; empty if they "
+      "run.");
+  add_question(module, "forward_dispatch", flash_qla_forward_dispatch, ForwardShape::sizes(), ForwardShape::options(),
+               R"(What a forward call of this shape launches on such a card, an H100 SXM by default.
 
-N is the number of sequences. low_level asks for chunk_gated_delta_rule_fwd, which returns A, too; use_qk_l2norm for the
-l2norm inside; output_h and fp16 say that it is to return h and what dtype q has: the one kernel makes no h, and A in
-bf16 only; in_halves is for a rank's call of context parallelism. Raises ValueError for a shape that no call has.)");
-  module.def(
-      "backward_dispatch",
-      [](int64_t B, int64_t T, int64_t N, int64_t H_k, int64_t H_v, int sm_count, bool auto_cp, bool varlen,
-         bool use_qk_l2norm, bool activations, int64_t K, int64_t V, bool in_halves) {
-        const BackwardShape shape{.B = B,
-                                  .T = T,
-                                  .N = N,
-                                  .H_k = H_k,
-                                  .H_v = H_v,
-                                  .varlen = varlen,
-                                  .card = {sm_count, kH100.cycles_per_us, kH100.bytes_per_us},
-                                  .auto_cp = auto_cp,
-                                  .use_qk_l2norm = use_qk_l2norm,
-                                  .activations = activations,
-                                  .K = K,
-                                  .V = V,
-                                  .in_halves = in_halves};
-        BackwardDispatch dispatch;
-        raise(flash_qla_backward_dispatch(&shape, &dispatch));
-        return dispatch;
-      },
-      strict("B"), strict("T"), strict("N"), strict("H_k"), strict("H_v"), strict("sm_count") = 132,
-      strict("auto_cp") = true, strict("varlen") = true, strict("use_qk_l2norm") = false, strict("activations") = false,
-      strict("K") = 128, strict("V") = 128, strict("in_halves") = false,
-      R"(What a backward call of these shapes launches on a GPU with that many SMs.
+N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
+inside. output_h: the call returns h. fp16: the dtype of q. The fused kernel writes no h, and A in bf16 only. in_halves:
+the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
+  add_question(module, "backward_dispatch", flash_qla_backward_dispatch, BackwardShape::sizes(),
+               BackwardShape::options(),
+               R"(What a backward call of this shape launches on such a card, an H100 SXM by default.
 
-N is the number of sequences; use_qk_l2norm asks for the l2norm inside, activations for that of gate or beta;
-in_halves is the forward's. Raises ValueError for a shape that no call has.)");
+N is the number of sequences. use_qk_l2norm: the l2norm is inside. activations: the activation of gate or beta is
+inside. in_halves: the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
   module.def(
       "exchange_overrides",
       [](const std::optional<Override>& forward, const std::optional<Override>& backward) {
@@ -253,13 +246,14 @@ in_halves is the forward's. Raises ValueError for a shape that no call has.)");
         return std::pair(previous.forward, previous.backward);
       },
       py::arg("forward"), py::arg("backward"),
-      R"(Sets the overrides of both dispatches at once, for the process, and returns those that were in force.
+      R"(Sets the overrides of both dispatches at once, for the process, and returns the previous overrides.
 
-None keeps a direction's override. Raises ValueError for an override that no call can follow. flash_qla.testing's
-forced_dispatch calls it, and restores what it returns.)");
+None keeps a direction's override. Raises ValueError for an override that no call can follow. forced_dispatch of
+flash_qla.testing calls this function, and later restores the overrides that it returned.)");
 }
 
-// Whether code is of this package, of PyTorch, or generated by PyTorch, which gives it no module or one of its own.
+// Whether a frame's code belongs to this package or to PyTorch. Code that PyTorch generates has no module, or
+// PyTorch's.
 bool is_inside(const py::handle frame) {
   const py::object module = frame.attr("f_globals").attr("get")("__name__");
   if (!py::isinstance<py::str>(module)) {
@@ -270,7 +264,7 @@ bool is_inside(const py::handle frame) {
   return package == "flash_qla" || package == "torch";
 }
 
-// The line that called this package, as a number of frames.
+// The stack level of the line that called this package.
 Py_ssize_t level_of_caller() {
   Py_ssize_t level = 1;
   for (py::object frame = py::module_::import("sys").attr("_getframe")(0); !frame.is_none();
@@ -282,8 +276,8 @@ Py_ssize_t level_of_caller() {
   return 1;
 }
 
-// Python's filters decide; where they make it an error, the call fails with its text. The library calls from threads
-// that have let go of the interpreter, and perhaps of Python.
+// Warns by Python's filters. If they make the warning an error, the call fails with its text. The library calls this
+// without the GIL, and perhaps from a thread without Python frames.
 const char* warn_in_python(const char* text) noexcept {
   thread_local std::string error;
   const py::gil_scoped_acquire gil;
@@ -306,7 +300,7 @@ const char* warn_in_python(const char* text) noexcept {
 PYBIND11_MODULE(_C, module) {
   module.doc() =
       "The compiled kernels of flash_qla, how they were built, whether they run here, and what a call launches. The "
-      "ops do not need it. Once it is imported, their warnings are Python's.";
+      "ops do not need this module. Once it is imported, their warnings are Python's.";
   flash_qla::add_classes(module);
   flash_qla::add_functions(module);
   flash_qla::flash_qla_on_warning(&flash_qla::warn_in_python);

@@ -233,7 +233,7 @@ def _check_head_dim(call, name, symbol, dim, most):
     )
 
 
-def _fake_begun(call, N, compute_dtype, workspace_bytes, *of_pass):
+def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
     """Maps and workspace of csrc/halves.h. The GPU's dispatch says how much workspace its kernels take."""
     q, (B, T, H_v, V) = call.q, call.v.shape
     H_k, K = q.shape[2:]
@@ -244,9 +244,12 @@ def _fake_begun(call, N, compute_dtype, workspace_bytes, *of_pass):
     elif q.device.type == "cuda" and B * T > 0 and N > 0:
         _check_head_dim(call, "q", "K", K, _binary.MOST_KEY_DIM)
         _check_head_dim(call, "v", "V", V, MOST_VALUE_DIM)
-        sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-        options = (call.cu_seqlens is not None, sm_count, call.auto_cp, call.use_qk_l2norm_in_kernel)
-        size = workspace_bytes(B, T, N, H_k, H_v, K, V, *options, *of_pass)
+        device = torch.cuda.current_device() if q.device.index is None else q.device.index
+        card = _binary.card(device)
+        _check(call, bool(card), lambda: f"q is on {q.device}, expected a GPU of this machine")
+        shape = {"B": B, "T": T, "N": N, "H_k": H_k, "H_v": H_v, "K": K, "V": V, **card, **of_pass}
+        flags = {"varlen": call.cu_seqlens is not None, "auto_cp": call.auto_cp}
+        size = workspace_bytes(**shape, **flags, use_qk_l2norm=call.use_qk_l2norm_in_kernel)
     return maps, q.new_empty((size,), dtype=torch.uint8)
 
 
@@ -268,7 +271,7 @@ def _fake_forward_finish(call):
 def _fake_backward_begin(call):
     state_shape, dtype = _check_inputs(call, "dht")
     activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
-    begun = _fake_begun(call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations)
+    begun = _fake_begun(call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations=activations)
     return *begun, *_fake_gradients(call, dtype)
 
 

@@ -1,5 +1,5 @@
-// Gates and betas as a call has them: in any floating dtype, ready or raw. What becomes of them is one number,
-// `activations`: Activation in layout.py.
+// Gates and betas of a call: any floating dtype, ready or raw. `activations` says how to read and transform them:
+// Activation in layout.py.
 #pragma once
 
 #include "core/warp.cuh"
@@ -11,11 +11,11 @@ __device__ __forceinline__ double from_float(double, float x) { return x; }
 __device__ __forceinline__ __nv_bfloat16 from_float(__nv_bfloat16, float x) { return __float2bfloat16_rn(x); }
 __device__ __forceinline__ __half from_float(__half, float x) { return __float2half_rn(x); }
 
-// use(T()) with the type of the elements whose Dtype `activations` has at `bit`.
+// Calls use(T()), where T is the element type that `activations` encodes at `bit`, a Dtype.
 template <typename Use>
 __device__ __forceinline__ void with_dtype(int activations, int bit, Use use) {
   const int dtype = activations >> bit & 3;
-  if (dtype == Dtype::kFloat32) [[likely]] {  // as gates that are ready have it; a switch would be a jump by a table
+  if (dtype == Dtype::kFloat32) [[likely]] {  // ready gates are fp32; a switch would jump through a table
     use(float());
   } else if (dtype == Dtype::kBfloat16) {
     use(__nv_bfloat16());
@@ -26,8 +26,8 @@ __device__ __forceinline__ void with_dtype(int activations, int bit, Use use) {
   }
 }
 
-// A number as it is, in the low bits; a double already as a float. So that several can be on their way before any is
-// waited for.
+// The bits of a number in the low bits of a word; a double is converted to float. Conversion comes later, so that
+// several loads are in flight before the first wait.
 template <typename T>
 __device__ __forceinline__ uint32_t load_bits(const T* number) {
   if constexpr (sizeof(T) == 2) {
@@ -77,18 +77,18 @@ __device__ __forceinline__ float log1p_ratio(float e) {
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
 
-// Its derivative, which keeps its digits where sigmoid is next to 1.
+// The derivative of sigmoid. It keeps its digits where sigmoid is close to 1.
 __device__ __forceinline__ float sigmoid_slope(float x) {
   const float e = expf(-fabsf(x)), r = __fdividef(1.f, 1.f + e);
   return e * r * r;
 }
 
-// Of a stronger decay nothing would be left either: e^-1024 is 0. So g = -inf forgets the state, and the sums over a
-// chunk keep enough digits for the tokens behind.
+// The limit of g. A stronger decay changes nothing, because e^-1024 is 0 in fp32. So g = -inf forgets the state, and
+// the sums over a chunk keep enough digits for later tokens.
 constexpr float kStrongestDecay = -1024.f;
 __device__ __forceinline__ float limit_decay(float g) { return g < kStrongestDecay ? kStrongestDecay : g; }
 
-// Of a head: A_log and dt_bias as they are. Without the gate inside, or without a bias, nothing is read.
+// The bits of a head's A_log and dt_bias. Each is read only if `activations` has its flag.
 struct GateBits {
   uint32_t A_log = 0, dt_bias = 0;
 };
@@ -121,7 +121,7 @@ struct HeadGate {
     const float y = x + bias, e = exp2_fast(-fabsf(y) * kLog2e), ratio = log1p_ratio(e);
     return limit_decay(-rate(y) * (y > 0.f ? y + e * ratio : ratio));
   }
-  // Finite, because that of a token that forgets everything meets a gradient of 0.
+  // The derivative, kept finite: a token that forgets everything multiplies it by a gradient of 0.
   __device__ __forceinline__ float slope(float x) const {
     constexpr float kMost = 3.402823466e38f;
     const float y = x + bias, finite_rate = rate(y) > kMost ? kMost : rate(y);

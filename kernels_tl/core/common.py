@@ -23,8 +23,8 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_warp_specialized": True,
 }
-# Of kernels that write out all synchronisation, too, and keep each shared buffer to itself. They say EXPLICIT_FENCES as
-# well: see build_tools/tilelang_patches.py.
+# Options for kernels that also write out all synchronisation, fences too, and never reuse a shared buffer's memory (see
+# build_tools/tilelang_patches.py).
 EXPLICIT_PASS_CONFIGS = PASS_CONFIGS | {
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,

@@ -1,4 +1,4 @@
-"""What a CTA has: shared memory, barriers, and the pieces of work that it goes through."""
+"""Resources of a CTA: shared memory, barriers, and the pieces of work that it processes."""
 
 import math
 from types import SimpleNamespace
@@ -131,9 +131,9 @@ def fetch(source, target, barrier):
 
 
 @T.macro
-def clear_rows_behind(tile, valid, *stage):
-    """Rows behind the sequence belong to others. Whatever they hold, even NaN, must not meet the zeros of the other
-    factors."""
+def clear_rows_after(tile, valid, *stage):
+    """tile[i, j] = 0 for i >= valid. Rows after the sequence belong to others. Even NaN in these rows must not meet
+    the zeros of the other factors."""
     for i, j in T.Parallel(*tile.shape[-2:]):
         if i >= valid:
             tile[(*stage, i, j)] = 0

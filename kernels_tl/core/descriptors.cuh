@@ -1,6 +1,6 @@
-// WGMMA descriptors made where they are used. The compiler would make those of tiles that stay where they are once,
-// keep all of them, 64 bits for each step of a product, from one chunk to the next, and run out of registers. The
-// shuffle also tells it that they are the same in all lanes.
+// WGMMA descriptors, computed where they are used. The compiler would otherwise compute the descriptors of all fixed
+// tiles before the loop over chunks, 64 bits for each step of a product, and run out of registers. The shuffle also
+// tells the compiler that all lanes have the same value.
 #pragma once
 
 #include <tl_templates/cuda/common.h>

@@ -22,11 +22,11 @@ class Stage:
         self.index, self.parity = index, parity
 
     def wait_for(self, barriers):
-        """Until the barrier of the stage has completed for this chunk."""
+        """Waits until the barrier of the stage has completed for this chunk."""
         return T.barrier_wait(barriers[self.index], self.parity)
 
     def wait_until_free(self, barriers):
-        """Until the barrier of the stage has completed for the chunk that had the stage before."""
+        """Waits until the barrier of the stage has completed for the chunk that had the stage before."""
         return T.barrier_wait(barriers[self.index], self.parity ^ 1)
 
     def arrive(self, barriers):

@@ -1,4 +1,4 @@
-// All inline assembly: instructions that CUDA C++ does not have, and what keeps the compiler from moving values.
+// All inline assembly: instructions that CUDA C++ lacks, and statements that keep the compiler from moving values.
 // The emulator has a header of the same name with the same functions.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace flash_qla::device {
 
 // The compiler.
 
-// The compiler knows nothing of these values from here on, so it computes what depends on them after this point.
+// Makes values opaque: the compiler computes everything that depends on them after this point.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void make_opaque(int& x, int& y, int& z, int& w) {
   asm volatile("" : "+r"(x), "+r"(y), "+r"(z), "+r"(w));
@@ -26,10 +26,10 @@ __device__ __forceinline__ int kept(int x) {
   return y;
 }
 
-// x is in its register here, and memory accesses stay on their side.
+// Forces x into its register at this point. Memory accesses do not move across it.
 __device__ __forceinline__ void pin_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-// The compiler loads again what it has loaded before.
+// Makes the compiler load values from memory again.
 __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 
 // Threads.
@@ -37,12 +37,12 @@ __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory");
 __device__ __forceinline__ void exit_thread() { asm volatile("exit;" ::: "memory"); }
 __device__ __forceinline__ void trap() { asm volatile("trap;" ::: "memory"); }
 
-// Barrier kBarrier, for so many threads.
+// Waits at named barrier kBarrier for `threads` threads.
 template <int kBarrier>
 __device__ __forceinline__ void sync_named(int threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
-// The barrier of this number, for a warpgroup.
+// Waits at named barrier `barrier` for the 128 threads of a warpgroup.
 __device__ __forceinline__ void sync_warpgroup(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
@@ -66,8 +66,8 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, floa
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-// c += a b, 16 x 8 += (16 x 16)(16 x 8); c as above. As ldmatrix gives them, a holds rows 0 to 7 and 8 to 15 of columns
-// 0 to 7, then of 8 to 15; b, transposed, rows 0 to 7 and 8 to 15.
+// c += a b, 16 x 8 += (16 x 16)(16 x 8); c as above. a and b are matrices as ldmatrix loads them: a holds rows 0 to 7
+// and 8 to 15 of columns 0 to 7, then of columns 8 to 15; b, transposed, holds rows 0 to 7 and 8 to 15.
 #define FLASH_QLA_MMA(element, type)                                                                        \
   __device__ __forceinline__ void multiply_add(element, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, \
                                                uint32_t b1) {                                               \
@@ -81,7 +81,7 @@ FLASH_QLA_MMA(__nv_bfloat16, "bf16")
 FLASH_QLA_MMA(__half, "f16")
 #undef FLASH_QLA_MMA
 
-// x = a b^T, or x += a b^T, 64 x 64 x 16, both from shared memory by their descriptors, in flight.
+// Begins x = a b^T, or x += a b^T with `accumulate`, 64 x 64 x 16; a and b are descriptors of shared memory.
 template <typename T>
 __device__ __forceinline__ void begin_wgmma(float (&x)[32], uint64_t a, uint64_t b, int accumulate) {
 #define FLASH_QLA_WGMMA(type)                                                                                       \
@@ -115,15 +115,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A load that the compiler neither moves nor makes uniform.
+// Loads a float. The compiler neither moves this load nor puts its result in a uniform register.
 __device__ __forceinline__ float load_shared(const float* from) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(from)) : "memory");
   return x;
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of a matrix a lane
-// holds row l / 4, columns 2 (l % 4) and the next; with _transposed that is of the transposed matrix.
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane l holds columns
+// 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of each matrix, or of its transpose with _transposed.
 __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -150,13 +150,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
 
 // Copies.
 
-// 16 bytes of global to shared memory, or zeros. From L2: what is read once has no use for L1.
+// Copies 16 bytes from global to shared memory, or writes zeros unless `there`. It skips L1: each byte is read once.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kInFlight groups of the thread's copies are there.
+// Waits until at most the last kInFlight groups of this thread's copies are in flight.
 template <int kInFlight>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
@@ -182,9 +182,9 @@ __device__ __forceinline__ void copy_bytes(void* to, int offset, const void* fro
                : "memory");
 }
 
-// Shared to global memory by TMA, by one thread: a box of the tensor behind `map`, from the given coordinates on, the
-// innermost one first. What is out of bounds is left out. The box may be overwritten after wait_for_boxes, by the same
-// thread; before, its writers have to pass fence_boxes.
+// Stores a box from shared to global memory by TMA; one thread calls it. The box begins at the given coordinates of
+// `map`'s tensor, innermost first; parts out of bounds are not stored. Writers of the box pass fence_boxes before the
+// call. They may overwrite the box once the calling thread has passed wait_for_boxes.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
@@ -200,7 +200,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* bo
       "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-// The same, but added to the tensor; each sum is rounded to the dtype of the tensor.
+// Adds a box to the tensor, otherwise as store_box; each sum is rounded to the dtype of the tensor.
 __device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
@@ -222,7 +222,7 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 __device__ __forceinline__ void store_release(int* to, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
-// Between accesses by instructions and by TMA.
+// Orders accesses by instructions and accesses by TMA.
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 }  // namespace flash_qla::device

@@ -26,7 +26,7 @@ class StateView:
         return self.stride_v + self.stride_k - 1
 
     def pointer(self, slot, hv, v=0):
-        """To the state of a slot and head, from value row v on."""
+        """A pointer to value row v of the state of a slot and head."""
         head = self.key_dim * self.value_dim
         if self.slot_stride is None:  # the slots follow one another
             state = (T.Cast("int64", slot) * self.H_v + hv) * head
@@ -52,7 +52,7 @@ class StateView:
         return self._of_fragment("write_state", fragment, slot, hv, v)
 
 
-# What a pass over the states at a chunk's end writes, in this order: a checkpoint, then the final state.
+# The states that a kernel writes after a chunk, in this order.
 CHECKPOINT, FINAL = 0, 1
 
 
@@ -64,5 +64,5 @@ def chosen(first, a, b):
 
 
 def is_checkpoint(tokens, length, until, every):
-    """Whether there may be one behind so many tokens of a segment."""
+    """Whether a checkpoint may follow the segment's first `tokens` tokens."""
     return (tokens <= length) & (tokens >= until) & (T.truncmod(tokens - until, T.max(every, 1)) == 0)

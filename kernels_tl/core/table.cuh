@@ -1,5 +1,5 @@
-// Tables of indices into a pool of states, as callers have them. What they hold may be anything: an index that is no
-// slot is nobody's.
+// Tables of indices into a pool of states, as callers pass them. An index may have any value: one that is not a slot
+// becomes kNoState, the empty slot.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Table {
     const int64_t at = row * row_stride + column;
     return is_wide() ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
   }
-  // From L2: before the wait for the grid ahead, and behind it where L1 may hold what was read before.
+  // Reads from L2: before the wait for the preceding grid, and after it where L1 may hold an old value.
   __device__ __forceinline__ int64_t fresh(int64_t row, int column = 0) const {
     const int64_t at = row * row_stride + column;
     return is_wide() ? __ldcg(static_cast<const long long*>(numbers) + at)
@@ -34,12 +34,12 @@ struct Table {
   }
 };
 
-// An index that is a slot of so many, and not nobody's, or kNobody.
+// index if null_index < index and 0 <= index < slots, else kNoState.
 __device__ __forceinline__ int64_t checked_slot(int64_t index, int64_t null_index, int64_t slots) {
-  return index > null_index && index >= 0 && index < slots ? index : kNobody;
+  return index > null_index && index >= 0 && index < slots ? index : kNoState;
 }
 
-// The slots of a call's states: those that a table says or, without one, the sequences' numbers.
+// The slot of sequence n: the table's entry, checked, or n without a table.
 struct Slots {
   Table indices;
   int64_t null_index, slots;

@@ -20,9 +20,9 @@ __device__ __forceinline__ int transposed_offset() {
 // The first column of the thread's pairs of columns in a fragment.
 __device__ __forceinline__ int first_column() { return kept(2 * (threadIdx.x & 3)); }
 
-// By so many threads that follow one another: zeros in the rows from `valid` on of tiles of 64 x 64, 16-bit. It is
-// seldom called, and keeps nothing for that.
-__device__ __forceinline__ void clear_rows_behind(void* tiles, int count, int valid, int threads) {
+// tile[i][j] = 0 for i >= valid, in `count` tiles of 64 x 64 16-bit elements. `threads` consecutive threads share the
+// work. Calls are rare, so the thread's number is opaque: no address stays in a register between calls.
+__device__ __forceinline__ void clear_rows_after(void* tiles, int count, int valid, int threads) {
   int thread = threadIdx.x % threads;
   make_opaque(thread);
 #pragma unroll 1
@@ -33,9 +33,9 @@ __device__ __forceinline__ void clear_rows_behind(void* tiles, int count, int va
   }
 }
 
-// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps: the tile and kEarly of
-// eight quadruples of factors are loaded before the WGMMA that makes the fragment has ended, the others if need be
-// after it.
+// fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps. load_minuend loads the tile
+// and kEarly of eight quadruples of factors while the WGMMA that computes the fragment is in flight.
+// subtract_from_minuend loads the other factors after it.
 __device__ __forceinline__ float4 factor_pairs(const float* factors, int column, int n) {
   return *reinterpret_cast<const float4*>(factors + 2 * (8 * n + column));
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_minuend(uint32_t* x, float* early, const vo
   }
 }
 
-// With 0 for the tile unless has_tile.
+// The second step. Unless has_tile, 0 takes the tile's place.
 template <typename T, int kEarly>
 __device__ __forceinline__ void subtract_from_minuend(float* fragment, const uint32_t* x, const float* early,
                                                       const float* factors, int column, bool has_tile = true) {
@@ -76,11 +76,11 @@ __device__ __forceinline__ void subtract_from_minuend(float* fragment, const uin
   }
 }
 
-// One factor for all columns. Opaque, too: in a uniform register it would hold up the WGMMAs that are issued meanwhile.
+// One factor for all columns. The load is opaque: a uniform register would delay WGMMAs that are issued meanwhile.
 __device__ __forceinline__ float load_factor(const float* factor) { return load_shared(factor); }
 
-// The factors of a lane's columns, two for each eight columns, and with them fragment[i][j] *= factors[j], or that as a
-// left factor of WGMMA, rounded to 16 bits.
+// x: factors[j] of a lane's columns, two for each eight columns. scale_columns computes fragment[i][j] *= factors[j];
+// round_scaled_columns writes that product as a left factor of WGMMA, rounded to 16 bits.
 __device__ __forceinline__ void load_column_factors(float* x, const float* factors, int column) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void round_scaled_columns(void* scaled, const float* 
   }
 }
 
-// Likewise what the rounding took.
+// rest = fragment[i][j] factors[j] - scaled[i][j], rounded to 16 bits: the error of the rounding above.
 template <typename T>
 __device__ __forceinline__ void round_scaled_columns(void* rest, const float* fragment, const float* x,
                                                      const void* scaled) {
@@ -190,8 +190,8 @@ __device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, in
   }
 }
 
-// By one warp: rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8. (A box of TMA would go on
-// into the next sequence.)
+// rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8, by one warp. A box of TMA would write
+// rows of the next sequence.
 template <typename T>
 __device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid, int columns) {
   const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
@@ -225,8 +225,8 @@ __device__ __forceinline__ Number* chosen(bool first, Number* a, Number* b) {
   return first ? a : b;
 }
 
-// A state on its way in, by one warp: `rows` rows of `bytes` bytes, `stride` bytes apart, to shared memory, where they
-// are `pitch` bytes apart. Each lane announces its own rows to the barrier.
+// One warp copies a state to shared memory: `rows` rows of `bytes` bytes, `stride` bytes apart in global memory and
+// `pitch` bytes apart in shared memory. Each lane announces its own rows to the barrier.
 template <typename Barrier>
 __device__ __forceinline__ void fetch_state(Barrier& barrier, void* to, const void* state, int rows, int bytes,
                                             int stride, int pitch) {
@@ -262,7 +262,8 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
-// Likewise S from a caller's state, whose first column is at `state`: zeros beyond its channels and columns.
+// The fragment of for_columns from a caller's state, whose first column is at `state`; zeros beyond its channels and
+// columns.
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
   const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
@@ -319,7 +320,7 @@ __device__ __forceinline__ void for_pairs(Number* state, bool v_first, int strid
   }
 }
 
-// To rows of S^T, zeros where the state has none. A state of 16 bits has V first.
+// fragment = rows of S^T from a state, zeros beyond its rows and columns. A state of 16 bits has V first.
 template <int kK>
 __device__ __forceinline__ void read_state(float* fragment, const void* state, int dtype, bool v_first, int stride,
                                            int rows, int columns) {
@@ -344,14 +345,15 @@ __device__ __forceinline__ void read_state(float* fragment, const void* state, i
         floats, false, stride, rows, columns,
         [=](int i, const float* at, const float* next) { pairs[i] = {*at, *next}; }, clear);
   }
-  // The branches meet here: ptxas would put it off, serialize all WGMMAs then, and say so (C7514).
+  // The branches meet here. Without the pins ptxas merges them later and serializes all WGMMAs (its warning C7514).
 #pragma unroll
   for (int i = 0; i < kK / 2; ++i) {
     pin_here(fragment[i]);
   }
 }
 
-// Of four lanes next to each other word i of lane t becomes word t of lane i. `lane` may be any thread's number.
+// Transposes 4 x 4 words between four neighbouring lanes: word i of lane t becomes word t of lane i. `lane` may also
+// be the number of the thread.
 __device__ __forceinline__ uint4 transpose_words(uint4 x, int lane) {
   const bool high = lane & 2, odd = lane & 1;
   const uint32_t low_pair = __shfl_xor_sync(~0u, high ? x.x : x.z, 2);
@@ -362,8 +364,8 @@ __device__ __forceinline__ uint4 transpose_words(uint4 x, int lane) {
   return odd ? uint4{first, x.y, second, x.w} : uint4{x.x, first, x.z, second};
 }
 
-// From rows of S^T to those of a state of 16 bits, V first, of which word(i) is the i-th pair: of 32 columns four lanes
-// take 8 each. `thread` counts from that of the state's first row.
+// state = rows of S^T, for a state of 16 bits with V first; word(i) is the lane's i-th pair of columns. Each of four
+// lanes writes 8 of 32 columns. `thread` counts from the thread that has the state's first row.
 template <int kK, typename Word>
 __device__ __forceinline__ void write_words(void* state, int thread, int stride, int rows, int columns, Word word) {
   make_opaque(thread, stride, rows, columns);
@@ -382,7 +384,7 @@ __device__ __forceinline__ void write_words(void* state, int thread, int stride,
   }
 }
 
-// From rows of S^T to those of a state, likewise.
+// state = rows of S^T from an fp32 fragment; the inverse of read_state.
 template <int kK>
 __device__ __forceinline__ void write_state(const float* fragment, void* state, int dtype, bool v_first, int stride,
                                             int rows, int columns) {
@@ -412,8 +414,8 @@ __device__ __forceinline__ void write_state(const float* fragment, void* state, 
   }
 }
 
-// Likewise from the left factor of a register-sourced WGMMA, which has its registers in the order of an fp32 fragment's
-// pairs. By a warpgroup: 64 rows.
+// state = 64 rows of S^T from the left factor of a register-sourced WGMMA, by one warpgroup. Register i of the factor
+// is the i-th pair of an fp32 fragment.
 template <int kK>
 __device__ __forceinline__ void store_state(const void* fragment, void* state, int stride, int rows, int columns) {
   const uint32_t* const pairs = static_cast<const uint32_t*>(fragment);

@@ -12,8 +12,7 @@ namespace flash_qla::device {
 // on it may stand where WGMMAs are in flight.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
 
-// The lane, as a value that the compiler does not know: what is computed from it is computed there, not kept in
-// registers from before the loops around it.
+// The lane, opaque: values that depend on it are computed here, not before the surrounding loops and kept in registers.
 __device__ __forceinline__ int lane_here() {
   int lane = threadIdx.x & 31;
   make_opaque(lane);
@@ -25,11 +24,13 @@ __device__ __forceinline__ int lane_here() {
 // way together.
 __device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= blockDim.x); }
 
-// What chunk_plan wrote, before the wait for the grid ahead: it is there, as all of chunk_matrices waits for it before
-// it lets its successor begin. From L2, as L1 may hold what was there in an earlier call.
+// Loads an entry of chunk_plan's tables before the wait for the preceding grid. The entry is complete, because every
+// CTA of chunk_matrices waits for chunk_plan before it lets its successor begin. The load reads L2, because L1 may hold
+// an entry of an earlier call.
 __device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
 
-// For CTAs that find nothing to do. One of a grid must still wait for the one ahead, or its successor would not.
+// Ends a thread whose CTA has no work. At least one CTA of a grid must still wait for the preceding grid, or the
+// successor would not wait for it.
 __device__ __forceinline__ void leave() { exit_thread(); }
 
 constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
@@ -47,7 +48,7 @@ __device__ __forceinline__ uint32_t pack(__half, float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
 }
-__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {  // by an instruction each
+__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {  // one instruction for each element
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 __device__ __forceinline__ float2 unpack(__half, uint32_t pair) {

@@ -10,18 +10,18 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   return uint64_t{1} << 62 | uint64_t{64} << 32 | uint64_t{1} << 16 | (shared_address(tile) & 0x3ffff) >> 4;
 }
 
-// By one warpgroup: x = a b^T of tiles of 64 x 128, in flight, as a group of its own.
+// Begins x = a b^T of two tiles of 64 x 128, by one warpgroup, as one group of WGMMAs.
 template <typename T>
 __device__ __forceinline__ void begin_product(float (&x)[32], const void* a, const void* b) {
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
-    const uint64_t step = s / 4 * (kChunk * 128 / 16) + s % 4 * 2;  // in units of 16 bytes
+    const uint64_t step = s / 4 * (kChunk * 128 / 16) + s % 4 * 2;  // units of 16 bytes
     begin_wgmma<T>(x, tile_descriptor(a) + step, tile_descriptor(b) + step, s > 0);
   }
   commit_wgmma();
 }
 
-// Until x is there, while kInFlight later groups may still be in flight.
+// Waits until x is complete; kInFlight later groups may still be in flight.
 template <int kInFlight>
 __device__ __forceinline__ void end_product(float (&x)[32]) {
   wait_wgmma<kInFlight>();

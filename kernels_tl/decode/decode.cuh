@@ -12,13 +12,13 @@ namespace flash_qla::device {
 
 // How a kernel takes sequences of several tokens through their states.
 enum class DecodePath {
-  kOneToken,     // there are none
-  kRows,         // one token after the other, whatever becomes of the states behind them
-  kBlocks,       // blocks of them together, as far as the last state
-  kTensorCores,  // all of them together, whatever becomes of the states behind them
+  kOneToken,     // no sequence has several tokens
+  kRows,         // one token after the other, whichever states are kept
+  kBlocks,       // blocks of tokens together, as far as the last state
+  kTensorCores,  // all tokens together, whichever states are kept
 };
 
-// By a CTA; o is at the head's row of the first token, `o_stride` from one token to the next.
+// The work of one CTA. o points to the head's row of the first token; tokens are `o_stride` apart.
 template <typename Element, typename State, int K, DecodePath kPath>
 class Decode {
  public:
@@ -26,7 +26,7 @@ class Decode {
   const DecodeTokens& tokens;
   const DecodeStates& states;
   Element* const o;
-  void* const tiles;  // in shared memory, for the CTA's rows of the state
+  void* const tiles;  // shared memory for the CTA's rows of the state
   const int64_t o_stride;
   const DecodeShare& share;
   const int K_, V_, N;
@@ -34,7 +34,7 @@ class Decode {
   __device__ __forceinline__ void run() const {
     const int64_t begin = plan.begin(share.n), slot = plan.first_slots(share.n);
     const int count = kPath == DecodePath::kOneToken ? 1 : plan.count(share.n);
-    if (slot == kNobody) {
+    if (slot == kNoState) {
       clear(begin, begin + count);
     } else if (count == 1) {
       one_token(begin, slot);
@@ -148,7 +148,7 @@ class Decode {
       rows.set(at_start);
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
-        int depth = 0;  // of t below the state that is there
+        int depth = 0;  // tokens from the state that is held to t
         if (plan.parent(share.n, t) != t - 1) {
           rows.set(at_start);
           depth = plan.depth(share.n, t);
@@ -171,8 +171,8 @@ class Decode {
     using Block = StateBlock<K>;
     using Tiles = typename Block::Tile[kDecodeWarps];  // each warp has its own
     constexpr int kStages = 2;
-    Tiles* const stages = static_cast<Tiles*>(tiles);  // of the state, kStages of them on their way in
-    auto& written = stages[kStages][warp()];           // and one on its way out
+    Tiles* const stages = static_cast<Tiles*>(tiles);  // tiles of the state: kStages are being fetched,
+    auto& written = stages[kStages][warp()];           // one is being written
     State* const state = const_cast<State*>(state_of(slot));
     const auto block_of = [&](int group) {
       return Block(group * kDecodeGroupRows + warp() * kDecodeWarpRows, share.first_row, K_, V_);
@@ -223,12 +223,12 @@ class Decode {
     }
   }
 
-  // All tokens go through the state together, whatever becomes of the states behind them.
+  // All tokens go through the state together, whichever states are kept.
   template <int kTokens>
   __device__ __forceinline__ void by_tensor_cores(auto& shared, int64_t begin, int count, int64_t slot) const {
     if constexpr (kPath == DecodePath::kTensorCores) {
       using Decoder = MmaDecoder<kTokens, K>;
-      constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // of a warp, at most
+      constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // a warp's turns, at most
       auto* const tile = static_cast<typename Decoder::Tile*>(tiles);
       const State* const state = state_of(slot);
       const int first_row = share.first_row, rows = groups() * kDecodeGroupRows;

@@ -5,8 +5,8 @@
     o        = scale (gamma S q + change (k^T q))
     S'       = gamma S + change k^T
 
-in fp32, token by token, S [V, K] being read once and written where it is wanted; q and k normalised, if the l2norm is
-inside.
+The arithmetic is fp32, token by token. S [V, K] is read once and written to each requested slot. q and k are
+normalised if the l2norm is inside.
 
     q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
     v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
@@ -24,25 +24,23 @@ other at a time. There are four paths, each a kernel.
 one_token: each sequence has one. A warp has eight value rows, a lane 16 bytes of each of its rows, straight between
 memory and registers, and shares nothing (decode/decode_rows.cuh), so that many warps are on an SM.
 
-rows: tokens go through the same rows one by one, and whatever becomes of the states behind them. What is the same for
-all value rows, normalised q and k and the activated gates, is made once a CTA, in shared memory
-(decode/decode_tokens.cuh). In a tree of tokens the states of ancestors are made again from the one at the start, which
-is still in shared memory.
+rows: tokens go through the same rows one by one, whichever states are kept. Each CTA computes normalised q and k and
+the activated gates once, in shared memory (decode/decode_tokens.cuh), because all value rows share them. In a tree of
+tokens the states of ancestors are computed again from the initial state, which is still in shared memory.
 
-blocks, on fp32 states, where only the state behind the last token is wanted: up to four tokens go through a state
-together (decode/decode_blocks.cuh): all products with a state are with the one before the first of them, and what the
-others' changes add comes by products of keys with keys and queries, made once a CTA. So their sums do not wait for each
-other. While tokens go through some value rows of a CTA the next ones are on their way.
+blocks, on fp32 states, if only the last state is kept: up to four tokens go through a state together
+(decode/decode_blocks.cuh). All products with a state are with the one before the block. Products of keys with keys and
+queries, computed once a CTA, add the other tokens' changes. So the tokens' sums do not wait for each other. The next
+value rows are copied while these are computed.
 
-tensor_cores, with tokens and states in bf16: two to eight tokens go by tensor cores (decode/decode_mma.cuh), whatever
-becomes of the states behind them: a warp has 16 value rows of the state at the start, a left factor as it comes, for
-the products with all keys and queries, and any state is one product more with the keys, whose left factor, the changes,
-is in two parts of 16 bits.
+tensor_cores, with tokens and states in bf16: two to eight tokens together (decode/decode_mma.cuh), whichever states are
+kept. A warp's 16 value rows of the initial state are the left factor of the products with all keys and queries. A later
+state is one more product: the changes, in two parts of 16 bits, with the keys.
 
-In all of them a sequence of one token takes the sums of the first path, and one of more tokens than a block or the
-tensor cores have those of the second.
+A sequence of one token takes the sums of one_token in all paths. A sequence of more tokens than a block or the tensor
+cores have takes those of rows.
 
-The first sequences of a call have their states brought to L2 while the grid ahead is still running.
+The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 
 Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
@@ -69,8 +67,8 @@ PRELUDE = """
 
 assert DECODE_TILE % GROUP == 0
 
-# What decode/decode.cuh calls a path, and rows of a state in shared memory: in blocks two groups on their way in and
-# one on its way out.
+# A path's name in decode/decode.cuh, and its rows of a state in shared memory. `blocks` has two groups on their way in
+# and one on its way out.
 PATHS = {
     "one_token": ("kOneToken", 0),
     "rows": ("kRows", GROUP),
@@ -129,11 +127,11 @@ class DecodeShares(Bundle):
 
     def __init__(self):
         super().__init__(
-            groups=T.int32,  # of value rows a CTA
+            groups=T.int32,  # groups of value rows a CTA
             whole=T.int32,  # sequences of which that holds
-            halvings=T.int32,  # of the others a CTA's share is halved so often
-            places=T.int32,  # of sequences: one for each of the first, one a part for each of the others
-            early=T.int32,  # places whose CTAs may begin before the grid ahead has ended
+            halvings=T.int32,  # how often a CTA's share of the other sequences is halved
+            places=T.int32,  # places of sequences: one for each of the first, one a part for each of the others
+            early=T.int32,  # places whose CTAs may begin before the preceding grid has ended
         )
 
 
@@ -149,7 +147,7 @@ def decode(dtype, K, state_dtype, path):
     }
     name, ROWS = PATHS[path]
     cta = DECODE["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
-    TILE_BYTES = ROWS * K * BYTES[state_dtype]  # of states in shared memory
+    TILE_BYTES = ROWS * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
     function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
@@ -175,7 +173,7 @@ def decode(dtype, K, state_dtype, path):
         ),
         o: T.Tensor([tokens, H_v, value_dim], dtype),
         indices: DecodeTables(N),
-        length: T.int32,  # of a sequence, without offsets
+        length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
         group: T.int32,  # H_v / H_k
         scale: T.float32,

@@ -7,12 +7,12 @@ namespace flash_qla::device {
 
 constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
 
-// Of the tokens of a block of kDecodeBlock: the decays from the block's first token to this one, and of token j before
-// it, at j % kDecodeBlock, beta decay_j+1 ... decay_t (k_j k_t) and decay_j+1 ... decay_t (k_j q_t).
+// since[t] = decays from the first token of t's block of kDecodeBlock to t. For token j before t, at j % kDecodeBlock:
+// kk = beta decay_j+1 ... decay_t (k_j k_t), kq = decay_j+1 ... decay_t (k_j q_t).
 struct Relations {
   float since[kDecodeTokens], kk[kDecodeTokens][kDecodeBlock], kq[kDecodeTokens][kDecodeBlock];
 
-  // By a CTA, of tokens that are ready.
+  // The whole CTA calls it, after the tokens are ready.
   template <typename Tokens>
   __device__ __forceinline__ void set(const Tokens& tokens, int count) {
     const int lane = threadIdx.x % kWarp;
@@ -56,14 +56,14 @@ struct Relations {
 template <int K>
 class StateBlock {
  public:
-  static constexpr int kFours = K / (4 * kDecodeLanes);  // of a lane and row
+  static constexpr int kFours = K / (4 * kDecodeLanes);  // fours of channels a lane has of a row
   using Tile = float4[kDecodeWarpRows][K / 4];
   static_assert(K == 4 * kWarp && kDecodeWarpRows == kDecodeGroups * kDecodeLaneRows);
 
   __device__ __forceinline__ StateBlock(int row, int first_row, int key_dim, int value_dim)
       : row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
 
-  // By copies that go on by themselves; zeros for what there is not.
+  // Starts asynchronous copies; zeros where the state has no channels or rows.
   __device__ __forceinline__ void fetch(Tile& to, const float* from) const {
     for_all_rows([&](int row, int offset, bool there) {
       copy_async(&to[row][threadIdx.x % kWarp], from + (there ? offset : 0), there);
@@ -81,7 +81,7 @@ class StateBlock {
     }
   }
   __device__ __forceinline__ void write(float* to, Tile& tile) const {
-    __syncwarp();  // what is there has been read
+    __syncwarp();  // all lanes have read the old contents
 #pragma unroll
     for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
@@ -157,7 +157,7 @@ class StateBlock {
         out += change_of_row * (first + t == own ? tokens.qk[own] : relations.kq[own][t]);
       }
     }
-    float until = 1.f;  // the decays behind token t, and in the end all of them
+    float until = 1.f;  // the decays after token t; at the end all decays
 #pragma unroll
     for (int t = kTokens - 1; t >= 0; --t) {
 #pragma unroll
@@ -187,7 +187,7 @@ class StateBlock {
     return out;
   }
 
-  // What step has given; `o` is of the head's first row of the step's first token.
+  // Stores the outputs of a step; `o` points to the head's first row of the step's first token.
   template <int kTokens, typename Element>
   __device__ __forceinline__ void write_output(Element* o, int64_t o_stride, float out) const {
     using Own = OwnSum<kTokens>;

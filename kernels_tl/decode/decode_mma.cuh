@@ -13,23 +13,23 @@ template <int kTokens, int K>
 struct MmaTokens {
   static_assert(kDecodeBlock == 4 && (kTokens == 4 || kTokens == 8));  // a block is half of a factor's eight rows
   static constexpr int kBlocks = kTokens / kDecodeBlock, kRows = 2 * kTokens, kPieces = K / 8;
-  enum Factor { kValue, kKey, kQuery, kSince, kFactors };  // of a token
-  enum Pair { kChange, kOutput, kDecay, kPairs };          // of a token and itself or one before it
+  enum Factor { kValue, kKey, kQuery, kSince, kFactors };  // a token's
+  enum Pair { kChange, kOutput, kDecay, kPairs };          // a token's with itself or an earlier one
 
-  // With changes that have the factor of their key's normalisation: kValue, kKey are of v and of the product of the key
-  // with the state at the start in a change, kQuery is of that of the query in an output, kSince the decays to behind
-  // the token. Of pairs, of which the second is an ancestor or the first itself, and otherwise 0, kDecay is the decays
-  // from behind the second to behind the first; kChange and kOutput are of the second's change in the first's change
-  // and output.
+  // change = kValue * v - kKey * (S0 k);  output += kQuery * (S0 q);  kSince: decays from the start to after the token.
+  // Changes include the factor of their key's normalisation. A pair is 0 unless its second token is the first or an
+  // ancestor. kDecay: decays from after the second to after the first. kChange, kOutput: factors of the second's change
+  // in the first's change and output.
   struct OfWarp {
-    float products[kRows][kRows];  // of rows
+    float products[kRows][kRows];  // products of rows with rows
     float factors[kFactors][kTokens], pairs[kPairs][kTokens][kTokens];
-    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // of the states behind tokens
+    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // where states after tokens go
   };
   uint4 rows[kRows][kPieces], values[kTokens][kDecodeTile / 8];
   OfWarp warps[kDecodeWarps];
 
-  // By all threads: copies that go on by themselves, zeros for what there is not; `value_rows` of v from first_row on.
+  // Starts asynchronous copies, zeros where there are no rows; `value_rows` of v from first_row on. All threads call
+  // it.
   __device__ __forceinline__ void fetch(const DecodeTokens& tokens, int64_t begin, int count, int first_row,
                                         int value_rows, int key_dim, int value_dim) {
     const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
@@ -51,14 +51,14 @@ struct MmaTokens {
     }
   }
 
-  // What a lane has of its token, lane % kTokens, and of its pairs, number lane and every kWarp-th behind it.
+  // A lane's token, lane % kTokens, and its pairs: number lane and every kWarp-th after it.
   struct Own {
-    static constexpr int kPairsOfLane = 2 * kTokens * kTokens / kWarp;  // of changes, then of outputs
+    static constexpr int kPairsOfLane = 2 * kTokens * kTokens / kWarp;  // pairs of changes, then of outputs
     float beta, since, decays[kPairsOfLane];
   };
 
-  // By each warp for itself, while rows and states are on their way: gates, and where states go. Of tokens that there
-  // are not, beta is 0.
+  // Gates, and where states go. Each warp computes them for itself while rows and states are being copied. beta is 0
+  // for missing tokens.
   __device__ __forceinline__ Own prepare_gates(const DecodePlan& plan, const DecodeTokens& tokens,
                                                const DecodeStates& states, int n, int64_t begin, int count,
                                                int64_t slot) {
@@ -80,9 +80,9 @@ struct MmaTokens {
       path = 1u << t;
       int next = parent;
       for (int i = 1; i < kTokens; ++i) {
-        const int behind = __shfl_sync(~0u, parent, max(next, 0));
+        const int grandparent = __shfl_sync(~0u, parent, max(next, 0));
         path |= next >= 0 ? 1u << next : 0;
-        next = next >= 0 ? behind : next;
+        next = next >= 0 ? grandparent : next;
       }
     }
     const float g = there ? HeadGate(bits, activations)(from_bits(a, activations, Activation::kG)) : 0.f;
@@ -134,7 +134,7 @@ struct MmaTokens {
       const float of_change = __shfl_sync(~0u, change, first), of_output = __shfl_sync(~0u, query, first);
       const float decay = own.decays[i];
       const float product = here.products[which == kChange ? key_row(first) : query_row(first)][key_row(second)];
-      // What is no ancestor is left out, even if it is not a number.
+      // Tokens that are no ancestors count as 0, even if their product is NaN.
       here.pairs[which][first][second] =
           decay == 0.f ? 0.f : decay * (which == kChange ? of_change : of_output) * product;
       if (which == kChange) {
@@ -177,7 +177,7 @@ struct MmaTokens {
 
   // All products of rows: each block of eight rows is a right factor, and half of the left one.
   __device__ __forceinline__ void multiply_rows(OfWarp& here) const {
-    float products[kBlocks][2][4] = {};  // of even and odd steps
+    float products[kBlocks][2][4] = {};  // sums of even and odd steps
 #pragma unroll
     for (int step = 0; step < K / 16; step += 2) {
       uint32_t x[kBlocks][4];
@@ -221,22 +221,22 @@ class MmaDecoder {
  public:
   using State = __nv_bfloat16;
   using Tokens = MmaTokens<kTokens, K>;
-  static constexpr int kPieces = K / 8;   // of a row
-  using Tile = uint4[kMmaRows][kPieces];  // in shared memory; pieces are swizzled
+  static constexpr int kPieces = K / 8;   // pieces of a row
+  using Tile = uint4[kMmaRows][kPieces];  // shared memory; pieces are swizzled
 
   // The rows are from `row` of the CTA's on.
   __device__ __forceinline__ MmaDecoder(int row, int first_row, int key_dim, int value_dim)
       : lane_(lane_here()), row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
 
-  // By copies that go on by themselves; zeros for what there is not.
+  // Starts asynchronous copies; zeros where the state has no channels or rows.
   __device__ __forceinline__ void fetch(Tile& tile, const State* from) const {
     for_all_pieces(tile,
                    [&](uint4& to, int offset, bool there) { copy_async(&to, from + (there ? offset : 0), there); });
   }
 
-  // Of what has been fetched the products with all tokens, and so the tokens' changes.
+  // Computes the products of the fetched state with all tokens, and from these the tokens' changes.
   __device__ __forceinline__ void set(const Tile& tile, const Tokens& tokens) {
-    float products[kBlocks][2][4] = {};  // of even and odd steps
+    float products[kBlocks][2][4] = {};  // sums of even and odd steps
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
       load_matrices(S_[step], place(tile, step));
@@ -282,7 +282,7 @@ class MmaDecoder {
     const int row = first_row_ + row_ + lane_ / 4;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) {
-      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // of lanes that have products with queries
+      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // only for lanes that have products with queries
       float out[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -308,11 +308,11 @@ class MmaDecoder {
     }
   }
 
-  // The state behind token t, in the place of what was fetched:
+  // The state after token t, written over the fetched state:
   //
   //   since_t S + sum over j, t or an ancestor, of decays_tj change_j k_j^T
   //
-  // with changes in two parts of 16 bits.
+  // Changes are in two parts of 16 bits.
   __device__ __forceinline__ void make_state(Tile& tile, const Tokens& tokens, int t) const {
     const auto& of = tokens.of_warp();
     // Where there are four tokens half of the lanes have their changes' high parts, half the low ones.
@@ -335,7 +335,7 @@ class MmaDecoder {
       left[2 + half] = kTokens < 8 ? 0 : rest;
     }
     const float since = of.factors[Tokens::kSince][t];
-    __syncwarp();  // what is there has been read
+    __syncwarp();  // all lanes have read the old contents
 #pragma unroll
     for (int quarter = 0; quarter < kPieces / 4; ++quarter) {
       uint32_t keys[4];
@@ -344,7 +344,7 @@ class MmaDecoder {
       for (int step = 2 * quarter; step < 2 * quarter + 2; ++step) {
         uint32_t out[4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {  // of the 16 channels
+        for (int half = 0; half < 2; ++half) {  // halves of the 16 channels
           const float2 x = unpack(State(), S_[step][2 * half]), y = unpack(State(), S_[step][2 * half + 1]);
           float state[4] = {since * x.x, since * x.y, since * y.x, since * y.y};
           const uint32_t key = keys[step % 2 * 2 + half] & there;
@@ -368,9 +368,9 @@ class MmaDecoder {
  private:
   static constexpr int kBlocks = Tokens::kBlocks, kSteps = K / 16;
 
-  // Of the left factor of make_state the lane has this token and the next one.
+  // The lane has this token and the next one in the left factor of make_state.
   __device__ __forceinline__ int own_token() const { return 2 * lane_ % kTokens; }
-  // Of the lane's row of the four matrices that are 16 channels.
+  // The address of the lane's row in the four matrices that hold 16 channels.
   __device__ __forceinline__ uint32_t place(const Tile& tile, int step) const {
     const int row = lane_ % kMmaRows, piece = 2 * step + lane_ / kMmaRows;
     return shared_address(&tile[row][piece ^ (row & 7)]);

@@ -15,8 +15,8 @@ __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most)
   return x < least ? least : x > most ? most : x;
 }
 
-// The slots where sequences' states are at the start: of a row of a table the first one or, where it is said how many
-// tokens were accepted, that of the last of these.
+// The slot of each sequence's initial state: the first entry of its table row or, if the numbers of accepted tokens are
+// given, the entry of the last accepted token.
 struct FirstSlots {
   Table indices, accepted;
   int64_t null_index, slots;
@@ -28,27 +28,26 @@ struct FirstSlots {
   }
 };
 
-// What a CTA does: `groups` times as many value rows as its lanes have, from first_row on, of sequence n.
+// A CTA's work: value rows of sequence n from first_row on, `groups` times as many as its lanes have.
 struct DecodeShare {
   int n, first_row, groups;
 };
 
-// Of the first `whole` sequences a tile is `groups` groups of value rows and a CTA's; of the others it is halved so
-// often. By shifts that a launch says, so that it is made again wherever it is needed: a register more would be
-// spilled.
+// A CTA's tile of the first `whole` sequences is `groups` groups of value rows; of the other sequences it is halved
+// `halvings` times. Shifts by launch arguments make it cheap to compute again: one more register would be spilled.
 __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
   const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
   const int part = later & ((1 << shift) - 1);
   return {(later >> shift) + whole, (tile * groups + part * own) * kDecodeGroupRows, own};
 }
 
-// Where the tokens of a sequence are, and where its states come from and go to. What the tables hold may be anything:
+// Where the tokens of a sequence are, and where its states come from and go to. Table entries may have any value:
 // nothing is read or written out of bounds.
 struct DecodePlan {
   FirstSlots first_slots;
   Table offsets, write_indices, state_rows, parents;
   int tokens;  // all of them
-  int length;  // of a sequence, without offsets
+  int length;  // tokens of each sequence, without offsets
   bool update_state;
 
   __device__ __forceinline__ int64_t begin(int n) const {
@@ -60,9 +59,9 @@ struct DecodePlan {
   }
   __device__ __forceinline__ int64_t slot_behind(int n, int t, int count, int64_t first_slot) const {
     if (write_indices) {
-      return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNobody;
+      return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNoState;
     }
-    return update_state && t == count - 1 ? first_slot : kNobody;
+    return update_state && t == count - 1 ? first_slot : kNoState;
   }
   // The token before t, or -1 for the state at the start.
   __device__ __forceinline__ int parent(int n, int t) const {
@@ -84,8 +83,7 @@ struct DecodePlan {
   }
 };
 
-// What the recurrence takes of a head's tokens: pointers to the first token's row of the head, and from one token to
-// the next.
+// A head's inputs of the recurrence: pointers to the head's row of the first token, and strides from token to token.
 struct DecodeTokens {
   const void *q, *k, *v;
   const void *a, *b;
@@ -97,7 +95,7 @@ struct DecodeTokens {
   bool normalize;
 };
 
-// Where states are: a pool, and rows of states behind tokens. Pointers are to the head's state of the first of them.
+// Where states are: a pool, and rows of states after tokens. Each pointer is to the head's state in the first of them.
 struct DecodeStates {
   void *pool, *kept;
   int64_t slot_stride, row_stride, step_stride;
@@ -117,12 +115,12 @@ struct DecodeStates {
       }
     }
   };
-  // Of the head's state behind token t of sequence n.
+  // Where the head's state after token t of sequence n goes.
   template <typename State>
   __device__ __forceinline__ Places<State> places(const DecodePlan& plan, int n, int t, int count,
                                                   int64_t first_slot) const {
     Places<State> found = {};
-    if (const int64_t slot = plan.slot_behind(n, t, count, first_slot); slot != kNobody) {
+    if (const int64_t slot = plan.slot_behind(n, t, count, first_slot); slot != kNoState) {
       found.slot = static_cast<State*>(pool) + slot * slot_stride;
     }
     if (t < steps) {
@@ -135,15 +133,15 @@ struct DecodeStates {
   }
 };
 
-// Before the wait for the grid ahead: so many value rows of a state into L2, `pool` being the head's first slot. The
-// grid ahead may still write the table, or the state, so nothing is read that counts: with another slot it is for
-// nothing, and what is written later is written to L2, too.
+// Prefetches value rows of a state into L2 before the wait for the preceding grid; `pool` is the head's first slot. The
+// preceding grid may still write the table or the state, so no result depends on this read. A wrong slot only wastes
+// the prefetch, and later writes reach L2, too.
 template <typename State>
 __device__ __forceinline__ void prefetch_state(const FirstSlots& slots, const void* pool, int64_t slot_stride,
                                                const DecodeShare& share, int key_dim, int value_dim) {
   const int rows = min(share.groups * kDecodeGroupRows, value_dim - share.first_row);
   if (threadIdx.x == 0 && rows > 0) {
-    if (const int64_t slot = slots(share.n); slot != kNobody) {
+    if (const int64_t slot = slots(share.n); slot != kNoState) {
       const State* const from = static_cast<const State*>(pool) + slot * slot_stride + share.first_row * key_dim;
       const int bytes = rows * key_dim * static_cast<int>(sizeof(State));
       prefetch_bytes(from, bytes);

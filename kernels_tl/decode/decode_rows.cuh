@@ -1,12 +1,12 @@
-// Value rows of a state in a warp, which takes tokens through them one by one; see decode/decode.py.
+// S' = decay S + change k^T on a warp's value rows, one token after the other; see decode/decode.py.
 #pragma once
 
 #include "decode/decode_tokens.cuh"
 
 namespace flash_qla::device {
 
-// Of kCount sums over kLanes lanes next to each other this lane's, number lane / (kLanes / kCount). Every step halves
-// what a lane still has to add up.
+// This lane's sum, number lane / (kLanes / kCount), of kCount sums over kLanes neighbouring lanes. Every step halves
+// the number of sums that a lane still adds.
 template <int kLanes, int kCount>
 __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int lane) {
   constexpr int kHalf = kLanes / 2;
@@ -33,7 +33,7 @@ class StateRows {
   using Raw = uint4[L::kRows];          // a lane's part of them, as it lies in memory
   using Tile = uint4[L::kRows][kWarp];  // all lanes' parts, in shared memory
 
-  // From `row` on, of a head's state.
+  // Rows of a head's state from `row` on.
   __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim) : row_(row), K_(key_dim), V_(value_dim) {}
 
   __device__ __forceinline__ void load(Raw& raw, const State* state) const {
@@ -42,7 +42,7 @@ class StateRows {
       raw[r] = is_there(r) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(r))) : uint4{};
     }
   }
-  // By copies that go on by themselves; a lane has only its own part to wait for.
+  // Starts asynchronous copies. Each lane waits only for its own part.
   __device__ __forceinline__ void fetch(Tile& tile, const State* state) const {
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
@@ -91,8 +91,7 @@ class StateRows {
     }
   }
 
-  // Of the warp's rows that whose v and o the lane has: half of a row's lanes makes the changes, the other one the
-  // outputs.
+  // The row of the warp whose v and o the lane has. Half of a row's lanes compute changes, the other half outputs.
   __device__ __forceinline__ static int own_row() {
     return L::lane() % (L::kLanes / 2) / kLanesOfSum * L::kTogether + L::above();
   }
@@ -118,7 +117,7 @@ class StateRows {
     }
     return out;
   }
-  // What step has given, of a token; or another number.
+  // Stores a token's output of step, or another number.
   template <typename Element>
   __device__ __forceinline__ void write_output(Element* o, float out) const {
     const int row = row_ + own_row();

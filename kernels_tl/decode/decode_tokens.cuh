@@ -6,15 +6,15 @@
 namespace flash_qla::device {
 
 // How a warp has kDecodeWarpRows value rows of a state: a lane 16 bytes of each of its rows, which are kTogether apart.
-// Channels behind a head's last one are as good as zeros.
+// Channels after a head's last one count as zeros.
 template <typename State, int K>
 struct RowLanes {
-  static constexpr int kChannels = 16 / sizeof(State);  // of a lane
-  static constexpr int kLanes = K / kChannels;          // of a row
+  static constexpr int kChannels = 16 / sizeof(State);  // channels of a lane
+  static constexpr int kLanes = K / kChannels;          // lanes of a row
   static constexpr int kTogether = kWarp / kLanes, kRows = kDecodeWarpRows / kTogether;
   static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kDecodeWarpRows % kTogether == 0);
 
-  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // of its row
+  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // lane in its row
   static __device__ __forceinline__ int above() { return threadIdx.x % kWarp / kLanes; }
   static __device__ __forceinline__ int channel() { return kChannels * lane(); }
 
@@ -36,7 +36,7 @@ struct RowLanes {
   }
 };
 
-// What a lane has of a token: channels of q and k, normalised, q scaled.
+// A lane's channels of a token's q and k, normalised; q is scaled.
 template <int kChannels>
 struct LaneToken {
   float q[kChannels], k[kChannels];
@@ -111,7 +111,7 @@ class PreparedTokens {
  public:
   using L = RowLanes<State, K>;
   using Places = DecodeStates::Places<State>;
-  static constexpr int kRowsOfLane = kTileRows / kWarp;  // of v, side by side
+  static constexpr int kRowsOfLane = kTileRows / kWarp;  // neighbouring rows of v
 
   struct alignas(sizeof(Element) * kRowsOfLane) Values {
     Element of_row[kRowsOfLane];
@@ -124,7 +124,7 @@ class PreparedTokens {
     float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];
     float v[kDecodeTokens][kTileRows];
     float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
-    Places places[kDecodeTokens];  // of the states behind them
+    Places places[kDecodeTokens];  // where the states after tokens go
   };
 
   __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodePlan& plan, const DecodeTokens& tokens,
@@ -143,7 +143,7 @@ class PreparedTokens {
         V_(value_dim) {}
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
-  // Of what is behind the sequence's last token nothing is read.
+  // Reads nothing after the sequence's last token.
   __device__ __forceinline__ Raw load(int token) const {
     Raw raw;
     if (token < count_) {
@@ -169,7 +169,7 @@ class PreparedTokens {
   __device__ __forceinline__ void want(int token) {
     if (const int block = token / kDecodeTokens; block != block_) {
       block_ = block;
-      __syncthreads();  // what is there has been read
+      __syncthreads();  // all threads have read the old contents
 #pragma unroll
       for (int first = 0; first < kDecodeTokens; first += kDecodeWarps) {
         const int t = first + warp();
@@ -185,7 +185,7 @@ class PreparedTokens {
       __syncthreads();
     }
   }
-  // What a lane has of a token that is there.
+  // The lane's part of a token that exists.
   __device__ __forceinline__ LaneToken<L::kChannels> token(int token) const {
     const int t = token % kDecodeTokens;
     LaneToken<L::kChannels> found;

@@ -17,7 +17,7 @@ from kernels_tl.gradients.reverse_recurrence import gate_row
 from kernels_tl.layout import BackwardGate, TokenSum
 
 STAGES = TILE.stages
-VALUE_THREADS, GATE_THREADS = 64, 32  # after the warp that loads
+VALUE_THREADS, GATE_THREADS = 64, 32  # they follow the warp that loads
 VALUE_ROWS = C // (VALUE_THREADS // 32)  # a warp of dV has
 
 

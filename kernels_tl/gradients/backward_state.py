@@ -9,7 +9,7 @@ import tilelang.language as T
 
 from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, element_type, extern
-from kernels_tl.core.cta import clear_rows_behind, fragments, load_segment_early, locate_cta
+from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
 from kernels_tl.core.pipeline import Stage, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate_row
 from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentFlag, TokenSum
@@ -189,9 +189,9 @@ def state_role(dtype, K, H_v, value_tiles):
             first.wait_for(ready.loaded)
             first.wait_for(ready.Q_loaded)
             first.wait_for(ready.dO_loaded)
-            clear_rows_behind(tiles.Q, segment.length % C, 0)
-            clear_rows_behind(tiles.K, segment.length % C, 0)
-            clear_rows_behind(tiles.dO, segment.length % C, 0)
+            clear_rows_after(tiles.Q, segment.length % C, 0)
+            clear_rows_after(tiles.K, segment.length % C, 0)
+            clear_rows_after(tiles.dO, segment.length % C, 0)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, STATE_THREADS)
         carried = T.alloc_var("float32", init=1.0)

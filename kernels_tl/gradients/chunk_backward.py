@@ -63,7 +63,6 @@ from kernels_tl.gradients.backward_state import STATE_THREADS, state_role
 from kernels_tl.layout import BackwardGate, SegmentColumn, TokenSum
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "core/descriptors.cuh"

@@ -1,5 +1,4 @@
-// From the gradients of g and beta, as chunk_backward leaves them, to those of what came; see
-// gradients/gate_gradients.py.
+// Gradients of the raw gates and betas from chunk_backward's gradients of g and beta; see gradients/gate_gradients.py.
 #pragma once
 
 #include "core/activations.cuh"
@@ -27,9 +26,9 @@ __device__ __forceinline__ float2 sum_over_tokens(float2* shared, float2 x) {
   return shared[thread];
 }
 
-// By a CTA: of kGateHeads value heads from first_head on and the chunk of a slot with its `length` tokens from element
-// `at` on, the first token's first head. The parts' gradients are `part_size` elements apart. The CTA that is the last
-// of its heads adds up the sums of all slots.
+// One CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot. `at` is the element
+// of the first token's first head. Parts are `part_size` elements apart. The last CTA of its heads adds the sums of all
+// slots.
 __device__ __forceinline__ void gate_gradients(const float* db_parts, const float* dg_parts, int parts,
                                                int64_t part_size, const void* g, const void* beta, const void* A_log,
                                                const void* dt_bias, int activations, void* db, void* dg,
@@ -37,7 +36,7 @@ __device__ __forceinline__ void gate_gradients(const float* db_parts, const floa
                                                int slot, int slots, int first_head, int H_v, int64_t row, int length,
                                                bool is_padding) {
   const int head = first_head + threadIdx.x % kGateHeads, first = threadIdx.x / kGateHeads;
-  float2 sums = {};  // of dA_log and ddt_bias
+  float2 sums = {};  // dA_log, ddt_bias
   if (head < H_v) {
     const GateBits bits = load_gate_bits(A_log, dt_bias, activations, head);
     for (int token = first; token < length; token += kGateTokens) {

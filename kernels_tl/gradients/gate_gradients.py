@@ -1,18 +1,20 @@
-"""From the gradients of g and beta, as chunk_backward leaves them, to those of what came: the sum over the tiles of the
-value rows, through the activations that are inside, in the dtypes of what came; and with the gate's inside
+"""Gradients of the caller's gates and betas, from chunk_backward's gradients of g and beta:
 
-    dA_log = sum_t dg_t g_t,    ddt_bias = sum_t dg_raw_t
+    dg = sum of dg_parts,       db = sum of db_parts,   over the tiles of value rows, times the activations' slopes
+    dA_log = sum_t dg_t g_t,    ddt_bias = sum_t dg_raw_t,   if the gate's activation is inside
 
-    db_parts, dg_parts  [value tiles, tokens, H_v] fp32     of chunk_backward
-    gate_sums           [chunk_slots, H_v, 2] fp32          what a chunk adds to dA_log and ddt_bias
-    counters            [H_v / 8]                           0; how many CTAs of these heads are through
+Each gradient has the dtype of its input.
+
+    db_parts, dg_parts  [value tiles, tokens, H_v] fp32     chunk_backward's results
+    gate_sums           [chunk_slots, H_v, 2] fp32          a chunk's terms of dA_log and ddt_bias
+    counters            [H_v / 8]                           0 at first; CTAs of these heads that have finished
 
 Rows that no sequence covers get zeros. The last CTA of its heads adds up their sums of all chunks, in an order that
 depends on shapes alone.
 
 A CTA takes 8 heads of a chunk.
 
-Launched on [chunk_slots, H_v / 8], behind chunk_backward, where an activation is inside or there is more than one tile.
+Launched on [chunk_slots, H_v / 8], after chunk_backward, if an activation is inside or there are several tiles.
 """
 
 import tilelang.language as T
@@ -39,7 +41,7 @@ def gate_gradients():
         gates: Gates(sizes),
         db_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
         dg_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
-        db: T.Tensor([tokens, H_v], "float32"),  # with dg of the dtypes that activations say
+        db: T.Tensor([tokens, H_v], "float32"),  # db and dg have the dtypes that activations say
         dg: T.Tensor([tokens, H_v], "float32"),
         gate_sums: T.Tensor([sizes.chunk_slots, H_v, 2], "float32"),
         counters: T.Tensor([head_blocks], "int32"),

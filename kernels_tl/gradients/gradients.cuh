@@ -1,198 +1,10 @@
-// Between a warpgroup's WGMMA fragments and tiles in shared memory, for chunk_backward. Fragments as in tiles.cuh; a
-// tile of R rows and 128 columns is two panels of 64 columns, each with rows of 128 bytes under TMA's swizzle.
+// Device functions of chunk_backward: gated products of tokens, staged tiles, and the gradients of values, betas and
+// gates. Fragments and tiles are those of fragment_rows.cuh.
 #pragma once
 
-#include "core/tiles.cuh"
+#include "gradients/fragment_rows.cuh"
 
 namespace flash_qla::device {
-
-constexpr int kRowBytes = 128;  // of a panel
-
-// Of the lane's row for ldmatrix and stmatrix: matrices 0, 1 are rows 0 to 7 and 8 to 15 of the warp's 16 rows at a
-// piece of 16 bytes; 2, 3 at the next one. The swizzle of a piece needs the row.
-struct MatrixRow {
-  uint32_t address;  // of the row
-  int row, piece;
-
-  __device__ __forceinline__ uint32_t at(int n) const { return address + (((n + piece) ^ (row & 7)) << 4); }
-};
-
-__device__ __forceinline__ MatrixRow matrix_row(const void* panel, int first_row) {
-  const int lane = lane_here(), row = first_row + (lane & 15);
-  return {shared_address(panel) + row * kRowBytes, row, lane >> 4};
-}
-
-// The same of the rows of a right factor: matrices 0, 1 are rows 0 to 7 at a piece and at the next one; 2, 3 rows 8 to
-// 15. So what a product takes of them lies in registers that follow one another.
-__device__ __forceinline__ MatrixRow factor_row(const void* panel, int first_row) {
-  const int lane = lane_here(), row = first_row + (lane & 7) + (lane >> 4) * 8;
-  return {shared_address(panel) + row * kRowBytes, row, lane >> 3 & 1};
-}
-
-// use(i, x) for the packed pairs of columns of the tile's rows that the thread has in a fragment with 128 columns: x[0]
-// to x[3] meet fragment[i .. i + 1], [i + 4 ..], [i + 2 ..], [i + 6 ..].
-template <int kRows, typename Use>
-__device__ __forceinline__ void for_pairs_of_tile(const void* tile, int first_row, Use use) {
-#pragma unroll
-  for (int panel = 0; panel < 2; ++panel) {
-    const MatrixRow from = factor_row(static_cast<const char*>(tile) + panel * kRows * kRowBytes, first_row);
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      uint32_t x[4];
-      load_matrices(x, from.at(n));
-      use(32 * panel + 4 * n, x);
-    }
-  }
-}
-
-// The thread's warp in its warpgroup, opaque like lane_here().
-__device__ __forceinline__ int warp_here() {
-  int thread = threadIdx.x;
-  make_opaque(thread);
-  return thread / 32 & 3;
-}
-
-// The rows of a fragment of 64 rows that the thread has: this one, and the eighth below it.
-__device__ __forceinline__ int first_row() { return 16 * warp_here() + lane_here() / 4; }
-
-// Sums over a quad's lanes, which have the columns of a row, to the rows' places.
-__device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-    sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-  }
-  if ((threadIdx.x & 3) == 0) {
-    to[row] = sum[0];
-    to[row + 8] = sum[1];
-  }
-}
-
-// Eight registers of a fragment in 16 bits, as a left factor of a product and as store_matrices takes them.
-template <typename T>
-__device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float* x) {
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    rounded[p] = pack(T(), x[2 * p], x[2 * p + 1]);
-  }
-}
-
-// The diagonal of a b^T, 16 rows each, by a warp's tensor cores: of 16 x 16 products of rows the two 8 x 8 blocks that
-// hold it are made. Of the lanes whose is_mine() each has two rows of it, those of its fragments.
-template <typename T>
-class Diagonal {
- public:
-  // Sixteen columns more: a from matrix_row's places or a fragment, b of the same rows from factor_row's.
-  __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-    multiply_add(T(), low_, a, b[0], b[1]);
-    multiply_add(T(), high_, a, b[2], b[3]);
-  }
-  static __device__ __forceinline__ bool is_mine() { return (lane_here() & 3) == lane_here() >> 3; }
-  __device__ __forceinline__ float of_row(int half) const {
-    const bool odd = lane_here() & 4;
-    return half ? (odd ? high_[3] : high_[2]) : (odd ? low_[1] : low_[0]);
-  }
-
- private:
-  float low_[4] = {}, high_[4] = {};  // rows 0 to 7, and 8 to 15
-};
-
-// Dot products of a fragment's rows with those of a tile, by a warp.
-template <typename T>
-class RowDots;
-
-template <>
-class RowDots<__nv_bfloat16> {
- public:
-  // x: eight of a fragment's registers; tile: see for_pairs_of_tile.
-  __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
-    uint32_t rounded[4];
-    round_eight<__nv_bfloat16>(rounded, x);
-    diagonal_.add(rounded, tile);
-  }
-
-  // To the rows' places, `row` being the thread's first.
-  __device__ __forceinline__ void store(float* to, int row, const float (&factors)[2]) const {
-    if (diagonal_.is_mine()) {
-      to[row] = factors[0] * diagonal_.of_row(0);
-      to[row + 8] = factors[1] * diagonal_.of_row(1);
-    }
-  }
-
- private:
-  Diagonal<__nv_bfloat16> diagonal_;
-};
-
-template <>
-class RowDots<__half> {  // which has not the range of what is summed here
- public:
-  __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const float2 pair = unpack(__half(), tile[p]);
-      const float* const with = x + 4 * (p & 1) + 2 * (p / 2);
-      sum_[p / 2] += with[0] * pair.x + with[1] * pair.y;
-    }
-  }
-
-  __device__ __forceinline__ void store(float* to, int row, const float (&factors)[2]) const {
-    float scaled[2] = {factors[0] * sum_[0], factors[1] * sum_[1]};
-    store_row_sums(to, row, scaled);
-  }
-
- private:
-  float sum_[2] = {};
-};
-
-// By the warpgroup: fragment = diag(factors) fragment, and sums = rowsum(fragment * tile).
-template <typename T>
-__device__ __forceinline__ void scale_and_dot(float* fragment, const void* tile, const float* factors, float factor,
-                                              float* sums) {
-  const int row = first_row();
-  const float scale[2] = {factors[row] * factor, factors[row + 8] * factor};
-  RowDots<T> dots;
-  for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      fragment[i + e] *= scale[e / 2 & 1];
-    }
-    dots.add(fragment + i, x);
-  });
-  dots.store(sums, row, {1.f, 1.f});
-}
-
-// By the warpgroup: sums = diag(factors) rowsum(added * tile), fragment -= diag(betas) diag(factors) added.
-template <typename T>
-__device__ __forceinline__ void subtract_and_dot(float* fragment, const float* added, const void* tile,
-                                                 const float* factors, const float* betas, float* sums) {
-  const int row = first_row();
-  const float scale[2] = {factors[row], factors[row + 8]};
-  const float taken[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
-  RowDots<T> dots;
-  for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
-    dots.add(added + i, x);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      fragment[i + e] += taken[e / 2 & 1] * added[i + e];
-    }
-  });
-  dots.store(sums, row, scale);
-}
-
-// Sums over the rows of a warp, which are in the lanes of the same t = lane % 4, of eight columns a lane: leaves in
-// x[0] that of the column with the number of the lane's row, lane / 4.
-template <int kHalf = 4>
-__device__ __forceinline__ void column_sums(float (&x)[8]) {
-  const bool upper = threadIdx.x & 4 * kHalf;
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float low = x[i], high = x[i + kHalf];
-    x[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 4 * kHalf);
-  }
-  if constexpr (kHalf > 1) {
-    column_sums<kHalf / 2>(x);
-  }
-}
 
 // dbeta is the diagonal of U V_new^T over beta, where V_new, which has beta as a factor, keeps its digits: in bf16,
 // unless beta is as good as 0. Else it takes V.
@@ -201,8 +13,8 @@ __device__ __forceinline__ bool needs_V(__nv_bfloat16, float beta) {
 }
 __device__ __forceinline__ bool needs_V(__half, float) { return true; }
 
-// By the CTA's first two warpgroups: of products of tokens i and j, 64 x 64, and how alike the same tokens are, 32
-// columns a warpgroup,
+// The CTA's first two warpgroups, 32 columns each, compute from products[i][j] and likeness[i][j] of tokens i and j,
+// 64 x 64,
 //
 //   gated = diag(betas) products * scale * D below the diagonal, rounded, for stage_gated; with kDiagonal on it, too,
 //           and without betas
@@ -235,14 +47,14 @@ class GatedProducts {
       const float2 b_j = *reinterpret_cast<const float2*>(log_gates_ + 8 * n + column);
 #pragma unroll
       for (int half = kOnDiagonal ? m : 0; half < 2; ++half) {
-        const bool crossed = kOnDiagonal && half == m;  // by the diagonal
+        const bool crossed = kOnDiagonal && half == m;  // the diagonal crosses this 8 x 8 block
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = 4 * n + 2 * half + e;
           const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x));
           const float ungated = products_[at];
-          x[e] = D * ungated;  // above the diagonal anything
+          x[e] = D * ungated;  // any number above the diagonal
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
           const float E = below ? x[e] * likeness_[at] : 0.f;
           sum_[half] += E;
@@ -306,7 +118,7 @@ __device__ __forceinline__ void stage_gated(const uint32_t* gated, void* tile) {
   }
 }
 
-// By one warpgroup or more, in their order: a fragment of 128 columns, 64 rows each, rounded, to a tile of kRows x 128.
+// tile = fragment, rounded, kRows x 128. Each warpgroup, in order, stages its 64 rows.
 template <typename T, int kRows>
 __device__ __forceinline__ void stage_fragment(const float* fragment, void* tile) {
   const int first_row = 16 * (static_cast<int>(threadIdx.x) / 32 % (kRows / 16));
@@ -322,8 +134,7 @@ __device__ __forceinline__ void stage_fragment(const float* fragment, void* tile
   }
 }
 
-// By the CTA's first warps, 16 rows each: factor times the sum of a * b over a warp's rows of two tiles of kRows x 128,
-// to its place in sums.
+// sums[w] = factor * sum(a * b) over warp w's 16 rows of two tiles of kRows x 128. The CTA's first warps call it.
 template <typename T, int kRows>
 __device__ __forceinline__ void tile_product(const void* a, const void* b, float factor, float* sums) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -362,7 +173,7 @@ __device__ __forceinline__ void multiply_columns(float* fragment, const float* f
   scale_columns(fragment, x);
 }
 
-// As a left factor: fragment diag(-a * b), 64 columns.
+// faded = fragment diag(-a * b) as a left factor of WGMMA, 64 columns.
 template <typename T>
 __device__ __forceinline__ void fade_columns(void* faded, const float* fragment, const float* a, const float* b,
                                              int column) {
@@ -371,12 +182,12 @@ __device__ __forceinline__ void fade_columns(void* faded, const float* fragment,
   round_scaled_columns<T>(faded, fragment, x);
 }
 
-// By a warp: dV = beta U of its 32 tokens from the first-th on; U is a tile of 64 x 128, of which V has `columns`. A
-// half-warp takes a row.
+// dV = beta U for 32 tokens from `first` on, by one warp; a half-warp takes a row. U is a tile of 64 x 128; V has
+// `columns` columns of it.
 template <typename T>
 __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_rows, int stride, const float* beta,
                                                       int first, int valid, int columns) {
-  constexpr int kRows = 4;  // in flight
+  constexpr int kRows = 4;  // rows that a half-warp has in flight
   const int lane = lane_here(), piece = lane & 15, begin = first + (lane >> 4);
   const char* const panel = static_cast<const char*>(U) + (piece / 8) * kChunk * kRowBytes;
   T* dv = static_cast<T*>(dv_rows) + begin * stride + 8 * piece;
@@ -403,7 +214,7 @@ __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_ro
   }
 }
 
-// Likewise, for those that need V, rowsum(U * V) to sums.
+// sums = rowsum(U * V) for tokens with needs_V, of the same 32 tokens and with the same half-warps.
 template <typename T>
 __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, int stride, const float* beta,
                                            float* sums, int first, int valid, int columns) {
@@ -442,8 +253,8 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
 
 constexpr float kForgotten = -150.f;  // log2 of a decay that is 0
 
-// By a warp: dbeta and dg of a chunk, see chunk_backward, from the rows of TokenSum and BackwardGate. Lane l has tokens
-// 2l and 2l + 1.
+// dbeta and dg of a chunk (formula in chunk_backward.py), by one warp, from the rows of TokenSum and BackwardGate. Lane
+// l has tokens 2l and 2l + 1.
 template <typename T>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
                                                      const float* gates, float* db, float* dg, int stride, int valid) {
@@ -472,8 +283,8 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   }
   const float y[2] = {yq.x + between.x + betas.x * (f.x - x.x) - below[0],
                       yq.y + between.y + betas.y * (f.y - x.y) - below[1]};
-  // Of the lanes from this one on, and of those before it: added and subtracted again, the last token's z, which
-  // nothing decays, would take the digits of the others.
+  // suffix sums y over this lane and later ones, prefix sums z over earlier lanes. A difference of total sums would
+  // lose digits, because no decay reduces the last token's z.
   float suffix = y[0] + y[1], prefix = __shfl_up_sync(~0u, z.x + z.y, 1);
   prefix = lane > 0 ? prefix : 0.f;
 #pragma unroll

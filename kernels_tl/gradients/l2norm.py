@@ -18,7 +18,7 @@ from kernels_tl.config import L2NORM
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
 from kernels_tl.layout import NORM_EPS, NORM_PIECE
 
-ROWS = L2NORM.tile  # of a CTA
+ROWS = L2NORM.tile  # rows a CTA has
 
 
 @T.macro
@@ -32,7 +32,7 @@ def sum_of_lanes(number, lanes):
 
 def l2norm(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = K // NORM_PIECE  # of a row
+    LANES = K // NORM_PIECE  # lanes that share a row
 
     @T.macro
     def normalize(row, piece, there, which, x, normalized, rstd):

@@ -19,7 +19,7 @@ from kernels_tl.layout import NORM_PIECE
 
 def l2norm_backward(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = K // NORM_PIECE  # of a row
+    LANES = K // NORM_PIECE  # lanes that share a row
 
     @T.macro
     def replace(row, piece, there, which, normalized, rstd, gradient):

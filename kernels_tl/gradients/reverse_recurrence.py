@@ -1,13 +1,14 @@
-"""A chunk's step of the recurrence in reverse, by the warpgroups that carry the gradient of the state, as
-states/recurrence.py is for the state. With dS' the gradient of the state behind the chunk, dS of that before it:
+"""A chunk's step of the recurrence in reverse, by the warpgroups that carry the gradient of the state. dS' is the
+gradient of the state after the chunk, dS of the state before it:
 
     dV_new^T = dO^T P + (dS'^T K^T) diag(gamma_C / gamma)
     U^T      = dV_new^T + dV_new^T L
     dS^T     = gamma_C dS'^T + (dO^T diag(scale gamma)) Q - (U^T diag(beta gamma)) K, formed as
                gamma_1 times the same with gamma / gamma_1, so that 16 bits hold the factors however small gamma is
 
-The transposed form keeps every intermediate in registers as the next WGMMA's A operand. chunk_backward, whose
-warpgroups have fewer registers, takes dS' from shared memory and the same products and roundings in another order.
+The transposed form keeps every intermediate in registers: each is the A operand of the next WGMMA. chunk_backward has a
+text of its own for the step (backward_state.py), because its warpgroups have fewer registers: dS' comes from shared
+memory, and the same products and roundings come in another order.
 """
 
 import tilelang.language as T

@@ -9,7 +9,7 @@
 
 namespace flash_qla::device {
 
-// By a warp: until it is the own turn; what those before it have added can then be read and added to.
+// Waits until it is this warp's turn. The sums of earlier turns can then be read and added to.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
   if (own > 0) {
     if (lane_here() == 0) {
@@ -18,11 +18,11 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
       }
     }
     __syncwarp();
-    fence_proxies();  // to boxes, too
+    fence_proxies();  // boxes see the earlier sums, too
   }
 }
 
-// By the same warp, after what it added is there.
+// Passes the turn on. The same warp calls it, after its sums are in memory.
 __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   if (own + 1 < takers) {
     fence_proxies();
@@ -33,9 +33,9 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// By a warp: a chunk's two tiles of 64 x 64 side by side, or the first key_dim of their columns, one part of 64 tokens'
-// rows from `row` on, or of as many as are valid: a box would go on into the next sequence. In flight until
-// wait_until_stored.
+// Adds a chunk's two tiles of 64 x 64, side by side, to the first key_dim columns of 64 rows from `row` on; the first
+// turn stores them. Fewer `valid` rows go one by one, because a box would reach into the next sequence. One warp calls
+// it. The writes are in flight until wait_until_stored.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
                                          int H_k, int key_dim, int valid, bool is_first) {

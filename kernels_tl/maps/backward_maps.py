@@ -32,7 +32,7 @@ from kernels_tl.core.common import (
     block_rows,
     extern,
 )
-from kernels_tl.core.cta import Variables, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import Variables, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers
 from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
@@ -49,14 +49,13 @@ from kernels_tl.maps.segment_maps import (
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "maps/segments.cuh"
 #include "core/tiles.cuh"
 """
 
-MAP_DZ = 2  # beside MAP_Z, MAP_M
+MAP_DZ = 2  # the third result, MAP_Z and MAP_M are the others
 
 
 def backward_maps(dtype, K):
@@ -125,9 +124,9 @@ def backward_maps(dtype, K):
             stage = stage_of(step, STAGES, s)
             stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
-                clear_rows_behind(tiles.Q, segment.length - c * C, s)
-                clear_rows_behind(tiles.K, segment.length - c * C, s)
-                clear_rows_behind(tiles.dO, segment.length - c * C, s)
+                clear_rows_after(tiles.Q, segment.length - c * C, s)
+                clear_rows_after(tiles.K, segment.length - c * C, s)
+                clear_rows_after(tiles.dO, segment.length - c * C, s)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             begin_step(r, tiles, s, tiles.dO[s, 0, warpgroup * ROWS], offset, column, scale)
@@ -184,7 +183,7 @@ def backward_maps(dtype, K):
             piece = locate_cta(
                 T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + 1)
             )
-            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # after the tiles of Z
+            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # M comes after the tiles of Z
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             hv = T.alloc_var("int32", init=piece.hv)

@@ -1,14 +1,14 @@
 """The map of whole sequences, composed of those of their segments (segment_maps, backward_maps): what ranks exchange
 under context parallelism.
 
-    S behind the sequence = M S before it + Z
+    S_after = M S_before + Z   over a sequence
 
     composed  [mapped, H_v, value_dim + key_dim, key_dim] fp32   of at most two sequences, mapped_0 and mapped_1: rows
                                                                 of Z^T, from the initial state where there is one, then
                                                                 those of M^T
     offsets   [segment_slots, H_v, value_rows, K] fp32           Z_s^T of segment s in slot s
     maps      [segment_slots, H_v, 2, K, K]                      M_s^T in two 16-bit parts
-    skips     [segment_slots, H_v]                               1 where M_s is negligible: what is before is left out
+    skips     [segment_slots, H_v]                               1 where M_s is negligible: earlier states are ignored
 
 V-first rows of a state do not depend on each other, so M^T is K more of them, which begin as those of I and have no Z.
 With `reverse` the same of gradients: M_s^T in the place of M_s, dZ_s^T in `offsets`, from the last segment to the
@@ -31,7 +31,6 @@ from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 PRELUDE = """
 #include "core/tiles.cuh"
@@ -51,7 +50,7 @@ def compose_maps(dtype, K, reverse):
         return shared(
             TILE.shared,
             M=([MAP_STAGES, 2, K, K], dtype),
-            S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
+            S=([2, 2, K, COLUMNS], dtype),  # two buffers, each in two 16-bit parts
             Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),
             skip=([STAGES], "int32"),
             swizzle=("Z",),

@@ -1,4 +1,4 @@
-"""What segment_scan and compose_maps do with a segment's map: S to M S, on columns of S.
+"""S = M S on columns of S: the step that segment_scan and compose_maps share.
 
 M and S are taken in two 16-bit parts each, rounded and rest, so the product is of three, in fp32; the fourth, of both
 rests, is less than what the parts leave out.
@@ -13,9 +13,9 @@ from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import NamedBarrier
 
-ROWS = 64  # of S a warpgroup: the M of its WGMMA
-COLUMNS = SEGMENT_SCAN.tile  # of S a CTA
-MAP_STAGES, STAGES = 2, SEGMENT_SCAN.stages  # of M; of Z
+ROWS = 64  # rows of S a warpgroup has: the M of its WGMMA
+COLUMNS = SEGMENT_SCAN.tile  # columns of S a CTA has
+MAP_STAGES, STAGES = 2, SEGMENT_SCAN.stages  # stages of M; stages of Z
 BOX = 32  # floats: 128 bytes, what the swizzle takes
 Full = T.GemmWarpPolicy.FullRow
 
@@ -26,7 +26,7 @@ def consumers(K):
 
 
 def map_step(dtype, K, reverse):
-    """With `reverse` M^T is in the place of M."""
+    """Computes M S, or M^T S with `reverse`."""
 
     @T.macro
     def round_in_parts(S, S_16, rest, tiles, turn):

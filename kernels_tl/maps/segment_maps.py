@@ -27,13 +27,12 @@ from kernels_tl.core.common import (
     block_rows,
     extern,
 )
-from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "maps/segments.cuh"
@@ -58,11 +57,11 @@ def map_roles(dtype, K, partial, of_backward=False):
     be partial. The backward's maps are exact, as its states are; of segments that end a sequence it needs only M."""
 
     @T.macro
-    def clear_behind(tiles, s, valid):
+    def clear_after(tiles, s, valid):
         if valid < C:
-            clear_rows_behind(tiles.K, valid, s)
+            clear_rows_after(tiles.K, valid, s)
             if not of_backward:
-                clear_rows_behind(tiles.V, valid, s)
+                clear_rows_after(tiles.V, valid, s)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, TILE.consumers)
 
@@ -83,7 +82,7 @@ def map_roles(dtype, K, partial, of_backward=False):
             stage = stage_of(c - start, STAGES, s)
             stage.wait_for(ready.loaded)
             if partial:
-                clear_behind(tiles, s, segment.length - c * C)
+                clear_after(tiles, s, segment.length - c * C)
             begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
             T.wait_wgmma(0)
             end_step(r, tiles, s)

@@ -1,33 +1,28 @@
-"""The state before each segment: the maps of segment_maps applied one after the other along each sequence.
+"""The state before each segment: the maps of segment_maps, applied one after the other along each sequence.
 
-    S behind segment s = M_s S before it + Z_s
+    S after segment s = M_s S before s + Z_s
 
-    states  [segment_slots, H_v, value_rows, K] fp32, V-first: in slot s + 1 Z_s^T, which becomes the state before
-            segment s + 1
-    maps    [segment_slots, H_v, 2, K, K]: M_s^T in two 16-bit parts
-    skips   [segment_slots, H_v]: 1 where M is negligible, so that Z is all there is, and states is right already
+    states  [segment_slots, H_v, value_rows, K] fp32, V-first   slot s + 1 has Z_s^T, and gets the state before s + 1
+    maps    [segment_slots, H_v, 2, K, K] 16-bit                M_s^T as a rounded part and the rest
+    skips   [segment_slots, H_v] int32                          1 where M is negligible: the slot is right already
 
-With `reverse`, for the backward, the gradient of the state behind each segment, from the last segment to the first:
+`reverse` is the instance for gradients, from the last segment to the first:
 
-    dS' behind segment s - 1 = M_s^T dS' behind s + dZ_s
+    dS' after segment s - 1 = M_s^T dS' after s + dZ_s
 
-`states` holds dZ_s^T in slot s - 1, which becomes dS'^T behind segment s - 1; `initial_state` is the gradient of the
-final state, behind a sequence's last segment, and `skips` are those of the reverse. What is said of S here is then said
-of dS', and of Z of dZ.
+`states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1. `initial_state` is the gradient of the final
+state, and `skips` are the reverse ones. Comments below speak of S and Z, and mean dS' and dZ too.
 
-With `beside` it is launched right after the scan of states and runs beside it: that scan waits for the kernels ahead of
-it before it lets this one start, so what this one reads is there. Without, it waits like any other kernel.
+pass.cpp launches [N * H_v * value_dim / 32] CTAs: a CTA takes one sequence and 32 columns of one head's S. Roles: two
+consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp that stores S.
 
-Where a sequence's first state is SCANNED too (plan/chunk_plan.py), it is written to that segment's slot of states.
-
-S is taken in two 16-bit parts as well: the three products keep twice the digits of the 16-bit S that o is made of.
-
-A CTA goes through one sequence with 32 columns of one head's S: two consumer warpgroups with 64 rows each, a warp that
-keeps the next Z and M coming, and one that stores. M is the left factor, and S goes through shared memory between its
-products: so the columns may be few. Z arrives in shared memory, where the new S takes its place and leaves from; each
-thread's own loads and stores of them, 32 bytes at a time, had been half of the time.
-
-Launched on [N * H_v * value_dim / 32].
+- S is taken in two 16-bit parts, as M is. The three products have twice the digits of the 16-bit S of the outputs.
+- M is the left factor, and S goes through shared memory between products, so that a CTA may have few columns.
+- Z arrives in shared memory. The new S takes its place, and leaves from there: each thread's own loads and stores of 32
+  bytes would take as long as the rest.
+- `beside` lets the scan of gradients run beside the scan of states, whose launch comes just before. That scan waits for
+  the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
+- A first state that is FROM_SCAN (plan/chunk_plan.py) is written to its segment's slot.
 """
 
 import tilelang.language as T
@@ -37,11 +32,10 @@ from kernels_tl.config import SEGMENT_SCAN as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
-from kernels_tl.layout import NOBODY, SCANNED, SegmentColumn, SegmentFlag, SequenceColumn
+from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "skips", "states")}
 EARLY |= {"initial_state": after(CALLER, where="beside")}
@@ -49,8 +43,8 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-# Producers: a warp that loads and one that stores
-SKIP, END = 1, 2  # what `about` says of a segment: M is negligible; the next one is the last on the way, without a map
+# Producers: a loader and a storer.
+SKIP, END = 1, 2  # flags of `about` a segment: M is negligible; the next segment is the last, and has no map
 
 
 def segment_scan(dtype, K, reverse):
@@ -58,10 +52,10 @@ def segment_scan(dtype, K, reverse):
     H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
     CONSUMERS = TILE.consumers
     of_map = map_step(dtype, K, reverse)
-    WAY = -1 if reverse else 1  # from a segment to the next one
+    WAY = -1 if reverse else 1  # step from a segment to the next one
 
     def on_the_way(slot, segments):
-        """So many segments further; where there are none, it does not matter which."""
+        """The slot `segments` further on; after the last segment, any slot."""
         return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
 
     def read(number):
@@ -76,7 +70,7 @@ def segment_scan(dtype, K, reverse):
         return shared(
             TILE.shared,
             M=([MAP_STAGES, 2, K, K], dtype),
-            S=([2, 2, K, COLUMNS], dtype),  # by turns, as two parts
+            S=([2, 2, K, COLUMNS], dtype),  # two buffers, each in two 16-bit parts
             Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),  # Z^T, then S^T
             about=([STAGES], "int32"),
             swizzle=("Z",),
@@ -105,7 +99,7 @@ def segment_scan(dtype, K, reverse):
         S_16 = T.alloc_fragment([K, COLUMNS], dtype)
         rest = T.alloc_fragment([K, COLUMNS], dtype)
         T.clear(S)
-        if (about < END) & (slot != NOBODY):
+        if (about < END) & (slot != NO_STATE):
             initial.read_columns(S, slot, hv, v0)
             if is_scanned:
                 for i, j in T.Parallel(K, COLUMNS):
@@ -213,7 +207,7 @@ def segment_scan(dtype, K, reverse):
             T.pdl_trigger()
             begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
             if T.get_thread_binding() < CONSUMERS:
-                is_scanned = False if reverse else first_state == SCANNED
+                is_scanned = False if reverse else first_state == FROM_SCAN
                 compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
             else:
                 if is_loader(CONSUMERS):

@@ -6,8 +6,9 @@
 
 namespace flash_qla::device {
 
-// By one warp: of `heads` neighbouring value heads what `rows` holds at the chunk's tokens, token rows `stride` apart;
-// behind `length` tokens 0. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a token share a line.
+// x = the entries of `rows` of `heads` neighbouring value heads at the chunk's tokens, by one warp; token rows are
+// `stride` apart. x is 0 from token `length` on. Lane 8 l + i has the tokens 8 i to 8 i + 7 of head l: the heads of a
+// token share a line.
 __device__ __forceinline__ void load_heads(float (&x)[8], const float* rows, int stride, int heads, int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
 #pragma unroll
@@ -24,9 +25,9 @@ __device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
 
 constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), before that g; beta
 
-// By the CTA: g, unless it is `cumulative` already, and beta of `heads` heads, of which first_head is the first, from
-// what came, from element `at` on, `stride` apart; behind `length` tokens 0. Not inlined: in the way of gates that are
-// ready this code took chunk_matrices 10 % more time.
+// Reads and activates g (unless `cumulative`) and beta of `heads` heads from first_head on: element `at` and every
+// `stride` further. Tokens from `length` on get 0. The whole CTA calls it. Not inlined, because inlined it slows
+// chunk_matrices with ready gates by 10 %.
 static __device__ __noinline__ void activate_chunk(float* gates, const void* g, const void* beta, const void* A_log,
                                                    const void* dt_bias, int activations, bool cumulative, int64_t at,
                                                    int first_head, int stride, int heads, int length) {
@@ -65,8 +66,8 @@ static __device__ __noinline__ void activate_chunk(float* gates, const void* g, 
   }
 }
 
-// By one warp: b log2(e) of `heads` heads to `gates`, and b of the first `valid` tokens to b_rows. Of g, or of what
-// activate_chunk has left.
+// gates = b log2(e) of `heads` heads, and b_rows = b of the first `valid` tokens, by one warp. The input is g, or the
+// results of activate_chunk.
 __device__ __forceinline__ void load_gates(float* gates, const float* g, bool activated, float* b_rows, int stride,
                                            int heads, int length, int valid) {
   const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
@@ -76,7 +77,7 @@ __device__ __forceinline__ void load_gates(float* gates, const float* g, bool ac
     for (int s = 0; s < 8; ++s) {
       b[s] = gates[min(head, heads - 1) * kHeadGates + 8 * i + s];
     }
-    __syncwarp();  // before these become b
+    __syncwarp();  // all lanes have read g before b replaces it
   } else {
     load_heads(b, g, stride, heads, length);
 #pragma unroll
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_gates(float* gates, const float* g, bool ac
   store_head(gates + head * kHeadGates, b);
 }
 
-// By one warp: b log2(e) of `heads` heads from b itself, which behind the chunk's last token stays what it was.
+// gates = b log2(e) of `heads` heads from b itself, by one warp; after the chunk's last token b keeps its value.
 __device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int stride, int heads,
                                                       int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
@@ -117,14 +118,14 @@ __device__ __forceinline__ void load_cumulative_gates(float* gates, const float*
   store_head(gates + head * kHeadGates, b);
 }
 
-// By one warp: likewise beta.
+// beta of `heads` heads, by one warp.
 __device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, int stride, int heads, int length) {
   float beta[8];
   load_heads(beta, beta_rows, stride, heads, length);
   store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
 }
 
-// By one warp: a head's table in global memory. Lane l has the tokens l and l + 32: so it brings their 1 / |k| and
+// A head's table in global memory, by one warp. Lane l has tokens l and l + 32, and passes their 1 / |k| and
 // scale / |q|.
 __device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
                                             float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
   }
 }
 
-// By one warp: likewise the backward's.
+// The backward's table of a head, by one warp.
 __device__ __forceinline__ void store_backward_gates(const float* gates, float* table) {
   const int lane = lane_here();
 #pragma unroll

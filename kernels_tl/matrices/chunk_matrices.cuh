@@ -1,20 +1,19 @@
-// What a chunk gives to those that carry the state: the gates' factors, the gated inverse A * D - I and the gated
-// attention, both transposed.
+// A chunk's gate factors, the gated inverse A * D - I and the gated attention scale tril(Q K^T) * D, both transposed.
 //
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
-// The inverse is blockwise, 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
-// one lane a column and two blocks a warp. Then a block column of A is made from top to bottom,
+// The inverse goes by 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32, one
+// lane a column and two blocks a warp. One warp then computes a block column of A from top to bottom,
 //
 //   A_ij = -A_ii (B_ij A_jj + ... + B_i,i-1 A_i-1,j),   B_ij block (i, j) of diag(beta) K K^T,
 //
-// in TF32 with fp32 accumulation (for fp16 in two TF32 parts), by one warp. It works on the transposed blocks, A_ij^T =
-// -(sum of A_lj^T B_il^T) A_ii^T: so the accumulators of one product are the left factor of the next, in registers
-// (with K's order permuted alike on both sides).
+// in TF32 with fp32 accumulation, for fp16 in two TF32 parts. It works on transposed blocks,
+// A_ij^T = -(sum of A_lj^T B_il^T) A_ii^T, because the accumulators of one product are then the left factor of the
+// next, in registers (with K's order permuted alike on both sides).
 //
-// beta, the gates and all that follows are one value head's; K K^T and Q K^T are a group's. So these lie in shared
-// memory, beta is applied where B is used, and each of the CTA's warps works on a value head of its own (or, where the
-// heads are fewer, two or four warps on one: a team), without waiting for the others.
+// K K^T and Q K^T belong to a group of heads, beta and the gates to one value head. So the products lie in shared
+// memory, and beta is applied where B is used. Each warp works on a value head of its own without waiting for the
+// others; with fewer heads a team of two or four warps works on one.
 #pragma once
 
 #include "matrices/chunk_gates.cuh"
@@ -25,7 +24,7 @@ namespace flash_qla::device {
 // 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
 __device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
 
-constexpr int kColumnBytes = kBlock * kChunk * 2;  // of a block column of one matrix, transposed
+constexpr int kColumnBytes = kBlock * kChunk * 2;  // bytes of a transposed block column of one matrix
 
 __device__ __forceinline__ void team_sync(int team, int warps) {
   if (warps == 1) {
@@ -51,9 +50,9 @@ __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float
   }
 }
 
-// By one warp: (I + diag(beta) stril(block))^-1, as a factor, of one or two symmetric 16 x 16 blocks `stride` apart:
-// the quarters on the diagonal by substitution, one lane a column, the one below them by products as those of blocks.
-// May be in place.
+// (I + diag(beta) stril(block))^-1 of one or two symmetric 16 x 16 blocks, which are `stride` apart. One warp calls it.
+// The quarters on the diagonal come by substitution, one lane a column, and the quarter below them by products, as
+// blocks do. It may work in place.
 template <int kParts>
 __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, float* inverses, const float* beta,
                                               int count) {
@@ -199,8 +198,8 @@ __device__ __forceinline__ void set_product(float (&x)[2][4], const float (&left
   }
 }
 
-// By one warp: block column j of A, transposed: X[i] is A_ij^T for i >= j. What a block adds to those below it is added
-// as soon as it is there.
+// X[i] = A_ij^T for i >= j: block column j of A, transposed, by one warp. Each block is added to the sums of the lower
+// blocks as soon as it is computed.
 template <int kParts, int j>
 __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
                                               const float* beta) {
@@ -275,7 +274,7 @@ struct MatricesOut {
   int valid;  // rows of A that are wanted
 };
 
-// By one warp: block column j of A itself, to the first half of `staging` and from there to global memory.
+// Stores block column j of A itself through the first half of `staging` to global memory, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const MatricesOut& out) {
   const int lane = lane_here();
@@ -302,7 +301,7 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
     if (lane == 0) {
       store_box(out.A, staging, kBlock * j, out.hv, out.row);
     }
-  } else {  // the rows behind are others'
+  } else {  // later rows belong to other sequences
     __syncwarp();
 #pragma unroll 1
     for (int token = lane / 2; token < out.valid; token += kBlock) {
@@ -312,8 +311,8 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
   }
 }
 
-// By one warp: block column j of (A * D - I), of scale tril(Q K^T) * D, both transposed, and if it is wanted of A, from
-// the X that invert_column left. `staging`: room for two tiles of 16 x 64 elements.
+// Stores block column j of A * D - I and of scale tril(Q K^T) * D, both transposed, and of A if wanted. X is the result
+// of invert_column. One warp calls it. `staging` has room for two tiles of 16 x 64 elements.
 template <typename T, int j>
 __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
                                              char* staging, const MatricesOut& out) {
@@ -359,7 +358,7 @@ __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const vo
   }
 }
 
-// By one warp: all that there is of block column j.
+// All work on block column j, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
                                             char* staging, const MatricesOut& out) {
@@ -396,7 +395,7 @@ __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CU
   }
 }
 
-// By the CTA: zeros in `length` rows of `columns` 16-bit elements, a multiple of 8, `stride` apart.
+// Zeros in `length` rows, `stride` apart, of `columns` 16-bit elements, a multiple of 8. The whole CTA calls it.
 __device__ __forceinline__ void clear_rows(void* rows, int64_t stride, int columns, int length) {
   const int pieces = columns / 8;
   for (int i = threadIdx.x; i < length * pieces; i += blockDim.x) {

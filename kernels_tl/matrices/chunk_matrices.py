@@ -57,7 +57,7 @@ from kernels_tl.core.common import (
     element_type,
     extern,
 )
-from kernels_tl.core.cta import Variables, barriers, clear_rows_behind, shared
+from kernels_tl.core.cta import Variables, barriers, clear_rows_after, shared
 from kernels_tl.layout import (
     BLOCK,
     DIAGONAL_STRIDE,
@@ -69,7 +69,6 @@ from kernels_tl.layout import (
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 # The first CTAs read these early. They write g_cumsum.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
@@ -80,7 +79,7 @@ PRELUDE = """
 
 THREADS = TILE.threads
 WARPS = THREADS // 32
-SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # by row of blocks, which has 128, 96, 64 or 32 bytes
+SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # a row of blocks has 128, 96, 64 or 32 bytes
 Full = T.GemmWarpPolicy.FullRow
 
 
@@ -96,12 +95,12 @@ def chunk_matrices(dtype, K, normalize):
             K=([C, K], dtype),  # later: blocks of the products
             Q=([C, K], dtype),  # later: block columns of the matrices, two of each warp
             diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
-            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # of A; first of all the norms
+            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # A's; first of all the norms
             gates=([WARPS, 2, C], "float32"),  # b log2(e) and beta of a head
         )
 
     def make_barriers():
-        return barriers(loaded=[THREADS])  # by all threads: K and Q have arrived
+        return barriers(loaded=[THREADS])  # all threads arrive: K and Q are there
 
     @T.macro
     def find_chunk(slot, early, chunks, sequences, slots):
@@ -196,8 +195,8 @@ def chunk_matrices(dtype, K, normalize):
             )
         T.barrier_wait(ready.loaded, 0)
         if chunk.length < C:
-            clear_rows_behind(tiles.K, chunk.length)
-            clear_rows_behind(tiles.Q, chunk.length)
+            clear_rows_after(tiles.K, chunk.length)
+            clear_rows_after(tiles.Q, chunk.length)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.MATRICES, THREADS)
 
@@ -289,7 +288,7 @@ def chunk_matrices(dtype, K, normalize):
         outputs: Outputs(sizes, dtype),
         backward: BackwardTables(sizes),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows
-        heads: T.int32,  # of a CTA: a divisor of group, at most 4
+        heads: T.int32,  # heads a CTA: a divisor of group, at most 4
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs, which writes all of db and dg

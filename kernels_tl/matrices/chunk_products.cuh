@@ -17,7 +17,8 @@ constexpr int kBlockPieces = kBlockFloats / 4;
 __device__ __forceinline__ int attention_block(int column, int row) { return column * (column + 1) / 2 + row; }
 __device__ __forceinline__ int product_block(int row, int column) { return 10 + row * (row - 1) / 2 + column; }
 
-// By four warps: use(i, x_ii), by one lane each, of the fragments (see tiles.cuh) of a matrix of 64 x 64.
+// use(i, x_ii) for the diagonal of a 64 x 64 matrix in fragments (see tiles.cuh), by four warps. One lane
+// calls it for each i.
 template <typename Use>
 __device__ __forceinline__ void for_diagonal(const float* x, Use use) {
   const int lane = threadIdx.x & 31, warp = warp_index();
@@ -33,7 +34,7 @@ __device__ __forceinline__ void for_diagonal(const float* x, Use use) {
   }
 }
 
-// By four warps: scale / |q_i|, of the rows of a tile of 64 x 128.
+// norms[i] = scale / |q_i| for the rows of a tile of 64 x 128, by four warps.
 template <typename T>
 __device__ __forceinline__ void query_norms(float* norms, const void* Q, float scale) {
   // Half a row a thread; the two halves of a row are in lanes 16 apart.
@@ -56,10 +57,10 @@ __device__ __forceinline__ void query_norms(float* norms, const void* Q, float s
 }
 
 __device__ __forceinline__ float key_norm(float square) {
-  return square > 0.f ? rsqrtf(square + float{kNormEps}) : 0.f;  // of zeros: a factor that fp16 can hold
+  return square > 0.f ? rsqrtf(square + float{kNormEps}) : 0.f;  // a row of zeros: a factor that fp16 can hold
 }
 
-// By four warps: 1 / |k_i| and 1 / |q_i|, from the diagonal of K K^T and from Q in shared memory.
+// 1 / |k_i| from the diagonal of K K^T and 1 / |q_i| from Q in shared memory, by four warps.
 template <typename T>
 __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
   for_diagonal(KK, [norms](int i, float square) { norms[i] = key_norm(square); });
@@ -76,7 +77,7 @@ __device__ __forceinline__ float as_factor(float x) {
   return kParts == 2 ? x : round_to_tf32(x);
 }
 
-// By four warps: the fragments (see tiles.cuh) of K K^T and K Q^T to shared memory, with the norms applied.
+// Writes fragments (see tiles.cuh) of K K^T and K Q^T to shared memory with the norms applied, by four warps.
 template <typename T, bool kNormalize>
 __device__ __forceinline__ void store_products(const float* KK, const float* KQ, const float* norms, void* blocks,
                                                float* diagonals, float scale) {

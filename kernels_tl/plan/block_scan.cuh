@@ -1,4 +1,4 @@
-// Inclusive scans over a CTA's threads; each again only behind a barrier of all of them.
+// Inclusive scans over a CTA's threads. All threads pass a barrier before the same scan runs again.
 #pragma once
 
 #include <cub/block/block_scan.cuh>

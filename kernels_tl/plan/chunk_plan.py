@@ -5,8 +5,8 @@ hold, the tables describe disjoint runs of rows inside [0, tokens): the first of
 clipped to [0, tokens] and replaced by their running maximum.
 
     sequences [N, 6]
-    chunks    [chunk_slots, 3]     behind the sequences' chunks come those that cover the padding rows, of the sequence
-                                   PADDING, then unused slots, of PADDING with 0 tokens
+    chunks    [chunk_slots, 3]     the sequences' chunks, then chunks of the padding rows, with sequence PADDING, then
+                                   unused slots, with PADDING and 0 tokens
     segments  [segment_slots, 8]   every sequence, even an empty one, has at least one; longer ones are cut after every
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
@@ -15,14 +15,14 @@ clipped to [0, tokens] and replaced by their running maximum.
     map_segments [map_slots, 8]    the same, but without the flag `dropped` in the sequences mapped_0 and mapped_1: so
                                    that kernels which leave out the map of a sequence's last segment, or first, make it
                                    there. Written if map_slots > 0, which then is segment_slots
-    checkpoints [chunk_slots]      where the state behind each chunk goes, written if checkpoint_every > 0
+    checkpoints [chunk_slots]      where the state after each chunk goes, written if checkpoint_every > 0
 
 A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
-sequence without a slot is nobody's: its chunks are padding, it has one segment without tokens, and no states. There the
+sequence without a slot has padding chunks, one segment without tokens, and no states. There the
 states of a sequence begin and end in one place, so that a segment that is not the last must not read it in the kernel
 that may have written it: the first state of a sequence that is cut then is with the others that segment_scan makes.
 
-Launched once per call, one CTA. The kernel behind it does not wait for all of this: its first CTAs find their rows
+Launched once per call, one CTA. The next kernel does not wait for all of the tables: its first CTAs find their rows
 themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
 `uniform_length` tokens.
 """
@@ -35,9 +35,9 @@ from kernels_tl.bundles import CheckpointTable, Cuts, Plan, Sequences, Sizes, Sl
 from kernels_tl.config import CHUNK_PLAN
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
 from kernels_tl.layout import (
-    NOBODY,
+    FROM_SCAN,
+    NO_STATE,
     PADDING,
-    SCANNED,
     SegmentColumn,
     SegmentFlag,
     SequenceColumn,
@@ -65,7 +65,7 @@ def segment_size(sequences, N, segment_chunks, cut_above):
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
-                # Of offsets that are none the difference may be anything, and so may then the choice.
+                # Invalid offsets may give any difference, and so any choice.
                 if (
                     sequences.offsets[n + 1] - sequences.offsets[n]
                     > T.Cast(str(sequences.offsets.dtype), cut_above) * C
@@ -81,7 +81,7 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
     """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
     low = T.alloc_var("int32")
     for i in T.serial(T.ceildiv(total - tx, THREADS)):
-        # Behind as many sequences as have all their chunks before this one.
+        # low = the number of sequences whose chunks all come before this one.
         low = 0
         for bit in T.unroll(THREADS.bit_length() - 1):
             if of.sums[low + (THREADS >> (bit + 1)) - 1] <= i * THREADS + tx:
@@ -93,11 +93,11 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
             of.begins[low],
             of.ends[low],
             chunk,
-            T.Select(of.slots[low] == NOBODY, PADDING, n0 + low),
+            T.Select(of.slots[low] == NO_STATE, PADDING, n0 + low),
         )
         if to.every > 0:
-            checkpoint = T.alloc_var("int32", init=NOBODY)
-            if of.slots[low] != NOBODY:
+            checkpoint = T.alloc_var("int32", init=NO_STATE)
+            if of.slots[low] != NO_STATE:
                 checkpoint = extern(
                     "checkpoint_slot",
                     to.indices,
@@ -125,9 +125,9 @@ def write_segments(segments, n, slot, begin, end, first, parts, size, states, dr
             segments[slot + i, SegmentColumn.FLAGS] = T.Select(
                 (i == 0) & (dropped != SegmentFlag.FIRST), SegmentFlag.FIRST, 0
             ) + T.Select((i == parts - 1) & (dropped != SegmentFlag.LAST), SegmentFlag.LAST, 0)
-            is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NOBODY))
-            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, SCANNED, states.initial)
-            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NOBODY)
+            is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NO_STATE))
+            segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, FROM_SCAN, states.initial)
+            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NO_STATE)
             until = T.alloc_var("int32", init=WHOLE * C)
             if states.checkpoint_every > 0:
                 until = states.checkpoint_every - T.truncmod(i * size * C, states.checkpoint_every)
@@ -141,14 +141,14 @@ def write_unused_segments(segments, segments_before, tx):
         if slot < segments.shape[0]:
             for i in T.unroll(SegmentColumn.COUNT):
                 segments[slot, i] = 0
-            segments[slot, SegmentColumn.INITIAL] = NOBODY
-            segments[slot, SegmentColumn.FINAL] = NOBODY
+            segments[slot, SegmentColumn.INITIAL] = NO_STATE
+            segments[slot, SegmentColumn.FINAL] = NO_STATE
             segments[slot, SegmentColumn.UNTIL] = WHOLE * C
 
 
 @T.macro
 def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
-    """What follows the last sequence's: padding and unused slots."""
+    """Rows after the last sequence's: padding and unused slots."""
     for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
         chunk = step * THREADS + tx
         if chunks_before + chunk < chunk_slots:
@@ -172,7 +172,7 @@ def chunk_plan(offset_dtype):
     ):
         with T.Kernel(1, threads=THREADS, prelude=PRELUDE):
             T.pdl_trigger()
-            # Of this step's sequences; sums are those of counts, up to the sequence itself.
+            # One entry for each sequence of this step. sums[i] = counts[0] + ... + counts[i].
             begins = T.alloc_shared([THREADS], "int32")
             ends = T.alloc_shared([THREADS], "int32")
             counts = T.alloc_shared([THREADS], "int32")  # chunks
@@ -211,11 +211,11 @@ def chunk_plan(offset_dtype):
                     begin = ends[tx - 1]
                 count = count_chunks(end - begin)
                 part = 0
-                own = NOBODY
-                initial = NOBODY
+                own = NO_STATE
+                initial = NO_STATE
                 if n < N:
                     own = extern("slot_of", slots.table(), n, returns="int32")
-                    part = T.Select(own == NOBODY, 1, T.max(T.truncdiv(count + size - 1, size), 1))
+                    part = T.Select(own == NO_STATE, 1, T.max(T.truncdiv(count + size - 1, size), 1))
                     if extern(
                         "has_first_state",
                         presence.first_states,
@@ -268,12 +268,12 @@ def chunk_plan(offset_dtype):
                     plan.sequences[n, SequenceColumn.LENGTH] = end - begin
                     plan.sequences[n, SequenceColumn.CHUNK] = first
                     plan.sequences[n, SequenceColumn.SEGMENT] = slot
-                    # On a pool a sequence without tokens leaves its slot alone: another sequence may have that slot.
-                    is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NOBODY)
-                    final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NOBODY)
+                    # A sequence without tokens leaves its slot of a pool alone: another sequence may have that slot.
+                    is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NO_STATE)
+                    final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NO_STATE)
                     plan.sequences[n, SequenceColumn.INITIAL] = initial
                     plan.sequences[n, SequenceColumn.FINAL] = final
-                    own_end = T.Select(own == NOBODY, begin, end)
+                    own_end = T.Select(own == NO_STATE, begin, end)
                     states = SimpleNamespace(
                         initial=initial, final=final, on_pool=presence.on_pool, checkpoint_every=checkpoint_every
                     )

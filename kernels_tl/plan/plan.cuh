@@ -1,7 +1,7 @@
-// Rows of chunk_plan's tables: what chunk_plan and the warps that begin before it has written them both compute.
+// Rows of chunk_plan's tables. chunk_plan computes them, and so do warps that begin before chunk_plan has written them.
 //
-// cu_seqlens comes as `offsets`, of 32 or 64 bits (`wide`), or there is none and all N sequences have `uniform_length`
-// tokens, as many as `tokens` together. What it holds need not be offsets: see chunk_plan.py.
+// `offsets` is cu_seqlens, of 32 or 64 bits (`wide`). Without cu_seqlens all N sequences have `uniform_length` tokens,
+// together `tokens`. The contents of cu_seqlens may be wrong: see chunk_plan.py.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace flash_qla::device {
 
 __device__ __forceinline__ int chunks_of(int length) { return (length + kChunk - 1) / kChunk; }
 
-// An offset within what is left behind the sequences before; the running maximum of these is the end of a sequence.
+// An offset, clamped to [tokens_before, tokens]; the running maximum of these is the end of a sequence.
 __device__ __forceinline__ int clip_offset(int64_t offset, int tokens_before, int tokens) {
   return static_cast<int>(max(min(offset, int64_t{tokens}), int64_t{tokens_before}));
 }
@@ -23,7 +23,8 @@ __device__ __forceinline__ bool comes_first(int chunks_a, int a, int chunks_b, i
   return chunks_a > chunks_b || (chunks_a == chunks_b && a < b);
 }
 
-// A row of `chunks`: of a sequence, of which kPadding is one that is nobody's, or of what follows the last one.
+// Writes a row of `chunks`: a chunk of a sequence or, with kPadding, of a sequence without a slot; put_padding writes
+// the rows after the last sequence.
 __device__ __forceinline__ void put_chunk(int* row, int begin, int end, int chunk, int sequence) {
   const int first = begin + chunk * kChunk;
   row[ChunkColumn::kRow] = first;
@@ -45,18 +46,18 @@ __device__ __forceinline__ bool has_first_state(int first_states, const void* fl
                                                : first_states == FirstStates::kAll;
 }
 
-// Where the state behind a chunk goes: behind `every` tokens of a sequence, twice as many and so on, to the slots that
-// its row of the table says or, without one, to `first` and those that follow it; of `slots`.
+// The slot of the state after a chunk, for each multiple of `every` tokens of a sequence: an entry of the sequence's
+// table row or, without a table, `first` and the following numbers, below `slots`.
 __device__ __forceinline__ int checkpoint_slot(const Table& indices, int64_t null_index, int64_t slots, int every,
                                                int length, int chunk, int n, int first) {
   const int64_t tokens = (int64_t{chunk} + 1) * kChunk;
   if (tokens > length || tokens % every != 0) {
-    return kNobody;
+    return kNoState;
   }
   const int i = static_cast<int>(tokens / every) - 1;
   int64_t index = int64_t{first} + i;
   if (indices) {
-    index = i < indices.columns ? indices(n, i) : kNobody;
+    index = i < indices.columns ? indices(n, i) : kNoState;
   }
   return static_cast<int>(checked_slot(index, indices ? null_index : -1, slots));
 }
@@ -67,7 +68,7 @@ struct Extent {
   int begin, end;  // tokens
 };
 
-// By a warp: of sequence n + lane, empty from the N-th on; those before n end at `tokens_before`.
+// The extent of sequence n + lane, empty from the N-th on, by one warp; sequences before n end at `tokens_before`.
 __device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int N, int tokens, int n,
                                               int tokens_before) {
   const int lane = threadIdx.x & 31;
@@ -95,10 +96,10 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
   return x;
 }
 
-// By each warp: a slot's row of `chunks`.
+// Finds a slot's row of `chunks`. Each warp calls it.
 __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
                                            int tokens, int uniform_length, const Slots& slots) {
-  const auto sequence = [&](int n) { return slots(n) == kNobody ? int{kPadding} : n; };
+  const auto sequence = [&](int n) { return slots(n) == kNoState ? int{kPadding} : n; };
   if (!has_offsets) {
     const int chunks = chunks_of(uniform_length);
     const int n = slot / max(chunks, 1);
@@ -127,13 +128,14 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// By each warp: the first token row and the tokens of a slot of `segments` where no sequence is cut, and there are at
-// most 32 or all are of the same length. A sequence that is nobody's keeps its place in the table, with no tokens.
+// Finds the first token row and the tokens of a slot of `segments`. Each warp calls it. No sequence is cut; there are
+// at most 32 sequences or all have the same length. A sequence without a slot keeps its place in the table, with no
+// tokens.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
                                              int N, int tokens, int uniform_length, const Slots& slots) {
   if (!has_offsets) {
     found[0] = slot * uniform_length;
-    found[1] = slots(slot) == kNobody ? 0 : uniform_length;
+    found[1] = slots(slot) == kNoState ? 0 : uniform_length;
     return;
   }
   const int lane = threadIdx.x & 31;
@@ -145,7 +147,7 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   }
   const int owner = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
   found[0] = __shfl_sync(~0u, extent.begin, owner);
-  found[1] = slots(owner) == kNobody ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
+  found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
 }
 
 }  // namespace flash_qla::device

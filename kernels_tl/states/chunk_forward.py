@@ -39,11 +39,19 @@ from kernels_tl.core.common import (
 from kernels_tl.core.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
-from kernels_tl.layout import NOBODY, SCANNED, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn, SegmentFlag
+from kernels_tl.layout import (
+    FROM_SCAN,
+    NO_STATE,
+    STATE_PAD,
+    Dtype,
+    ForwardGate,
+    NamedBarrier,
+    SegmentColumn,
+    SegmentFlag,
+)
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
@@ -107,8 +115,8 @@ def chunk_forward(dtype, K, value_tile):
     def layout_of(slot, initial):
         """Layout of the state in a slot: whether V comes first, and its dtype. segment_scan's is V-first, in fp32."""
         return SimpleNamespace(
-            v_first=T.Select(slot == SCANNED, 1, initial.stride_k) == 1,
-            dtype=T.Select(slot == SCANNED, Dtype.FLOAT32, initial.dtype),
+            v_first=T.Select(slot == FROM_SCAN, 1, initial.stride_k) == 1,
+            dtype=T.Select(slot == FROM_SCAN, Dtype.FLOAT32, initial.dtype),
         )
 
     @T.macro
@@ -133,7 +141,7 @@ def chunk_forward(dtype, K, value_tile):
         if length - c * C < C:
             # Q keeps its rows: they only reach columns that are not stored.
             for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
-                extern("clear_rows_behind", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
+                extern("clear_rows_after", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
         begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
@@ -173,7 +181,7 @@ def chunk_forward(dtype, K, value_tile):
             length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
             T.clear(r.S)
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
-            if slot != NOBODY:
+            if slot != NO_STATE:
                 state = layout_of(slot, initial)
                 extern(
                     f"read_state<{K}>",
@@ -207,7 +215,7 @@ def chunk_forward(dtype, K, value_tile):
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
                     if written == CHECKPOINT:
                         to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
-                    if to != NOBODY:
+                    if to != NO_STATE:
                         states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
                     written += 1
@@ -228,14 +236,14 @@ def chunk_forward(dtype, K, value_tile):
             tiles.segment[turn % 2, HEAD] = piece.hv
         if lane == FIRST_ROW:
             tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
-        if segment.initial == SCANNED:
+        if segment.initial == FROM_SCAN:
             T.pdl_sync()
-        if segment.initial != NOBODY:
-            is_scanned = segment.initial == SCANNED
+        if segment.initial != NO_STATE:
+            is_scanned = segment.initial == FROM_SCAN
             state = layout_of(segment.initial, initial)
             size = T.alloc_var("int32", init=size_of(state.dtype))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
-            rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # of S^T
+            rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # rows of S^T
             channels = T.Cast("int32", key_dim)
             extern(
                 "fetch_state",

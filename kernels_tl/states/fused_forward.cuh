@@ -13,7 +13,7 @@ namespace flash_qla::device {
 // The same in all lanes, so that the compiler sees that it is.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// By 256 threads: what lies below the diagonal blocks of L^T and P^T stays zero.
+// Zeros in L^T and P^T, by 256 threads; the parts below the diagonal blocks stay zero.
 __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
     static_cast<uint4*>(L)[piece] = {};
@@ -21,19 +21,22 @@ __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   }
 }
 
-// By one warp.
+// Zeros in `bytes` bytes, by one warp.
 __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   for (int64_t i = lane_here() * 16; i < bytes; i += 32 * 16) {
     *reinterpret_cast<uint4*>(static_cast<char*>(begin) + i) = {};
   }
 }
 
-// With low_level a warpgroup's tile of O holds A of its first chunk, w, then O of chunk 0, and so on: O of each chunk,
-// and behind that of every chunk c with c % 2 = w A of chunk c + 2. So with c = 2 p + u O comes there as number 3 p + u
-// + 1 if w = 1, 3 p + 2 u + 1 if w = 0, and A, for which u = w, as the next. Of a place, w is the warpgroup, u the
-// value stage and p % 2 its phase; the first A is number 0, made with p = u = 0.
+// Warpgroup w's tile of O with low_level holds, one after the other: A of chunk w, then O of each chunk c, and after O
+// of the chunks with c % 2 = w also A of chunk c + 2. Number of a content, for c = 2 p + u:
+//
+//   O   3 p + u + 1 if w = 1, 3 p + 2 u + 1 if w = 0
+//   A   the number after its O, which has u = w; the first A is number 0, with p = u = 0
+//
+// A place has w as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
 
-// Until the tile is free for O,
+// Waits until the tile is free for O.
 template <typename Barrier>
 __device__ __forceinline__ void wait_for_tile(Barrier& stored, int number) {
   const ConsumerPlace place(number);
@@ -41,7 +44,7 @@ __device__ __forceinline__ void wait_for_tile(Barrier& stored, int number) {
   (&stored)[w].wait(p ^ (u & w));
 }
 
-// and for A. The warpgroup's number.
+// Waits until the tile is free for A. Returns w.
 template <typename Barrier>
 __device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
   const ConsumerPlace place(number);
@@ -50,20 +53,19 @@ __device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
   return w;
 }
 
-// What a warpgroup makes a chunk's matrices of. Warp j makes their rows 16 j to 16 j + 15, transposed. All warps run
-// the same code, also for blocks left of the diagonal one, which are not stored: code for each of them would have to be
-// fetched for each chunk.
+// A chunk's L and P by a warpgroup: warp j computes rows 16 j to 16 j + 15, transposed.
 //
-// Lane 4 g + t of warp j has of each 16 x 16 block the accumulators' elements [4 n + 2 h + e]: row g + 8 h, column 8 n
-// + 2 t + e. Factors of the TF32 products are rounded once, for fp16 too: nothing but L is made of them, which has no
-// more digits.
+// All warps run the same code, also for blocks left of the diagonal, which are not stored: the code of each warp would
+// have to be fetched for each chunk. Lane 4 g + t of warp j holds element [4 n + 2 h + e] of each 16 x 16 block of
+// accumulators: row g + 8 h, column 8 n + 2 t + e. The factors of TF32 products are rounded once, for fp16 too, because
+// only L comes from them, and L has no more digits.
 template <typename T, bool kNormalize>
 struct MatricesMaker {
   static constexpr int kParts = 1;
 
   float* table;    // FusedGate's rows
-  float* scratch;  // the six blocks of K K^T below the diagonal as product_block has them, then its diagonal blocks by
-                   // rows, and in their place the inverted ones
+  float* scratch;  // the six blocks of K K^T below the diagonal, in product_block's order; then the diagonal blocks by
+                   // rows, later inverted in place
   float scale;
   int j, lane, g, t;
 
@@ -72,7 +74,7 @@ struct MatricesMaker {
 
   __device__ __forceinline__ float* inverses() const { return scratch + 6 * kBlockFloats; }
 
-  // Of a row of the table: what the lane's rows have, h = 0 and 1, and its columns of block i.
+  // Entries of a row of the table: for the lane's rows, h = 0 and 1, and for its columns of block i.
   __device__ __forceinline__ float of_row(int gate, int h) const {
     return table[kBlock * j + g + gate * kChunk + 8 * h];
   }
@@ -136,7 +138,7 @@ struct MatricesMaker {
     invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
-  // By the warpgroup: the norms into what the steps multiply keys and queries with; D^T becomes diag(1 / |k|) D^T.
+  // Multiplies the factors of keys and queries by their norms, by the warpgroup; D^T becomes diag(1 / |k|) D^T.
   __device__ __forceinline__ void normalize(float (&diagonal)[8], float (&from)[2]) const {
     const int token = threadIdx.x & 127;
     if (token < kChunk) {
@@ -256,8 +258,9 @@ struct MatricesMaker {
   }
 };
 
-// By warp j of a warpgroup: block column j of A, which X holds transposed and without its unit diagonal, to a tile of
-// 64 rows of 128 bytes under the 128-byte swizzle. With the l2norm A is r^-1 X r (r of fused_forward.py).
+// Stores block column j of A to a tile of 64 rows of 128 bytes with the 128-byte swizzle. Warp j of a warpgroup calls
+// it. X holds the column transposed and without the unit diagonal. With the l2norm A is r^-1 X r (r of
+// fused_forward.py).
 template <typename T, bool kNormalize>
 __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const float* table, void* tile) {
   const int j = warp_index(), lane = lane_here();
@@ -294,10 +297,10 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   }
 }
 
-// By one warpgroup, if there is such a chunk: its L and P. `barrier` is the warpgroup's. With kLowLevel A goes to O's
-// tile, as soon as what was there has left; the warp that stores is told so even if there is no such chunk.
+// Computes L and P of a chunk, if there is one. A warpgroup calls it; `barrier` is its named barrier. With kLowLevel A
+// goes to O's tile as soon as the tile is free. The warp that stores hears of it even if there is no such chunk.
 //
-// A kernel cannot pass records, so everything is an argument here; MatricesMaker has the arithmetic.
+// MatricesMaker has the arithmetic. Everything is an argument here, because a kernel cannot pass records.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
                                               const int* length, void* K, const void* Q, float* table, float scale,
@@ -313,8 +316,8 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   }
   loaded.wait(phase);
   if (valid < kChunk) {
-    // Rows behind the sequence belong to others. (What Q has there stays in columns of P and O that nobody uses.)
-    clear_rows_behind(K, 2, valid, 128);
+    // Rows after the sequence belong to others. (Q's such rows only reach unused columns of P and O.)
+    clear_rows_after(K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);
   }

@@ -37,7 +37,7 @@ from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
     BLOCK,
     INVERSE_STRIDE,
-    NOBODY,
+    NO_STATE,
     PADDING,
     ChunkColumn,
     FusedGate,
@@ -51,7 +51,6 @@ from kernels_tl.states.place import next_chunk, stage, value_stage
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 # The loader and the gates' warp read these early, in a CTA that finds its first segment itself. They write g_cumsum.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
 EARLY |= {"g_cumsum": after(CALLER)}
@@ -60,7 +59,7 @@ PRELUDE = """
 #include "plan/plan.cuh"
 """
 
-WARPGROUPS = 2  # in turns they compute matrices
+WARPGROUPS = 2  # they compute matrices in turns
 STAGES, VALUE_STAGES = TILE.stages, Ring.VALUE_STAGES  # K, Q, matrices and gates have STAGES; V has VALUE_STAGES
 CONSUMERS = TILE.consumers
 LOADER, STORERS, GATES = 0, 1, 3  # the producers' first warps by role; STORERS is one for each consumer warpgroup
@@ -136,7 +135,7 @@ def fused_forward(dtype, K, normalize, low_level):
         tile.wait_for(ready.made)
         value.wait_for(ready.loaded_v)
         if left < C:
-            extern("clear_rows_behind", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
+            extern("clear_rows_after", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
         if is_never(sizes):  # keeps the code before it from moving below the wait
@@ -174,7 +173,7 @@ def fused_forward(dtype, K, normalize, low_level):
             piece = walk.locate(tiles.turns[tx])
             first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
             T.clear(r.S)
-            if first != NOBODY:
+            if first != NO_STATE:
                 initial.read(r.S, first, piece.hv)
             T.copy(r.S, r.S_16)
 
@@ -207,7 +206,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     if written == CHECKPOINT:
                         chunks_done = T.truncdiv(done, C)
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
-                    if to != NOBODY:
+                    if to != NO_STATE:
                         states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, end.hv)
                     written += 1

@@ -6,7 +6,7 @@
 
 namespace flash_qla::device {
 
-// By one warp: g_cumsum of tokens 2 l and 2 l + 1 from the table, `stride` apart, those before `length`.
+// g_cumsum = b of tokens below `length`, from the table to rows `stride` apart. Lane l has tokens 2 l and 2 l + 1.
 __device__ __forceinline__ void store_cumsum(float* rows, const float* table, int stride, int length) {
   const int token = 2 * lane_here();
   const float2 b = *reinterpret_cast<const float2*>(table + FusedGate::kLog * kChunk + token);
@@ -18,8 +18,8 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
   }
 }
 
-// By one warp: of tokens 2 l and 2 l + 1 g and beta as they are, from element `at` on, `stride` apart; none from
-// `length` on. To be on their way while the chunk before is worked on.
+// The bits of g and beta of tokens below `length`, from element `at` on, `stride` apart. Lane l has tokens 2 l and
+// 2 l + 1. The loads are in flight while the preceding chunk is computed.
 __device__ __forceinline__ void load_pair(uint32_t* bits, const void* numbers, int activations, int bit, int64_t at,
                                           int stride, int length) {
   const int token = 2 * lane_here();
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_pairs(uint32_t* g_bits, uint32_t* beta_bits
   load_pair(beta_bits, beta, activations, Activation::kBeta, at, stride, length);
 }
 
-// These, activated; from `length` on 0.
+// g and beta from these bits, activated; 0 from token `length` on.
 __device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint32_t* g_bits, const uint32_t* beta_bits,
                                                float log2_rate, float bias, int activations, int length) {
   const uint32_t gs[2] = {g_bits[0], g_bits[1]}, betas[2] = {beta_bits[0], beta_bits[1]};
@@ -65,7 +65,7 @@ __device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint
   }
 }
 
-// What HeadGate holds of a head.
+// The two members of a head's HeadGate.
 __device__ __forceinline__ void load_head_gate(float* head_gate, const void* A_log, const void* dt_bias,
                                                int activations, int head) {
   const HeadGate gate(load_gate_bits(A_log, dt_bias, activations, head), activations);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_head_gate(float* head_gate, const void* A_l
   head_gate[1] = gate.bias;
 }
 
-// By one warp: a chunk's table from its tokens' g and beta, two a lane.
+// A chunk's table from its tokens' g and beta, two a lane, by one warp.
 __device__ __forceinline__ void make_table(float* table, const float* g, const float* beta, float scale) {
   const int lane = lane_here();
   const auto put = [&](int row, float x, float y) { reinterpret_cast<float2*>(table + row * kChunk)[lane] = {x, y}; };

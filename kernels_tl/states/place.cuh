@@ -6,8 +6,8 @@
 
 namespace flash_qla::device {
 
-// What a consumer of fused_forward has in one register. The number is opaque here, so that nothing is made of it
-// earlier.
+// One register of a consumer of fused_forward: Place of layout.py. The number is opaque here, so that its fields are
+// not computed earlier.
 struct ConsumerPlace {
   int number;
 

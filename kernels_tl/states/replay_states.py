@@ -25,13 +25,12 @@ from kernels_tl.core.common import (
     block_rows,
     extern,
 )
-from kernels_tl.core.cta import barriers, clear_rows_behind, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.layout import Dtype, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EXPLICIT_FENCES = True
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "core/tiles.cuh"
@@ -115,9 +114,9 @@ def replay_states(dtype, K):
             stage = stage_of(c, STAGES, s)
             stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
-                clear_rows_behind(tiles.K, segment.length - c * C, s)
+                clear_rows_after(tiles.K, segment.length - c * C, s)
                 for w in T.unroll(WARPGROUPS):
-                    clear_rows_behind(tiles.V, segment.length - c * C, s, w)
+                    clear_rows_after(tiles.V, segment.length - c * C, s, w)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             begin_step(

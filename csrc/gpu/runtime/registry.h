@@ -1,5 +1,5 @@
-// What was compiled into the library: one entry per kernel instance, and the tools it came from.
-// Filled in by build_tools/codegen.py; read through inspect.cpp.
+// The compiled kernel instances, and the tools that built them. build_tools/registry.py writes the list; inspect.cpp
+// reads it.
 #pragma once
 
 #include <span>
@@ -7,11 +7,11 @@
 namespace flash_qla {
 
 struct KernelInfo {
-  const char* name;    // of the instance, e.g. replay_states_bf16_K128
-  const char* kernel;  // e.g. replay_states
+  const char* name;    // the instance, as replay_states_bf16_K128
+  const char* kernel;  // the kernel, as replay_states
   const char* params;  // "key=value key=value"
-  int threads;         // per block
-  int registers;       // per thread, as ptxas assigned them
+  int threads;         // a block
+  int registers;       // a thread, as ptxas assigned them
   int static_shared_bytes;
   int dynamic_shared_bytes;
   int spill_bytes;  // stores + loads

@@ -1,8 +1,8 @@
-#include "gpu/launch.h"
+#include "gpu/runtime/stream.h"
 
 #include <stdexcept>
 
-// In libtorch_cuda, which this library does not link, so that it also loads under a CPU build of PyTorch.
+// A function of libtorch_cuda. It is weak, and the library not linked, because a CPU build of PyTorch has neither.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
 

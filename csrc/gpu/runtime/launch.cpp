@@ -1,4 +1,4 @@
-#include "gpu/kernel_runtime.h"
+#include "gpu/runtime/launch.h"
 
 #include <cudaTypedefs.h>
 
@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "gpu/driver_floor.h"
+#include "gpu/runtime/driver_floor.h"
 
 namespace flash_qla::runtime {
 namespace {
@@ -33,7 +33,7 @@ std::string join(const Extents& extents) {
 
 void check(const LaunchConfig& config, cudaError_t status, const char* action) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // reported here, so the next caller must not see it again
+  cudaGetLastError();  // clears the error, which is reported here
   fail(config, std::string(action) + " failed: " + cudaGetErrorString(status));
 }
 
@@ -56,14 +56,14 @@ void check_grid(const LaunchConfig& config) {
   }
 }
 
-// A function of the driver as the oldest one that this library runs on defines it. Through the runtime, so that the
-// library links no libcuda and loads where there is no driver.
+// A function of the driver, in its version of the driver floor. The runtime finds it, so the library links no libcuda
+// and loads without a driver.
 template <typename Function>
 Function driver_function(const char* name) {
   void* symbol = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &symbol, kDriverFloor, cudaEnableDefault, &found);
-  if (status != cudaSuccess) {  // an earlier kernel's error, say
+  if (status != cudaSuccess) {  // may be the error of an earlier kernel
     throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(status));
   }
   if (found != cudaDriverEntryPointSuccess) {
@@ -73,8 +73,7 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(symbol);
 }
 
-// Loading code may allocate memory, which the driver refuses while this thread, or another one, captures a graph. None
-// of it is part of the graph.
+// Allows memory allocations while a thread captures a graph. Loading code may allocate, and is not part of the graph.
 class AllowInCapture {
  public:
   AllowInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -89,7 +88,7 @@ void check(const LaunchConfig& config, CUresult status, const char* action) {
   fail(config, std::string(action) + " failed: CUDA driver error " + std::to_string(status));
 }
 
-// Belongs to no device: the driver loads it where it is launched.
+// The kernel's function, loaded once. It belongs to no device; the driver loads it on each device that launches it.
 const void* load(const LaunchConfig& config) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
@@ -106,8 +105,8 @@ const void* load(const LaunchConfig& config) {
   return kernel.function.load(std::memory_order_relaxed);
 }
 
-// The function as the runtime takes it, allowed its dynamic shared memory on the current device. Function attributes
-// belong to a device. Setting one twice is harmless, so a race between two threads costs a call and nothing else.
+// The kernel's function, with its dynamic shared memory allowed on the current device. Function attributes belong to a
+// device. Two threads may set one twice, which is harmless.
 const void* prepare(const LaunchConfig& config) {
   const int device = current_device();
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
@@ -142,7 +141,7 @@ void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream) {
 }
 
 CUtensorMap encode_tensor_map(const TensorMap& map) {
-  if (map.address == nullptr) {  // a tensor that this call does not have: the kernel does not touch it
+  if (map.address == nullptr) {  // the call has no such tensor, and the kernel does not touch it
     return {};
   }
   std::array<cuuint64_t, TensorMap::kMaxRank> sizes, strides;

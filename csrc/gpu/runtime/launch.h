@@ -1,6 +1,5 @@
-// What the generated launchers share: kernels' code, launch configuration and TMA descriptors.
-// Every failure throws std::runtime_error with the kernel's name.
-
+// The base of the generated launchers: code of kernels, launch configurations and TMA descriptors. Every failure throws
+// std::runtime_error with the kernel's name.
 #pragma once
 
 #include <cuda.h>
@@ -12,12 +11,12 @@
 
 namespace flash_qla::runtime {
 
-// Code for a GPU, loaded by its first launch. One object per kernel, which stays for good.
+// A kernel's code, loaded by its first launch. There is one static object a kernel.
 struct Kernel {
-  const char* name;   // of the function in the cubin, and for messages
+  const char* name;   // the function's name in the cubin and in messages
   const char* cubin;  // an ELF file
   std::atomic<const void*> function = nullptr;
-  std::atomic<uint64_t> prepared = 0;  // the devices on which it may use its dynamic shared memory, one bit each
+  std::atomic<uint64_t> prepared = 0;  // bit i: device i allows its dynamic shared memory
 };
 
 struct LaunchConfig {
@@ -25,13 +24,13 @@ struct LaunchConfig {
   std::array<int64_t, 3> grid;
   std::array<int, 3> block;
   int shared_bytes;  // dynamic
-  // Programmatic dependent launch; only for kernels that wait for their predecessor themselves.
+  // Programmatic dependent launch: the kernel itself waits for its predecessor.
   bool overlaps_predecessor = false;
 
   bool is_empty() const { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
 };
 
-// Launches on the current device. `arguments` are pointers to the kernel's arguments.
+// Launches on the current device. `arguments`: pointers to the kernel's arguments.
 void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream);
 
 // The arguments of cuTensorMapEncodeTiled, innermost dimension first.
@@ -55,7 +54,7 @@ struct TensorMap {
 
 CUtensorMap encode_tensor_map(const TensorMap& map);
 
-// A kernel argument that the device code takes in 32 bits.
+// The value of an argument that the device code takes in 32 bits. Throws if it does not fit.
 int32_t to_int32(const char* kernel, const char* argument, int64_t value);
 
 }  // namespace flash_qla::runtime

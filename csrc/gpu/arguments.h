@@ -1,9 +1,7 @@
-// What launches of kernels take of a call.
+// A call's tensors and flags as arguments of kernels.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-
+#include <cstdint>
 #include <optional>
 
 #include "call.h"
@@ -12,24 +10,18 @@
 
 namespace flash_qla {
 
-using torch::stable::accelerator::DeviceGuard;
-
-// Makes the tensor's device the current one while the guard lives.
-DeviceGuard make_current(const Tensor& tensor);
-
-// The current stream of the tensor's device.
-cudaStream_t current_stream(const Tensor& tensor);
-
-// The dtype of a kernel's instance: float32 and the 16-bit dtypes.
+// The dtype of a kernel's instance: float32 or a 16-bit dtype.
 inline kernels::Dtype instance_dtype(ScalarType dtype) {
   return dtype == ScalarType::Float      ? kernels::Dtype::kFloat32
          : dtype == ScalarType::BFloat16 ? kernels::Dtype::kBfloat16
                                          : kernels::Dtype::kFloat16;
 }
 
+// The tensor's memory; null without the tensor.
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 inline void* data_if(bool wanted, const Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
 
+// The Dtype (layout.py) of a tensor.
 inline int64_t dtype_code(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::BFloat16:
@@ -43,22 +35,22 @@ inline int64_t dtype_code(const Tensor& tensor) {
   }
 }
 
-// What kernels make of gates and betas, see Activation in layout.py; g is the forward's. 0 where nothing is inside.
+// The Activation (layout.py) of raw gates: g, A_log and dt_bias with their dtypes.
+inline int64_t gate_activation(const Tensor& g, const Tensor& A_log, const std::optional<Tensor>& dt_bias) {
+  const int64_t code = Activation::kGate | dtype_code(g) << Activation::kG | dtype_code(A_log) << Activation::kALog;
+  return dt_bias ? code | Activation::kBias | dtype_code(*dt_bias) << Activation::kDtBias : code;
+}
+
+// The Activation of raw betas.
+inline int64_t beta_activation(const Tensor& beta, bool allow_neg_eigval) {
+  const int64_t code = Activation::kSigmoid | dtype_code(beta) << Activation::kBeta;
+  return allow_neg_eigval ? code | Activation::kTwice : code;
+}
+
+// The activations inside the kernels; 0: none. g is the forward's.
 inline int64_t activations_of(const Call& call, const Tensor& g) {
-  int64_t code = 0;
-  if (call.use_gate) {
-    code |= Activation::kGate | dtype_code(g) << Activation::kG | dtype_code(*call.A_log) << Activation::kALog;
-    if (call.dt_bias) {
-      code |= Activation::kBias | dtype_code(*call.dt_bias) << Activation::kDtBias;
-    }
-  }
-  if (call.use_beta_sigmoid) {
-    code |= Activation::kSigmoid | dtype_code(call.beta) << Activation::kBeta;
-    if (call.allow_neg_eigval) {
-      code |= Activation::kTwice;
-    }
-  }
-  return code;
+  return (call.use_gate ? gate_activation(g, *call.A_log, call.dt_bias) : 0) |
+         (call.use_beta_sigmoid ? beta_activation(call.beta, call.allow_neg_eigval) : 0);
 }
 
 inline kernels::Sequences sequences_of(const Call& call) {
@@ -69,7 +61,7 @@ inline kernels::Sequences sequences_of(const Call& call) {
           .offset_words = (call.N + 1) * (call.wide_offsets ? 2 : 1)};
 }
 
-// `g` is what the kernel reads, `activations` what it makes of it.
+// The kernel reads `g` and applies `activations` to it.
 inline kernels::Gates gates_of(const Call& call, const Tensor& g, int64_t activations) {
   return {.g = g.const_data_ptr(),
           .beta = call.beta.const_data_ptr(),

@@ -1,4 +1,4 @@
-#include "gpu/device.h"
+#include "gpu/runtime/device.h"
 
 #include <cuda_runtime.h>
 
@@ -8,8 +8,9 @@
 #include <stdexcept>
 
 #include "checks.h"
-#include "gpu/driver_floor.h"
+#include "chunks.h"
 #include "gpu/head_dims.h"
+#include "gpu/runtime/driver_floor.h"
 #include "layout.h"
 
 namespace flash_qla {
@@ -27,7 +28,7 @@ void check_head_dims(const Tokens& call) {
         " up to ", kMostValueDim, " on a GPU");
 }
 
-// Any call of CUDA's may bring the error of an earlier kernel: that is what the caller has to see.
+// Throws the error of a CUDA call, which may come from an earlier kernel.
 void check_cuda(cudaError_t status) {
   if (status != cudaSuccess) {
     throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(status));
@@ -36,10 +37,11 @@ void check_cuda(cudaError_t status) {
 
 // A virtual GPU may hide its clocks: it is taken for an H100.
 Card card_of(const cudaDeviceProp& properties) {
-  const double sm_khz = properties.clockRate, memory_khz = properties.memoryClockRate;
-  const double bytes = 2 * properties.memoryBusWidth / 8.0;  // a memory cycle
-  return {properties.multiProcessorCount, sm_khz > 0 ? sm_khz / 1000 : kH100.cycles_per_us,
-          memory_khz * bytes > 0 ? memory_khz / 1000 * bytes : kH100.bytes_per_us};
+  const double bytes_a_cycle = 2 * properties.memoryBusWidth / 8.0;
+  const int sm_mhz = properties.clockRate / 1000;
+  const int memory_gb_s = static_cast<int>(properties.memoryClockRate * bytes_a_cycle / 1e6);
+  return {properties.multiProcessorCount, sm_mhz > 0 ? sm_mhz : kH100.sm_mhz,
+          memory_gb_s > 0 ? memory_gb_s : kH100.memory_gb_s};
 }
 
 std::vector<Gpu> find_gpus() {
@@ -68,20 +70,22 @@ std::vector<Gpu> gpus() {
   try {
     return find_gpus();
   } catch (const std::runtime_error&) {
-    cudaGetLastError();  // no GPU, or a driver older than this library: the next CUDA call shall not see it
+    cudaGetLastError();  // no GPU, or a driver older than this library; clear the error for the next CUDA call
     return {};
   }
 }
 
-const Gpu& gpu_of(const Tensor& tensor) {
+const Gpu& gpu_at(int64_t index) {
   static const std::vector<Gpu> all = find_gpus();
-  return all.at(tensor.get_device_index());
+  return all.at(index);
 }
+
+const Gpu& gpu_of(const Tensor& tensor) { return gpu_at(tensor.get_device_index()); }
 
 std::string obstacle(int driver_cuda_version, int major, int minor) {
   const bool driver_is_old = driver_cuda_version < kDriverFloor;
   if (!driver_is_old && major == 9 && minor == 0) {
-    return {};  // every call on a GPU asks
+    return {};  // first, because every call on a GPU asks
   }
   std::ostringstream text;
   if (driver_is_old) {
@@ -104,11 +108,11 @@ void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
   check_head_dims(call);
   check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
-  check(call.T + (kChunk - 1) * (call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
+  check(most_padded_tokens(call.T, call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
         " sequences, expected at most ", INT32_MAX, " when each is padded to whole chunks of ", kChunk);
 
   const int driver = driver_cuda_version();
-  // Asking an old driver for more than its version fails, with a worse message.
+  // An old driver fails at every question except its version, with a worse message.
   if (driver < kDriverFloor) {
     fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
   }

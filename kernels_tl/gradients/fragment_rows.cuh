@@ -1,0 +1,197 @@
+// Rows of a warpgroup's WGMMA fragments and of tiles in shared memory, for chunk_backward: row dots, sums, rounding.
+// Fragments are those of tiles.cuh. A tile of R rows and 128 columns is two panels of 64 columns, each with rows of 128
+// bytes under TMA's swizzle.
+#pragma once
+
+#include "core/tiles.cuh"
+
+namespace flash_qla::device {
+
+constexpr int kRowBytes = 128;  // bytes of a panel's row
+
+// The row whose address the lane gives to ldmatrix and stmatrix. Matrices 0, 1 are rows 0 to 7 and 8 to 15 of the
+// warp's 16 rows at a piece of 16 bytes; 2, 3 are these rows at the next piece. A piece's swizzle depends on `row`.
+struct MatrixRow {
+  uint32_t address;  // the row's
+  int row, piece;
+
+  __device__ __forceinline__ uint32_t at(int n) const { return address + (((n + piece) ^ (row & 7)) << 4); }
+};
+
+__device__ __forceinline__ MatrixRow matrix_row(const void* panel, int first_row) {
+  const int lane = lane_here(), row = first_row + (lane & 15);
+  return {shared_address(panel) + row * kRowBytes, row, lane >> 4};
+}
+
+// The lane's row of a right factor: matrices 0, 1 are rows 0 to 7 at a piece and at the next one; 2, 3 are rows 8 to
+// 15. So the operands of one product lie in consecutive registers.
+__device__ __forceinline__ MatrixRow factor_row(const void* panel, int first_row) {
+  const int lane = lane_here(), row = first_row + (lane & 7) + (lane >> 4) * 8;
+  return {shared_address(panel) + row * kRowBytes, row, lane >> 3 & 1};
+}
+
+// use(i, x) for the packed pairs of columns of the tile's rows that the thread has in a fragment with 128 columns: x[0]
+// to x[3] meet fragment[i .. i + 1], [i + 4 ..], [i + 2 ..], [i + 6 ..].
+template <int kRows, typename Use>
+__device__ __forceinline__ void for_pairs_of_tile(const void* tile, int first_row, Use use) {
+#pragma unroll
+  for (int panel = 0; panel < 2; ++panel) {
+    const MatrixRow from = factor_row(static_cast<const char*>(tile) + panel * kRows * kRowBytes, first_row);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t x[4];
+      load_matrices(x, from.at(n));
+      use(32 * panel + 4 * n, x);
+    }
+  }
+}
+
+// The thread's warp in its warpgroup, opaque like lane_here().
+__device__ __forceinline__ int warp_here() {
+  int thread = threadIdx.x;
+  make_opaque(thread);
+  return thread / 32 & 3;
+}
+
+// The rows of a fragment of 64 rows that the thread has: this one, and the eighth below it.
+__device__ __forceinline__ int first_row() { return 16 * warp_here() + lane_here() / 4; }
+
+// Adds over the four lanes that share two rows: to[row + 8 h] = sum of sum[h].
+__device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+    sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+  }
+  if ((threadIdx.x & 3) == 0) {
+    to[row] = sum[0];
+    to[row + 8] = sum[1];
+  }
+}
+
+// Eight registers of a fragment in 16 bits, as a left factor of a product and as store_matrices takes them.
+template <typename T>
+__device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float* x) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    rounded[p] = pack(T(), x[2 * p], x[2 * p + 1]);
+  }
+}
+
+// diag(a b^T), 16 rows each, by a warp's tensor cores: only the two 8 x 8 blocks on the diagonal are computed. Each
+// lane with is_mine() holds two rows: the rows of its WGMMA fragment.
+template <typename T>
+class Diagonal {
+ public:
+  // Adds the products of sixteen columns: a is loaded by matrix_row or a fragment, b is loaded by factor_row.
+  __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    multiply_add(T(), low_, a, b[0], b[1]);
+    multiply_add(T(), high_, a, b[2], b[3]);
+  }
+  static __device__ __forceinline__ bool is_mine() { return (lane_here() & 3) == lane_here() >> 3; }
+  __device__ __forceinline__ float of_row(int half) const {
+    const bool odd = lane_here() & 4;
+    return half ? (odd ? high_[3] : high_[2]) : (odd ? low_[1] : low_[0]);
+  }
+
+ private:
+  float low_[4] = {}, high_[4] = {};  // rows 0 to 7, and 8 to 15
+};
+
+// Dot products of a fragment's rows with those of a tile, by a warp.
+template <typename T>
+class RowDots;
+
+template <>
+class RowDots<__nv_bfloat16> {
+ public:
+  // x: eight of a fragment's registers; tile: see for_pairs_of_tile.
+  __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
+    uint32_t rounded[4];
+    round_eight<__nv_bfloat16>(rounded, x);
+    diagonal_.add(rounded, tile);
+  }
+
+  // Stores to[row + 8 h] = factors[h] * dot of that row; `row` is the thread's first row.
+  __device__ __forceinline__ void store(float* to, int row, const float (&factors)[2]) const {
+    if (diagonal_.is_mine()) {
+      to[row] = factors[0] * diagonal_.of_row(0);
+      to[row + 8] = factors[1] * diagonal_.of_row(1);
+    }
+  }
+
+ private:
+  Diagonal<__nv_bfloat16> diagonal_;
+};
+
+template <>
+class RowDots<__half> {  // fp32 sums, because fragments exceed the range of fp16
+ public:
+  __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const float2 pair = unpack(__half(), tile[p]);
+      const float* const with = x + 4 * (p & 1) + 2 * (p / 2);
+      sum_[p / 2] += with[0] * pair.x + with[1] * pair.y;
+    }
+  }
+
+  __device__ __forceinline__ void store(float* to, int row, const float (&factors)[2]) const {
+    float scaled[2] = {factors[0] * sum_[0], factors[1] * sum_[1]};
+    store_row_sums(to, row, scaled);
+  }
+
+ private:
+  float sum_[2] = {};
+};
+
+// fragment = factor diag(factors) fragment, sums = rowsum(fragment * tile), by one warpgroup.
+template <typename T>
+__device__ __forceinline__ void scale_and_dot(float* fragment, const void* tile, const float* factors, float factor,
+                                              float* sums) {
+  const int row = first_row();
+  const float scale[2] = {factors[row] * factor, factors[row + 8] * factor};
+  RowDots<T> dots;
+  for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      fragment[i + e] *= scale[e / 2 & 1];
+    }
+    dots.add(fragment + i, x);
+  });
+  dots.store(sums, row, {1.f, 1.f});
+}
+
+// sums = diag(factors) rowsum(added * tile), fragment -= diag(betas) diag(factors) added, by one warpgroup.
+template <typename T>
+__device__ __forceinline__ void subtract_and_dot(float* fragment, const float* added, const void* tile,
+                                                 const float* factors, const float* betas, float* sums) {
+  const int row = first_row();
+  const float scale[2] = {factors[row], factors[row + 8]};
+  const float taken[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
+  RowDots<T> dots;
+  for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
+    dots.add(added + i, x);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      fragment[i + e] += taken[e / 2 & 1] * added[i + e];
+    }
+  });
+  dots.store(sums, row, scale);
+}
+
+// x[0] = the sum of column lane / 4 over the eight lanes with the same lane % 4; each lane has eight columns in x.
+template <int kHalf = 4>
+__device__ __forceinline__ void column_sums(float (&x)[8]) {
+  const bool upper = threadIdx.x & 4 * kHalf;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float low = x[i], high = x[i + kHalf];
+    x[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 4 * kHalf);
+  }
+  if constexpr (kHalf > 1) {
+    column_sums<kHalf / 2>(x);
+  }
+}
+
+}  // namespace flash_qla::device
