@@ -9,7 +9,7 @@ namespace flash_qla {
 
 namespace {
 
-// Fitted to all modes of 116 batches of equal sequences on an H100 and on an H200 together, in bf16 with K = V = 128.
+// Fitted to all modes of 96 batches of equal sequences on an H100 and 88 on an H200, in bf16 with K = V = 128.
 // benchmarks/notes/cost_model.md has the fit and each card's residual.
 //
 // Microseconds: launches and first loads, which a faster clock does not shorten.
