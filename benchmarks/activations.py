@@ -1,11 +1,11 @@
-"""What the activations of gate and beta cost inside: flash_qla's calls with raw bf16 tensors over the same calls with
-gates and betas that are ready, on one GPU, and with torch making them, as layers do.
+"""Time of the activations of gate and beta: flash_qla's calls with raw bf16 tensors, over the same calls with gates and
+betas that are ready, and over calls whose gates torch computes. One GPU.
 
     python benchmarks/activations.py --out FILE.json
 
   ready    fp32 gates and betas, the same numbers as the activations inside make
   inside   raw bf16 g and beta, A_log and dt_bias in fp32
-  torch    raw bf16 g and beta, activated in torch by every call; of the low-level functions there is none
+  torch    raw bf16 g and beta, which each call activates in torch; not for the low-level functions
 
 Timed are the op, the two low-level functions and a training step, q and k being normalised already, as medians over
 replays of CUDA graphs. The three take turns, in an order that changes: at the power limit a call is the faster the less

@@ -58,7 +58,7 @@ def parse_head_dims(text: str) -> tuple[int, int]:
 
 
 def head_dims_field(head_dims: tuple[int, int]) -> dict[str, str]:
-    """What a cell of the results says of them: nothing where they are HEAD_DIMS."""
+    """The field of a cell; none if the dimensions are HEAD_DIMS."""
     return {} if head_dims == HEAD_DIMS else {"head_dims": "{}x{}".format(*head_dims)}
 
 
@@ -147,7 +147,7 @@ def make_inputs(
 
 
 def raw_tensors(T: int, H_v: int) -> dict[str, torch.Tensor]:
-    """What goes with INSIDE: g and beta as a layer in bf16 has them, and the parameters of the gate; decay is slow."""
+    """The arguments that INSIDE needs: raw g and beta in bf16, and the parameters of the gate. Decay is slow."""
     generator = torch.Generator(DEVICE).manual_seed(1)
 
     def randn(*shape):
@@ -237,7 +237,7 @@ def workspace(call) -> tuple[object, int]:
 
 @torch.no_grad()
 def forward_errors(arguments: dict, o: torch.Tensor, final_state: torch.Tensor) -> dict[str, float]:
-    """Relative L2 errors of what chunk_gated_delta_rule(**arguments) has returned."""
+    """Relative L2 errors of the results of chunk_gated_delta_rule(**arguments)."""
     expected = reference.gated_delta_rule(**arguments)
     return {
         "o": relative_error(o, expected.o),

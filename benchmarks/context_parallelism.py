@@ -59,7 +59,7 @@ class Clock:
 
 
 def begin_together(clock: Clock) -> None:
-    """Ranks, to within a small collective; their GPUs behind something that lets the host go ahead."""
+    """Ranks start together, to within a small collective. The GPU first sleeps, so that the host is ahead."""
     if clock.on_gpu:
         torch.cuda._sleep(AHEAD_CYCLES)
     if dist.is_initialized():

@@ -8,12 +8,11 @@ Raw bf16 gates and betas, the l2norm inside. Sequences are at random slots of a 
 the replay of a CUDA graph whose calls take so many pools in turn that no state is in the L2 cache when its turn comes;
 q, k, v and the gates may be. Medians over samples, in microseconds a call.
 
-  --keep last    the state behind the last token goes back to its slot: one state read and one written a sequence
-  --keep every   that behind every token is kept: by vLLM in slots, by SGLang in a buffer and its slot is left alone, by
-                 flash_qla as by either, the faster one
+  --keep last    the state after the last token goes back to its slot: a sequence reads one state and writes one
+  --keep every   the state after each token is kept: by vLLM in slots, by SGLang in a buffer, by flash_qla in both ways
 
-A package's functions all run, and the fastest counts. FLA's takes no slots: states are gathered before it and scattered
-behind. Bytes are those of the states that are read and written, of the inputs and of o; the fraction is of the copy
+All functions of a package run, and the fastest one counts. FLA's takes no slots: states are gathered before it and
+scattered after it. Bytes are those of the states that are read and written, of the inputs and of o; the fraction is of the copy
 bandwidth that common.ceilings measures.
 """
 
@@ -64,7 +63,7 @@ class Case:
         self.a, self.b = randn(B, T, self.H_v), randn(B, T, self.H_v)
         self.A_log, self.dt_bias = randn(2, self.H_v, dtype=torch.float32).unbind()
         self.cu_seqlens = torch.arange(B + 1, device=common.DEVICE, dtype=torch.int32) * T
-        # Slot 0 is nobody's for vLLM; one slot for each token, of which the first is where a sequence starts.
+        # vLLM does not use slot 0. A sequence has a slot for each token, and starts from the first one.
         slots = 2 * B * self.slots_of_sequence + 1
         shuffled = torch.randperm(slots - 1, generator=torch.Generator().manual_seed(slots)) + 1
         table = shuffled[: B * self.slots_of_sequence].view(B, -1).int()
@@ -76,7 +75,7 @@ class Case:
         self.pool = torch.empty(self.pools, slots, self.H_v, V, K, device=common.DEVICE, dtype=self.state_dtype)
         self.pool.normal_(generator=generator)
         self.o = torch.empty_like(self.v, memory_format=torch.contiguous_format)
-        self.kept = None  # the states behind all tokens, beside the pool
+        self.kept = None  # the states after all tokens, beside the pool
         if keep_every(self):
             self.kept = torch.zeros(self.pools, B, T, self.H_v, V, K, device=common.DEVICE, dtype=self.state_dtype)
 
@@ -98,7 +97,7 @@ def keep_every(case) -> bool:
     return case.keep == "every" and case.tokens > 1
 
 
-# Of each package: its functions by name, of the number of a pool, which give o.
+# The functions of each package by name: (number of a pool) -> o.
 
 
 def flash_qla_calls(case: Case) -> dict[str, Callable]:

@@ -1,4 +1,4 @@
-"""What flash_qla costs the host: CPU time of a call, of the import, and of the first call of a process.
+"""Host time of flash_qla: CPU time of a call, of the import, and of the first call of a process.
 
     python benchmarks/host.py --out FILE.json
     python benchmarks/host.py --device cpu
@@ -9,8 +9,8 @@ over batches. A batch is calls one after the other with no synchronisation in be
 that the GPU's queue never fills; torch.add on four elements gives the scale, for a step torch's own of x + 1.
 Arguments: one packed bf16 sequence, an initial state, the final state returned. Import and first call: one process each
 time, median. The import is timed after torch's; the first call after a kernel of torch has run and the inputs are
-there, up to the synchronisation behind it, so that starting CUDA is not in it. On the CPU there are no tokens and no
-sequences, so that what is timed is what surrounds the arithmetic.
+there, up to the next synchronization, so that starting CUDA is not in it. On the CPU the inputs have no tokens and no
+sequences, so that only the code around the arithmetic is timed.
 """
 
 from __future__ import annotations

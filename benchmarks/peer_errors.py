@@ -41,7 +41,7 @@ LENGTHS = {
 }
 TENSORS = ("o", "final_state", *GRADIENT_OF.values())
 
-# What FLA is not asked, and why.
+# Cases that FLA does not run, and the reason.
 FLA_SKIPS = {"empty sequences": "FLA does not promise to take sequences of no tokens"}
 
 
@@ -107,7 +107,7 @@ def measure(package: str, options) -> Iterator[dict]:
 
 
 def nan_last(x: float) -> float:
-    """What sorts by it has NaN as the largest number."""
+    """A key for sorting, with NaN as the largest number."""
     return math.inf if math.isnan(x) else x
 
 

@@ -1,11 +1,11 @@
-"""What a pool of states costs or saves in the prefill, on one GPU.
+"""Time of the prefill with a pool of states, on one GPU.
 
     python benchmarks/prefill.py --out FILE.json
 
   op           chunk_gated_delta_rule on states that are gathered already, its final states left where they are
   gathered     states taken out of the pool by torch, the op, its final states put back
   pool         prefill_gated_delta_rule
-  checkpoints  the same, which keeps the states behind every 256 tokens in slots of the pool
+  checkpoints  the same, with the states after every 256 tokens kept in slots of the pool
   invariant    prefill_gated_delta_rule with batch_invariant
 
 All with a pool of twice as many slots as sequences, fp32 or bf16, q and k being normalised already. Times are medians
@@ -49,7 +49,7 @@ def calls_of(
     states = inputs.pop("initial_state").mT.to(state_dtype).contiguous()
     blocks = [length // CHECKPOINT_TOKENS for length in lengths]
     slots = torch.randperm(2 * len(lengths), generator=torch.Generator().manual_seed(0))[: len(lengths)]
-    # Behind these slots, those of the checkpoints: a row for each sequence, as long as the longest needs.
+    # The slots of the checkpoints come after these: a row for each sequence, as long as the longest needs.
     checkpoints = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
     checkpoints[torch.arange(max(blocks)) < torch.tensor(blocks)[:, None]] = torch.arange(
         2 * len(lengths), 2 * len(lengths) + sum(blocks), dtype=torch.int32

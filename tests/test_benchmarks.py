@@ -173,7 +173,7 @@ def test_cells_of_the_forward(on_cpu):
     cells = []
     for head_dims in (common.HEAD_DIMS, (24, 40)):
         asked = options(head_dims=head_dims, gates="bench", variants="l2norm", budget_s=math.inf)
-        with torch.enable_grad():  # as it was, behind the measurement
+        with torch.enable_grad():  # as after the measurement
             found = list(forward.measure("flash_qla", asked))
         assert [cell["variant"] for cell in found] == ["default", "l2norm"]
         cells.append(found[0])
@@ -613,8 +613,8 @@ def test_context_parallelism_on_two_ranks(tmp_path, capsys):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     files = [tmp_path / f"{name}.json" for name in ("one", "two", "parts")]
     runs = ([], []), (ranks, ["--layout", "zigzag"]), ([], ["--parts", "2,4"])
-    for (before, behind), file in zip(runs, files, strict=True):
-        command = [sys.executable, *before, program, *SMALL, "--packages", "flash_qla", *behind, "--out", file]
+    for (before, after), file in zip(runs, files, strict=True):
+        command = [sys.executable, *before, program, *SMALL, "--packages", "flash_qla", *after, "--out", file]
         subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     (one,), (two,), parts = (json.loads(file.read_text())["cells"] for file in files)
     assert (one["ranks"], two["ranks"], [x["parts_of"] for x in parts]) == (1, 2, [2, 4])
