@@ -12,8 +12,8 @@ q, k, v and the gates may be. Medians over samples, in microseconds a call.
   --keep every   the state after each token is kept: by vLLM in slots, by SGLang in a buffer, by flash_qla in both ways
 
 All functions of a package run, and the fastest one counts. FLA's takes no slots: states are gathered before it and
-scattered after it. Bytes are those of the states that are read and written, of the inputs and of o; the fraction is of the copy
-bandwidth that common.ceilings measures.
+scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The fraction is
+of the copy bandwidth that common.ceilings measures.
 """
 
 from __future__ import annotations
