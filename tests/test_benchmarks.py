@@ -514,7 +514,7 @@ def card_results(commit: str = "1") -> dict:
     key = {"heads": "2x8", "batch": 8, "tokens": 1, "keep": "last", "state_dtype": "fp32", "bytes": 4.28e6}
     us = {"flash_qla": 2.0, "vllm": 3.0, "sglang": 5.0}
     sections = {
-        "ceilings": [common.H200_CEILINGS],
+        "ceilings": [common.CEILINGS["H200"]],
         "forward": forward_cells,
         "decode": [{"package": name, "version": "1", "us": x, **key} for name, x in us.items()],
     }
