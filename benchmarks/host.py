@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from common import add_head_dims_argument, argument_parser, parse_heads, run, spread
@@ -146,7 +147,9 @@ print(json.dumps({"import_ms": (time.perf_counter() - start) * 1e3}))
 
 
 def in_process(*arguments: str) -> dict:
-    found = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE).stdout
+    # From this folder, because `-c` imports from the current one: the checkout's flash_qla/ may hold no library.
+    folder = Path(__file__).parent
+    found = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, cwd=folder).stdout
     return json.loads(found.splitlines()[-1])
 
 
@@ -156,7 +159,7 @@ def measure(package: str, options) -> Iterator[dict]:
         yield cell
     dims = "{}x{}".format(*options.head_dims)
     arguments = ["--device", options.device, "--heads", options.heads, "--head-dims", dims, "--tokens", options.tokens]
-    first_calls = [__file__, *map(str, arguments), "--first-calls"]
+    first_calls = [str(Path(__file__).resolve()), *map(str, arguments), "--first-calls"]
     runs = [in_process("-c", IMPORT) | in_process(*first_calls) for _ in range(options.processes)]
     for name in runs[0] if runs else ():
         times = sorted(run[name] for run in runs)

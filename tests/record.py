@@ -24,8 +24,9 @@ def machine() -> dict:
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
         cards = [line.split(", ") for line in output_of(query).splitlines()]
-        name, driver, power_limit = cards[0] if cards else (torch.cuda.get_device_name(), None, None)
-        found = {"gpu": name, "gpus": max(1, len(cards)), "driver": driver, "power_limit": power_limit}
+        _, driver, power_limit = cards[0] if cards else (None, None, None)
+        visible = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+        found = visible | {"driver": driver, "power_limit": power_limit}
     return found | {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -28,7 +28,7 @@ __device__ __forceinline__ float2 sum_over_tokens(float2* shared, float2 x) {
 
 // One CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot. `at` is the element
 // of the first token's first head. Parts are `part_size` elements apart. The last CTA of its heads adds the sums of all
-// slots.
+// slots. A kernel cannot pass records, so everything is an argument.
 __device__ __forceinline__ void gate_gradients(const float* db_parts, const float* dg_parts, int parts,
                                                int64_t part_size, const void* g, const void* beta, const void* A_log,
                                                const void* dt_bias, int activations, void* db, void* dg,

@@ -367,8 +367,9 @@ __device__ __forceinline__ void make_column(const void* blocks, const float* inv
   store_column<T, j>(X, blocks, gates, staging, out);
 }
 
-// The columns that are this warp's, the `member`-th of a team of `warps`. Column 0 is the longest, 3 the shortest.
-// `staging`: room for two tiles for each warp of the CTA.
+// Computes and stores the columns of a warp, the `member`-th of a team of `warps`. Column 0 is the longest, 3 the
+// shortest. `staging`: room for two tiles for each warp of the CTA. A kernel cannot pass records, so everything is an
+// argument.
 template <typename T>
 __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CUtensorMap& rows_1,
                                              const CUtensorMap& rows_2, const CUtensorMap& rows_3, const CUtensorMap& A,
