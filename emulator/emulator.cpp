@@ -1,5 +1,5 @@
-// The emulator's CTAs, TMA and tensor cores, and what the library calls of the CUDA runtime, which it takes the place
-// of.
+// The emulator's CTAs, TMA and tensor cores, and the functions of the CUDA runtime that the library calls. One long
+// file, because all its parts work on the state of the one CTA that runs.
 #include "emulator.h"
 
 #include <dlfcn.h>

@@ -1,9 +1,8 @@
-// Races in shared memory. Every access of a kernel, which the compiler shows (-fsanitize=thread, whose functions are
-// here), has to come after the last write of what it reads, and a write after all reads: by barriers, not because the
-// emulator's threads happen to run in that order. Times are vector clocks, with a clock for each thread and for what
-// goes on by itself: of a barrier the loads that a phase waits for, of a thread its stores, of a warpgroup its
-// products. What threads write is seen by these engines behind a fence.proxy.async only, so a thread also knows which
-// writes are.
+// Races in shared memory. A read must come after the last write, and a write after all reads, by barriers: the order in
+// which the emulator's threads happen to run does not count. The compiler shows each access (-fsanitize=thread, whose
+// functions are here). Times are vector clocks. Each thread has a clock, and so has each engine that runs by itself: a
+// barrier's loads of a phase, a thread's stores, a warpgroup's products. These engines see a thread's writes only after
+// a fence.proxy.async, so a thread also knows which of its writes they see. One file, because all clocks are one state.
 #include "races.h"
 
 #include <dlfcn.h>
