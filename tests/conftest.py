@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
 def pytest_cmdline_main(config):
     """The whole suite runs on all cores, a worker of pytest-xdist each, unless -n says otherwise. Workers share a GPU's
     memory, so on a machine with a GPU -n stays the caller's choice."""
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_whole and config.pluginmanager.hasplugin("xdist") and no_gpu_reason() and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = os.cpu_count(), "loadscope"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
