@@ -376,7 +376,7 @@ def test_other_libraries_keywords_at_their_default(name):
     (
         ("head_first", True),
         ("chunk_indices", torch.tensor([[0, 0]])),
-        ("cp_context", object()),
+        ("cp_context", ...),
         ("transpose_state_layout", True),
         ("no_such_keyword", None),
         ("no_such_keyword", 1),
