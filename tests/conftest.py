@@ -49,11 +49,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """The whole suite runs on all cores, a worker of pytest-xdist each, unless -n says otherwise. Workers share a GPU's
-    memory, so on a machine with a GPU -n stays the caller's choice."""
+    """The whole suite runs on all cores, a worker of pytest-xdist each, unless -n or --pdb says otherwise.
+
+    Workers share a GPU's memory, so on a machine with a GPU -n stays the caller's choice.
+    """
+    option = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if is_whole and config.pluginmanager.hasplugin("xdist") and no_gpu_reason() and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist = os.cpu_count(), "loadscope"
+    if not is_whole or not config.pluginmanager.hasplugin("xdist") or not no_gpu_reason():
+        return
+    if option.numprocesses is None and not option.usepdb:
+        option.numprocesses, option.dist = len(os.sched_getaffinity(0)), "loadscope"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
