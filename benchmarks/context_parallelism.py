@@ -284,14 +284,15 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
     l2norm = {"use_qk_l2norm_in_kernel": True}
 
     def begin():
-        return ops.gated_delta_rule_forward_begin(*own, [0], output_g_cumsum=True, **l2norm)
+        return ops.gated_delta_rule_forward_begin(*own, [0], **l2norm)
 
-    maps, *_, g_cumsum = begin()
-    reverse_own = [*own[:3], g_cumsum, own[4], do]
+    maps, *_ = begin()
+    reverse_own = [*own[:3], None, own[4], do]
     state = {"initial_state": maps[:, :, :V].contiguous(), "state_v_first": True, **l2norm}
+    reverse_options = {"g_raw": own[3], **l2norm}
 
     def reverse_begin():
-        return ops.gated_delta_rule_backward_begin(*reverse_own, [0], **l2norm)
+        return ops.gated_delta_rule_backward_begin(*reverse_own, [0], **reverse_options)
 
     def whole():
         _, *made = begin()
@@ -299,12 +300,12 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
 
     def reverse_replay():
         _, workspace, *made = reverse_begin()
-        ops.gated_delta_rule_backward_replay(*reverse_own, workspace, **state)
+        ops.gated_delta_rule_backward_replay(*reverse_own, workspace, **state | reverse_options)
         return workspace, *made
 
     def reverse_whole():
         made = reverse_replay()
-        ops.gated_delta_rule_backward_finish(*reverse_own, *made, dht=state["initial_state"], **state)
+        ops.gated_delta_rule_backward_finish(*reverse_own, *made, dht=state["initial_state"], **state | reverse_options)
 
     all_maps = maps.expand(max(world_size - 1, 2), -1, -1, -1).contiguous()
     calls = {"begin": begin, "whole": whole}

@@ -307,12 +307,11 @@ def run_forward(inputs: dict, output_h: bool = True, output_final_state: bool = 
 
 def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None, intermediates=None) -> dict:
     """The low-level function: the gradients by name, dh0 only where there is an initial state. intermediates are the
-    forward's g_cumsum and A."""
-    g_cumsum, A = intermediates or run_forward(inputs, output_h=False, output_final_state=False)[:2]
-    arguments = {**inputs, "g": g_cumsum, "A": A, "do": do, "dht": dht}
+    forward's g_cumsum and A; without them it is called as by autograd."""
     with_gate = inputs.get("use_gate_in_kernel", False)
-    if with_gate:
-        arguments["g_raw"] = inputs["g"]
+    g_cumsum, A = intermediates or (None, None)
+    g_raw = inputs["g"] if with_gate or intermediates is None else None
+    arguments = {**inputs, "g": g_cumsum, "A": A, "do": do, "dht": dht, "g_raw": g_raw}
     outputs = flash_qla.chunk_gated_delta_rule_bwd(**arguments)
     names = ALL_GRADIENTS_OF if with_gate else GRADIENT_OF
     gradients = dict(zip(names.values(), outputs, strict=True))

@@ -148,7 +148,7 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
         if case.use_gate_in_kernel:
             known["g_raw"] = known["g"]
         known |= {"g": g_cumsum, "A": A}
-    known |= {"output_final_state": True, "output_h": True, "output_g_cumsum": True, "map_sequences": [0, 3]}
+    known |= {"output_final_state": True, "output_h": True, "map_sequences": [0, 3]}
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
 
     def states(*outer):

@@ -193,6 +193,17 @@ def test_wrong_raw_gate(device, wrong):
     check_raises(op, edit(good(op, device, use_gate_in_kernel=True)), "g_raw", *parts)
 
 
+def test_a_backward_without_gates(device):
+    inputs = good("chunk_gated_delta_rule_bwd", device)
+    check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g": None}, "g_raw", "None", "g of the forward")
+
+
+def test_a_backward_without_sums(device):
+    op = "chunk_gated_delta_rule_bwd"
+    inputs = good(op, device) | {"g": None, "A": None, "g_raw": good(op, device)["g"][:, :5]}
+    check_raises(op, inputs, "g_raw", "[1, 5, 4]", "[1, 64, 4]")
+
+
 def test_raw_gate_without_the_activation(device):
     inputs = good("chunk_gated_delta_rule_bwd", device)
     check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g_raw": inputs["g"]}, "g_raw", "use_gate_in_kernel")
@@ -211,7 +222,7 @@ def test_final_state_gradient_for_the_batch(device):
     check_raises("chunk_gated_delta_rule_bwd", inputs, "dht", "[1, 4, 128, 128]", "[2, 4, 128, 128]")
 
 
-@pytest.mark.parametrize("name", ("A", "do"))
+@pytest.mark.parametrize("name", ("beta", "do"))
 def test_none_for_what_the_backward_needs(name):
     inputs = good("chunk_gated_delta_rule_bwd", "cpu", T=5)
     with pytest.raises((RuntimeError, TypeError), match=rf"\b{name}\b"):

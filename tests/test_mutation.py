@@ -38,7 +38,7 @@ def test_which_ops_write():
         "prefill_gated_delta_rule": ["state_pool", "checkpoints"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states"],
-        "gated_delta_rule_forward_finish": ["workspace", "o", "g_cumsum"],
+        "gated_delta_rule_forward_finish": ["workspace", "o"],
         "gated_delta_rule_backward_replay": ["workspace"],
         "gated_delta_rule_backward_finish": ["workspace", "dq", "dk", "dv", "db", "dg"],
     }

@@ -166,7 +166,7 @@ class Backward {
                              .gradients = gradients(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
-                             .cumulative = true,
+                             .cumulative = call_.is_cumulative(),
                              .gate_gradients = d_.gate_gradients,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = head_blocks()},

@@ -94,9 +94,9 @@ class Forward {
   kernels::Outputs outputs() const {
     return {.o = out_.o.mutable_data_ptr(),
             .A = data_if(call_.output_A, out_.A),
-            .g_cumsum = data_if(call_.output_g_cumsum, out_.g_cumsum),
+            .g_cumsum = data_if(call_.output_A, out_.g_cumsum),
             .has_A = call_.output_A,
-            .has_g_cumsum = call_.output_g_cumsum};
+            .has_g_cumsum = call_.output_A};
   }
 
   kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }

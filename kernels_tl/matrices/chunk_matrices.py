@@ -15,8 +15,8 @@
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
 
-The backward passes keys and queries that are normalised already; its g is b (`cumulative`); its o is dv, whose padding
-rows need zeros too. Rows that no sequence covers get zeros in A, g_cumsum and o.
+The backward passes keys and queries that are normalised already; its g may be b (`cumulative`); its o is dv, whose
+padding rows need zeros too. Rows that no sequence covers get zeros in A, g_cumsum and o.
 
 D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
 inverse. L leaves the unit diagonal out, so products with L round small numbers only.
