@@ -12,7 +12,8 @@
 
 namespace flash_qla::device {
 
-constexpr float kNegligible = -24.f;  // log2 of a bound
+// log2 of a bound.
+constexpr float kNegligible = -24.f;
 
 // The first chunk that matters to the state after the segment, or -1 if the state before the segment may matter too.
 // bounds[c * stride] is the sum of chunk c. A whole warp calls it; lane i takes the i-th of 32 chunks from the last on.

@@ -128,7 +128,8 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
-        """A consumer's step, from its tiles to O's; and in turns the matrices of the chunk two ahead."""
+        """A consumer's step, from the chunk's tiles to the tile of O. After every other step the warpgroup computes the
+        matrices of the chunk two ahead."""
         tile, value = stage(now), value_stage(now)
         s, u = tile.index, value.index
         own = at_place.warpgroup(place)
@@ -322,7 +323,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def end_tables(tiles, ready, times, ring: T.Ref):
-        """The gates' warp, at the end: each warpgroup asks for one chunk too many."""
+        """The gates' warp, at the end: says that no chunk follows. Each warpgroup asks for one chunk after the last."""
         for _ in T.serial(times):
             tile = stage(ring)
             tile.wait_until_free(ready.released)
@@ -332,7 +333,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, chunks: T.Ref):
-        """Goes on by `chunks` chunks, over the borders of pieces."""
+        """Moves row, rest and hv on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0."""
         while chunks > 0:
             row += C
             rest -= C
