@@ -17,7 +17,7 @@ namespace {
 
 using cpu::entry;
 
-// The work on a sequence, its indices checked. kNoState: no slot, nothing is read or written.
+// The work on a sequence, with checked indices. kNoState: no slot, so nothing is read or written.
 struct Plan {
   int64_t begin, end;            // rows of q, k, v
   int64_t slot;                  // slot of the first state
