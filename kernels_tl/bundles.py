@@ -241,7 +241,7 @@ class Maps(Bundle):
     maps     M^T in two 16-bit parts, rounded and rest
     skips    1 where M is negligible: it is not computed
 
-    In reverse `states` are gradients: dZ^T of segment s in slot s - 1, then dS'^T after segment s - 1.
+    `states` are gradients in reverse: dZ^T of segment s in slot s - 1, then dS'^T after segment s - 1.
     """
 
     def __init__(self, sizes, dtype, K):

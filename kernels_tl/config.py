@@ -66,7 +66,7 @@ CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
 # Tile: value heads of a group that share K K^T, one a warp. Four CTAs hide each other's latencies.
 CHUNK_MATRICES = Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS)
 
-# By value tile. The spills are around the stores of h; a forward without h does not pay for them.
+# Keyed by value tile. The spills are around the stores of h; a forward without h does not pay for them.
 CHUNK_FORWARD = {
     NARROW_TILE: Tile(
         tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
@@ -105,7 +105,7 @@ GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 # Tile: rows of queries or keys. 16 lanes share a row of 128 channels.
 L2NORM = Tile(tile=16, consumers=256)
 
-# By path. Most of the spilled registers are stored and loaded once a CTA.
+# Keyed by path. Most of the spilled registers are stored and loaded once a CTA.
 DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
 DECODE = {
     "one_token": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS),

@@ -15,7 +15,7 @@ BLOCK = 16
 # rows of blocks follow one another, each from the diagonal block on.
 TRIANGLE = 10 * BLOCK * BLOCK
 
-# In place of a chunk's sequence: no sequence covers its rows. They are padding, and their outputs are zeros.
+# The sequence of a chunk whose rows no sequence covers. They are padding, and their outputs are zeros.
 PADDING = -1
 
 # Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: segment_scan writes it.
@@ -197,7 +197,7 @@ class Place:
 
 
 class NamedBarrier:
-    """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
+    """Named barriers of a CTA. TileLang takes the low numbers for barriers of its own."""
 
     SCAN_ROUNDED = 1  # segment_scan, compose_maps: both parts of S are in shared memory
     BACKWARD_CLEARED = 4  # replay_states, the maps, chunk_backward: rows after the sequence are zeros

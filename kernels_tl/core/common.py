@@ -1,5 +1,5 @@
-"""Small helpers that all kernels share. What the names mean is in docs/glossary.md; numbers that CUDA and C++ need too
-are in layout.py.
+"""Small helpers that all kernels share. docs/glossary.md explains the names; numbers that CUDA and C++ need too are in
+layout.py.
 
 Sizes that only change grids, strides and descriptors are dynamic: Sizes of bundles.py, and those of `dims`. A kernel is
 compiled for K and V. Keys with fewer channels, and the last tile of a value, are padded with zeros on the chip: TMA

@@ -1,4 +1,4 @@
-// Functions of threads and warps: their numbers, conversions, the swizzle, TF32.
+// Small device functions: numbers of warps and lanes, early loads, conversions, the swizzle, TF32.
 #pragma once
 
 #include <cstdint>

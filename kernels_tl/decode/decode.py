@@ -39,8 +39,8 @@ There are four paths, each a kernel:
   (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
   queries. A later state takes one more product: the changes, in two parts of 16 bits, with the keys.
 
-On every path a sequence of one token takes the sums of one_token, and a sequence of more than eight tokens takes those
-of rows. Sums are over the same numbers in the same order wherever a sequence lies in a batch.
+Every path takes a sequence of one token as one_token does, and a sequence of more than eight tokens as rows does. Sums
+are over the same numbers in the same order wherever a sequence lies in a batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -63,8 +63,8 @@ PRELUDE = """
 
 assert DECODE_TILE % GROUP == 0
 
-# By path: its name in decode/decode.cuh, and the rows of a state in shared memory. `blocks` has two groups that are
-# fetched and one that is written.
+# Keyed by path: its name in decode/decode.cuh, and the rows of a state in shared memory. `blocks` has two groups that
+# are fetched and one that is written.
 PATHS = {
     "one_token": ("kOneToken", 0),
     "rows": ("kRows", GROUP),
@@ -124,8 +124,8 @@ class DecodeShares(Bundle):
     def __init__(self):
         super().__init__(
             groups=T.int32,  # groups of value rows of a tile
-            whole=T.int32,  # the first sequences, of which a CTA takes whole tiles
-            halvings=T.int32,  # of the other sequences a CTA takes 1 / 2^halvings of a tile
+            whole=T.int32,  # number of the first sequences: a CTA takes a whole tile of one
+            halvings=T.int32,  # a CTA takes 1 / 2^halvings of a tile of each other sequence
             places=T.int32,  # whole + 2^halvings * the number of the other sequences
             early=T.int32,  # places whose CTAs may begin before the preceding grid has ended
         )

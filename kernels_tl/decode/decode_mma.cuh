@@ -27,7 +27,7 @@ struct MmaTokens {
   struct OfWarp {
     float products[kRows][kRows];  // products of rows with rows
     float factors[kFactors][kTokens], pairs[kPairs][kTokens][kTokens];
-    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // of the states after tokens
+    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // destinations of the states after tokens
   };
   uint4 rows[kRows][kPieces], values[kTokens][kDecodeTile / 8];
   OfWarp warps[kDecodeWarps];
@@ -287,7 +287,7 @@ class MmaDecoder {
     const int row = first_row_ + row_ + lane_ / 4;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) {
-      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // for lane_ % 4 >= 2: lanes that have S q
+      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // used if lane_ % 4 >= 2: these lanes have S q
       float out[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -316,7 +316,7 @@ class MmaDecoder {
   // Writes S_t, the state after token t, over the fetched state. The changes are in two parts of 16 bits, high and low.
   __device__ __forceinline__ void make_state(Tile& tile, const Tokens& tokens, int t) const {
     const auto& of = tokens.of_warp();
-    // With four tokens half of the lanes hold the high parts of the changes, the other half the low parts.
+    // Half of the lanes hold the high parts of the changes, the other half the low parts, if there are four tokens.
     const bool low = kTokens < 8 && lane_ % 4 >= 2;
     const float* const pairs = &of.pairs[Tokens::kDecay][t][own_token()];
     const float decays[2] = {pairs[0], pairs[1]};

@@ -1,4 +1,4 @@
-// What a CTA of decode works on: its value rows, its sequence's tokens, and the places of states; see decode/decode.py.
+// The work of a CTA of decode: its value rows, its sequence's tokens, and the places of states; see decode/decode.py.
 #pragma once
 
 #include "core/activations.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int gro
 struct DecodePlan {
   FirstSlots first_slots;
   Table offsets, write_indices, state_rows, parents;
-  int tokens;  // of all sequences
+  int tokens;  // tokens of all sequences
   int length;  // tokens of each sequence, without offsets
   bool update_state;
 

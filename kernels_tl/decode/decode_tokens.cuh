@@ -124,7 +124,7 @@ class PreparedTokens {
     float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];
     float v[kDecodeTokens][kTileRows];
     float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
-    Places places[kDecodeTokens];  // of the states after tokens; only `want` sets them
+    Places places[kDecodeTokens];  // destinations of the states after tokens; only `want` sets them
   };
 
   __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodePlan& plan, const DecodeTokens& tokens,

@@ -12,7 +12,7 @@ constexpr int kRowBytes = 128;  // bytes of a panel's row
 // The row of a panel whose address the lane gives to ldmatrix or stmatrix. at(n) is the address of piece n + `piece`,
 // of 16 bytes; the swizzle depends on `row`.
 struct MatrixRow {
-  uint32_t address;  // of the row's first byte
+  uint32_t address;  // the row's first byte
   int row, piece;
 
   __device__ __forceinline__ uint32_t at(int n) const { return address + (((n + piece) ^ (row & 7)) << 4); }

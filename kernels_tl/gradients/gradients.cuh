@@ -55,7 +55,7 @@ class GatedProducts {
           const int at = 4 * n + 2 * half + e;
           const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x));
           const float ungated = products_[at];
-          x[e] = D * ungated;  // above the diagonal it may be inf, and is not used
+          x[e] = D * ungated;  // may be inf above the diagonal, where it is not used
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
           const float E = below ? x[e] * likeness_[at] : 0.f;
           sum_[half] += E;

@@ -39,7 +39,7 @@ def l2norm_backward(dtype, K):
             sizes += T.abs(dy[i])
         product = T.alloc_var("float32", init=sum_of_lanes(products, LANES))
         size = T.alloc_var("float32", init=sum_of_lanes(sizes, LANES))
-        # In rows that no sequence covers dy is 0, and y may be NaN. They stay 0.
+        # Rows that no sequence covers have dy = 0, and y may be NaN. They stay 0.
         if there & (size != 0.0):
             factor = T.alloc_var("float32", init=rstd[which, row])
             for i in T.unroll(NORM_PIECE):

@@ -1,5 +1,5 @@
-"""The map of whole sequences, composed of those of their segments (segment_maps, backward_maps): what ranks exchange
-under context parallelism.
+"""The maps of whole sequences, composed of the maps of their segments (segment_maps, backward_maps). Ranks exchange
+them under context parallelism.
 
     M = M_n ... M_1                          of a sequence with segments 1 to n
     Z = M_n (... (M_1 S + Z_1) ...) + Z_n    S: the initial state, if there is one, else 0

@@ -6,7 +6,7 @@
 // last chunks add up to less than kNegligible, the state after the segment ignores all earlier chunks. The error is at
 // most 2^-24 of the norm of the state before these last chunks.
 //
-// In reverse, once the sums of the first chunks add up to less than kNegligible, the gradient of the state before the
+// The reverse: once the sums of the first chunks add up to less than kNegligible, the gradient of the state before the
 // segment ignores all later chunks.
 #pragma once
 

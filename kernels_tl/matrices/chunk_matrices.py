@@ -15,8 +15,8 @@
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
 
-In the backward, queries and keys are normalised already, g is b (`cumulative`), and o is dv. Rows that no sequence
-covers get zeros in o, A and g_cumsum. In the backward dq and dk get them too, and db and dg unless gate_gradients runs.
+The backward passes normalised queries and keys, b as g (`cumulative`), and dv as o. Rows that no sequence covers get
+zeros in o, A and g_cumsum. In the backward dq and dk get them too, and db and dg unless gate_gradients runs.
 
 D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
 inverse. L leaves the unit diagonal out, so products with L round small numbers only.

@@ -24,7 +24,7 @@ has `uniform_length` tokens.
 A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. On a
 pool a sequence without a slot has padding chunks, one segment without tokens, and no states.
 
-On a pool the initial and the final state of a sequence have the same slot. If the sequence is cut, the last segment may
+The initial and the final state of a sequence have the same slot on a pool. If the sequence is cut, the last segment may
 write the slot before the first segment reads it. So the first segment of a cut sequence then takes its state from
 segment_scan, which copies it (FROM_SCAN).
 """
@@ -191,7 +191,7 @@ def chunk_plan(offset_dtype):
             own = T.alloc_var("int32")
             initial = T.alloc_var("int32")
             rows_before = T.alloc_var("int32", init=0)
-            tokens_before = T.alloc_var("int32", init=0)  # of earlier steps
+            tokens_before = T.alloc_var("int32", init=0)  # tokens of earlier steps
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
             size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)

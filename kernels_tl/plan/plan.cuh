@@ -111,7 +111,7 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
     }
     return;
   }
-  int tokens_before = 0, chunks_before = 0;  // of the sequences before n
+  int tokens_before = 0, chunks_before = 0;  // tokens and chunks of the sequences before n
   for (int n = 0; n < N; n += kLanes) {
     const Extent extent = lane_extent(offsets, wide, N, tokens, n, tokens_before);
     const int chunks = chunks_of(extent.end - extent.begin);

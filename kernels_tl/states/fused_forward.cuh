@@ -30,7 +30,7 @@ __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   }
 }
 
-// With low_level, warpgroup w's tile of O holds A of chunk w first, then O of every chunk c in order. A of chunk c + 2
+// Warpgroup w's tile of O, with low_level, holds A of chunk w first, then O of every chunk c in order. A of chunk c + 2
 // follows O of chunk c if c % 2 = w. With c = 2 p + u these contents have the numbers
 //
 //   O of chunk c       3 p + u + 1 if w = 1, 3 p + 2 u + 1 if w = 0

@@ -7,7 +7,7 @@
 namespace flash_qla {
 
 struct KernelInfo {
-  const char* name;    // of the instance, such as replay_states_bf16_K128
+  const char* name;    // the instance's, such as replay_states_bf16_K128
   const char* kernel;  // such as replay_states
   const char* params;  // "key=value key=value"
   int threads;         // of a CTA
