@@ -118,7 +118,6 @@ uint16_t bits_of(float x, bool bf16) {
   return bf16 ? __nv_bfloat16_raw(__float2bfloat16_rn(x)).x : __half_raw(__float2half_rn(x)).x;
 }
 
-// The element of a pair in a register.
 float element_of(uint32_t pair, int i, bool bf16) { return number_of(static_cast<uint16_t>(pair >> 16 * i), bf16); }
 
 // The swizzle of TMA and WGMMA for rows of 16 << mode bytes. Mode 0: none.

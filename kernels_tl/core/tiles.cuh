@@ -76,7 +76,8 @@ __device__ __forceinline__ void subtract_from_minuend(float* fragment, const uin
   }
 }
 
-// One factor for all columns. The load is opaque: a uniform register would delay WGMMAs that are issued meanwhile.
+// Loads one factor for all columns. The load is opaque: a uniform register would delay WGMMAs that are issued
+// meanwhile.
 __device__ __forceinline__ float load_factor(const float* factor) { return load_shared(factor); }
 
 // x = factors[j] of a lane's columns, two for each eight columns. scale_columns computes fragment[i][j] *= factors[j].
@@ -190,8 +191,8 @@ __device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, in
   }
 }
 
-// rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8. One warp calls it, because a box of
-// TMA would write rows of the next sequence.
+// rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8. One warp calls it in the place of a
+// box of TMA, which would write rows of the next sequence.
 template <typename T>
 __device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid, int columns) {
   const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;

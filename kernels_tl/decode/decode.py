@@ -5,14 +5,13 @@
     o        = scale (gamma S q + change (k^T q))
     S'       = gamma S + change k^T
 
-The arithmetic is fp32, token by token. S [V, K] is read once and written to each requested slot. q and k are
-normalised if the l2norm is inside.
+Sums are in fp32. S [V, K] is written to each requested slot. q and k are normalised if the l2norm is inside.
 
     q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
     v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
     state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
-    offsets        [N + 1]                          the tables of indices are int32 or int64, or absent: `tables` says
-    state_indices  [N, columns]                     so with the bits of DecodeTable
+    offsets        [N + 1]                          tables of indices: int32, int64 or absent, as `tables` says
+    state_indices  [N, columns]                     (DecodeTable)
     accepted       [N]
     write_indices  [N, columns]
     state_rows     [N]

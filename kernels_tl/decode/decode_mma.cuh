@@ -16,7 +16,7 @@ struct MmaTokens {
   enum Factor { kValue, kKey, kQuery, kSince, kFactors };  // numbers of a token
   enum Pair { kChange, kOutput, kDecay, kPairs };          // numbers of a token and itself or an earlier one
 
-  // With S0 the initial state, and j over t's ancestors, in the last two sums over t too,
+  // S0 is the initial state. Sums are over t's ancestors j, and the last two also over j = t:
   //
   //   change_t = kValue_t v_t - kKey_t (S0 k_t) - sum of kChange_tj change_j
   //   o_t      = kQuery_t (S0 q_t) + sum of kOutput_tj change_j

@@ -4,7 +4,7 @@
 
     states  [segment_slots, H_v, value_rows, K] fp32, V-first   slot s + 1 has Z_s^T, and gets the state before s + 1
     maps    [segment_slots, H_v, 2, K, K] 16-bit                M_s^T as a rounded part and the rest
-    skips   [segment_slots, H_v] int32                          1 where M is negligible: the slot is right already
+    skips   [segment_slots, H_v] int32                          1 where M_s is negligible: Z_s is the state already
 
 `reverse` is the instance for gradients, from the last segment to the first:
 
