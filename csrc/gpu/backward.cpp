@@ -52,7 +52,8 @@ class Backward {
     }
   }
 
-  // The first half. The dZ of a segment is in the slot of the segment before it, which is the next slot.
+  // The first half. compose_maps expects dZ of segment s in slot s. It is in slot s - 1 of grad_states(), which is slot
+  // s of the whole region.
   Begun begun() {
     begin();
     return {pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state),
@@ -121,13 +122,13 @@ class Backward {
     return found;
   }
 
-  // States without addresses: they say which states exist. Kernels take the gradients of states by themselves.
+  // States without addresses: they only say which states exist. The gradients of states are arguments of their own.
   States states() const {
     return states_in_order(call_, own_states(call_, nullptr), call_.in_halves || call_.initial_state,
                            call_.in_halves || call_.grad_final_state);
   }
 
-  // dS after each segment. In halves a first segment has a dZ, too: the slot before it.
+  // dS' after each segment. In halves the region has one more slot in front: dZ of the first segment is there.
   float* grad_states() const {
     return workspace_[workspace_.grad_states] + (d_.in_halves ? state_rows(call_.H_v, call_.K, call_.V) : 0);
   }
@@ -268,7 +269,7 @@ class Backward {
   const int64_t activations_;  // Activation in layout.py
 };
 
-// The outputs if no sequence has a token: gradients of states pass through, and no input mattered.
+// The outputs if no sequence has a token: gradients of states pass through, all others are zeros.
 void pass_gradients_through(const BackwardCall& call, BackwardOutputs& out) {
   for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg, &out.dA_log, &out.ddt_bias}) {
     zero(*zeros);

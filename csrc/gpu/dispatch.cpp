@@ -98,7 +98,8 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
 bool is_batch_invariant(const ForwardShape& shape) { return shape.batch_invariant; }
 bool is_batch_invariant(const BackwardShape&) { return false; }
 
-// Keeps the last decision: a batch has a hundred candidates, and the layers of a model call with one shape.
+// Keeps the last decision, because a decision compares up to a hundred modes, and all layers of a model call with one
+// shape.
 template <typename Record, typename DirectionShape>
 Record decide_once(const DirectionShape& shape, Override forced) {
   struct Decision {

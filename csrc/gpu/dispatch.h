@@ -1,5 +1,5 @@
 // The launch record of a call. It is decided from the shape and the card's figures alone, so that the host never waits
-// for cu_seqlens. Whether any sequence is long enough to be cut only cu_seqlens say: chunk_plan decides that on the
+// for cu_seqlens. Only cu_seqlens say whether a sequence is long enough to be cut, so chunk_plan decides that on the
 // device.
 //
 // modes.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The dispatch
@@ -27,8 +27,8 @@ struct Dispatch {
 
   bool uses_cp() const { return segment_chunks > 0; }
   bool has_maps() const { return uses_cp() || in_halves; }
-  // Slots of Z, or of dZ. In halves there is one more: Z of a last segment is after it, dZ of a first segment before
-  // it.
+  // Slots of Z, or of dZ. In halves there is one more: Z of the last segment is in the slot after it, dZ of the first
+  // segment in the slot before it.
   int64_t map_slots() const { return has_maps() ? segments + in_halves : 0; }
 };
 

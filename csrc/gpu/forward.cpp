@@ -61,7 +61,7 @@ class Forward {
     }
   }
 
-  // The first half.
+  // The first half. compose_maps expects Z of segment s in slot s. It is in slot s + 1 of the region.
   Begun begun() {
     begin();
     const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);

@@ -10,8 +10,8 @@ namespace flash_qla {
 
 namespace {
 
-// The most sequences, a step of chunk_plan, of which the first segment belongs to the longest. That segment then tells
-// whether any sequence is cut.
+// The first segment belongs to the longest of up to so many sequences, a step of chunk_plan. The flags of that segment
+// then tell whether any sequence is cut.
 constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
 constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
@@ -40,13 +40,14 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   const bool always_cut = forced.always_cuts() || shape.in_halves;
   const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
   modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut});
-  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile) {  // whole sequences are fewer pieces
+  // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
+  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile) {
     modes.push_back({tile, kNarrowTile, segment_chunks, false, false});
   }
 }
 
-// Lengths of segments in chunks; the first is 0, no segments. In halves 0 stays only if it is the one length: the maps
-// are then of whole sequences.
+// The lengths of segments that are considered, in chunks; 0, the first one: no segments. In halves 0 is left out if
+// there are others, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (forced.segment_chunks >= 0) {
     return {forced.segment_chunks};

@@ -17,7 +17,7 @@ struct Mode {
   bool always_cut;  // false: the device cuts if that pays
 };
 
-// The modes of a call, one or more. A mode that leaves a choice to the device comes after the mode of the comparison.
+// The modes of a call, one or more. Modes that offer the device a choice come after the mode that they have to beat.
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced);
 std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced);
 

@@ -1,15 +1,16 @@
-"""The states again, for the backward: the recurrence (states/recurrence.py, without outputs, S' exact) over the chunks
-of each segment. The state stays in registers from the first chunk to the last. Written for each chunk:
+"""The states before all chunks and the chunks' V_new again, for the backward. Chunk by chunk of each segment,
 
-    h          S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
-    v_new      V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
+    V_new^T, S'^T = f(S^T, K, V, L, gates)      f is the step of states/recurrence.py, without outputs and with exact S'
 
-A sequence's first segment starts from the caller's state or from zero, every other segment from `states`, which
-segment_scan wrote.
+    h       S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
+    v_new   V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
 
-backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA owns V value rows of a head of a segment, a tile. Its
-roles: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for each
-consumer warpgroup a warp that stores h and V_new.
+backward.cpp launches [segments * H_v * value tiles] CTAs. A CTA takes V value rows, a tile, of one head of one segment.
+They stay in registers from the segment's first chunk to its last. A sequence's first segment starts from the caller's
+state or from zero. Every other segment starts from `states`, which segment_scan has written.
+
+Roles of a CTA: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for
+each consumer warpgroup a warp that stores h and V_new.
 """
 
 from functools import partial
@@ -87,7 +88,7 @@ def replay_states(dtype, K):
 
     @T.macro
     def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
-        """The consumers: the recurrence, and its h and V_new to shared memory."""
+        """The consumers: the recurrence, with h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, TILE.early_factors, output=False, exact=True)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
