@@ -27,6 +27,7 @@ TileLang, which must be installed.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 from collections.abc import Iterator
 
@@ -63,8 +64,8 @@ def flop(K: int, V: int) -> float:
 
 
 def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
-    """Bytes per token: q, k, dq, dk; v, do, dv; A; g, beta, dg, db."""
-    return 8 * K * H_k + 6 * V * H_v + 2 * CHUNK * H_v + 16 * H_v
+    """Bytes per token: q, k, dq, dk; v, do, dv; g, beta, dg, db."""
+    return 8 * K * H_k + 6 * V * H_v + 16 * H_v
 
 
 def flash_qla_backward(inputs: dict, output_gradients: dict):
@@ -77,7 +78,7 @@ def flash_qla_backward(inputs: dict, output_gradients: dict):
 def flash_qla_jit_backward(inputs: dict, output_gradients: dict):
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-    inputs = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "auto_cp": True}
+    inputs = inputs | {"auto_cp": True}
     kept = {"output_final_state": True, "output_h": False, "enable_fwd_cp_cache": True, "is_train": True}
     g_cumsum, A, *_, cp_cache = chunk_gated_delta_rule_fwd(**inputs, **kept)
     saved = inputs | {"g": g_cumsum, "A": A, "cp_cache": cp_cache}
@@ -113,10 +114,17 @@ class Step:
         return self.backward(self.forward())
 
 
-def step_inputs(H_k: int, H_v: int, lengths: list[int], options, seed: int = 0) -> tuple[dict, dict]:
-    inputs, output_gradients = make_inputs(
-        H_k, H_v, lengths, options.head_dims, seed=seed, normalize=False, gradients=True
-    )
+def inputs_of(package: str, *args, **kwargs) -> tuple[dict, dict]:
+    """make_inputs with gradients. FlashQLA takes cu_seqlens in int32, and the same tensor in each call, because its
+    caches go by identity, and a miss while a graph is captured is an error."""
+    inputs, output_gradients = make_inputs(*args, gradients=True, **kwargs)
+    if package == "flash_qla_jit":
+        inputs["cu_seqlens"] = inputs["cu_seqlens"].int()
+    return inputs, output_gradients
+
+
+def step_inputs(package: str, H_k: int, H_v: int, lengths: list[int], options, seed: int = 0) -> tuple[dict, dict]:
+    inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, seed=seed, normalize=False)
     if options.activations:
         inputs |= raw_tensors(sum(lengths), H_v) | INSIDE
     return inputs, output_gradients
@@ -130,6 +138,7 @@ def step_memory(step: Step) -> dict[str, int]:
 
     step()
     torch.cuda.synchronize()
+    gc.collect()  # or what it frees later counts
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     outputs = step.forward()
@@ -151,19 +160,17 @@ def load(package: str) -> tuple:
 
 def measure(package: str, options) -> Iterator[dict]:
     version, operator, low_level_backward = load(package)
-    if package == "flash_qla_jit":
-        operator = with_int_offsets(operator)
     dims = options.head_dims
     for H_k, H_v in parse_heads(options.heads):
         cells = []
         for text in options.sequences.split(","):
             lengths = parse_lengths(text)
             with torch.no_grad():
-                backward = low_level_backward(*make_inputs(H_k, H_v, lengths, dims, gradients=True))
+                backward = low_level_backward(*inputs_of(package, H_k, H_v, lengths, dims))
                 _, workspace_bytes = workspace(backward)
                 backward_times = time_graph(backward, options.samples, options.sample_ms)
             del backward
-            step = Step(operator, *step_inputs(H_k, H_v, lengths, options))
+            step = Step(operator, *step_inputs(package, H_k, H_v, lengths, options))
             memory = step_memory(step)
             step_times = time_graph(step, options.samples, options.sample_ms)
             cell = {
@@ -185,7 +192,7 @@ def measure(package: str, options) -> Iterator[dict]:
             torch.cuda.empty_cache()
 
         # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
-        errors = check(operator, low_level_backward, H_k, H_v, options)
+        errors = check(package, operator, low_level_backward, H_k, H_v, options)
         for name, error in errors.items():
             figure = ", ".join(f"{tensor} {e:.2e}" for tensor, e in error.items())
             print(f"{package:>13} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
@@ -193,19 +200,14 @@ def measure(package: str, options) -> Iterator[dict]:
             yield cell | {"relative_error": errors}
 
 
-def with_int_offsets(operator):
-    """FlashQLA takes cu_seqlens in int32."""
-    return lambda **arguments: operator(**arguments | {"cu_seqlens": arguments["cu_seqlens"].int()})
-
-
-def check(operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
+def check(package: str, operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
     """Errors of the gradients that are timed, on short sequences."""
     lengths = [256, 100, 257]
-    inputs, output_gradients = make_inputs(H_k, H_v, lengths, options.head_dims, seed=1, gradients=True)
+    inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, seed=1)
     with torch.no_grad():
         gradients = low_level_backward(inputs, output_gradients)()
     errors = {"backward": gradient_errors(inputs, output_gradients, gradients)}
-    inputs, output_gradients = step_inputs(H_k, H_v, lengths, options, seed=1)
+    inputs, output_gradients = step_inputs(package, H_k, H_v, lengths, options, seed=1)
     step = Step(operator, inputs, output_gradients)
     errors["step"] = gradient_errors(step.arguments, output_gradients, step())
     return errors

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import json
 import math
@@ -228,6 +229,7 @@ def workspace(call) -> tuple[object, int]:
     """The call's results, and the bytes that it takes from torch's allocator beyond them."""
     call()  # compiles, and allocates memory that is kept from call to call
     torch.cuda.synchronize()
+    gc.collect()  # or what it frees during the call counts
     torch.cuda.reset_peak_memory_stats()
     results = call()
     return results, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()

@@ -173,7 +173,7 @@ Call make_call(const char* op, Arguments arguments) {
 }
 
 BackwardCall make_backward_call(const char* op, BackwardArguments arguments) {
-  BackwardCall call{{std::move<Arguments&>(arguments), {.op = op}}, std::move<Gradients&>(arguments)};
+  BackwardCall call{{std::move<Arguments&>(arguments), {.op = op}}, std::move<GradientArguments&>(arguments)};
   check(call.g_cumsum || call.g_raw, op,
         "g and g_raw are None, expected the sums of the gates as g, or the g of the forward as g_raw");
   call.g = call.is_cumulative() ? *call.g_cumsum : *call.g_raw;

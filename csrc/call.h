@@ -20,12 +20,12 @@ using torch::stable::Tensor;
 
 // The arguments of all ops. An op leaves those that it lacks at their defaults.
 struct Arguments {
-  Tensor q = undefined_tensor();        // [B, T, H_k, K]
-  Tensor k = undefined_tensor();        // [B, T, H_k, K]
-  Tensor v = undefined_tensor();        // [B, T, H_v, V]
-  Tensor g = undefined_tensor();        // [B, T, H_v] log decay, raw if use_gate; see Gradients for the backward
-  Tensor beta = undefined_tensor();     // [B, T, H_v], raw if use_beta_sigmoid
-  std::optional<double> scale;          // 1 / sqrt(K) by default; a Call always has it
+  Tensor q = undefined_tensor();     // [B, T, H_k, K]
+  Tensor k = undefined_tensor();     // [B, T, H_k, K]
+  Tensor v = undefined_tensor();     // [B, T, H_v, V]
+  Tensor g = undefined_tensor();     // [B, T, H_v] log decay, raw if use_gate; see GradientArguments for the backward
+  Tensor beta = undefined_tensor();  // [B, T, H_v], raw if use_beta_sigmoid
+  std::optional<double> scale;       // 1 / sqrt(K) by default; a Call always has it
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
   bool output_final_state = false;
@@ -50,7 +50,7 @@ struct Arguments {
 
 // The further arguments of the backward. The gates come as g_raw, or as g_cumsum, which saves their sum; with use_gate
 // g_raw is needed in any case, for its gradient. Arguments::g is the one that the pass reads: g_cumsum if it was given.
-struct Gradients {
+struct GradientArguments {
   std::optional<Tensor> g_cumsum;  // [B, T, H_v], result of the forward
   std::optional<Tensor> g_raw;     // [B, T, H_v], g of the forward
   // [B, T, H_v, kChunk], dtype of q, result of the forward. It is checked, but not read: the GPU computes its matrices
@@ -80,8 +80,8 @@ struct Call : Arguments, Tokens {
   int64_t state_stride_v() const { return state_v_first ? K : 1; }
 };
 
-struct BackwardArguments : Arguments, Gradients {};
-struct BackwardCall : Call, Gradients {};
+struct BackwardArguments : Arguments, GradientArguments {};
+struct BackwardCall : Call, GradientArguments {};
 
 // Throws std::runtime_error unless the call can run. The text names the argument, what was expected and what came. The
 // checks precede every allocation and read no data, except under FLASH_QLA_CHECK=1 (contents.h).

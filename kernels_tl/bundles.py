@@ -301,8 +301,6 @@ class StateGradients(Bundle):
             dh0=T.Tensor([sizes.state_size], "float32"),
             state_stride_v=T.int32,
             state_stride_k=T.int32,
-            has_dht=T.int32,
-            has_dh0=T.int32,
         )
         self._sizes = sizes
 

@@ -86,7 +86,8 @@ class ChunkColumn:
 class SegmentColumn:
     """segments [segment slots, COUNT] int32; a segment is a run of a sequence's chunks that one CTA goes through. First
     token row, tokens, first chunk slot, sequence, SegmentFlag, slots of the states before and after it, tokens up to
-    the first checkpoint."""
+    the first checkpoint. FROM_SCAN in place of a slot: the state is between two segments. The backward reads the
+    gradient of a state where the forward writes the state, and the other way round."""
 
     ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
     COUNT = 8

@@ -149,7 +149,7 @@ def test_errors_of_the_backward(on_cpu, head_dims, activations):
 
     asked = options(head_dims=head_dims, activations=activations)
     operator = flash_qla.chunk_gated_delta_rule
-    errors = backward.check(operator, backward.flash_qla_backward, **HEADS, options=asked)
+    errors = backward.check("flash_qla", operator, backward.flash_qla_backward, **HEADS, options=asked)
     assert list(errors["backward"]) == ["dq", "dk", "dv", "db", "dg", "dh0"]
     assert list(errors["step"]) == [*errors["backward"], *(("dA_log", "ddt_bias") if activations else ())]
     assert max(max(found.values()) for found in errors.values()) < 1e-2
@@ -159,7 +159,7 @@ def test_step_with_activations(on_cpu):
     """It is given raw bf16 tensors, and both packages the same ones."""
     calls = []
     for _ in range(2):
-        arguments, _ = backward.step_inputs(**HEADS, lengths=[70], options=options(activations=True))
+        arguments, _ = backward.step_inputs("flash_qla", **HEADS, lengths=[70], options=options(activations=True))
         calls.append(backward.Step(None, arguments, {}).arguments)
     assert calls[0]["g"].dtype == calls[0]["beta"].dtype == torch.bfloat16
     assert {name for name, x in calls[0].items() if x is True} == {*common.INSIDE, "use_qk_l2norm_in_kernel"}

@@ -1,9 +1,10 @@
 // The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. It does not need
 // A, because the recurrence has no chunk inverse.
+#include "cpu/backward.h"
+
 #include <algorithm>
 #include <vector>
 
-#include "cpu/recurrence_bwd.h"
 #include "cpu/sequences.h"
 #include "passes.h"
 

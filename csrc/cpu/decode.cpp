@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/forward.h"
 #include "cpu/pool.h"
-#include "cpu/recurrence.h"
 #include "cpu/sequences.h"
 #include "tensors.h"
 

@@ -1,5 +1,6 @@
 // The forward on the CPU: the plain recurrence, in parallel over sequences and value heads.
-#include "cpu/recurrence.h"
+#include "cpu/forward.h"
+
 #include "cpu/sequences.h"
 #include "passes.h"
 

@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "cpu/recurrence.h"
-#include "cpu/recurrence_bwd.h"
+#include "cpu/backward.h"
+#include "cpu/forward.h"
 #include "cpu/sequences.h"
 
 namespace flash_qla {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/forward.h"
 #include "cpu/pool.h"
-#include "cpu/recurrence.h"
 #include "cpu/sequences.h"
 #include "passes.h"
 #include "tensors.h"

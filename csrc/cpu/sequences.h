@@ -13,7 +13,7 @@
 
 #include "call.h"
 #include "cpu/activations.h"
-#include "cpu/recurrence.h"
+#include "cpu/forward.h"
 #include "passes.h"
 #include "tensors.h"
 

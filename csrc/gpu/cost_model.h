@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "gpu/modes.h"
+#include "gpu/candidates.h"
 
 namespace flash_qla {
 

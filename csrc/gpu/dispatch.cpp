@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "gpu/candidates.h"
 #include "gpu/cost_model.h"
 #include "gpu/head_dims.h"
-#include "gpu/modes.h"
 #include "gpu/override.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"

@@ -2,7 +2,7 @@
 // for cu_seqlens. Only cu_seqlens say whether a sequence is long enough to be cut, so chunk_plan decides that on the
 // device.
 //
-// modes.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The dispatch
+// candidates.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The dispatch
 // takes the fastest mode; forward.cpp or backward.cpp follows its record.
 #pragma once
 

@@ -49,7 +49,7 @@ class Record : py::class_<Struct, Base...> {
   }
 
   template <typename Type>
-  Record& field(const char* name, Type Struct::* member, const char* doc) {
+  Record& field(const char* name, Type Struct::*member, const char* doc) {
     this->def_readonly(name, member, doc);
     return add(name);
   }
@@ -139,7 +139,7 @@ void add_question(py::module_& module, const char* name, const char* (*ask)(cons
   std::apply(define, std::tuple_cat(sizes, options));
 }
 
-template <int Card::* kField>
+template <int Card::*kField>
 int of_card(const GpuInfo& gpu) {
   return gpu.card.*kField;
 }
@@ -207,18 +207,22 @@ void add_classes(py::module_& module) {
              "cut.")
       .field("whole_tile", &Override::whole_tile,
              "The value tile if no sequence is cut, only with cut_above; 0: value_tile.")
-      .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
-                  int64_t whole_tile) { return Override{value_tile, segment_chunks, fused, cut_above, whole_tile}; },
-               strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
-               strict("whole_tile") = 0);
+      .made_by(
+          [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t whole_tile) {
+            return Override{value_tile, segment_chunks, fused, cut_above, whole_tile};
+          },
+          strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
+          strict("whole_tile") = 0);
 }
 
 void add_functions(py::module_& module) {
-  module.def("kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
+  module.def(
+      "kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
   module.def("build_info", &flash_qla_build_info, "The versions of the package and of its tools.");
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
-  module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
+  module.def(
+      "gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
   module.def("cards", &cards,
              "Figures of Hopper cards by name, as options of the dispatch questions: forward_dispatch(..., "
              "**cards()[\"H200\"]).");

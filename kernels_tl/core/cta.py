@@ -115,6 +115,7 @@ def load_segment_early(segments, segment):
         n=column(SegmentColumn.SEQUENCE),
         flags=column(SegmentColumn.FLAGS),
         initial=column(SegmentColumn.INITIAL),
+        final=column(SegmentColumn.FINAL),
     )
     return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
 

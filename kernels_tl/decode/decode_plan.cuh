@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/activations.cuh"
-#include "core/table.cuh"
+#include "core/slots.cuh"
 #include "core/warp.cuh"
 
 namespace flash_qla::device {

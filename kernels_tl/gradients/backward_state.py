@@ -13,7 +13,7 @@ from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
 from kernels_tl.core.pipeline import Stage, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate_row
-from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentFlag, TokenSum
+from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier, TokenSum
 
 V = TILE.tile  # value rows a CTA
 STAGES = TILE.stages
@@ -169,7 +169,7 @@ def state_role(dtype, K, H_v, value_tiles):
         pair.arrive(ready.sums_made)
 
     @T.macro
-    def carry(tiles, ready, cta, segments, final, initial, grad_states, ends, scale):
+    def carry(tiles, ready, cta, segments, final, initial, grad_states, scale):
         """The warpgroups of dS."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
@@ -177,12 +177,12 @@ def state_role(dtype, K, H_v, value_tiles):
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-        if segment.flags < SegmentFlag.LAST:
+        if segment.final == FROM_SCAN:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
         else:
-            if ends.has_dht != 0:
-                final.read(r.dS, segment.n, piece.hv, piece.v0)
+            if segment.final != NO_STATE:
+                final.read(r.dS, segment.final, piece.hv, piece.v0)
             else:
                 T.clear(r.dS)
         if segment.length % C != 0:
@@ -206,9 +206,9 @@ def state_role(dtype, K, H_v, value_tiles):
             end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
             carried = gate(tiles, s, BackwardGate.GAMMA, 0)
             stage.arrive(ready.released)
-        if (ends.has_dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
+        if segment.initial >= 0:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] *= carried
-            initial.write(r.dS, segment.n, piece.hv, piece.v0)
+            initial.write(r.dS, segment.initial, piece.hv, piece.v0)
 
     return carry

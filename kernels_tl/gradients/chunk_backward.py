@@ -214,7 +214,7 @@ def chunk_backward(dtype, K):
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 final = ends.view(T.access_ptr(ends.dht[0], "r"))
                 initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
-                carry(tiles, ready, cta, plan.segments, final, initial, grad_states, ends, scale)
+                carry(tiles, ready, cta, plan.segments, final, initial, grad_states, scale)
             else:
                 if tx < CONSUMERS:
                     T.inc_max_nreg(CONSUMER_REGISTERS)

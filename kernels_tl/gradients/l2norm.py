@@ -20,6 +20,13 @@ from kernels_tl.layout import NORM_EPS, NORM_PIECE
 ROWS = L2NORM.tile  # rows of a CTA
 
 
+def lanes_of_row(K):
+    lanes = K // NORM_PIECE
+    assert lanes & (lanes - 1) == 0, f"sum_of_lanes adds over a power of two, not {lanes} lanes"
+    assert ROWS * lanes == L2NORM.threads
+    return lanes
+
+
 @T.macro
 def sum_of_lanes(number, lanes):
     """The sum of a number over `lanes` neighbouring lanes, in each of them."""
@@ -31,7 +38,7 @@ def sum_of_lanes(number, lanes):
 
 def l2norm(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = K // NORM_PIECE  # lanes that share a row
+    LANES = lanes_of_row(K)
 
     @T.macro
     def normalize(row, piece, there, which, x, normalized, rstd):

@@ -87,6 +87,7 @@ def chunk_matrices(dtype, K, normalize):
     sizes = Sizes()
     H_v = sizes.H_v
     element = element_type(dtype)
+    assert K == 128 or not normalize, "query_norms has two panels of 64 channels"
     parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
     def make_tiles():

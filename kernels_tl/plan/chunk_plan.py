@@ -24,7 +24,8 @@ has `uniform_length` tokens.
 A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. On a
 pool a sequence without a slot has padding chunks, one segment without tokens, and no states.
 
-The initial and the final state of a sequence have the same slot on a pool. If the sequence is cut, the last segment may
+A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. The initial and the
+final state of a sequence have the same slot on a pool. If the sequence is cut, the last segment may
 write the slot before the first segment reads it. So the first segment of a cut sequence then takes its state from
 segment_scan, which copies it (FROM_SCAN).
 """
@@ -129,7 +130,7 @@ def write_segments(segments, n, slot, begin, end, first, parts, size, states, dr
             ) + T.Select((i == parts - 1) & (dropped != SegmentFlag.LAST), SegmentFlag.LAST, 0)
             is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NO_STATE))
             segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, FROM_SCAN, states.initial)
-            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NO_STATE)
+            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, FROM_SCAN)
             until = T.alloc_var("int32", init=WHOLE * C)
             if states.checkpoint_every > 0:
                 until = states.checkpoint_every - T.truncmod(i * size * C, states.checkpoint_every)

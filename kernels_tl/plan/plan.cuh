@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/table.cuh"
+#include "core/slots.cuh"
 
 namespace flash_qla::device {
 

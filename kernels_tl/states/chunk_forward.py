@@ -218,7 +218,7 @@ def chunk_forward(dtype, K, value_tile):
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
                     if written == CHECKPOINT:
                         to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
-                    if to != NO_STATE:
+                    if to >= 0:
                         states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
                     written += 1

@@ -7,7 +7,7 @@
 #include "core/wgmma.cuh"
 #include "matrices/chunk_matrices.cuh"
 #include "states/fused_gates.cuh"
-#include "states/place.cuh"
+#include "states/consumer_place.cuh"
 
 namespace flash_qla::device {
 

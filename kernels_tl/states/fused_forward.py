@@ -48,8 +48,8 @@ from kernels_tl.layout import (
     Ring,
     SegmentColumn,
 )
-from kernels_tl.states import place as at_place
-from kernels_tl.states.place import next_chunk, stage, value_stage
+from kernels_tl.states import consumer_place as at_place
+from kernels_tl.states.consumer_place import next_chunk, stage, value_stage
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -73,6 +73,7 @@ def fused_forward(dtype, K, normalize, low_level):
     sizes = Sizes()  # value_dim is at most V: a CTA has all value rows of a head
     H_v = sizes.H_v
     V = TILE.tile
+    assert K == 128, "begin_product has eight steps of 16 channels, and clear_rows_after two panels of 64"
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
@@ -209,7 +210,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     if written == CHECKPOINT:
                         chunks_done = T.truncdiv(done, C)
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
-                    if to != NO_STATE:
+                    if to >= 0:
                         states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, end.hv)
                     written += 1

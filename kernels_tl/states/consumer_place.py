@@ -1,4 +1,4 @@
-"""Numbers with several fields, as layout.py lays them out; states/place.cuh reads the same."""
+"""Numbers with several fields, as layout.py lays them out; states/consumer_place.cuh reads the same."""
 
 import tilelang.language as T
 

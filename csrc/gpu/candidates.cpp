@@ -1,4 +1,4 @@
-#include "gpu/modes.h"
+#include "gpu/candidates.h"
 
 #include <algorithm>
 
