@@ -133,7 +133,7 @@ def draw(seed: int, number: int, device: str) -> Trial:
     tiles = {"value_tile": r.choice((64, 128)), **segments}
     if segments["segment_chunks"] and r.random() < 0.5:
         segments["cut_above"] = tiles["cut_above"] = segments["segment_chunks"] + r.choice((0, 1, 20))
-        tiles["whole_tile"] = r.choice((0, 64, 128))
+        tiles |= r.choice(({"whole_tile": 0}, {"whole_tile": 64}, {"whole_tile": 128}, {"fused": 1}))
     forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": 1}))
     state_dtypes = (BF16, FP16, FP32) if gpu and op != "chunk" else (BF16, FP16, FP32, FP64)
     trial = Trial(

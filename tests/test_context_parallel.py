@@ -2,6 +2,7 @@
 more chunks, and in one kernel; of the backward those segments. All have the bars of the other tests; each reference is
 made once for all modes that it is compared with."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -29,6 +30,7 @@ from cases import (
     run_forward,
     run_forwards,
 )
+from poison import poisoned
 
 import flash_qla
 
@@ -200,6 +202,29 @@ def test_device_takes_another_value_tile_where_it_does_not_cut(value_tile, lengt
     for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole)):
         with forward_mode(value_tile, 3, cut_above=cut_above, whole_tile=whole_tile):
             assert all(equal(run_forwards(inputs), expected) for _ in range(3)), cut_above
+
+
+@pytest.mark.parametrize("value_tile", (64, 128))
+@pytest.mark.parametrize("case", (Case(dtype=FP16), Case(use_qk_l2norm_in_kernel=True)))
+@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330)))
+def test_device_takes_the_fused_kernel_where_it_does_not_cut(value_tile, case, lengths):
+    inputs = make_inputs(dataclasses.replace(case, lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
+    longest = -(-max(lengths) // 64)
+
+    def run():
+        o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        return {"o": o, "final_state": final_state}
+
+    with forward_mode(value_tile, 3):
+        cut = run()
+    with forward_mode(fused=1):
+        whole = run()
+    assert not equal(cut, whole)
+    for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole)):
+        with forward_mode(value_tile, 3, cut_above=cut_above, fused=1):
+            with poisoned("cuda"):
+                found = run()
+            assert equal(found, expected) and all(equal(run(), expected) for _ in range(3)), cut_above
 
 
 def test_the_cost_model_decides():

@@ -172,6 +172,7 @@ class Backward {
                              .scale = static_cast<float>(*call_.scale),
                              .cumulative = call_.is_cumulative(),
                              .gate_gradients = d_.gate_gradients,
+                             .only_if = 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = head_blocks()},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = false}, stream_);

@@ -13,7 +13,7 @@ namespace flash_qla {
 
 struct Mode {
   int64_t value_tile, whole_tile, segment_chunks;
-  bool fused;
+  bool fused;       // the fused kernel, if no sequence is cut
   bool always_cut;  // false: the device cuts if that pays
 };
 

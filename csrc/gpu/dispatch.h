@@ -2,8 +2,8 @@
 // for cu_seqlens. Only cu_seqlens say whether a sequence is long enough to be cut, so chunk_plan decides that on the
 // device.
 //
-// candidates.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The dispatch
-// takes the fastest mode; forward.cpp or backward.cpp follows its record.
+// candidates.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The
+// dispatch takes the fastest mode; forward.cpp or backward.cpp follows its record.
 #pragma once
 
 #include <array>
@@ -35,6 +35,7 @@ struct Dispatch {
 struct ForwardDispatch : Dispatch {
   // A launch of chunk_forward or of fused_forward.
   struct Launch {
+    bool fused;
     int64_t value_tile;  // rows of S^T a CTA
     int64_t ctas;        // at most one an SM; each goes through segments, heads and tiles in turns
     int64_t only_if;     // flags of the first segment without which the launch does nothing; 0: it always runs
@@ -42,12 +43,14 @@ struct ForwardDispatch : Dispatch {
 
   int64_t value_tile;  // the tile of the launch that takes cut sequences: 64 or 128
   int64_t whole_tile;  // value tile if the device cuts no sequence
-  bool fused;          // fused_forward replaces chunk_matrices and chunk_forward
+  bool fused;          // fused_forward replaces chunk_matrices and chunk_forward if the device cuts no sequence
   bool early;          // of fused_forward: every CTA finds its first segment by itself
   bool clear_h;        // some slots of h may belong to no chunk
   int64_t ctas;        // of the last launch
   std::array<Launch, 2> launches;
   int64_t launch_count;
+
+  bool is_only_fused() const { return fused && !uses_cp(); }
 };
 
 struct BackwardDispatch : Dispatch {

@@ -14,7 +14,7 @@ template <typename Struct, typename T>
 struct Field {
   using Type = T;
   const char* name;
-  T Struct::*member;
+  T Struct::* member;
 
   T& in(Struct& shape) const { return shape.*member; }
 };
@@ -22,7 +22,7 @@ template <typename T>
 struct CardField {
   using Type = T;
   const char* name;
-  T Card::*member;
+  T Card::* member;
 
   T& in(auto& shape) const { return shape.card.*member; }
 };

@@ -63,7 +63,7 @@ inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * valu
 
 // K below is the instance's, and `rows` are value_rows.
 
-// The parts of both directions. The fused forward has neither gates nor matrices.
+// The parts of both directions. If only the fused kernel runs, there are neither gates nor matrices.
 struct PassWorkspace : Workspace {
   PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
@@ -90,7 +90,7 @@ struct PassWorkspace : Workspace {
 
 struct ForwardWorkspace : PassWorkspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
-      : PassWorkspace(shape, d, shape.checkpoints, d.fused) {}
+      : PassWorkspace(shape, d, shape.checkpoints, d.is_only_fused()) {}
 };
 
 struct BackwardWorkspace : PassWorkspace {

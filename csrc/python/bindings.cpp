@@ -49,7 +49,7 @@ class Record : py::class_<Struct, Base...> {
   }
 
   template <typename Type>
-  Record& field(const char* name, Type Struct::*member, const char* doc) {
+  Record& field(const char* name, Type Struct::* member, const char* doc) {
     this->def_readonly(name, member, doc);
     return add(name);
   }
@@ -139,7 +139,7 @@ void add_question(py::module_& module, const char* name, const char* (*ask)(cons
   std::apply(define, std::tuple_cat(sizes, options));
 }
 
-template <int Card::*kField>
+template <int Card::* kField>
 int of_card(const GpuInfo& gpu) {
   return gpu.card.*kField;
 }
@@ -192,7 +192,8 @@ void add_classes(py::module_& module) {
   Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")
       .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
       .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
-      .field("fused", &ForwardDispatch::fused, "Whether one kernel does everything after the plan.")
+      .field("fused", &ForwardDispatch::fused,
+             "Whether one kernel does everything after the plan, if the device cuts no sequence.")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
   Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
@@ -201,28 +202,25 @@ void add_classes(py::module_& module) {
       .field("segment_chunks", &Override::segment_chunks,
              "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
       .field("fused", &Override::fused,
-             "1: the fused kernel for every call that it can serve; 0: never; -1: the cost model's choice.")
+             "1: the fused kernel for every call that it can serve, with cut_above if the device cuts no sequence; 0: "
+             "never; -1: the cost model's choice.")
       .field("cut_above", &Override::cut_above,
              "Chunks up to which no sequence is cut, if there are segments; 0: each sequence longer than a segment is "
              "cut.")
       .field("whole_tile", &Override::whole_tile,
              "The value tile if no sequence is cut, only with cut_above; 0: value_tile.")
-      .made_by(
-          [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t whole_tile) {
-            return Override{value_tile, segment_chunks, fused, cut_above, whole_tile};
-          },
-          strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
-          strict("whole_tile") = 0);
+      .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
+                  int64_t whole_tile) { return Override{value_tile, segment_chunks, fused, cut_above, whole_tile}; },
+               strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
+               strict("whole_tile") = 0);
 }
 
 void add_functions(py::module_& module) {
-  module.def(
-      "kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
+  module.def("kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
   module.def("build_info", &flash_qla_build_info, "The versions of the package and of its tools.");
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
-  module.def(
-      "gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
+  module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
   module.def("cards", &cards,
              "Figures of Hopper cards by name, as options of the dispatch questions: forward_dispatch(..., "
              "**cards()[\"H200\"]).");

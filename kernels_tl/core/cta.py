@@ -7,7 +7,7 @@ import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.core.common import C, element_type, extern, load_early, swizzled
-from kernels_tl.layout import WIDE_TILE, SegmentColumn
+from kernels_tl.layout import WIDE_TILE, SegmentColumn, SegmentFlag
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
@@ -118,6 +118,19 @@ def load_segment_early(segments, segment):
         final=column(SegmentColumn.FINAL),
     )
     return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
+
+
+@T.macro
+def leave_unless(only_if, cta, segments):
+    """Ends a CTA of one of two launches, if the first segment's flags are not the launch's `only_if`. 0 never ends it.
+    The launch for whole sequences comes first, so it lets the other one begin."""
+    if only_if != 0:
+        if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
+            if cta == 0:
+                T.pdl_sync()
+            extern("leave")
+        if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:
+            T.pdl_trigger()
 
 
 def is_never(sizes):

@@ -66,6 +66,7 @@ from kernels_tl.layout import (
     PADDING,
     ChunkColumn,
     NamedBarrier,
+    SegmentColumn,
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -293,6 +294,7 @@ def chunk_matrices(dtype, K, normalize):
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg
+        only_if: T.int32,  # run only if the first segment has these flags, without early CTAs; 0: always
         early_ctas: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
@@ -305,6 +307,9 @@ def chunk_matrices(dtype, K, normalize):
             hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
             leads = first == hk * sizes.group  # the first CTA of a chunk and query/key head
             chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
+            if only_if != 0:  # noqa: SIM102, early CTAs may not read the plan
+                if plan.segments[0, SegmentColumn.FLAGS] != only_if:
+                    extern("leave")
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))

@@ -39,7 +39,7 @@ from kernels_tl.core.common import (
     extern,
     load_early,
 )
-from kernels_tl.core.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
+from kernels_tl.core.cta import Walk, barriers, fetch, leave_unless, load_segment_early, shared, store_rows
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
@@ -50,7 +50,6 @@ from kernels_tl.layout import (
     ForwardGate,
     NamedBarrier,
     SegmentColumn,
-    SegmentFlag,
 )
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -340,13 +339,7 @@ def chunk_forward(dtype, K, value_tile):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            if only_if != 0:
-                if load_early(plan.segments[0, SegmentColumn.FLAGS]) != only_if:
-                    if cta == 0:
-                        T.pdl_sync()
-                    extern("leave")
-                if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # the first of the two launches
-                    T.pdl_trigger()
+            leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:

@@ -33,7 +33,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
 from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
-from kernels_tl.core.cta import Walk, barriers, fetch, is_never, shared, store_rows
+from kernels_tl.core.cta import Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
 from kernels_tl.core.pipeline import Stage
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
@@ -416,12 +416,14 @@ def fused_forward(dtype, K, normalize, low_level):
         kept: Checkpoints(sizes),
         outputs: Outputs(sizes, dtype),
         ctas: T.int32,
+        only_if: T.int32,  # run only if the first segment has these flags; 0: always
         early: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
+            leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
