@@ -12,7 +12,7 @@ import flash_qla
 import flash_qla._C  # here, or autodoc would take its .pyi, which has no docstrings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from formula import mathml  # noqa: E402
+from formula import mathml
 
 project = "flash_qla"
 version = release = flash_qla.__version__
