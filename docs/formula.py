@@ -15,6 +15,7 @@ GREEK = {"beta": "β", "gamma": "γ"}
 OPERATORS = {"-": "−", "*": "∗", "<=": "≤", "sum": "∑"}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 TOKEN = re.compile(r"[A-Za-z]+|[\d.]*\d|<=|\S")
+GRADIENT = re.compile(r"d([A-Z]|g|o|dt|beta)")
 
 
 def mathml(text: str) -> str:
@@ -32,23 +33,36 @@ def mathml(text: str) -> str:
 
 
 def _row(text: str) -> str:
-    tokens = TOKEN.findall(text)
-    found = ""
-    while tokens:
+    return f"<mrow>{_terms(TOKEN.findall(text))}</mrow>"
+
+
+def _is_word(token: str) -> bool:
+    return len(token) > 1 and token.isalpha() and token not in GREEK and not GRADIENT.fullmatch(token)
+
+
+def _terms(tokens: list[str], end: str | None = None) -> str:
+    """The terms before the token `end`; takes them off the tokens. A word has space beside other names."""
+    found, previous = "", ""
+    while tokens and tokens[0] != end:
+        token = tokens[0]
+        is_beside_word = _is_word(token) and (previous.isalpha() or previous == "(")
+        if is_beside_word or (_is_word(previous) and token.isalpha()):
+            found += '<mspace width="0.2em"/>'
         found += _term(tokens)
-    return f"<mrow>{found}</mrow>"
+        previous = token
+    return found
 
 
 def _term(tokens: list[str]) -> str:
     """A symbol or a bracket with its subscript, prime and superscript; takes them off the tokens."""
     prefix = ""
-    if re.fullmatch(r"d([A-Z]|g|o|dt|beta)", tokens[0]):  # a gradient
+    if GRADIENT.fullmatch(tokens[0]):
         prefix, tokens[0] = "<mi>d</mi>", tokens[0][1:]
     base, below, above = _symbol(tokens), "", ""
     while tokens and tokens[0] in ("_", "^", "'"):
         mark = tokens.pop(0)
         if mark == "'":
-            above += "<mo>′</mo>"
+            base = f'<mrow>{base}<mo lspace="0" rspace="0">′</mo></mrow>'
             continue
         script = _symbol(tokens)
         if script == "<mo>−</mo>":  # as in A^-1
@@ -69,15 +83,13 @@ def _term(tokens: list[str]) -> str:
 def _symbol(tokens: list[str]) -> str:
     token = tokens.pop(0)
     if token in CLOSING:
-        inner = ""
-        while tokens[0] != CLOSING[token]:
-            inner += _term(tokens)
-        closing = tokens.pop(0)
-        brackets = ("", "") if token == "{" else (f"<mo>{token}</mo>", f"<mo>{closing}</mo>")
-        return f"<mrow>{brackets[0]}{inner}{brackets[1]}</mrow>"
+        closing = CLOSING[token]
+        inner = _terms(tokens, closing)
+        tokens.pop(0)
+        return f"<mrow>{inner}</mrow>" if token == "{" else f"<mrow><mo>{token}</mo>{inner}<mo>{closing}</mo></mrow>"
+    if token == "|":
+        return '<mo stretchy="false" lspace="0" rspace="0">|</mo>'
     if token in OPERATORS or not token[0].isalnum():
         return f"<mo>{html.escape(OPERATORS.get(token, token))}</mo>"
     kind = "mn" if token[0].isdigit() else "mi"
-    is_word = kind == "mi" and len(token) > 1 and token not in GREEK
-    space = '<mspace width="0.2em"/>' if is_word and tokens and tokens[0].isalpha() else ""
-    return f"<{kind}>{GREEK.get(token, token)}</{kind}>{space}"
+    return f"<{kind}>{GREEK.get(token, token)}</{kind}>"
