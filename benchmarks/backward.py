@@ -4,24 +4,24 @@
     python benchmarks/backward.py --heads 16x32 --sequences 1x8192,4096x8 --packages flash_qla
     python benchmarks/backward.py --heads 30x30 --head-dims 96x192 --activations
 
-Inputs as in forward.py, with random gradients of o and of the final state. Two things are timed, as there:
+Inputs are those of forward.py, with random gradients of o and of the final state. Two calls are timed as there:
 
-  backward   all six gradients by the package's low-level function, from what its own low-level forward has left, q and
-             k being normalised already
-  step       chunk_gated_delta_rule and torch.autograd.grad, q and k being normalised inside; with --activations gates
-             and betas are activated inside, from raw bf16 tensors, and A_log and dt_bias have gradients too
+  backward   all six gradients by the package's low-level function, from the results of its own low-level forward, with
+             normalised q and k
+  step       chunk_gated_delta_rule and torch.autograd.grad, which normalise q and k inside; with --activations they
+             also activate raw bf16 gates and betas inside, and A_log and dt_bias have gradients too
 
-and of an eager step, after the first one, the bytes are counted that torch's allocator hands out:
+An eager step, after the first one, counts the bytes of torch's allocator:
 
-  saved      held between forward and backward for the backward: allocated after the forward, less allocated before the
-             step (the inputs, the gradients of o and of the final state), less o and the final state
-  extra      the highest that was allocated during the step, less allocated before it, less the gradients that it
-             returns. So o, the final state, what is saved and what the kernels work in count; the gradients' bytes are
-             taken off whether or not all of them existed at the peak.
+  saved      bytes kept for the backward: allocated after the forward, minus allocated before the step (the inputs, the
+             gradients of o and of the final state), minus o and the final state
+  extra      the peak during the step, minus allocated before it, minus the returned gradients. So o, the final state,
+             saved tensors and workspaces count. The bytes of all gradients are subtracted, even if not all of them
+             existed at the peak.
 
-Error: relative L2 against the fp64 recurrence on short sequences, of both. FLA runs as it does by itself on Hopper,
-except that its dispatch to flash_qla is switched off: its Triton kernels, and in the backward one that it has in
-TileLang, which must be installed.
+Error: relative L2 of both calls against the fp64 recurrence, on short sequences. FLA runs with its defaults on Hopper,
+but with its dispatch to flash_qla switched off: its Triton kernels, and one kernel of its backward in TileLang, which
+must be installed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def fla_backward(inputs: dict, output_gradients: dict):
 
 
 class Step:
-    """One training step: `forward` gives o and the final state, `backward` from them the gradients."""
+    """One training step: `forward` returns o and the final state, `backward` takes them and returns the gradients."""
 
     def __init__(self, operator, inputs: dict, output_gradients: dict):
         self.operator = operator
@@ -191,7 +191,8 @@ def measure(package: str, options) -> Iterator[dict]:
             del step
             torch.cuda.empty_cache()
 
-        # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
+        # The check comes last, because FLA tunes itself on the first problem of each head count, which must not be
+        # small.
         errors = check(package, operator, low_level_backward, H_k, H_v, options)
         for name, error in errors.items():
             figure = ", ".join(f"{tensor} {e:.2e}" for tensor, e in error.items())

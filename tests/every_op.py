@@ -37,7 +37,7 @@ def op_of(name: str):
 
 
 def names_of_arguments(name: str) -> list[str]:
-    """Of the op, and of those that continue it without what the first one makes for them."""
+    """The arguments of the op, and of the ops that continue it, except those that the first op computes for them."""
     names = [x.name for x in op_of(name)._schema.arguments]
     made = {x.name for x in op_of(name)._schema.returns}
     for later in later_ops(name):

@@ -57,7 +57,7 @@ def leaves_of(inputs: dict) -> list[torch.Tensor]:
     ids=str,
 )
 def test_gradcheck(fast_mode, case):
-    """With each output's gradient undefined in turn, too."""
+    """The gradients are right, also with each output's gradient undefined in turn."""
     inputs = make_inputs(case, "cpu")
     with one_thread():
         for function in both_functions(inputs):
@@ -136,7 +136,7 @@ def test_func_gradients(device, case):
 
 @SLOW_BATCHES
 def test_vmap(device):
-    """Over outputs and over gradients, one call after the other."""
+    """vmap over outputs, and over gradients, makes one call after the other."""
     case = Case(lengths=(70, 0, 3), state_v_first=True)
     inputs = make_inputs(case, device)
     q = torch.stack([inputs["q"], inputs["q"].flip(1), inputs["k"]])

@@ -378,7 +378,7 @@ def test_inputs_are_left_alone_and_not_aliased(device):
         assert torch.equal(tensors[name], x), name
 
 
-# What the CPU has beyond the GPU: fp32 and fp64, any head dimension
+# The CPU alone: fp32 and fp64, any head dimension
 
 
 @parametrize(

@@ -96,7 +96,7 @@ def run_halves(
 
 
 def expected_maps(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all sequences, by the recurrence from [state; I], V-first [N, H_v, V + K, K]."""
+    """The maps of all sequences, by the recurrence from [state; I], V-first [N, H_v, V + K, K]."""
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
     v, (N, K) = inputs["v"], (1, inputs["q"].shape[-1])
     N = v.shape[0] if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
