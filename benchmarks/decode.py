@@ -286,7 +286,8 @@ def measure(package: str, options):
                 }
                 print(f"{package:>10} {name:>11} {key_text(cell)} {cell['us']:8.2f} us", flush=True)
                 yield cell
-            del case, call
+            call = None  # it holds the states
+            del case
 
 
 KEY = ("heads", "state_dtype", "tokens", "keep", "batch")

@@ -155,6 +155,10 @@ def number(x: float | None, style: str = ".2f") -> str:
     return "-" if x is None else f"{x:{style}}"
 
 
+def mebibytes(x: int | None) -> str:
+    return number(None if x is None else x / 2**20, ".0f")
+
+
 def mean_of(ratios: list[float]) -> str:
     """The geometric mean, the least, and the number of values."""
     if not ratios:
@@ -394,12 +398,9 @@ def memory(data: Data) -> str:
             return []
         columns: list[Column] = []
         for field, name in (("saved_bytes", "saved, MiB"), ("extra_bytes", "peak, MiB")):
-            columns.append(
-                (name, lambda key, f=field: number(ours[key][f] / 2**20 if f in ours.get(key, {}) else None, ".0f"))
-            )
-            for peer in BACKWARD_PEERS:
-                cells = found.get(peer, {})
-                columns.append((LABELS[peer], lambda key, x=cells, f=field: number(ratio(x, ours, key, f))))
+            for package, title in (("flash_qla", name), *((peer, LABELS[peer]) for peer in BACKWARD_PEERS)):
+                cells = found.get(package, {})
+                columns.append((title, lambda key, x=cells, f=field: mebibytes(x.get(key, {}).get(f))))
         return columns
 
     body = markdown(["pass", "workspace of a call"], sentences)
