@@ -134,6 +134,28 @@ def test_context_of_no_offsets():
     assert torch.equal(flash_qla.chunk_gated_delta_rule(*tensors, **options, cp_context=context)[0], expected[0])
 
 
+CALLS = {
+    # LightLLM, --gdn_prefill_backend flashqla: (q, k, v, **kwargs) with these keywords
+    "LightLLM": {"output_final_state": True, "head_first": False, "use_qk_l2norm_in_kernel": True},
+    "FLA": {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "state_v_first": False, "auto_cp": True},
+    "VeOmni": {"output_final_state": False, "use_qk_l2norm_in_kernel": True},
+}
+
+
+@pytest.mark.parametrize("program", CALLS)
+def test_calls_of_programs(program):
+    """Their keywords, on packed sequences."""
+    tensors, options = inputs_of(Case(lengths=(70, 0, 3)))
+    given = {"g": tensors[3], "beta": tensors[4], "initial_state": options["initial_state"]}
+    given |= {"cu_seqlens": options["cu_seqlens"], "scale": None} | CALLS[program]
+    o, final_state = flash_qla.chunk_gated_delta_rule(q=tensors[0], k=tensors[1], v=tensors[2], **given)
+    expected = torch.ops.flash_qla.chunk_gated_delta_rule(
+        *tensors, None, options["initial_state"], CALLS[program]["output_final_state"], True, options["cu_seqlens"]
+    )
+    assert torch.equal(o, expected[0])
+    assert final_state is None if program == "VeOmni" else torch.equal(final_state, expected[1])
+
+
 def test_what_is_refused():
     tensors, _ = inputs_of(Case(T=5))
     with pytest.raises(NotImplementedError, match="force_intra_cp is True, expected False"):
