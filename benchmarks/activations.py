@@ -1,15 +1,15 @@
-"""Time of the activations of gate and beta: flash_qla's calls with raw bf16 tensors, over the same calls with gates and
-betas that are ready, and over calls whose gates torch computes. One GPU.
+"""Time of the activations of gate and beta on one GPU: flash_qla's calls with raw bf16 tensors, beside the same calls
+with activated gates and betas, and beside calls whose gates torch computes.
 
     python benchmarks/activations.py --out FILE.json
 
-  ready    fp32 gates and betas, the same numbers as the activations inside make
+  ready    fp32 gates and betas, the numbers that the activations inside compute
   inside   raw bf16 g and beta, A_log and dt_bias in fp32
   torch    raw bf16 g and beta, which each call activates in torch; not for the low-level functions
 
-Timed are the op, the two low-level functions and a training step, q and k being normalised already, as medians over
-replays of CUDA graphs. The three take turns, in an order that changes: at the power limit a call is the faster the less
-power the one before it took.
+The benchmark times the op, the two low-level functions and a training step, with normalised q and k, as medians over
+replays of CUDA graphs. The three take turns in a changing order, because at the power limit a call is faster after a
+call that took less power.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def without_parameters(arguments: dict) -> dict:
 
 
 def calls_of(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]) -> dict[str, dict]:
-    """What is timed -> by way of the gates, the call."""
+    """Name of the timed function -> ready, inside or torch -> the call."""
     common, output_gradients = make_inputs(H_k, H_v, lengths, head_dims, gradients=True)
     common = {name: x for name, x in common.items() if name not in ("g", "beta")}
     raw = raw_tensors(sum(lengths), H_v)
@@ -108,7 +108,7 @@ def median_ms(calls: dict, with_gradients: bool, options) -> dict[str, float]:
     times = {way: [] for way in calls}
     orders = itertools.cycle(itertools.permutations(calls))
     with torch.set_grad_enabled(with_gradients):
-        for order in itertools.islice(orders, ROUNDS):  # as many as three ways have
+        for order in itertools.islice(orders, ROUNDS):  # all orders of three
             for way in order:
                 times[way] += time_graph(calls[way], options.samples, options.sample_ms)
     return {way: statistics.median(x) for way, x in times.items()}

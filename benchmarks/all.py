@@ -5,14 +5,14 @@
     python benchmarks/all.py --out DIR --peers-path DIR:DIR
 
 The results are one file, named after the card: h100.json or h200.json. It has the card, the driver, versions, the
-commit and the date, and of each section the cells. benchmarks/report.py makes the tables of the documents from it,
-benchmarks/plot.py the figures.
+commit, the date, and the cells of each section. benchmarks/report.py writes the tables of the documents from it, and
+benchmarks/plot.py draws the figures.
 
 Each section is one of this folder's benchmarks with fixed arguments. Each package runs its sections in one process,
-flash_qla first; a package that cannot be imported is left out. A section may take its seconds, scaled to --seconds, and
-the time that earlier ones have left; then it stops, with the cells that it has. A section that fails, or ends its
-process, is listed under "failed", and the next one runs. The exit status is 1 if any failed,
-or if outputs of two packages differ.
+flash_qla first. A package that cannot be imported is left out. A section may take its seconds, scaled to --seconds, and
+the time that earlier sections have left. Then it stops, and keeps its cells. A section that fails, or ends its process,
+is listed under "failed", and the next one runs. The exit status is 1 if a section failed, or if outputs of two packages
+differ.
 
 The peers compile their kernels at the first call. Before anything is timed they run their sections once without timing,
 side by side, for at most COMPILE_SECONDS.
@@ -82,7 +82,7 @@ class Process:
 
     package: str
     sections: dict[str, float]
-    changes: dict[str, str | None] = dataclasses.field(default_factory=dict)  # of the environment
+    changes: dict[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None removes one
 
 
 PROCESSES = [
@@ -101,7 +101,7 @@ PROCESSES = [
 ]
 COMPILE_SECONDS = 60
 COMPILE_JOBS = 5
-START_SECONDS = 10  # of a process: imports, and CUDA's start
+START_SECONDS = 10  # a process imports, and starts CUDA
 GRACE_SECONDS = 15  # for the cell that is measured when a section's time is over
 
 
@@ -109,7 +109,7 @@ GRACE_SECONDS = 15  # for the cell that is measured when a section's time is ove
 
 
 def measure_section(package: str, name: str, seconds: float, more: list[str]) -> Iterator[dict]:
-    """The section's cells; OutOfTime if there are more than its seconds allow."""
+    """The section's cells; raises OutOfTime if its seconds end before its cells."""
     if name == "ceilings":
         yield ceilings()
     end = time.monotonic() + seconds
@@ -163,7 +163,7 @@ def killed_at_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
 
 
 def run_process(process: Process, sections: dict[str, float], seconds: float, out: Path, options, *more: str) -> str:
-    """Why it ended before its end; empty if it did not."""
+    """The reason why the process ended early; empty if it did not."""
     command = [sys.executable, __file__, "--measure", process.package, "--out", str(out)]
     command += ["--sections", json.dumps(sections), *more]
     variables = package_environment(process.package, options, process.changes)
@@ -190,7 +190,8 @@ def importable(package: str, options) -> bool:
 
 
 def compile_peers(processes: list[Process], seconds: float, options) -> None:
-    """Each process's sections once, side by side. What fails, or takes longer, compiles again when it is timed."""
+    """Run the sections of all processes once, side by side. A section that fails, or takes longer, compiles when it is
+    timed."""
     end = time.monotonic() + seconds
 
     def run(process: Process) -> None:
@@ -205,14 +206,14 @@ def compile_peers(processes: list[Process], seconds: float, options) -> None:
 
 
 def merge(lines: list[dict], package: str, results: dict, sections: dict[str, float], ended: str) -> dict[str, float]:
-    """Add what a process has written to the results. The sections that it has not begun are returned."""
+    """Adds a process's output to the results. Returns the sections that the process has not begun."""
     left = dict(sections)
     for line in lines:
         name = line["section"]
         section = results.setdefault(name, {"seconds": {}, "failed": {}, "cells": []})
         left.pop(name, None)
         if "begins" in line:
-            section["failed"][package] = ended or "the process ended"  # until it says that it did not
+            section["failed"][package] = ended or "the process ended"  # until the process reports the section's end
         elif "cell" in line:
             section["cells"].append(line["cell"])
         else:
@@ -227,7 +228,7 @@ def merge(lines: list[dict], package: str, results: dict, sections: dict[str, fl
 
 
 def measure_process(process: Process, end: float, results: dict, options) -> None:
-    """Another process goes on with the sections after one that has ended the process."""
+    """Measure the sections in a process. If a section ends it, another process continues after that section."""
     sections = process.sections
     while sections:
         left = end - time.monotonic()
@@ -243,7 +244,7 @@ def measure_process(process: Process, end: float, results: dict, options) -> Non
             ended = run_process(process, sections, left + GRACE_SECONDS, out, options)
             lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         began = merge(lines, process.package, results, sections, ended)
-        if began == sections:  # it cannot even begin
+        if began == sections:  # no section has begun
             for name in sections:
                 section = results.setdefault(name, {"seconds": {}, "failed": {}, "cells": []})
                 section["failed"][process.package] = ended or "no section began"
@@ -308,7 +309,7 @@ def main(options) -> int:
         end += (START_SECONDS + sum(process.sections.values())) * scale
         measure_process(process, end, results, options)
         print(f"{process.package}: {time.monotonic() - start:.0f} s of {options.seconds:.0f}", flush=True)
-        write(path, results, begin, time.monotonic() - start)  # after each: the call may be cut off
+        write(path, results, begin, time.monotonic() - start)  # after each process, because the call may be interrupted
     disagree = [line for line in forward.report_outputs(cells_of(results, "forward")) if "DISAGREEMENT" in line]
     failed = [*disagree, *failures(results)]
     print("\n".join([f"{path} in {time.monotonic() - start:.0f} s", *(f"FAILED: {line}" for line in failed)]))

@@ -4,29 +4,30 @@
     python benchmarks/backward.py --heads 16x32 --sequences 1x8192,4096x8 --packages flash_qla
     python benchmarks/backward.py --heads 30x30 --head-dims 96x192 --activations
 
-Inputs as in forward.py, with random gradients of o and of the final state. Two things are timed, as there:
+Inputs are those of forward.py, with random gradients of o and of the final state. Two calls are timed as there:
 
-  backward   all six gradients by the package's low-level function, from what its own low-level forward has left, q and
-             k being normalised already
-  step       chunk_gated_delta_rule and torch.autograd.grad, q and k being normalised inside; with --activations gates
-             and betas are activated inside, from raw bf16 tensors, and A_log and dt_bias have gradients too
+  backward   all six gradients by the package's low-level function, from the results of its own low-level forward, with
+             normalised q and k
+  step       chunk_gated_delta_rule and torch.autograd.grad, which normalise q and k inside; with --activations they
+             also activate raw bf16 gates and betas inside, and A_log and dt_bias have gradients too
 
-and of an eager step, after the first one, the bytes are counted that torch's allocator hands out:
+An eager step, after the first one, counts the bytes of torch's allocator:
 
-  saved      held between forward and backward for the backward: allocated after the forward, less allocated before the
-             step (the inputs, the gradients of o and of the final state), less o and the final state
-  extra      the highest that was allocated during the step, less allocated before it, less the gradients that it
-             returns. So o, the final state, what is saved and what the kernels work in count; the gradients' bytes are
-             taken off whether or not all of them existed at the peak.
+  saved      bytes kept for the backward: allocated after the forward, minus allocated before the step (the inputs, the
+             gradients of o and of the final state), minus o and the final state
+  extra      the peak during the step, minus allocated before it, minus the returned gradients. So o, the final state,
+             saved tensors and workspaces count. The bytes of all gradients are subtracted, even if not all of them
+             existed at the peak.
 
-Error: relative L2 against the fp64 recurrence on short sequences, of both. FLA runs as it does by itself on Hopper,
-except that its dispatch to flash_qla is switched off: its Triton kernels, and in the backward one that it has in
-TileLang, which must be installed.
+Error: relative L2 of both calls against the fp64 recurrence, on short sequences. FLA runs with its defaults on Hopper,
+but with its dispatch to flash_qla switched off: its Triton kernels, and one kernel of its backward in TileLang, which
+must be installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 from collections.abc import Iterator
 
@@ -63,22 +64,21 @@ def flop(K: int, V: int) -> float:
 
 
 def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
-    """Bytes per token: q, k, dq, dk; v, do, dv; A; g, beta, dg, db."""
-    return 8 * K * H_k + 6 * V * H_v + 2 * CHUNK * H_v + 16 * H_v
+    """Bytes per token: q, k, dq, dk; v, do, dv; g, beta, dg, db."""
+    return 8 * K * H_k + 6 * V * H_v + 16 * H_v
 
 
 def flash_qla_backward(inputs: dict, output_gradients: dict):
-    from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from flash_qla import chunk_gated_delta_rule_bwd
 
-    g_cumsum, A, *_ = chunk_gated_delta_rule_fwd(**inputs)
-    saved = inputs | {"g": g_cumsum, "A": A}
+    saved = inputs | {"g": None, "A": None, "g_raw": inputs["g"]}  # as autograd
     return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)
 
 
 def flash_qla_jit_backward(inputs: dict, output_gradients: dict):
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-    inputs = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "auto_cp": True}
+    inputs = inputs | {"auto_cp": True}
     kept = {"output_final_state": True, "output_h": False, "enable_fwd_cp_cache": True, "is_train": True}
     g_cumsum, A, *_, cp_cache = chunk_gated_delta_rule_fwd(**inputs, **kept)
     saved = inputs | {"g": g_cumsum, "A": A, "cp_cache": cp_cache}
@@ -96,7 +96,7 @@ def fla_backward(inputs: dict, output_gradients: dict):
 
 
 class Step:
-    """One training step: `forward` gives o and the final state, `backward` from them the gradients."""
+    """One training step: `forward` returns o and the final state, `backward` takes them and returns the gradients."""
 
     def __init__(self, operator, inputs: dict, output_gradients: dict):
         self.operator = operator
@@ -114,10 +114,17 @@ class Step:
         return self.backward(self.forward())
 
 
-def step_inputs(H_k: int, H_v: int, lengths: list[int], options, seed: int = 0) -> tuple[dict, dict]:
-    inputs, output_gradients = make_inputs(
-        H_k, H_v, lengths, options.head_dims, seed=seed, normalize=False, gradients=True
-    )
+def inputs_of(package: str, *args, **kwargs) -> tuple[dict, dict]:
+    """make_inputs with gradients. FlashQLA takes cu_seqlens in int32, and the same tensor in each call, because its
+    caches go by identity, and a miss while a graph is captured is an error."""
+    inputs, output_gradients = make_inputs(*args, gradients=True, **kwargs)
+    if package == "flash_qla_jit":
+        inputs["cu_seqlens"] = inputs["cu_seqlens"].int()
+    return inputs, output_gradients
+
+
+def step_inputs(package: str, H_k: int, H_v: int, lengths: list[int], options, seed: int = 0) -> tuple[dict, dict]:
+    inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, seed=seed, normalize=False)
     if options.activations:
         inputs |= raw_tensors(sum(lengths), H_v) | INSIDE
     return inputs, output_gradients
@@ -131,6 +138,7 @@ def step_memory(step: Step) -> dict[str, int]:
 
     step()
     torch.cuda.synchronize()
+    gc.collect()  # or what it frees later counts
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     outputs = step.forward()
@@ -152,19 +160,17 @@ def load(package: str) -> tuple:
 
 def measure(package: str, options) -> Iterator[dict]:
     version, operator, low_level_backward = load(package)
-    if package == "flash_qla_jit":
-        operator = with_int_offsets(operator)
     dims = options.head_dims
     for H_k, H_v in parse_heads(options.heads):
         cells = []
         for text in options.sequences.split(","):
             lengths = parse_lengths(text)
             with torch.no_grad():
-                backward = low_level_backward(*make_inputs(H_k, H_v, lengths, dims, gradients=True))
+                backward = low_level_backward(*inputs_of(package, H_k, H_v, lengths, dims))
                 _, workspace_bytes = workspace(backward)
                 backward_times = time_graph(backward, options.samples, options.sample_ms)
             del backward
-            step = Step(operator, *step_inputs(H_k, H_v, lengths, options))
+            step = Step(operator, *step_inputs(package, H_k, H_v, lengths, options))
             memory = step_memory(step)
             step_times = time_graph(step, options.samples, options.sample_ms)
             cell = {
@@ -185,8 +191,9 @@ def measure(package: str, options) -> Iterator[dict]:
             del step
             torch.cuda.empty_cache()
 
-        # Last: FLA tunes itself on the first problem of each head count, which shall not be a small one.
-        errors = check(operator, low_level_backward, H_k, H_v, options)
+        # The check comes last, because FLA tunes itself on the first problem of each head count, which must not be
+        # small.
+        errors = check(package, operator, low_level_backward, H_k, H_v, options)
         for name, error in errors.items():
             figure = ", ".join(f"{tensor} {e:.2e}" for tensor, e in error.items())
             print(f"{package:>13} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
@@ -194,19 +201,14 @@ def measure(package: str, options) -> Iterator[dict]:
             yield cell | {"relative_error": errors}
 
 
-def with_int_offsets(operator):
-    """FlashQLA takes cu_seqlens in int32."""
-    return lambda **arguments: operator(**arguments | {"cu_seqlens": arguments["cu_seqlens"].int()})
-
-
-def check(operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
+def check(package: str, operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
     """Errors of the gradients that are timed, on short sequences."""
     lengths = [256, 100, 257]
-    inputs, output_gradients = make_inputs(H_k, H_v, lengths, options.head_dims, seed=1, gradients=True)
+    inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, seed=1)
     with torch.no_grad():
         gradients = low_level_backward(inputs, output_gradients)()
     errors = {"backward": gradient_errors(inputs, output_gradients, gradients)}
-    inputs, output_gradients = step_inputs(H_k, H_v, lengths, options, seed=1)
+    inputs, output_gradients = step_inputs(package, H_k, H_v, lengths, options, seed=1)
     step = Step(operator, inputs, output_gradients)
     errors["step"] = gradient_errors(step.arguments, output_gradients, step())
     return errors

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import json
 import math
@@ -28,12 +29,12 @@ import record
 import reference
 from accuracy import relative_error
 
-DEVICE = "cuda"  # of the inputs; the benchmarks' tests have another
-HEAD_DIMS = (128, 128)  # channels of a key, which a query has too, and of a value, where nothing else is said
+DEVICE = "cuda"  # the inputs' device; the benchmarks' tests set another
+HEAD_DIMS = (128, 128)  # channels of a key or query, and of a value, by default
 
-# The differentiable arguments, and what the low-level backwards call their gradients, in the order in which these come
+# The differentiable arguments, and the low-level backwards' names of their gradients, in the order of their results
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
-# With those of the activations inside
+# The same with the parameters of the activations inside
 ALL_GRADIENTS_OF = GRADIENT_OF | {"A_log": "dA_log", "dt_bias": "ddt_bias"}
 INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
@@ -62,12 +63,12 @@ def parse_head_dims(text: str) -> tuple[int, int]:
 
 
 def head_dims_field(head_dims: tuple[int, int]) -> dict[str, str]:
-    """The field of a cell; none if the dimensions are HEAD_DIMS."""
+    """The field of a cell; no field if the dimensions are HEAD_DIMS."""
     return {} if head_dims == HEAD_DIMS else {"head_dims": "{}x{}".format(*head_dims)}
 
 
 def heads_of(cell: dict) -> str:
-    """A cell's heads, and their dimensions where it says any: '16x32' or '16x32 of 96x192'."""
+    """A cell's heads, and their dimensions if it has the field: '16x32' or '16x32 of 96x192'."""
     return " of ".join(cell[name] for name in ("heads", "head_dims") if name in cell)
 
 
@@ -166,7 +167,7 @@ def raw_tensors(T: int, H_v: int) -> dict[str, torch.Tensor]:
 
 
 def three_digits(x: float) -> float:
-    """The matrix work in stored results has as many."""
+    """x rounded to three digits, like the matrix work in stored results."""
     return float(f"{x:.3g}")
 
 
@@ -213,7 +214,7 @@ def time_graph(call, samples: int, sample_ms: float) -> list[float]:
 
     for _ in range(3):
         call()
-    # How many calls make a sample is seen on a graph too: outside of one some packages wait for Python.
+    # A graph also decides how many calls a sample has, because some packages wait for Python outside of a graph.
     graph = capture(1)
     once = max(elapsed(graph), 1e-3)
     calls = max(1, min(100, math.ceil(sample_ms / once)))
@@ -228,6 +229,7 @@ def workspace(call) -> tuple[object, int]:
     """The call's results, and the bytes that it takes from torch's allocator beyond them."""
     call()  # compiles, and allocates memory that is kept from call to call
     torch.cuda.synchronize()
+    gc.collect()  # or what it frees during the call counts
     torch.cuda.reset_peak_memory_stats()
     results = call()
     return results, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -310,12 +312,12 @@ def run(
 ) -> None:
     """Measure every package in a process of its own, report on all and write the results.
 
-    A package that fails is said to have failed, with the exit status too; the cells measured before that count.
+    The report names a package that fails, with its exit status. The cells that it measured before count.
 
     Args:
         measure: (package, options) -> dicts, one a cell; runs in the package's process.
         report: prints the results: takes the cells of all packages.
-        fla_environment: environment variables to set, or with None to take away.
+        fla_environment: environment variables to set, or with None to remove.
     """
     options = parser.parse_args()
     if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
@@ -338,7 +340,7 @@ def run(
         cells += measured
         if process.returncode:
             failed.append(f"{package} failed (exit status {process.returncode})")
-        if options.out:  # after each package: the next one may take longer than there is time
+        if options.out:  # after each package, because the next one may run out of time
             write_results(options.out, cells)
     report(cells)
     if failed:
@@ -349,7 +351,7 @@ def package_environment(package: str, options: argparse.Namespace, changes: dict
     variables = os.environ | (changes or {})
     path = options.package_path if package == "flash_qla" else options.peers_path
     if path:
-        # In front: the published FlashQLA is imported as flash_qla too.
+        # First on the path, because the published FlashQLA is imported as flash_qla too.
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [path, variables.get("PYTHONPATH")]))
     return {name: value for name, value in variables.items() if value is not None}
 

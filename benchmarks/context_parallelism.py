@@ -7,10 +7,10 @@ for more GPUs.
     python benchmarks/context_parallelism.py --parts 2,4,8,16,32,64 --out FILE.json      # one GPU as one of so many
     python benchmarks/context_parallelism.py --report FILE.json --hop-us 10 --gbs 300
 
-The runs add their cells to one file, context_parallelism_h100.json for the documents; cells of another commit leave it.
---report prints speedups and differences of results against one GPU, and what follows from the parts. Inputs are the
-same whatever the number of ranks. Times are the slowest rank's. On GPUs they are the device's: the host is ahead, as it
-is within a model, whatever the number of ranks.
+The runs add their cells to one file, context_parallelism_h100.json for the documents, and remove cells of other
+commits. --report prints speedups, differences of results from one GPU, and the prediction from the parts. Inputs are
+the same for every number of ranks. Times are the slowest rank's. On GPUs they are device times, with the host ahead, as
+within a model.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from forward import sketch
 
 AHEAD_CYCLES = 20_000_000  # 10 ms of a GPU, in which the host launches a call
-BLOCKS = 64  # equal ones, in which all tokens are drawn, and their results compared: ranks have whole ones
+BLOCKS = 64  # all tokens are drawn, and their results compared, in so many equal blocks; a rank has whole blocks
 INPUTS = ("q", "k", "v", "g", "beta")
 
 
 class Clock:
-    """Of a device: marks are CUDA events on the current stream, or times."""
+    """A device's clock: marks are CUDA events on the current stream, or times on the CPU."""
 
     def __init__(self, device: str):
         self.on_gpu = device == "cuda"
@@ -67,7 +67,7 @@ def begin_together(clock: Clock) -> None:
 
 
 def median_ms(call, options, clock: Clock) -> list[float]:
-    """Of each call, ascending."""
+    """Milliseconds of each sample, ascending."""
     for _ in range(options.warmup):
         call()
     times = []
@@ -83,7 +83,7 @@ def median_ms(call, options, clock: Clock) -> list[float]:
 
 
 def blocks_of(rank: int, world_size: int, layout: str) -> list[int]:
-    """Those that a rank has, in the order of its tokens."""
+    """The blocks of a rank, in the order of its tokens."""
     parts = [rank] if layout == "contiguous" else [rank, 2 * world_size - 1 - rank]
     size = BLOCKS // (world_size * len(parts))
     return [part * size + i for part in parts for i in range(size)]
@@ -109,7 +109,7 @@ def make_inputs(heads: tuple[int, int], tokens: int, blocks: list[int], options)
 
 
 def sketches(results: dict[str, torch.Tensor], blocks: list[int]) -> dict[str, dict[str, list[float]]]:
-    """Of each block of each tensor."""
+    """Tensor -> block -> sketch."""
     return {
         name: {str(n): sketch(piece) for n, piece in zip(blocks, x.tensor_split(len(blocks), 1), strict=True)}
         for name, x in results.items()
@@ -117,7 +117,7 @@ def sketches(results: dict[str, torch.Tensor], blocks: list[int]) -> dict[str, d
 
 
 def difference(found: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
-    """Relative, in the L2 norm, of two tensors by the sketches of their blocks."""
+    """The relative L2 difference of two tensors, from the sketches of their blocks."""
     x, y = ([number for block in sorted(z) for number in z[block]] for z in (found, expected))
     return math.dist(x, y) / math.hypot(*y)
 
@@ -175,8 +175,8 @@ PHASES = {
 
 
 class Phases:
-    """The phases of a pass under context parallelism, of calls that are made meanwhile. What runs between the start of
-    the collective and the wait for it is not the collective's."""
+    """Times the phases of context parallelism in the calls of its `with` block. Work between the start of the
+    collective and the wait for it does not count as the collective's."""
 
     def __init__(self, clock: Clock):
         from flash_qla.cp import passes
@@ -203,7 +203,8 @@ class Phases:
         return call
 
     def ms(self) -> dict[str, float]:
-        """By phase, a whole step; where there was nothing to do besides, "collective" is from its start on."""
+        """Phase -> milliseconds in a step. "collective" begins at its start if the wait follows at once, else at the
+        wait."""
         found, started, prefix = defaultdict(float), None, ""
         for i, (name, start, end) in enumerate(self.marks):
             if name in ("begin", "reverse begin"):
@@ -229,7 +230,7 @@ def phases(call, options, clock: Clock) -> dict[str, float]:
 
 
 def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, clock: Clock) -> dict:
-    """On every rank."""
+    """Measures one cell. Every rank calls the function."""
     distributed = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     lengths = [n * world_size if options.weak else n for n in common.parse_lengths(sequences)]
@@ -273,8 +274,8 @@ def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, 
 
 
 def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, options, clock: Clock) -> dict:
-    """One GPU with the tokens of a rank in the middle of so many, from a pass's beginning to the end of its first half,
-    in the backward of the states again, and of all of it; the fold of the maps of all the others, and of two."""
+    """Times on one GPU with the tokens of a middle rank of `world_size`: from a pass's beginning to the end of its
+    first half, of replay (backward), and of the pass; then the fold of all other ranks' maps, and of two maps."""
     from flash_qla.cp.maps import fold
 
     ops, V = torch.ops.flash_qla, options.head_dims[1]
@@ -284,14 +285,15 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
     l2norm = {"use_qk_l2norm_in_kernel": True}
 
     def begin():
-        return ops.gated_delta_rule_forward_begin(*own, [0], output_g_cumsum=True, **l2norm)
+        return ops.gated_delta_rule_forward_begin(*own, [0], **l2norm)
 
-    maps, *_, g_cumsum = begin()
-    reverse_own = [*own[:3], g_cumsum, own[4], do]
+    maps, *_ = begin()
+    reverse_own = [*own[:3], None, own[4], do]
     state = {"initial_state": maps[:, :, :V].contiguous(), "state_v_first": True, **l2norm}
+    reverse_options = {"g_raw": own[3], **l2norm}
 
     def reverse_begin():
-        return ops.gated_delta_rule_backward_begin(*reverse_own, [0], **l2norm)
+        return ops.gated_delta_rule_backward_begin(*reverse_own, [0], **reverse_options)
 
     def whole():
         _, *made = begin()
@@ -299,12 +301,12 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
 
     def reverse_replay():
         _, workspace, *made = reverse_begin()
-        ops.gated_delta_rule_backward_replay(*reverse_own, workspace, **state)
+        ops.gated_delta_rule_backward_replay(*reverse_own, workspace, **state | reverse_options)
         return workspace, *made
 
     def reverse_whole():
         made = reverse_replay()
-        ops.gated_delta_rule_backward_finish(*reverse_own, *made, dht=state["initial_state"], **state)
+        ops.gated_delta_rule_backward_finish(*reverse_own, *made, dht=state["initial_state"], **state | reverse_options)
 
     all_maps = maps.expand(max(world_size - 1, 2), -1, -1, -1).contiguous()
     calls = {"begin": begin, "whole": whole}
@@ -321,9 +323,11 @@ def measure_parts(heads: tuple[int, int], sequences: str, world_size: int, optio
 
 
 def predicted_ms(parts: dict, hop_us: float, gbs: float) -> dict[str, float]:
-    """Of a cell of measure_parts: a rank's forward and step, and what lies between the halves of a pass, by the
-    all-gather around a ring and the fold of all maps, and by a scan over the ranks in log2 W rounds, each of which
-    exchanges a map and composes two. In the backward the states are made again meanwhile."""
+    """A rank's forward and step, and the time between the halves of a pass, from a cell of measure_parts.
+
+    "between" is an all-gather around a ring, and the fold of all maps. "tree" is a scan over the ranks in log2 W
+    rounds, each of which exchanges a map and composes two. The backward replays its states meanwhile.
+    """
     W, ms = parts["parts_of"], parts["ms"]
     hop = hop_us / 1e3 + parts["map_bytes"] / gbs / 1e6
     between = (W - 1) * hop + ms["fold"]
@@ -406,7 +410,7 @@ def main(options) -> None:
             cells += new
             if rank == 0:
                 report(new, options)
-                if options.out:  # after each, as the next may take longer than there is time
+                if options.out:  # after each cell, because the next one may run out of time
                     write(Path(options.out), cells)
     if distributed:
         dist.destroy_process_group()

@@ -4,16 +4,16 @@
     python benchmarks/decode.py --tokens 4 --heads 16x32 --batches 64,256 --packages flash_qla,sglang
     python benchmarks/decode.py --tokens 1,4 --keep every --packages flash_qla,sglang,vllm
 
-Raw bf16 gates and betas, the l2norm inside. Sequences are at random slots of a pool that has twice as many. A sample is
-the replay of a CUDA graph whose calls take so many pools in turn that no state is in the L2 cache when its turn comes;
-q, k, v and the gates may be. Medians over samples, in microseconds a call.
+Raw bf16 gates and betas, the l2norm inside. Sequences are at random slots of a pool with twice as many slots. A sample
+is the replay of a CUDA graph. Its calls take several pools in turn, so that no state is in the L2 cache when its turn
+comes; q, k, v and the gates may be. Medians over samples, in microseconds a call.
 
   --keep last    the state after the last token goes back to its slot: a sequence reads one state and writes one
   --keep every   the state after each token is kept: by vLLM in slots, by SGLang in a buffer, by flash_qla in both ways
 
-All functions of a package run, and the fastest one counts. FLA's takes no slots: states are gathered before it and
-scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The fraction is
-of the copy bandwidth that common.ceilings measures.
+All functions of a package run, and the fastest one counts. FLA's function takes no slots: states are gathered before it
+and scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The
+fraction is of the copy bandwidth that common.ceilings measures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from accuracy import relative_error
 from common import FLA_TRITON, argument_parser, ceilings, geometric_mean, parse_heads, run, spread, time_graph
 
 K = V = 128
-ROTATED_BYTES = 200e6  # of states that a sample touches before it comes back to one: four times the L2 cache
+ROTATED_BYTES = 200e6  # a sample touches states of so many bytes before it returns to one: four times the L2 cache
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
 PACKED, UPDATE = "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update"
@@ -44,10 +44,10 @@ class Case:
     H_k: int
     H_v: int
     batch: int
-    tokens: int  # of a sequence
+    tokens: int  # tokens of a sequence
     keep: str  # last, every
     state_dtype: torch.dtype
-    pools: int = 0  # 0: as many as ROTATED_BYTES takes
+    pools: int = 0  # 0: as many as ROTATED_BYTES needs
 
     def __post_init__(self):
         generator = torch.Generator(common.DEVICE).manual_seed(31 * self.batch + self.tokens)

@@ -1,15 +1,16 @@
-"""A pass in every mode that the host can choose, beside what the cost model in csrc/gpu/cost_model.cpp predicts.
+"""Measured time of a pass in every mode that the host can choose, beside the prediction of csrc/gpu/cost_model.cpp.
 
     python benchmarks/dispatch.py --out FILE.json
     python benchmarks/dispatch.py --backward
     python benchmarks/dispatch.py --report FILE.json
 
-Of each batch: what the model chooses; then the op in one kernel, without context parallelism, and with segments of
-several lengths, the last two with both value tiles. Where it leaves the choice to the device, that is what it chooses:
-N > M is cut after N chunks if a sequence has more than M, and N > M : V else takes value tile V. The model knows the
-average length of a batch alone: what it predicts for a choice is an expectation over batches of that average, what it
-predicts for the other modes is for equal sequences, and these say how good its constants are. Inputs and timing are
-forward.py's, gates "bench". The backward, timed as in backward.py, has no modes but segments.
+Each batch has a line with the model's choice, then the op in one kernel, without context parallelism, and with segments
+of several lengths, the last two with both value tiles. A choice may leave the decision to the device: N > M cuts after
+N chunks if a sequence has more than M, and N > M : V otherwise takes value tile V.
+
+The model knows only the average length of a batch. For its choice it predicts an expectation over batches of that
+average. For the other modes it predicts equal sequences, which shows how good its constants are. Inputs and timing are
+those of forward.py, with gates "bench". The backward, timed as in backward.py, has no modes except segments.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ SEQUENCES = (
     "1x64,1x256,1x512,1x2048,1x8192,1x32768,16384+16384,28672+4096,16384+2048x8,8192x4,4096x8,1024x8,256x4,128x64,"
     "ragged8,ragged32"
 )
-NARROW_TILE, WIDE_TILE = 64, 128  # of values
-PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a sequence
+NARROW_TILE, WIDE_TILE = 64, 128  # value rows
+PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # parts of a sequence
 FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "predicted_us")
 BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
-MOST_PIECES = 3  # an SM: each is one more turn
+MOST_PIECES = 3  # pieces of an SM; each one is one more turn
 
 
 def segmentations(H_v: int, V: int, lengths: list[int], sm_count: int, value_tile: int) -> Iterator[int]:
@@ -66,7 +67,7 @@ class Forward:
     @staticmethod
     def modes(H_v: int, V: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
         """Modes of forced_dispatch."""
-        if V <= WIDE_TILE:  # more than a tile the one kernel does not take
+        if V <= WIDE_TILE:  # the one kernel takes a single tile
             yield {"fused": True}
         for value_tile in (NARROW_TILE, WIDE_TILE):
             for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
@@ -151,7 +152,7 @@ def name(cell: dict) -> str:
 
 
 def report(cells: list[dict]) -> None:
-    """A line a batch, then how far predictions and choices are off."""
+    """Prints a line for each batch, then the errors of predictions and choices."""
     batches: dict[tuple[str, str], list[dict]] = {}
     for cell in cells:
         batches.setdefault((heads_of(cell), cell["sequences"]), []).append(cell)

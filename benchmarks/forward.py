@@ -6,22 +6,22 @@
     python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,op
     python benchmarks/forward.py --report FILE.json
 
-Packages, each by the function that it has below its autograd:
+Packages, each by its function below autograd:
 
   flash_qla      this package, chunk_gated_delta_rule_fwd; in other forms with --variants
   fla            FLA's Triton kernels (fla-core on PyPI); its dispatch to other packages is switched off
   flash_qla_jit  the published FlashQLA (flash-qla on PyPI). Its import name is flash_qla too, so it needs a directory
                  of its own: pip install --target DIR flash-qla, and --peers-path DIR
-  flashinfer     FlashInfer, or the module fi_aot where there is one: the same kernels compiled ahead of time
+  flashinfer     FlashInfer, or the module fi_aot if it exists: the same kernels compiled ahead of time
 
-Peers are looked for in --peers-path first, flash_qla in --package-path. Peers compile as they run; where they keep that
-is up to their own variables, such as TRITON_CACHE_DIR and TILELANG_CACHE_DIR.
+Python looks for peers in --peers-path first, and for flash_qla in --package-path. Peers compile as they run, into the
+folders that their own variables name, such as TRITON_CACHE_DIR and TILELANG_CACHE_DIR.
 
 Inputs: packed bf16 sequences, L2-normalised q and k, gates as in common.make_inputs, beta = sigmoid(randn), an fp32
-initial state; the final state is returned. What a package wants in another form (FlashInfer e^g, and states with V
-first) is made beforehand; one that does not take the --head-dims has errors in place of times. Time: median over
-samples, each the replay of a CUDA graph that holds several calls. Workspace: what a call takes from torch's allocator
-beyond what it returns. Outputs are compared twice: with the fp64 recurrence on a short batch of each head count
+initial state; the final state is returned. Inputs in another form (FlashInfer takes e^g, and states with V first) are
+computed beforehand. A package that does not support the --head-dims has errors instead of times. Time: median over
+samples, each the replay of a CUDA graph that holds several calls. Workspace: the bytes that a call takes from torch's
+allocator beyond its results. Outputs are compared twice: with the fp64 recurrence on a short batch of each head count
 (relative L2), and, by sketches, with those of flash_qla on the inputs of every cell.
 """
 
@@ -70,7 +70,7 @@ VARIANTS = {
 HEADS = "2x8,4x16,8x32,16x64,16x32,8x24,16x48,16x16"
 SEQUENCES = "1x512,1x2048,1x8192,1x32768,1x131072,28672+4096,16384+16384,8192x4,4096x8,1024x8,128x64,ragged32"
 
-# Right bf16 outputs are less than 1e-2 apart; what sketches say of that may be off by half of it.
+# Right bf16 outputs differ by less than 1e-2; a sketch's estimate of that may be off by half.
 LARGEST_DIFFERENCE = 2e-2
 
 
@@ -88,8 +88,8 @@ def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
 @dataclass
 class Package:
     version: str
-    prepare: Callable  # (inputs, variant) -> the call to be timed, which returns all that it has allocated
-    results: Callable  # (what the call returns, variant) -> o, final_state with K first
+    prepare: Callable  # (inputs, variant) -> the timed call, which returns everything that it has allocated
+    results: Callable  # (results of the call, variant) -> o, final_state with K first
 
 
 def load_flash_qla() -> Package:
@@ -163,7 +163,7 @@ def load_flashinfer() -> Package:
         cu_seqlens = inputs["cu_seqlens"].int()
         arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")} | {"scale": inputs["scale"]}
         arguments |= {
-            "g": inputs["g"][0].exp(),  # there g is the decay itself
+            "g": inputs["g"][0].exp(),  # FlashInfer's g is the decay itself
             "initial_state": inputs["initial_state"].mT.contiguous(),
             "output_final_state": True,
             "cu_seqlens": cu_seqlens,
@@ -187,7 +187,7 @@ LOADERS = {
 
 def sketch(x: torch.Tensor) -> list[float]:
     """16 sums of the elements of x under random signs, the same ones at every call. |sketch(x) - sketch(y)| estimates
-    |x - y|, so a few numbers of each package tell how far their outputs are apart."""
+    |x - y|, so a few numbers of each package say how far their outputs differ."""
     rows = x.reshape(-1, 16)
     generator = torch.Generator(x.device).manual_seed(0)
     sums = torch.zeros(16, dtype=torch.float64, device=x.device)
@@ -234,10 +234,10 @@ def measure(package: str, options):
 def check(
     package: str, loaded: Package, H_k: int, H_v: int, head_dims: tuple[int, int], gate: str
 ) -> dict[str, float] | str:
-    """Errors on a short batch, or what the package raises."""
+    """Errors on a short batch, or the package's exception."""
     try:
         if package == "fla":
-            # FLA tunes itself on the first problem of each head count, which shall not be a small one.
+            # FLA tunes itself on the first problem of each head count, which must not be small.
             loaded.prepare(make_inputs(H_k, H_v, [32768], head_dims, gate=gate), "default")()
         inputs = make_inputs(H_k, H_v, [256] * 4, head_dims, seed=1, gate=gate)
         outputs = loaded.prepare(inputs, "default")()
@@ -275,7 +275,7 @@ class Row:
     heads: str  # heads_of
     sequences: str
     ms: float
-    floor: float  # fraction of it that is reached
+    floor: float  # the reached fraction of the floor
     ratios: dict[str, float]
 
     @property
@@ -334,7 +334,7 @@ def summary(rows: list[Row]) -> list[str]:
     for peer, label in PEERS.items():
         ratios = {row.name: row.ratios[peer] for row in rows if peer in row.ratios}
         if ratios:
-            # Where one is missing the best peer is the best of fewer.
+            # If a peer is missing, the best peer is the best of the others.
             missing = ", ".join(row.name for row in rows if peer not in row.ratios)
             lines.append(f"Over {label}: {means(ratios, '.2f')}" + (f"; without {missing}" if missing else ""))
     return [*lines, f"Of the floor: {means({row.name: row.floor for row in rows}, '.1%')}"]
@@ -411,7 +411,7 @@ def place(cell: dict) -> str:
 
 
 def largest(figures) -> float:
-    """NaN if there is one."""
+    """The largest number, or NaN if any is NaN."""
     return max(figures, key=lambda x: math.inf if math.isnan(x) else x)
 
 
@@ -430,7 +430,7 @@ def print_list(lines: list[str]) -> None:
 
 
 def load(files: list[str]) -> list[dict]:
-    """The cells of several files; a cell that is in more than one counts as in the last."""
+    """The cells of several files; if a cell is in several, the last file counts."""
     cells = {}
     for file in files:
         for cell in json.loads(Path(file).read_text())["cells"]:

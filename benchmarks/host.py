@@ -5,12 +5,13 @@
     python benchmarks/host.py --heads 2x8 --tokens 512
 
 A call, or a training step (forward and torch.autograd.grad, l2norm inside): wall time of the calling thread, median
-over batches. A batch is calls one after the other with no synchronisation in between, on a sequence so short and so few
-that the GPU's queue never fills; torch.add on four elements gives the scale, for a step torch's own of x + 1.
-Arguments: one packed bf16 sequence, an initial state, the final state returned. Import and first call: one process each
-time, median. The import is timed after torch's; the first call after a kernel of torch has run and the inputs are
-there, up to the next synchronization, so that starting CUDA is not in it. On the CPU the inputs have no tokens and no
-sequences, so that only the code around the arithmetic is timed.
+over batches. A batch is several calls in a row without synchronisation. The sequence is so short, and the calls are so
+few, that the GPU's queue never fills. For scale, torch.add on four elements, and torch's own step of x + 1. Arguments:
+one packed bf16 sequence, an initial state, the final state returned.
+
+Import and first call: a new process each time, median. The import is timed after torch's import. The first call is
+timed after a kernel of torch has run and the inputs exist, up to the next synchronization, so the start of CUDA does
+not count. On the CPU the inputs have no tokens and no sequences, so that only the code around the arithmetic is timed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from pathlib import Path
 import torch
 from common import add_head_dims_argument, argument_parser, parse_heads, run, spread
 
-# In a batch. The GPU's queue takes about a thousand launches; a launch that finds it full waits.
+# Calls in a batch. The GPU's queue holds about a thousand launches; a launch waits if the queue is full.
 CALLS = 50
 
 
 def make_arguments(options) -> dict:
-    """Arguments of chunk_gated_delta_rule and, as far as these are concerned, chunk_gated_delta_rule_fwd."""
+    """Arguments of chunk_gated_delta_rule, which chunk_gated_delta_rule_fwd takes too."""
     [(H_k, H_v)] = parse_heads(options.heads)
     K, V = options.head_dims
     lengths = [options.tokens] if options.device == "cuda" else []
@@ -91,7 +92,7 @@ def make_calls(arguments: dict) -> dict[str, Callable]:
 
 
 def make_steps(arguments: dict) -> dict[str, Callable]:
-    """Training steps, of all inputs' gradients from that of o."""
+    """Training steps: the gradients of all inputs from the gradient of o."""
     import flash_qla
 
     names = ("q", "k", "v", "g", "beta")
@@ -113,7 +114,7 @@ def make_steps(arguments: dict) -> dict[str, Callable]:
 
 
 def measure_calls(options) -> Iterator[dict]:
-    # Outside of inference_mode autograd is asked, even where it has nothing to do.
+    # Outside of inference_mode the call goes through autograd, even without work for it.
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
             calls = make_calls(make_arguments(options))
@@ -147,7 +148,8 @@ print(json.dumps({"import_ms": (time.perf_counter() - start) * 1e3}))
 
 
 def in_process(*arguments: str) -> dict:
-    # From this folder, because `-c` imports from the current one: the checkout's flash_qla/ may hold no library.
+    # The process runs in this folder, because `-c` imports from the current one, and the checkout's flash_qla/ may hold
+    # no library.
     folder = Path(__file__).parent
     found = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, cwd=folder).stdout
     return json.loads(found.splitlines()[-1])

@@ -4,11 +4,12 @@
     python benchmarks/peer_errors.py --cases underflow,4095 --packages flash_qla
     python benchmarks/peer_errors.py --head-dims 96x192
 
-Each case is one call of chunk_gated_delta_rule in bf16 with an initial state, and torch.autograd.grad of both results;
-the error is relative L2, of o, the final state and the six gradients. Inputs are from tests/cases.py, the reference is
-tests/reference.py: gated_delta_rule for o and the final state, gated_delta_rule_bwd for the gradients. The last lines
-give the largest error of each package and the largest ratio of the two. Where the true value is all but zero, as dg is
-when gates erase the state, a relative error may be large and mean nothing; the ratio to FLA's still does.
+Each case is one call of chunk_gated_delta_rule in bf16 with an initial state, and torch.autograd.grad of both results.
+The error is the relative L2 error of o, the final state and the six gradients. Inputs are those of tests/cases.py. The
+reference is tests/reference.py: gated_delta_rule for o and the final state, gated_delta_rule_bwd for the gradients. The
+last lines have the largest error of each package and the largest ratio of the two. If the true value is almost zero, as
+dg is when gates erase the state, a relative error may be large without a meaning, but the ratio to FLA's error keeps
+its meaning.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run_case(operator, case) -> dict[str, float]:
     from cases import make_inputs
 
     inputs = make_inputs(case, common.DEVICE)
-    # The reference has no such arguments, FLA other names for them.
+    # The reference has no such arguments, and FLA names them otherwise.
     arguments = {name: x for name, x in inputs.items() if name not in ("auto_cp", "state_v_first")}
     generator = torch.Generator().manual_seed(case.seed + 1)
     output_gradients = {

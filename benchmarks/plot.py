@@ -2,7 +2,7 @@
 
     python benchmarks/plot.py
 
-Writes forward_h100.png, backward_h100.png and those of the other cards that have results, beside the results. Needs
+Writes forward_h100.png, backward_h100.png and the figures of other cards that have results, beside the results. Needs
 matplotlib.
 """
 
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from report import RESULTS, Card, load
 
-# Colours that colour-blind eyes tell apart, and markers for those who print without colour.
+# Colours that colour-blind eyes distinguish, and markers for prints without colour.
 STYLES = {"fla": ("#0072B2", "o"), "flash_qla_jit": ("#E69F00", "s"), "flashinfer": ("#009E73", "^")}
 COLUMNS = 4
 

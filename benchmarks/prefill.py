@@ -2,15 +2,15 @@
 
     python benchmarks/prefill.py --out FILE.json
 
-  op           chunk_gated_delta_rule on states that are gathered already, its final states left where they are
-  gathered     states taken out of the pool by torch, the op, its final states put back
+  op           chunk_gated_delta_rule on gathered states, without writing its final states back
+  gathered     torch gathers the states from the pool, the op, torch writes its final states back
   pool         prefill_gated_delta_rule
   checkpoints  the same, with the states after every 256 tokens kept in slots of the pool
   invariant    prefill_gated_delta_rule with batch_invariant
 
-All with a pool of twice as many slots as sequences, fp32 or bf16, q and k being normalised already. Times are medians
-over replays of CUDA graphs; the ways take turns, so that the clocks are the same for all. What checkpoints cost is also
-given as a rate: the bytes that they write over the time that they add.
+The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Times are medians over replays
+of CUDA graphs. The calls take turns, so that the clocks are the same for all. The cost of checkpoints is also a rate:
+the bytes that they write over the time that they add.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Card:
         return self.sections.get(section, {}).get("cells", [])
 
     def environment_of(self, section: str) -> dict:
-        """A section that was measured by itself has its own."""
+        """The environment of a section; a section that was measured alone has its own."""
         return self.environment | self.sections.get(section, {}).get("environment", {})
 
     @property
@@ -115,7 +115,7 @@ Column = tuple[str, Callable[[object], str]]  # the header, and key -> text
 
 
 def table(keys: dict[object, list[str]], key_header: list[str], cards: list[Card], columns: Callable) -> str:
-    """One row for each key, of each card the columns. `columns(card)` gives them, or none if there are no results."""
+    """One row for each key, with the columns of each card. `columns(card)` returns them, or none without results."""
     header, texts = list(key_header), []
     for card in cards:
         found = columns(card) or [("", lambda _, card=card: f"not measured on {card.name}")]
@@ -156,7 +156,7 @@ def number(x: float | None, style: str = ".2f") -> str:
 
 
 def mean_of(ratios: list[float]) -> str:
-    """The geometric mean, the least, and of how many."""
+    """The geometric mean, the least, and the number of values."""
     if not ratios:
         return "-"
     return f"{geometric_mean(ratios):.2f} (least {min(ratios):.2f}, n = {len(ratios)})"
@@ -258,7 +258,7 @@ def mixed(data: Data) -> str:
 
 
 def sections_table(data: Data, keys: dict, header: list[str], columns: Callable, *sections: str) -> str:
-    """A table and the line below it; without any results a sentence."""
+    """A table and the line below it; a sentence if there are no results."""
     if not data.measured(*sections):
         cards = " and ".join(card.name for card in data.cards) or "any card"
         return f"Not measured on {cards}."
@@ -615,7 +615,7 @@ TENSORS = {
 
 
 def accuracy(data: Data) -> str:
-    """The worst errors of the tests, then the largest beside FLA's."""
+    """The largest errors of the tests, then the largest errors of the comparison with FLA."""
     rows, lines = [], []
     for card in data.cards:
         if card.worst_errors is None:

@@ -1,9 +1,9 @@
-"""A wheel that is built on any machine loads on glibc 2.28, without a container (benchmarks/notes/packaging.md).
+"""Links libraries against glibc 2.28 on any machine, without a container (benchmarks/notes/packaging.md).
 
 A linker binds a function to its newest version: pthread_create of glibc 2.36 is GLIBC_2.34, and a library that uses it
 does not load under 2.28, although 2.28 has a pthread_create too. So the linker gets stubs before the real libraries, in
-which each function has its version of glibc 2.28. The stubs are not shipped: at run time the real libraries answer, and
-glibc never drops an old version. The wheel's platform tag is read from the result.
+which each function has its version of glibc 2.28. The stubs are not shipped: the real libraries answer at run time,
+because glibc never drops an old version. The wheel's platform tag is read from the linked libraries.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:
     script = "".join(f"GLIBC_{version} {{ {'; '.join(names[version])}; }};\n" for version in names)
     source, map_file = stub.with_suffix(".s"), stub.with_suffix(".map")
     if stub.exists() and source.read_text() == assembly and map_file.read_text() == script:
-        return  # a new file would have everything linked again
+        return  # a new file would link everything again
     source.write_text(assembly)
     map_file.write_text(script)
     flags = ["-shared", "-nostdlib", f"-Wl,-soname,{stub.name}", f"-Wl,--version-script={map_file}"]

@@ -1,4 +1,4 @@
-"""Instance, an entry of kernels_tl/instances.py. Imports nothing heavy, so listing instances is instant."""
+"""Instance, an entry of kernels_tl/instances.py. This module imports nothing heavy: instances are listed at once."""
 
 from __future__ import annotations
 

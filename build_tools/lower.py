@@ -1,4 +1,4 @@
-"""TileLang -> CUDA source, and all that a launcher needs, without a GPU.
+"""Lowers a kernel: TileLang -> CUDA source and the facts that its launcher needs. No GPU is needed.
 
 The result is plain data: C++ expressions over the fields of the kernel's argument struct. Code generation then needs
 neither TileLang nor TVM.

@@ -20,7 +20,7 @@ OPTIONS = [
     f"--diag-suppress={','.join(map(str, patches.SUPPRESSED_WARNINGS))}",
     f"--pre-include={PREAMBLE.name}",
 ]
-# The end of the precompiled preamble. The lines of the source after it keep their numbers.
+# Ends the precompiled preamble. #line 1 keeps the line numbers of the source after it.
 HEADERS_END = "#pragma nv_hdrstop\n#line 1\n"
 
 
@@ -41,8 +41,8 @@ class Compiler:
     def precompile(self, file: Path) -> None:
         """Precompiles the preamble for all sources that this process and its forks compile.
 
-        Precompiled headers have to be at the same addresses in all processes. If there is no room for them, sources are
-        compiled without, to the same code.
+        Precompiled headers need the same addresses in all processes. If these are taken, sources are compiled without
+        precompiled headers, to the same code.
         """
         self.library.nvrtcSetPCHHeapSize(ctypes.c_size_t(PRECOMPILED_HEAP))
         program = self._create(HEADERS_END, "preamble.cu")

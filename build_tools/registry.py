@@ -64,7 +64,7 @@ def enumerator(value: str) -> str:
 
 
 def enums(compiled: list[Compiled]) -> str:
-    """The enums, each with a function that names its enumerators as Python does."""
+    """The enums, each with a function name_of that returns an enumerator's name in Python."""
     values: dict[str, dict[str, None]] = {}
     for item in compiled:
         for key, value in item.instance.params.items():
@@ -116,7 +116,7 @@ def by_kernel(compiled: list[Compiled]) -> dict[str, list[Compiled]]:
 
 
 def key_dims(compiled: list[Compiled]) -> list[int]:
-    """Numbers of key channels that kernels are compiled for; all kernels with keys have the same."""
+    """The values of K that kernels are compiled for. All kernels with keys have the same."""
     params = [item.instance.params for item in compiled]
     return sorted({each["K"] for each in params if "K" in each})
 

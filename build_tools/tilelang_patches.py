@@ -1,4 +1,4 @@
-"""All changes of TileLang's behaviour, and workarounds for it. TileLang's version is pinned because of them.
+"""All changes of TileLang's behaviour and all workarounds for it. They are why TileLang's version is pinned.
 
 Each patch says:
 

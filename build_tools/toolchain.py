@@ -1,7 +1,7 @@
 """Finds the compilers, their headers and libraries, and reports those that are missing or too old.
 
-NVRTC from PyPI compiles the kernels, whatever CUDA toolkit the machine has, so every build has the same compiler. Every
-driver of its major version of CUDA, or of a later one, loads its code. pyproject.toml decides the versions.
+NVRTC from PyPI compiles the kernels, whatever CUDA toolkit the machine has, so every build has the same compiler. Its
+code runs under every driver of the same or a later major version of CUDA. pyproject.toml decides the versions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARCH = "sm_90a"
 
 
 class BuildError(Exception):
-    """A failure whose message tells the user all; no traceback is printed."""
+    """A failure that the message explains to the user. No traceback is printed."""
 
 
 def build_requirements() -> dict[str, str]:
@@ -34,7 +34,7 @@ def build_requirements() -> dict[str, str]:
 
 
 PINS = build_requirements()
-# Packages that kernels and host code are compiled with -> the folder of each
+# Package that kernels and host code are compiled with -> its folder
 CUDA_FOLDERS = {
     "nvidia-cuda-nvrtc-cu12": "cuda_nvrtc",
     "nvidia-cuda-nvcc-cu12": "cuda_nvcc",  # headers
@@ -108,7 +108,7 @@ def check_tilelang() -> str:
 
 
 def package_root(name: str) -> Path:
-    """The folder of an installed package, which is not imported."""
+    """The folder of an installed package. The package is not imported."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise BuildError(f"the Python package {name} is needed to build and is not installed")
@@ -132,7 +132,7 @@ def max_jobs() -> int:
 
 
 def lock(folder: Path) -> None:
-    """Waits until no other process has the folder, and keeps it until this process ends.
+    """Waits until no other process holds the folder, and holds it until this process ends.
 
     Builds in one tree share build/, and no build backend makes them wait (benchmarks/notes/packaging.md).
     """

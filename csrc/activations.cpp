@@ -39,7 +39,7 @@ void check_activations(const Tokens& tokens, const Tensor& q, const ActivationAr
 }
 
 void check_g_raw(const Tokens& tokens, const Tensor& q, bool use_gate, const Tensor* g_raw) {
-  check(use_gate || !g_raw, tokens.op, "g_raw is a tensor, expected None without use_gate_in_kernel");
+  check(use_gate || !g_raw, tokens.op, "g_raw is a tensor, expected None with g and without use_gate_in_kernel");
   check(!use_gate || g_raw, tokens.op,
         "g_raw is None, expected the g of the forward, a tensor [B, T, H_v], with use_gate_in_kernel");
   if (g_raw) {

@@ -17,7 +17,7 @@ struct ActivationArguments {
 
 void check_activations(const Tokens& tokens, const torch::stable::Tensor& q, const ActivationArguments& arguments);
 
-// Checks g_raw, the g of the forward: [B, T, H_v], any floating dtype. A backward with use_gate needs it.
+// Checks g_raw, the g of the forward, beside g_cumsum: [B, T, H_v], any floating dtype. Only use_gate needs both.
 void check_g_raw(const Tokens& tokens, const torch::stable::Tensor& q, bool use_gate,
                  const torch::stable::Tensor* g_raw);
 

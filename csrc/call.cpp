@@ -59,7 +59,8 @@ void count_chunks(Call& call) {
         call.T, " tokens), expected at most ", kMax);
 }
 
-void check_arguments(Call& call) {
+// g_name: the argument that Arguments::g comes from.
+void check_arguments(Call& call, const char* g_name = "g") {
   check_devices(call.op, call.q,
                 {{"k", &call.k},
                  {"v", &call.v},
@@ -67,7 +68,7 @@ void check_arguments(Call& call) {
                  {"cu_seqlens", or_null(call.cu_seqlens)}});
   read_tokens(call, call.q, call.k, call.v);
   check_activations(call, call.q,
-                    {.g = {"g", &call.g},
+                    {.g = {g_name, &call.g},
                      .beta = {"beta", &call.beta},
                      .A_log = or_null(call.A_log),
                      .dt_bias = or_null(call.dt_bias),
@@ -89,10 +90,10 @@ void check_arguments(Call& call) {
 }
 
 void check_gradients(const BackwardCall& call) {
-  if (call.has_A) {
-    check_device(call.op, "A", call.A, call.q);
-    check_same_dtype(call.op, "A", call.A, call.q);
-    check_shape(call.op, "A", call.A, {call.B, call.T, call.H_v, kChunk}, "[B, T, H_v, C]");
+  if (call.A) {
+    check_device(call.op, "A", *call.A, call.q);
+    check_same_dtype(call.op, "A", *call.A, call.q);
+    check_shape(call.op, "A", *call.A, {call.B, call.T, call.H_v, kChunk}, "[B, T, H_v, C]");
   }
   check_device(call.op, "do", call.grad_o, call.q);
   check_floating(call.op, "do", call.grad_o);
@@ -103,7 +104,9 @@ void check_gradients(const BackwardCall& call) {
     check_floating(call.op, "dht", *call.grad_final_state);
     check_state_shape(call, "dht", *call.grad_final_state);
   }
-  check_g_raw(call, call.q, call.use_gate, or_null(call.g_raw));
+  if (call.is_cumulative()) {
+    check_g_raw(call, call.q, call.use_gate, or_null(call.g_raw));
+  }
 }
 
 // Copies only tensors that have to change. g_dtype: the dtype of g as it is read.
@@ -126,13 +129,13 @@ void make_canonical(Call& call, ScalarType g_dtype) {
   }
 }
 
-// Makes the checked arguments ready for the pass.
-void prepare(Call& call, ScalarType g_dtype) {
+// Makes the checked arguments ready for the pass. `raw_gates`: g is the input of the gate, in any dtype.
+void prepare(Call& call, bool raw_gates) {
   const bool on_gpu = call.q.is_cuda();
   if (on_gpu) {
     check_supported_on_gpu(call, call.q);
   }
-  make_canonical(call, g_dtype);
+  make_canonical(call, raw_gates ? call.g.scalar_type() : call.compute_dtype);
   if (on_gpu && call.varlen && contents_are_checked()) {
     checked_offsets(call);
   }
@@ -143,7 +146,9 @@ void make_gradients_canonical(BackwardCall& call) {
   if (call.grad_final_state) {
     make_aligned(call.op, *call.grad_final_state, call.compute_dtype);
   }
-  if (call.g_raw) {
+  if (!call.is_cumulative()) {
+    call.g_raw = call.use_gate ? std::optional(call.g) : std::nullopt;
+  } else if (call.g_raw) {
     make_contiguous(call.op, *call.g_raw, call.g_raw->scalar_type());
   }
 }
@@ -157,7 +162,7 @@ std::array<int64_t, 4> Call::state_shape() const {
 Call make_record(const char* op, Arguments arguments) {
   Call call{std::move(arguments), {.op = op}};
   check_arguments(call);
-  prepare(call, call.use_gate ? call.g.scalar_type() : call.compute_dtype);
+  prepare(call, call.use_gate);
   return call;
 }
 
@@ -168,10 +173,13 @@ Call make_call(const char* op, Arguments arguments) {
 }
 
 BackwardCall make_backward_call(const char* op, BackwardArguments arguments) {
-  BackwardCall call{{std::move<Arguments&>(arguments), {.op = op}}, std::move<Gradients&>(arguments)};
-  check_arguments(call);
+  BackwardCall call{{std::move<Arguments&>(arguments), {.op = op}}, std::move<GradientArguments&>(arguments)};
+  check(call.g_cumsum || call.g_raw, op,
+        "g and g_raw are None, expected the sums of the gates as g, or the g of the forward as g_raw");
+  call.g = call.is_cumulative() ? *call.g_cumsum : *call.g_raw;
+  check_arguments(call, call.is_cumulative() ? "g" : "g_raw");
   check_gradients(call);
-  prepare(call, call.compute_dtype);
+  prepare(call, call.use_gate && !call.is_cumulative());
   make_gradients_canonical(call);
   check_contents(call);
   return call;

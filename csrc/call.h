@@ -20,19 +20,17 @@ using torch::stable::Tensor;
 
 // The arguments of all ops. An op leaves those that it lacks at their defaults.
 struct Arguments {
-  Tensor q = undefined_tensor();  // [B, T, H_k, K]
-  Tensor k = undefined_tensor();  // [B, T, H_k, K]
-  Tensor v = undefined_tensor();  // [B, T, H_v, V]
-  // [B, T, H_v] log decay, raw if use_gate; in the backward always g_cumsum, which the forward returned
-  Tensor g = undefined_tensor();
-  Tensor beta = undefined_tensor();     // [B, T, H_v], raw if use_beta_sigmoid
-  std::optional<double> scale;          // 1 / sqrt(K) by default; a Call always has it
+  Tensor q = undefined_tensor();     // [B, T, H_k, K]
+  Tensor k = undefined_tensor();     // [B, T, H_k, K]
+  Tensor v = undefined_tensor();     // [B, T, H_v, V]
+  Tensor g = undefined_tensor();     // [B, T, H_v] log decay, raw if use_gate; see GradientArguments for the backward
+  Tensor beta = undefined_tensor();  // [B, T, H_v], raw if use_beta_sigmoid
+  std::optional<double> scale;       // 1 / sqrt(K) by default; a Call always has it
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
   bool output_final_state = false;
   // Results that only some ops return:
-  bool output_g_cumsum = false;
-  bool output_A = false;
+  bool output_A = false;  // and g_cumsum
   bool output_h = false;
   bool use_qk_l2norm = false;
   bool state_v_first = false;
@@ -50,15 +48,18 @@ struct Arguments {
   std::optional<Tensor> workspace;     // [bytes], from the first half; written by the parts after it
 };
 
-// The further arguments of the backward.
-struct Gradients {
-  // [B, T, H_v, kChunk], dtype of q, from the forward. It is checked, but not read: the GPU computes its matrices from
-  // q and k again, and the CPU needs only the states. The pass in halves does not take it.
-  Tensor A = undefined_tensor();
-  bool has_A = true;
+// The further arguments of the backward. The gates come as g_raw, or as g_cumsum, which saves their sum; with use_gate
+// g_raw is needed in any case, for its gradient. Arguments::g is the one that the pass reads: g_cumsum if it was given.
+struct GradientArguments {
+  std::optional<Tensor> g_cumsum;  // [B, T, H_v], result of the forward
+  std::optional<Tensor> g_raw;     // [B, T, H_v], g of the forward
+  // [B, T, H_v, kChunk], dtype of q, result of the forward. It is checked, but not read: the GPU computes its matrices
+  // from q and k again, and the CPU needs only the states.
+  std::optional<Tensor> A;
   Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]
   std::optional<Tensor> grad_final_state;  // shape of the states; zero by default
-  std::optional<Tensor> g_raw;             // [B, T, H_v], g of the forward; needed with use_gate
+
+  bool is_cumulative() const { return g_cumsum.has_value(); }  // Arguments::g is g_cumsum
 };
 
 // The canonical form. Tensors are contiguous; a tensor that TMA reads starts at a multiple of 16 bytes. grad_o has the
@@ -79,8 +80,8 @@ struct Call : Arguments, Tokens {
   int64_t state_stride_v() const { return state_v_first ? K : 1; }
 };
 
-struct BackwardArguments : Arguments, Gradients {};
-struct BackwardCall : Call, Gradients {};
+struct BackwardArguments : Arguments, GradientArguments {};
+struct BackwardCall : Call, GradientArguments {};
 
 // Throws std::runtime_error unless the call can run. The text names the argument, what was expected and what came. The
 // checks precede every allocation and read no data, except under FLASH_QLA_CHECK=1 (contents.h).

@@ -146,9 +146,10 @@ void check_common(const Checker& checker, const auto& call, const std::vector<bo
   checker.check("dt_bias", call.dt_bias, Allowed::kFinite);
 }
 
-void check_tokens(const Checker& checker, const Call& call, Allowed allowed_g, const std::vector<bool>& live) {
+void check_tokens(const Checker& checker, const Call& call, const char* g_name, Allowed allowed_g,
+                  const std::vector<bool>& live) {
   check_common(checker, call, live);
-  checker.check("g", call.g, allowed_g, live);
+  checker.check(g_name, call.g, allowed_g, live);
   checker.check("beta", call.beta, call.use_beta_sigmoid ? Allowed::kNotNan : Allowed::kFinite, live);
   checker.check("initial_state", call.initial_state, Allowed::kFinite);
 }
@@ -170,7 +171,7 @@ bool contents_are_checked() {
 void check_contents(const Call& call) {
   if (contents_are_checked() && !call.is_empty()) {
     const Checker checker(call.op);
-    check_tokens(checker, call, allowed_gates(call), live_tokens(call, call.cu_seqlens, any_sequence));
+    check_tokens(checker, call, "g", allowed_gates(call), live_tokens(call, call.cu_seqlens, any_sequence));
   }
 }
 
@@ -178,8 +179,12 @@ void check_contents(const BackwardCall& call) {
   if (contents_are_checked() && !call.is_empty()) {
     const Checker checker(call.op);
     const std::vector<bool> live = live_tokens(call, call.cu_seqlens, any_sequence);
-    check_tokens(checker, call, Allowed::kNotNan, live);
-    if (call.g_raw) {
+    if (call.is_cumulative()) {
+      check_tokens(checker, call, "g", Allowed::kNotNan, live);
+    } else {
+      check_tokens(checker, call, "g_raw", allowed_gates(call), live);
+    }
+    if (call.is_cumulative() && call.g_raw) {
       checker.check("g_raw", *call.g_raw, Allowed::kNotNan, live);
     }
     checker.check("do", call.grad_o, Allowed::kFinite, live);
@@ -195,7 +200,7 @@ void check_contents(const PrefillCall& call) {
         call.has_initial_state ? std::optional(to_cpu(*call.has_initial_state)) : std::nullopt;
     const std::vector<bool> live = live_tokens_of_slots(
         checker, call, slots, [&](int64_t n) { return !mask || mask->const_data_ptr<bool>()[n * mask->stride(0)]; });
-    check_tokens(checker, call, allowed_gates(call), live);
+    check_tokens(checker, call, "g", allowed_gates(call), live);
   }
 }
 

@@ -46,8 +46,8 @@ struct DecodeCall : DecodeArguments, Tokens {
 // data is read.
 DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
 
-// make_decode_call with q, k and v in one tensor [B, T, 2 H_k K + H_v V], the output of the convolution before the op.
-// T may be missing in mixed_qkv, a and b if each sequence has one token. Sets the arguments q, k, v, a and b.
+// make_decode_call for q, k and v in one tensor [B, T, 2 H_k K + H_v V], the output of the convolution before the op.
+// mixed_qkv, a and b may lack the dimension T if each sequence has one token. Sets the arguments q, k, v, a and b.
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments);
 
 // Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.

@@ -27,9 +27,6 @@ void check_workspace(const Call& call) {
 void check_begun(const Call& c, const ForwardOutputs& out) {
   check_workspace(c);
   check_made(c, "o", out.o, c.dtype, {c.B, c.T, c.H_v, c.V});
-  if (c.output_g_cumsum) {
-    check_made(c, "g_cumsum", out.g_cumsum, c.compute_dtype, {c.B, c.T, c.H_v});
-  }
 }
 
 void check_begun(const BackwardCall& c, const BackwardOutputs& out) {

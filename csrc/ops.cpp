@@ -86,7 +86,7 @@ constexpr const char* kChunkGatedDeltaRuleFwd =
 template <auto Forward>
 void chunk_gated_delta_rule_fwd(const Stack& stack) {
   Arguments a;
-  a.output_g_cumsum = a.output_A = true;
+  a.output_A = true;
   take_forward(stack, a, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h, a.auto_cp,
                a.state_v_first, a.use_qk_l2norm, a.state_dtype);
   const Call call = make_call("flash_qla::chunk_gated_delta_rule_fwd", std::move(a));
@@ -96,7 +96,7 @@ void chunk_gated_delta_rule_fwd(const Stack& stack) {
 }
 
 constexpr const char* kChunkGatedDeltaRuleBwd =
-    "chunk_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A, Tensor do, "
+    "chunk_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A, Tensor do, "
     "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
     "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, "
     "bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, "
@@ -105,8 +105,8 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
 
 // Takes the arguments of an op of the backward. `own`: its arguments between beta and cu_seqlens.
 BackwardCall take_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
-  stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate,
-             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
+  stack.take(a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm,
+             a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
   return make_backward_call(op, std::move(a));
 }
 
@@ -124,10 +124,10 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
 // passes. The tensors that finish writes are the workspace and outputs, which begin allocates.
 constexpr const char* kGatedDeltaRuleForwardBegin =
     "gated_delta_rule_forward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] map_sequences, "
-    "float? scale=None, Tensor? initial_state=None, bool output_g_cumsum=False, bool use_qk_l2norm_in_kernel=False, "
-    "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, bool use_gate_in_kernel=False, "
+    "float? scale=None, Tensor? initial_state=None, bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, bool "
+    "state_v_first=False, bool auto_cp=True, bool use_gate_in_kernel=False, "
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
-    "-> (Tensor maps, Tensor workspace, Tensor o, Tensor g_cumsum)";
+    "-> (Tensor maps, Tensor workspace, Tensor o)";
 
 // The place for the workspace that the op takes.
 Tensor& given_workspace(Arguments& a) { return a.workspace.emplace(undefined_tensor()); }
@@ -140,18 +140,17 @@ void take_half_forward(const Stack& stack, Arguments& a, auto&... own) {
 template <auto Begin>
 void gated_delta_rule_forward_begin(const Stack& stack) {
   Arguments a;
-  take_half_forward(stack, a, a.map_sequences, a.scale, a.initial_state, a.output_g_cumsum, a.use_qk_l2norm,
-                    a.cu_seqlens, a.state_v_first, a.auto_cp);
+  take_half_forward(stack, a, a.map_sequences, a.scale, a.initial_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
+                    a.auto_cp);
   const Call call = make_call("flash_qla::gated_delta_rule_forward_begin", std::move(a));
   ForwardOutputs out = allocate_forward(call);
   Begun begun = Begin(call, out);
-  stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.o),
-             std::move(call.output_g_cumsum ? out.g_cumsum : out.final_state));
+  stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.o));
 }
 
 constexpr const char* kGatedDeltaRuleForwardFinish =
     "gated_delta_rule_forward_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) workspace, "
-    "Tensor(b!) o, Tensor(c!) g_cumsum, float? scale=None, Tensor? initial_state=None, bool output_final_state=False, "
+    "Tensor(b!) o, float? scale=None, Tensor? initial_state=None, bool output_final_state=False, "
     "bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, "
     "ScalarType? state_dtype=None, bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, "
     "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
@@ -161,9 +160,8 @@ template <auto Finish>
 void gated_delta_rule_forward_finish(const Stack& stack) {
   Arguments a;
   ForwardOutputs out;
-  take_half_forward(stack, a, given_workspace(a), out.o, out.g_cumsum, a.scale, a.initial_state, a.output_final_state,
+  take_half_forward(stack, a, given_workspace(a), out.o, a.scale, a.initial_state, a.output_final_state,
                     a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype);
-  a.output_g_cumsum = out.g_cumsum.dim() == 3;
   const Call call = make_call("flash_qla::gated_delta_rule_forward_finish", std::move(a));
   check_begun(call, out);
   out.final_state = allocate_final_state(call);
@@ -172,7 +170,7 @@ void gated_delta_rule_forward_finish(const Stack& stack) {
 }
 
 constexpr const char* kGatedDeltaRuleBackwardBegin =
-    "gated_delta_rule_backward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, "
+    "gated_delta_rule_backward_begin(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, "
     "int[] map_sequences, Tensor? dht=None, float? scale=None, Tensor? cu_seqlens=None, bool state_v_first=False, "
     "bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None, "
     "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
@@ -180,7 +178,6 @@ constexpr const char* kGatedDeltaRuleBackwardBegin =
 
 BackwardCall take_half_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
   a.in_halves = true;
-  a.has_A = false;
   return take_backward(stack, op, a, a.grad_o, own...);
 }
 
@@ -196,7 +193,7 @@ void gated_delta_rule_backward_begin(const Stack& stack) {
 }
 
 constexpr const char* kGatedDeltaRuleBackwardReplay =
-    "gated_delta_rule_backward_replay(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, "
+    "gated_delta_rule_backward_replay(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, "
     "Tensor(a!) workspace, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
     "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
@@ -214,7 +211,7 @@ void gated_delta_rule_backward_replay(const Stack& stack) {
 }
 
 constexpr const char* kGatedDeltaRuleBackwardFinish =
-    "gated_delta_rule_backward_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor do, "
+    "gated_delta_rule_backward_finish(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, "
     "Tensor(a!) workspace, Tensor(b!) dq, Tensor(c!) dk, Tensor(d!) dv, Tensor(e!) db, Tensor(f!) dg, "
     "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
     "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "

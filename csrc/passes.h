@@ -7,7 +7,7 @@
 namespace flash_qla {
 
 // An h or final_state that was not asked for is an empty tensor of shape [0], with the dtype and device of a real one.
-// g_cumsum and A are undefined unless they are wanted, and so is h without A.
+// g_cumsum, A and h are undefined unless output_A.
 struct ForwardOutputs {
   Tensor g_cumsum = undefined_tensor();  // [B, T, H_v], compute dtype: inclusive sum of g within each chunk
   Tensor A = undefined_tensor();  // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1, K after

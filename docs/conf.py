@@ -1,13 +1,18 @@
 """The documentation's site: `sphinx-build -W --keep-going docs build/docs`, with the package installed."""
 
 import re
+import sys
+from pathlib import Path
 
 import torch
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
 import flash_qla
-import flash_qla._C  # here, or autodoc would take its .pyi, in which there are no docstrings
+import flash_qla._C  # here, or autodoc would take its .pyi, which has no docstrings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from formula import mathml
 
 project = "flash_qla"
 version = release = flash_qla.__version__
@@ -62,6 +67,16 @@ class OpSchemas(Directive):
         return found
 
 
+class Formula(Directive):
+    """Typesets the block {formula}: see formula.py."""
+
+    has_content = True
+
+    def run(self):
+        return [nodes.raw("", f'<div class="formula">{mathml(chr(10).join(self.content))}</div>', format="html")]
+
+
 def setup(app):
+    app.add_directive("formula", Formula)
     app.add_directive("op-schemas", OpSchemas)
     app.connect("autodoc-process-docstring", plain_docstring, priority=400)  # napoleon's is 500

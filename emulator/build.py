@@ -1,10 +1,10 @@
-"""Builds the package with kernels that run on a CPU, as include/emulator.h says: the CUDA that TileLang generates and
-the headers in kernels_tl, compiled by g++ with include/core/ptx.cuh in the place of theirs, and all host code, which
-finds an emulated CUDA runtime. Its ops of CPU tensors are those of GPU tensors, except what only the CPU has.
+"""Builds the package with kernels that run on a CPU (include/emulator.h).
 
-    python emulator/build.py build/emulator      # behind a build of the package, for the generated sources
+    python emulator/build.py build/emulator      # after a build of the package, which generates the sources
 
-An object is made again only if something that it is made of has changed.
+g++ compiles the CUDA that TileLang has generated and the headers in kernels_tl, with include/core/ptx.cuh in the place
+of theirs, and all host code, which gets an emulated CUDA runtime. Ops take CPU tensors and run the code for GPU
+tensors. Parts that only the CPU has run as they are. An object is compiled again only if its inputs have changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TORCH = Path(torch.__file__).parent
 
 
 def without_cuda(path: Path) -> str:
-    """A generated kernel's source, which makes itself known to the emulator."""
+    """A generated kernel's source for g++. It adds the kernel to the emulator's list when the library is loaded."""
     name, text = path.stem, path.read_text()
     shared = re.compile(r"extern __shared__ \S+ uchar (\w+)\[\];")
     text = shared.sub(r"uchar* const \1 = reinterpret_cast<uchar*>(emulator::dynamic_shared);", text)
@@ -44,7 +44,7 @@ def without_cuda(path: Path) -> str:
 
 
 def launch_of(path: Path, parameters: list[str]) -> str:
-    """The emulator::launches::Kernel, from what codegen.py says of the kernel in the source's first line."""
+    """The kernel's emulator::launches::Kernel, from the comment of codegen.py in the source's first line."""
     about = json.loads(path.read_text().partition("\n")[0].partition(": ")[2])
     names = [parameter.split()[-1] for parameter in parameters]
     tensors = [
@@ -61,7 +61,7 @@ def launch_of(path: Path, parameters: list[str]) -> str:
 
 
 def initializer(value) -> str:
-    """In C++, of strings, numbers and sequences of such."""
+    """The C++ initializer of a string, a number or a sequence of them."""
     if isinstance(value, (list, tuple)):
         return f"{{{', '.join(map(initializer, value))}}}"
     return json.dumps(value)
@@ -75,7 +75,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def write_headers(folder: Path) -> None:
-    """Empty ones for what emulator.h has."""
+    """Writes empty headers in the place of those whose contents emulator.h has."""
     for path in DEVICE.rglob("*.cuh"):
         for name in re.findall(r"#include <((?:cub|tl_templates)/.+)>", path.read_text()):
             write(folder / name, "")
@@ -118,7 +118,7 @@ class Compiler:
         return target
 
     def _made_of(self, command: list[str], headers: Path) -> str:
-        """A hash of the command and of the files of the tree that it read, which the compiler has listed."""
+        """A hash of the command and of the tree's files that the compiler has listed in `headers`."""
         digest = hashlib.sha256("\0".join(command).encode())
         for name in headers.read_text().replace("\\\n", " ").partition(":")[2].split():
             path = self.root / name
@@ -127,7 +127,7 @@ class Compiler:
 
 
 def sources(out: Path, races: bool) -> list[tuple]:
-    """Everything that the library is made of, each with its options."""
+    """All sources of the library, each with its options."""
     registry, launchers = KERNELS / "registry.cpp", KERNELS / "launchers.cpp"
     seen = ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")
     if races:
@@ -158,7 +158,7 @@ def build(out: Path, races: bool = False) -> Path:
 
     write_headers(out / "include")
     include = [out / "include", HERE / "include", DEVICE, ROOT / "csrc", ROOT / "csrc/gpu", KERNELS]
-    # No strict aliasing, as compilers of CUDA see it: pointers of all types to the same bytes
+    # No strict aliasing, as in CUDA: pointers of several types may point to the same bytes.
     options = ["-Wno-psabi", "-fno-strict-aliasing", *(["-DEMULATOR_RACES"] if races else [])]
     compiler = Compiler(ROOT, out, include, find_toolkit().include, options)
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:

@@ -1,5 +1,5 @@
-// The emulator's CTAs, TMA and tensor cores, and the functions of the CUDA runtime that the library calls. One long
-// file, because all its parts work on the state of the one CTA that runs.
+// The emulator's CTAs, TMA and tensor cores, and the functions of the CUDA runtime that the library calls. It is one
+// long file, because all parts work on the state of the one CTA that runs.
 #include "emulator.h"
 
 #include <dlfcn.h>
@@ -41,7 +41,8 @@ void* scheduler_stack;
 void (*run_kernel)(void** arguments);
 void** kernel_arguments;
 
-// Keeps the registers that a call preserves on the stack, and goes on on another one.
+// Saves the registers that a call preserves on this stack, stores the stack pointer in *stack, and goes on with the
+// stack `other`.
 extern "C" void emulator_switch(void** stack, void* other);
 asm(R"(
 .globl emulator_switch
@@ -85,7 +86,7 @@ void run_cta() {
     std::fill_n(meetings, count, Meeting());
   }
   for (int i = 0; i < cta.threads; ++i) {
-    // Where the switch finds six registers and an address to return to, at which the stack is as behind a call.
+    // The switch pops six registers and the address of run_thread. The stack is then aligned as after a call.
     void** const top = reinterpret_cast<void**>(stacks + kStackBytes * (i + 1)) - 2;
     *top = reinterpret_cast<void*>(&run_thread);
     cta.fibers[i] = {top - 6, false};
@@ -104,7 +105,7 @@ void run_cta() {
   }
 }
 
-// 16-bit numbers by their bits.
+// 16-bit numbers, bf16 or fp16, from their bits and back.
 float number_of(uint16_t bits, bool bf16) {
   if (bf16) {
     return __uint_as_float(static_cast<uint32_t>(bits) << 16);
@@ -117,13 +118,12 @@ uint16_t bits_of(float x, bool bf16) {
   return bf16 ? __nv_bfloat16_raw(__float2bfloat16_rn(x)).x : __half_raw(__float2half_rn(x)).x;
 }
 
-// The element of a pair in a register.
 float element_of(uint32_t pair, int i, bool bf16) { return number_of(static_cast<uint16_t>(pair >> 16 * i), bf16); }
 
-// TMA's and WGMMA's swizzles of rows of 16 << mode bytes.
+// The swizzle of TMA and WGMMA for rows of 16 << mode bytes. Mode 0: none.
 int swizzled(int address, int mode) { return address ^ ((address >> 7 & ((1 << mode) - 1)) << 4); }
 
-// A descriptor of TMA, behind an address that the CUtensorMap holds. As many are made as there are launches; they stay.
+// A descriptor of TMA. The CUtensorMap holds its address. Each launch makes new ones, which are never deleted.
 struct TensorMap {
   char* address;
   int rank, element_bytes, swizzle;
@@ -169,14 +169,14 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType dtype, cuuint32_t rank, vo
   return valid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// Element (row, k) of an operand of WGMMA, row being one of M or N; under a swizzle, as all are here.
+// Element (row, k) of an operand of WGMMA in shared memory; `row` counts along M or N. Operands need a swizzle here.
 float operand(uint64_t descriptor, int row, int k, bool transposed, bool bf16) {
   const auto bytes = [=](int bit) { return static_cast<int>(descriptor >> bit & 0x3fff) << 4; };
   const int start = bytes(0), leading = bytes(16), stride = bytes(32), layout = static_cast<int>(descriptor >> 62);
   if (layout == 0) {
     fail("an operand of WGMMA without a swizzle");
   }
-  const int width = 256 >> layout, mode = 4 - layout;  // of a row of the pattern; 128, 64 or 32 bytes
+  const int width = 256 >> layout, mode = 4 - layout;  // bytes of a row of the pattern, 128, 64 or 32; its swizzle
   const int elements = width / 2;
   const int address = transposed
                           ? start + row / elements * leading + k / 8 * stride + k % 8 * width + row % elements * 2
@@ -188,7 +188,8 @@ float operand(uint64_t descriptor, int row, int k, bool transposed, bool bf16) {
   return number_of(bits, bf16);
 }
 
-// c's elements of thread t in a fragment of 64 x N: pairs of columns, rows l / 4 and l / 4 + 8 of the warp's 16.
+// The element of a fragment of 64 x N, in the registers of its thread. Lane l has rows l / 4 and l / 4 + 8 of its
+// warp's 16 rows, in pairs of columns.
 float& in_fragment(const Wgmma* all, int row, int column) {
   const int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
   return all[thread].c[column / 8 * 4 + row % 16 / 8 * 2 + column % 2];
@@ -226,7 +227,8 @@ void multiply(const Wgmma* all) {
   }
 }
 
-// c (16 x 8) += a (16 x kK) b (kK x 8) by a warp. a(lanes, row, k), b(lanes, k, column).
+// c += a b, 16 x 8 += (16 x kK)(kK x 8), by a warp. a(lanes, row, k) and b(lanes, k, column) find elements in the
+// lanes' operands.
 template <int kK, typename Operands, typename A, typename B>
 void multiply_by_warp(float (&c)[4], const Operands& mine, A a, B b) {
   with_warp(mine, [&](const Operands* lanes) {
@@ -274,7 +276,7 @@ void yield() { emulator_switch(&this_fiber().stack, scheduler_stack); }
 void exit_thread() {
   this_fiber().done = true;
   ++progress;
-  // Those that wait for it wait for the others only.
+  // Meetings that wait for this thread now wait for the others only.
   const auto leave = [](Meeting& meeting, int& alive) {
     if (--alive > 0 && meeting.arrived == alive) {
       races::complete(&meeting, meeting.generation);
@@ -320,7 +322,7 @@ void Mbarrier::complete(int32_t some) {
   end_phase();
 }
 
-extern "C" char _end;  // of this library
+extern "C" char _end;  // the end of this library's image
 
 bool is_own(const void* address) {
   static const char* const image = [] {
@@ -329,7 +331,7 @@ bool is_own(const void* address) {
     return static_cast<const char*>(info.dli_fbase);
   }();
   const char* const at = static_cast<const char*>(address);
-  constexpr ptrdiff_t kHostStack = 1 << 20;  // of the launch's callers, where the arguments are
+  constexpr ptrdiff_t kHostStack = 1 << 20;  // the stack of the launch's callers, which holds the arguments
   const auto is_in = [at](const char* begin, ptrdiff_t bytes) { return begin <= at && at < begin + bytes; };
   return is_in(stacks, kStackBytes * kMostThreads) || is_in(image, &_end - image) ||
          is_in(static_cast<const char*>(scheduler_stack), kHostStack);
@@ -565,7 +567,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
 }
 
 int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  emulator::launches::begin_call();  // each call of an op asks once
+  emulator::launches::begin_call();  // because each call of an op asks for the stream once
   *stream = nullptr;
   return 0;
 }

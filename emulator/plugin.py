@@ -1,4 +1,4 @@
-"""For pytest, with what build.py has built: tests of the GPU run on the CPU, whose tensors stand for those of the GPU.
+"""A plugin of pytest: tests of the GPU run on the emulator that build.py has built. CPU tensors stand for GPU tensors.
 
 PYTHONPATH=build/emulator/package:emulator pytest -p plugin -m gpu tests/test_forward.py
 """
@@ -13,7 +13,7 @@ PROPERTIES = {"multi_processor_count": 132, "total_memory": 80 << 30}
 
 
 class OnTheCpu(TorchFunctionMode):
-    """A device "cuda" is taken for the CPU, and tensors for those of a GPU."""
+    """Replaces the device "cuda" by the CPU, and makes every tensor say that it is on a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.cuda:

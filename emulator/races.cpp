@@ -1,8 +1,10 @@
-// Races in shared memory. A read must come after the last write, and a write after all reads, by barriers: the order in
-// which the emulator's threads happen to run does not count. The compiler shows each access (-fsanitize=thread, whose
-// functions are here). Times are vector clocks. Each thread has a clock, and so has each engine that runs by itself: a
-// barrier's loads of a phase, a thread's stores, a warpgroup's products. These engines see a thread's writes only after
-// a fence.proxy.async, so a thread also knows which of its writes they see. One file, because all clocks are one state.
+// Races in shared memory. Barriers must order a read after the last write, and a write after all reads. The order in
+// which the emulator's threads happen to run does not count.
+//
+// The compiler reports each access: -fsanitize=thread calls functions at the end of this file. Times are vector clocks.
+// Each thread has a clock, and so has each engine that runs by itself: a barrier's loads of a phase, a thread's stores,
+// a warpgroup's products. An engine sees a thread's write only after a fence.proxy.async, so times also hold how much
+// of each thread is fenced. It is one file, because all clocks are one state.
 #include "races.h"
 
 #include <dlfcn.h>
@@ -30,9 +32,9 @@ constexpr bool kOn = false;
 
 constexpr int kSharedBytes = 227 << 10;
 constexpr int kGranule = 2;      // bytes
-constexpr int kMostLanes = 256;  // clocks of what is no thread; the last one is that of the launch ahead
+constexpr int kMostLanes = 256;  // clocks of engines; the last one is the clock of the launch ahead
 
-// Of each clock how much has happened before, and how much of that engines see.
+// For each clock, the time up to which its events have happened before, and up to which engines see its writes.
 struct Times {
   std::vector<uint32_t> known, fenced;
 
@@ -57,21 +59,21 @@ struct Times {
 struct Access {
   int clock;
   uint32_t time;
-  const void* place;  // in the program
+  const void* place;  // the address in the program
 };
 
 struct Granule {
   uint64_t cta = 0;
   bool is_barrier = false;
   Access writer = {-1, 0, nullptr};
-  std::vector<Access> readers;  // none of which happened before another
+  std::vector<Access> readers;  // since the last write; no reader happened before another
 };
 
 struct BarrierRecord {
   Times arrived, ready[2];
-  int clock;  // of the loads that it waits for
+  int clock;  // the clock of the loads that it waits for
   uint32_t phases = 0;
-  Access made = {-1, 0, nullptr};  // if it lies in shared memory
+  Access made = {-1, 0, nullptr};  // its initialization, if it lies in shared memory
 };
 
 int threads, lanes;
@@ -82,7 +84,8 @@ struct Groups {
   int clock = -1;
   uint32_t committed = 0;
 };
-// What a thread has given to a product: nobody may change factors, nor touch results, until it is over.
+// Registers that a thread has given to a product. Until the product is over, factors may not change, and results may
+// not be read or written.
 struct Registers {
   const char* begin;
   int bytes;
@@ -93,7 +96,7 @@ std::vector<Registers> in_products[1024];
 Groups groups[2][1024];
 Granule granules[kSharedBytes / kGranule];
 Times of_product;
-// What lanes of a warp write at once has to be the same: the bytes, as the one before wrote them.
+// Lanes of a warp may write the same bytes at once if they write the same value: `value` is that of the lane before.
 struct Same {
   const char* bytes;
   uint16_t value;
@@ -153,7 +156,7 @@ BarrierRecord& made_barrier(const void* barrier) {
   return record;
 }
 
-// Products have one clock for each warpgroup, stores one for each thread that makes any.
+// Products have one clock for each warpgroup, stores have one for each thread that stores.
 Groups& groups_of(Engine engine) {
   Groups& found = groups[static_cast<int>(engine)][self()];
   if (found.clock < 0) {
@@ -422,7 +425,7 @@ void write(const void* to, int bytes) { write_at(to, bytes, nullptr); }
 
 }  // namespace emulator::races
 
-// What code that was compiled with -fsanitize=thread calls.
+// The functions that code compiled with -fsanitize=thread calls.
 extern "C" {
 
 #define FLASH_QLA_ACCESS(bytes)                                                                               \

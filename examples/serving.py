@@ -260,7 +260,7 @@ class Engine:
             while accepted < len(tokens) and tokens[accepted] == out[accepted - 1]:
                 accepted += 1
             request.computed += accepted
-            request.accepted = accepted  # the next step reads the state behind the last one
+            request.accepted = accepted  # the next step reads the state after the last one
             request.append(out[:accepted], self.stop)
             self.counts["drafted"] += len(tokens) - 1
             self.counts["accepted"] += accepted - 1

@@ -68,8 +68,7 @@ def chunk_gated_delta_rule(
 
     o and final_state can be differentiated, once, with respect to q, k, v, g, beta, initial_state, A_log and dt_bias.
     Each gradient has the dtype of its tensor. Gradients of A_log and dt_bias are summed in float32, always in the same
-    order. The backward keeps the inputs and, per token and value head, 64 elements of the dtype of q (A) and one of
-    float32 or float64 (g): see chunk_gated_delta_rule_intermediates. Calls that need no gradients compute neither.
+    order. Autograd saves the inputs for the backward, and nothing else.
 
     Args:
         q, k: queries and keys, [B, T, H_k, K]. K is a multiple of 8 up to 128 on the GPU, any on the CPU.
@@ -220,9 +219,9 @@ def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    g: torch.Tensor,
+    g: torch.Tensor | None,
     beta: torch.Tensor,
-    A: torch.Tensor,
+    A: torch.Tensor | None,
     do: torch.Tensor,
     dht: torch.Tensor | None = None,
     scale: float | None = None,
@@ -245,9 +244,9 @@ def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    g: torch.Tensor,
+    g: torch.Tensor | None,
     beta: torch.Tensor,
-    A: torch.Tensor,
+    A: torch.Tensor | None,
     do: torch.Tensor,
     dht: torch.Tensor | None = None,
     scale: float | None = None,
@@ -271,9 +270,9 @@ def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    g: torch.Tensor,
+    g: torch.Tensor | None,
     beta: torch.Tensor,
-    A: torch.Tensor,
+    A: torch.Tensor | None,
     do: torch.Tensor,
     dht: torch.Tensor | None = None,
     scale: float | None = None,
@@ -295,9 +294,9 @@ def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    g: torch.Tensor,
+    g: torch.Tensor | None,
     beta: torch.Tensor,
-    A: torch.Tensor,
+    A: torch.Tensor | None,
     do: torch.Tensor,
     dht: torch.Tensor | None = None,
     scale: float | None = None,
@@ -315,10 +314,10 @@ def chunk_gated_delta_rule_bwd(
     allow_neg_eigval: bool = False,
     g_raw: torch.Tensor | None = None,
 ) -> _Gradients | _GradientsOfGate:
-    """The backward pass of chunk_gated_delta_rule_fwd, which autograd calls.
+    """The backward pass of chunk_gated_delta_rule and chunk_gated_delta_rule_fwd, which autograd calls.
 
-        g_cumsum, A, o, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta)
-        dq, dk, dv, db, dg, _ = chunk_gated_delta_rule_bwd(q, k, v, g_cumsum, beta, A, do)
+        o, _ = chunk_gated_delta_rule(q, k, v, g, beta)
+        dq, dk, dv, db, dg, _ = chunk_gated_delta_rule_bwd(q, k, v, None, beta, None, do, g_raw=g)
 
     The forward is S_t = a_t S_{t-1} + k_t w_t^T with a_t = exp(g_t), e_t = v_t - a_t S_{t-1}^T k_t, w_t = beta_t e_t.
     dS is the gradient that reaches S_t from the tokens after t; it begins as dht. From the last token to the first:
@@ -329,19 +328,22 @@ def chunk_gated_delta_rule_bwd(
         dg_t =  <dS', S_{t-1}>                      dS  <- dS'
 
     The last dS is dh0. This is the chain rule on the module's formula. The GPU works on chunks, and computes their
-    matrices and states again. A is checked, but neither the GPU nor the CPU reads it.
+    matrices and states again.
 
     Args:
         q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: as in the
             forward call.
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in the forward call.
-        g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk.
-        A: [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd.
+        g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk. None
+            if g_raw is given: the sums are then computed again, at no cost.
+        A: [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
+            read.
         cp_cache: the last result of the forward call; required with a cp_context of ranks, and None without.
         cp_context: as in the forward call. All ranks make the call.
         do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
         dht: gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
-        g_raw: the g of the forward call, [B, T, H_v]; required with use_gate_in_kernel, and None without.
+        g_raw: the g of the forward call, [B, T, H_v], any floating dtype; required with use_gate_in_kernel or without
+            g, and otherwise None.
 
     Returns:
         dq, dk: [B, T, H_k, K], dtype of q, summed over the value heads that share a query/key head. With
@@ -359,7 +361,7 @@ def chunk_gated_delta_rule_bwd(
         All are contiguous, require no gradients, and are zero at tokens from the last offset of cu_seqlens on.
 
     Raises:
-        RuntimeError: as chunk_gated_delta_rule; or g_raw is given without use_gate_in_kernel, or missing with it.
+        RuntimeError: as chunk_gated_delta_rule; or g_raw is missing where it is required, or given where it is not.
         TypeError: cu_seqlens is a list; or cp_cache is not that of the forward call.
     """
     check_offsets("chunk_gated_delta_rule_bwd", cu_seqlens)

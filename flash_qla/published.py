@@ -67,4 +67,4 @@ def chunk_gated_delta_rule_fwd(
     if cp_context is None:
         return *chunk_gated_delta_rule_intermediates(*args), None
     *results, h, final_state, states = passes.chunk_gated_delta_rule_fwd(cp_context, *args)
-    return *results, h if output_h else None, final_state if output_final_state else None, CPCache(states)
+    return *results, h if output_h else None, final_state if output_final_state else None, CPCache(g, states)

@@ -24,10 +24,10 @@ class ForwardMode(BackwardMode, total=False):
 
     Attributes:
         value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128.
-        fused: True: one kernel does all, for every call that it supports. False: for no call. True excludes segments
-            and a value_tile of 64.
+        fused: True: one kernel does all, for every call that it supports. False: for no call. With cut_above the kernel
+            runs if the device cuts no sequence; without, True excludes segments and a value_tile of 64.
         whole_tile: rows in a CTA, 64 or 128, if the device cuts no sequence; only with cut_above. 0, the default, is
-            value_tile.
+            value_tile, or with fused 128.
     """
 
     value_tile: int

@@ -54,7 +54,7 @@ class Tokens(Bundle):
 
 
 class Gates(Bundle):
-    """Gates and betas as the caller has them, and what becomes of them: Activation, which has their dtypes too."""
+    """Gates and betas as the caller passes them. `activations`, an Activation, says how to read and transform them."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -67,7 +67,7 @@ class Gates(Bundle):
 
 
 class Sequences(Bundle):
-    """Where sequences begin and end: cu_seqlens in words of `dtype`, or without them `uniform_length` tokens each."""
+    """The tokens of sequences: cu_seqlens in words of `dtype` or, without cu_seqlens, `uniform_length` tokens each."""
 
     def __init__(self, dtype="int32"):
         (offset_words,) = dims("offset_words")
@@ -96,8 +96,8 @@ class Sequences(Bundle):
 
 
 class Slots(Bundle):
-    """The slot of each sequence's state: a strided table [N] of the width that `index_kind`, a TableKind, says, or
-    without a table the sequence's number. A slot up to `null_index`, or not below `slots`, is none."""
+    """The slot of each sequence's state: an entry of a strided table [N] or, without a table, the sequence's number.
+    `index_kind` is the table's TableKind. An index up to `null_index`, or not below `slots`, is no slot."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -115,7 +115,7 @@ class Slots(Bundle):
 
 
 class Plan(Bundle):
-    """chunk_plan's tables. `checkpoints`: the slot that the state after a chunk is kept in, or NO_STATE."""
+    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -129,8 +129,9 @@ class Plan(Bundle):
 class Cuts(Bundle):
     """How sequences are cut into segments.
 
-    A segment has `segment_chunks` chunks if some sequence has more than `cut_above`; 0: a segment is a sequence.
-    `map_segments` is a second table of segments, in which the sequences `mapped` lack the SegmentFlag `dropped`.
+    A segment has `segment_chunks` chunks if some sequence has more than `cut_above` chunks. segment_chunks = 0: a
+    segment is a sequence. `map_segments` is a second table of segments, in which the sequences mapped_0 and mapped_1
+    lack the SegmentFlag `dropped`.
     """
 
     def __init__(self):
@@ -147,7 +148,7 @@ class Cuts(Bundle):
 
 
 class StatePresence(Bundle):
-    """Which states there are. `has_state` is a strided bool of each sequence, if first_states is FLAGGED."""
+    """Which states exist. `has_state` is a strided bool of each sequence; it is read if first_states is FLAGGED."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -160,8 +161,8 @@ class StatePresence(Bundle):
 
 
 class CheckpointTable(Bundle):
-    """The slots of checkpoints: a table [N, columns] of the width that its TableKind says, or without one the numbers
-    of the checkpoints. A slot not below `checkpoint_states` is none."""
+    """The slots of checkpoints: entries of a table [N, columns] or, without a table, the checkpoints' numbers in the
+    order of the sequences. A number not below `checkpoint_states` is no slot."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -188,8 +189,8 @@ class Matrices(Bundle):
 
 
 class States(Bundle):
-    """The caller's states as runs of numbers. The element strides of v and k in a state are the layout; in a pool slots
-    are `slot_stride` apart. `state_dtype` is a Dtype."""
+    """The caller's states. Their layout is the element strides of v and k within a state. Slots are `slot_stride`
+    elements apart. `state_dtype` is a Dtype."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -219,7 +220,7 @@ class States(Bundle):
 
 
 class Checkpoints(Bundle):
-    """States that are kept every so many tokens, V-first; 0 tokens: none."""
+    """The states after every `checkpoint_every` tokens of a sequence, V-first. 0 tokens: no checkpoints."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -236,8 +237,11 @@ class Checkpoints(Bundle):
 class Maps(Bundle):
     """The affine maps of the segments, S -> M S + Z.
 
-    states: Z^T of segment s in slot s + 1, then the state before that segment. maps: M^T in two 16-bit parts, rounded
-    and rest. skips: 1 where M is negligible and not made. In reverse `states` are gradients and go the other way.
+    states   Z^T of segment s in slot s + 1; after segment_scan the state before segment s + 1
+    maps     M^T in two 16-bit parts, rounded and rest
+    skips    1 where M is negligible: it is not computed
+
+    `states` are gradients in reverse: dZ^T of segment s in slot s - 1, then dS'^T after segment s - 1.
     """
 
     def __init__(self, sizes, dtype, K):
@@ -249,7 +253,7 @@ class Maps(Bundle):
 
 
 class Outputs(Bundle):
-    """o, and where they are wanted A and g_cumsum; in the backward o is dv."""
+    """o, and A and g_cumsum if they are wanted. In the backward o is dv."""
 
     def __init__(self, sizes, dtype):
         super().__init__(
@@ -262,8 +266,8 @@ class Outputs(Bundle):
 
 
 class BackwardTables(Bundle):
-    """Tables that chunk_matrices writes for the backward: BackwardGate's, and counters of chunk_backward and
-    gate_gradients, set to zero."""
+    """Tables that chunk_matrices writes for the backward: BackwardGate's, and zeros in the counters of chunk_backward
+    (turns) and of gate_gradients (counters)."""
 
     def __init__(self, sizes):
         (head_blocks,) = dims("head_blocks")
@@ -276,7 +280,7 @@ class BackwardTables(Bundle):
 
 
 class Gradients(Bundle):
-    """The gradients of tokens, gates and betas. Of db and dg there may be one for each tile of value rows."""
+    """The gradients of tokens, gates and betas. `tiles`: db and dg have a part for each tile of value rows."""
 
     def __init__(self, sizes, dtype, tiles=()):
         super().__init__(
@@ -289,7 +293,7 @@ class Gradients(Bundle):
 
 
 class StateGradients(Bundle):
-    """The gradients of the final states, which come, and of the initial ones, in the caller's layout."""
+    """dht, the gradients of the final states, and dh0, the gradients of the initial states, in the caller's layout."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -297,8 +301,6 @@ class StateGradients(Bundle):
             dh0=T.Tensor([sizes.state_size], "float32"),
             state_stride_v=T.int32,
             state_stride_k=T.int32,
-            has_dht=T.int32,
-            has_dh0=T.int32,
         )
         self._sizes = sizes
 

@@ -1,16 +1,16 @@
-"""The table of tiles: what a CTA of each kernel has. A kernel's page takes its numbers from here.
+"""The table of tiles: the resources of a CTA of each kernel. A kernel's page takes its numbers from here.
 
-Numbers that CUDA and C++ need too are in layout.py, and stand here by their names. The tables hold for both 16-bit
+Numbers that CUDA and C++ need too are in layout.py; the table uses their names. The tables hold for both 16-bit
 dtypes and K = 128. `python -m flash_qla` prints what the compiler made of them.
 
-    tile           what a CTA has of the dimension that tiles cut, in value rows unless the line says otherwise
-    stages         of the ring of operands in shared memory
+    tile           extent of a CTA's tile, in value rows unless a comment says otherwise
+    stages         stages of the ring of operands in shared memory
     consumers      threads that compute
-    producers      threads that load, store and keep tables; setmaxnreg takes whole warpgroups
-    registers      of a consumer and of a producer after setmaxnreg; None: as compiled
-    early_factors  of eight, see states/recurrence.py: registers
-    shared         KB; the kernel's page asserts that its buffers add up to it
-    ctas           that an SM holds at a time
+    producers      threads that load, store and compute tables; setmaxnreg needs whole warpgroups
+    registers      registers of a consumer and of a producer after setmaxnreg; None: as compiled
+    early_factors  quadruples of factors, of eight, that are loaded early: see registers() of states/recurrence.py
+    shared         KB of shared memory; the kernel's page asserts that its buffers add up to it
+    ctas           CTAs that an SM holds at a time
     spills         bytes that the compiler may spill
 """
 
@@ -56,17 +56,17 @@ class Tile:
 
 
 def two_warpgroups(**numbers):
-    """A wide tile, two consumer warpgroups and a warpgroup of producers; 2 * 224 + 56 = 2 * 232 + 40 = 3 * 168."""
+    """A wide tile, two consumer warpgroups and one of producers. Registers: 2 * 224 + 56 = 2 * 232 + 40 = 3 * 168."""
     return Tile(tile=WIDE_TILE, consumers=2 * WARPGROUP, producers=WARPGROUP, **numbers)
 
 
-# One sequence a thread.
+# Tile: sequences of a step, one a thread.
 CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
 
-# Heads of a group that share K K^T: one a warp. Four CTAs hide each other's latencies.
+# Tile: value heads of a group that share K K^T, one a warp. Four CTAs hide each other's latencies.
 CHUNK_MATRICES = Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS)
 
-# Keyed by value tile. The spills are around h; a forward without h takes no longer for them.
+# Keyed by value tile. The spills are around the stores of h; a forward without h does not pay for them.
 CHUNK_FORWARD = {
     NARROW_TILE: Tile(
         tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
@@ -74,7 +74,7 @@ CHUNK_FORWARD = {
     WIDE_TILE: two_warpgroups(stages=2, registers=(224, 56), early_factors=8, shared=212.5859375, spills=52),
 }
 
-# All value rows of a head. With more early factors registers spill.
+# The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
 
 REPLAY_STATES = two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213)
@@ -83,12 +83,12 @@ REPLAY_STATES = two_warpgroups(stages=4, registers=(232, 40), early_factors=4, s
 SEGMENT_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=123.75)
 BACKWARD_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=195.75)
 
-# Columns of S; stages of Z.
+# Tile: columns of S. Stages: of Z.
 SEGMENT_SCAN = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875)
 COMPOSE_MAPS = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=WARP, stages=3, shared=208.01171875)
 
 # Consumers: two warpgroups carry dS, one computes dK. Producers: a warp loads, two compute dV, one the gates.
-# Registers: dS and dK have the same number, 2 * 160 + 160 + 32 = 4 * 128.
+# Registers: all consumers have the same number, 3 * 160 + 32 = 4 * 128.
 CHUNK_BACKWARD = Tile(
     tile=WIDE_TILE,
     consumers=3 * WARPGROUP,
@@ -99,13 +99,13 @@ CHUNK_BACKWARD = Tile(
     spills=144,
 )
 
-# Value heads.
+# Tile: value heads.
 GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 
-# Rows of a query or key; 16 lanes a row with 128 channels.
+# Tile: rows of queries or keys. 16 lanes share a row of 128 channels.
 L2NORM = Tile(tile=16, consumers=256)
 
-# Keyed by path. Most of the spills come once a CTA.
+# Keyed by path. Most of the spilled registers are stored and loaded once a CTA.
 DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
 DECODE = {
     "one_token": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS),

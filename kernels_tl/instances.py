@@ -15,7 +15,8 @@ TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most
 
 
 def decode_paths(dtype, state_dtype):
-    """Tensor cores take tokens and states that are factors as they come, blocks states that no lane has to convert."""
+    """The paths of decode that are compiled for these dtypes. `tensor_cores` needs tokens and states in bf16, because
+    they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none."""
     if dtype == state_dtype == "bfloat16":
         return ("one_token", "tensor_cores")
     return ("one_token", "rows", "blocks") if state_dtype == "float32" else ("one_token", "rows")
@@ -35,7 +36,7 @@ INSTANCES = [
         for types in TYPES
         for normalize in (False, True)
         for low_level in (False, True)
-        if not (low_level and types["dtype"] == "float16")  # whose A takes more digits than this kernel's inverse has
+        if not (low_level and types["dtype"] == "float16")  # an A in fp16 has more digits than this kernel's inverse
     ),
     *(Instance("maps.segment_maps", types | {"partial": partial}) for types in TYPES for partial in (False, True)),
     *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),

@@ -1,57 +1,58 @@
 """Numbers that kernels, device headers, host code and the Python package share, written once.
 
-The build writes it as layout.h for CUDA and C++ (build_tools/layout.py): a number CHUNK is flash_qla::kChunk there, a
-class SegmentColumn with ROW is flash_qla::SegmentColumn::kRow. Plain numbers only; what the names of the project's
-symbols mean is in docs/glossary.md.
+The build writes this file as layout.h for CUDA and C++ (build_tools/layout.py): CHUNK becomes flash_qla::kChunk, ROW of
+the class SegmentColumn becomes flash_qla::SegmentColumn::kRow. The file holds plain numbers only. docs/glossary.md
+explains the project's symbols.
 """
 
-# Tokens a chunk, the C of the chunk form: one WGMMA M tile, and the size whose inverse still fits a warpgroup.
+# Tokens of a chunk, the C of the chunk form: the M of one WGMMA, and the largest inverse that fits a warpgroup.
 CHUNK = 64
 
-# A chunk's matrices go by blocks of BLOCK x BLOCK.
+# A chunk's matrices consist of blocks of BLOCK x BLOCK.
 BLOCK = 16
 
-# Elements of one of the forward's two matrices of a chunk, which are triangular: ten blocks are not zero. The rows of
-# blocks that the transposed one has follow one another, each from the diagonal on.
+# Elements in memory of a chunk's L^T or P^T. The matrix is upper triangular: ten of its blocks are stored. The four
+# rows of blocks follow one another, each from the diagonal block on.
 TRIANGLE = 10 * BLOCK * BLOCK
 
-# The sequence of a chunk slot that no sequence covers: its rows are padding, whose outputs are zeros.
+# The sequence of a chunk whose rows no sequence covers. They are padding, and their outputs are zeros.
 PADDING = -1
 
 # Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: segment_scan writes it.
 NO_STATE, FROM_SCAN = -1, -2
 
-# Sequences that a step of chunk_plan takes: of so many the longest comes first in the table of segments.
+# Sequences of a step of chunk_plan. The table of segments is sorted within a step: the longest sequence comes first.
 PLAN_STEP = 256
 
 # CTAs of chunk_matrices that an SM holds at a time.
 MATRICES_CTAS = 4
 
-# Head dimensions are multiples of HEAD_DIM_STEP, as rows of 16-bit elements are multiples of 16 bytes for TMA. Values
-# have at most MOST_VALUE_DIM channels; a key as many as there is a kernel for (kernels_tl/instances.py).
+# Head dimensions are multiples of HEAD_DIM_STEP, because TMA needs rows of whole 16 bytes. Values have at most
+# MOST_VALUE_DIM channels. kernels_tl/instances.py says how many channels a key may have.
 HEAD_DIM_STEP, MOST_VALUE_DIM = 8, 512
 
-# Rows of S^T a CTA of chunk_forward, one consumer warpgroup's or two's: a narrow tile gives more CTAs, a wide one
+# Rows of S^T of a CTA of chunk_forward, for one or two consumer warpgroups. A narrow tile gives more CTAs, a wide one
 # fetches K and Q less often.
 NARROW_TILE, WIDE_TILE = 64, 128
 
-# Columns of S a CTA of segment_scan.
+# Columns of S of a CTA of segment_scan and compose_maps.
 SCAN_COLUMNS = 32
 
-# gate_gradients: value heads a CTA, whose fp32 numbers of a token are a sector of 32 bytes, and tokens at a time.
+# gate_gradients: value heads of a CTA, whose fp32 numbers of a token fill a sector of 32 bytes; tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 
-# decode: warps a CTA and value rows of a state that a warp has at a time; tokens that are made ready at a time, those
-# of a block, and the most value rows of a CTA where tokens go through a state together; lanes of a value row there,
-# without tensor cores, and value rows of a lane; CTAs that an SM holds at a time, by path, and with one token on states
-# of 16 bits.
+# decode, line by line:
+# - warps of a CTA; value rows of a state that a warp has at a time
+# - tokens prepared at a time; tokens of a block; most value rows of a CTA if tokens go through a state together
+# - path `blocks`: lanes that share a value row; value rows of a lane
+# - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_ONE_16 = 7, 3, 4, 8
 
-# Strides in shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the
-# next; floats from one diagonal block of K K^T to the next. Two blocks' rows are read together, from different banks.
+# Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
+# from one diagonal block of K K^T to the next. Two blocks' rows are read together, so they lie in different banks.
 STATE_PAD = 16
 INVERSE_STRIDE = BLOCK * BLOCK + 16
 DIAGONAL_STRIDE = BLOCK * BLOCK + 4
@@ -85,7 +86,8 @@ class ChunkColumn:
 class SegmentColumn:
     """segments [segment slots, COUNT] int32; a segment is a run of a sequence's chunks that one CTA goes through. First
     token row, tokens, first chunk slot, sequence, SegmentFlag, slots of the states before and after it, tokens up to
-    the first checkpoint."""
+    the first checkpoint. FROM_SCAN in place of a slot: the state is between two segments. The backward reads the
+    gradient of a state where the forward writes the state, and the other way round."""
 
     ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
     COUNT = 8
@@ -107,37 +109,43 @@ class ForwardGate:
 
 
 class FusedGate:
-    """fused_forward's, in shared memory: ForwardGate's rows, then b_i log2(e); beta_i, with the l2norm then beta_i /
-    |k_i|^2; and with the l2norm scale / |q_i|, 1 / |k_i|, |k_i|; exp(b_l - b_i), l the last token of i's block; four
-    rows, one for each block, exp(b_i - b_l): so D_ij is a product where i's block comes after j's."""
+    """fused_forward's table of a chunk's gates, in shared memory [COUNT, CHUNK] fp32: ForwardGate's rows, then
+
+    LOG              b_i log2(e)
+    PLAIN_BETA       beta_i; with the l2norm later beta_i / |k_i|^2
+    QUERY_SCALE      scale / |q_i|, KEY_RSTD 1 / |k_i|, KEY_NORM |k_i|: only with the l2norm
+    FROM_BLOCK_END   exp(b_l - b_i), l the last token of i's block
+    TO_BLOCK_END     exp(b_i - b_l), l the last token of block j: four rows, j = 0 to 3
+
+    So D_ij is a product of two numbers if i's block comes after j's."""
 
     LOG, PLAIN_BETA, QUERY_SCALE, KEY_RSTD, KEY_NORM, FROM_BLOCK_END, TO_BLOCK_END = range(5, 12)
     COUNT = 15
 
 
 class BackwardGate:
-    """The backward's table, [chunk slots, H_v, COUNT, CHUNK] fp32: b_i log2(e), gamma_i, gamma_C / gamma_i, gamma_i /
-    gamma_1, beta_i."""
+    """The backward's table of a chunk's gates, [chunk slots, H_v, COUNT, CHUNK] fp32: b_i log2(e), gamma_i,
+    gamma_C / gamma_i, gamma_i / gamma_1, beta_i."""
 
     LOG, GAMMA, DECAY, FADE, BETA = range(5)
     COUNT = 5
 
 
 class TableKind:
-    """A table of indices that a call may have: none, or the width of its numbers. A table without elements has a null
-    pointer too, so the pointer does not say whether there is a table."""
+    """The width of a table's numbers, or NONE: the call has no such table. A table without elements has a null pointer
+    too, so the pointer does not say whether there is a table."""
 
     NONE, INT32, INT64 = range(3)
 
 
 class FirstStates:
-    """Which sequences start from a state rather than from zero: none, all with a slot, those that a flag names."""
+    """Which sequences start from a state instead of zero: none, all that have a slot, those whose flag is set."""
 
     NONE, ALL, FLAGGED = range(3)
 
 
 class Dtype:
-    """The dtype of a tensor that a kernel reads or writes in any floating dtype."""
+    """The dtype of a tensor, as a run-time number, if a kernel takes any floating dtype."""
 
     FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(4)
 
@@ -153,23 +161,29 @@ class Activation:
 
 
 class DecodeTable:
-    """decode's tables of indices: the first of two bits that each table's TableKind has in one number."""
+    """The kinds of decode's tables of indices, as one number: each name is the first of two bits of a TableKind."""
 
     OFFSETS, STATES, ACCEPTED, WRITES, ROWS, PARENTS = range(0, 12, 2)
 
 
 class TokenSum:
-    """chunk_backward's sums of a chunk's tokens in shared memory, rows of CHUNK: of y what is of the queries, z, x, and
-    rowsum(U * V) or, where that is not needed, dbeta; G's part of E and F * K K^T, of each warpgroup's columns."""
+    """chunk_backward's sums for each token of a chunk, in shared memory [COUNT, CHUNK] fp32 (symbols: its page):
+
+    QUERY     scale gamma rowsum(Q * Q_S)
+    KEY       z
+    STATE     x
+    VALUE     rowsum(U * V) for tokens with needs_V (gradients/gradients.cuh), dbeta for the others
+    BETWEEN   row sums of G * Q K^T below the diagonal: two rows, one for each warpgroup's columns
+    BETA      row sums of F * K K^T: two rows, one for each warpgroup's columns"""
 
     QUERY, KEY, STATE, VALUE, BETWEEN, BETA = 0, 1, 2, 3, 4, 6
     COUNT = 8
 
 
 class Ring:
-    """Where a chunk's tiles are in fused_forward, as one number, because it lives through everything; the first bits of
-    the stage (two bits) and its phase, of the stage of V, whose number is also that of the warpgroup that then makes
-    matrices, and of that stage's phase."""
+    """The stages of a chunk's tiles in fused_forward, as one number, because each thread keeps it in a register all the
+    time. The names are the first bits of: the stage (two bits), its phase, the stage of V (one bit), its phase. The
+    stage of V is also the number of the warpgroup that computes matrices after this chunk."""
 
     STAGE, PHASE, VALUE_STAGE, VALUE_PHASE = 0, 2, 3, 4
     END = 5
@@ -177,21 +191,21 @@ class Ring:
 
 
 class Place:
-    """One register of a consumer of fused_forward: the first bits of its offset in a tile and its column in a
-    fragment (core/tiles.cuh), of its warpgroup, and of its Ring."""
+    """One register of a consumer of fused_forward. The names are the first bits of: its offset in a tile and its column
+    in a fragment (core/tiles.cuh), its warpgroup, its Ring."""
 
     OFFSET, COLUMN, WARPGROUP, RING = 0, 16, 20, 24
 
 
 class NamedBarrier:
-    """Named barriers of a CTA. TileLang takes the low numbers for what it synchronizes by itself."""
+    """Named barriers of a CTA. TileLang takes the low numbers for barriers of its own."""
 
-    SCAN_ROUNDED = 1  # segment_scan: S lies in shared memory
-    BACKWARD_CLEARED = 4  # replay_states, chunk_backward: rows after the sequence are zeros
-    BACKWARD_STAGED = 6  # chunk_backward: the warpgroups of dS, whose dS' lies in shared memory
-    MATRICES = 8  # chunk_matrices
-    TEAM = 9  # and the next, chunk_matrices: a team of warps
+    SCAN_ROUNDED = 1  # segment_scan, compose_maps: both parts of S are in shared memory
+    BACKWARD_CLEARED = 4  # replay_states, the maps, chunk_backward: rows after the sequence are zeros
+    BACKWARD_STAGED = 6  # chunk_backward: the tiles of both warpgroups of dS are complete, dS' or U
+    MATRICES = 8  # chunk_matrices: all threads
+    TEAM = 9  # and the next, chunk_matrices: the warps of a team
     CLEARED = 11  # chunk_forward: rows after the sequence are zeros
-    FUSED_BEGIN = 11  # fused_forward: all consumers
-    FUSED_MAKER = 12  # and the next: a warpgroup, in the middle of making matrices
-    FUSED_TAIL = 14  # and the next: a warpgroup, rows after the sequence are zeros
+    FUSED_BEGIN = 11  # fused_forward: all consumers, L^T and P^T are zeros
+    FUSED_MAKER = 12  # and the next, fused_forward: a warpgroup, while it computes matrices
+    FUSED_TAIL = 14  # and the next, fused_forward: a warpgroup, rows after the sequence are zeros

@@ -1,4 +1,4 @@
-"""What "correct" means here: relative L2 error against the fp64 reference, with one bar per tensor and dtype.
+"""The bars of the tests: relative L2 error against the fp64 reference, with one bar for each tensor and dtype.
 
 Bars. The forward's tolerance in bf16 is 5e-3 for o, the final state and h. A bf16 number is off by at most
 u = 2^-8 = 3.9e-3 and by about 1.6e-3 on the average; on the way to o three to five such roundings add up in quadrature.
@@ -80,7 +80,8 @@ def bar_of(
 
 
 def smallest_norm(actual: torch.Tensor, elements: int) -> float:
-    """Below this the dtype has no relative precision: every element at its smallest normal number."""
+    """The norm with every element at the smallest normal number. Smaller ones have no relative precision in the
+    dtype."""
     return torch.finfo(actual.dtype).tiny * elements**0.5
 
 
@@ -223,7 +224,7 @@ def check_gradients(actual: dict, expected: Gradients, *, dtype: torch.dtype, ca
 
 @contextlib.contextmanager
 def not_measured():
-    """What is checked inside, planted errors for one, does not count among the worst."""
+    """Checks inside the block, such as those of planted errors, do not count among the worst."""
     before = dict(worst)
     try:
         yield
@@ -243,8 +244,8 @@ def record(row: dict) -> None:
 
 
 def worst_errors() -> list[dict]:
-    """Of each device, dtype that determines the bar, dtype of q and tensor in this session: the largest error, the bar
-    that it was held to, and the case that had it."""
+    """The largest error of this session for each device, dtype that determines the bar, dtype of q and tensor, with its
+    bar and its case."""
     return [worst[key] for key in sorted(worst)]
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 GIB = 1 << 30
-LEFT_OVER = 2 * GIB  # of the card: the driver's own, and what fragments of large blocks leave
+LEFT_OVER = 2 * GIB  # of the card: the driver's memory, and unusable fragments of large blocks
 BESIDE = 2 * GIB  # of each worker: its CUDA context, half of this, and processes that its tests start
-KEPT = GIB + GIB // 4  # in the cache from test to test: what `poisoned` takes, and a little
+KEPT = GIB + GIB // 4  # in the cache from test to test: the memory of `poisoned`, and a little
 
 
 def share(total: int, workers: int) -> int:

@@ -19,7 +19,7 @@ from flash_qla.testing import forced_dispatch
 
 # The differentiable arguments, and what the backward calls their gradients, in the order in which it returns them
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "db", "g": "dg", "initial_state": "dh0"}
-# Likewise of the activations of the gate, behind them
+# The parameters of the gate, whose gradients come after them
 ACTIVATION_GRADIENT_OF = {"A_log": "dA_log", "dt_bias": "ddt_bias"}
 ALL_GRADIENTS_OF = GRADIENT_OF | ACTIVATION_GRADIENT_OF
 ALL_INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
@@ -117,7 +117,7 @@ def gates(kind: str, shape, generator) -> torch.Tensor:
     if kind == "resets":  # slow decay, and one token in ten that forgets everything
         resets = torch.rand(shape, generator=generator, dtype=torch.float64) < 0.1
         return torch.where(resets, -50.0, F.logsigmoid(x) / 16)
-    if kind == "hard_resets":  # likewise, to the last bit
+    if kind == "hard_resets":  # the same, to the last bit
         resets = torch.rand(shape, generator=generator, dtype=torch.float64) < 0.1
         return torch.where(resets, -torch.inf, F.logsigmoid(x) / 16)
     if kind == "extreme":  # every size between, among slow ones
@@ -159,7 +159,7 @@ def betas(kind: str, k: torch.Tensor, H_v: int, generator) -> torch.Tensor:
 
 
 def raw_gates(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
-    """What the activation makes g of, [B, T, H_v] in fp64; -inf where g is 0."""
+    """The raw gate, from which the activation computes g, [B, T, H_v] in fp64; -inf where g is 0."""
     y = -g / A_log.double().exp()
     x = y + torch.log(-torch.expm1(-y))  # the inverse of softplus
     return x if dt_bias is None else x - dt_bias.double()
@@ -261,8 +261,8 @@ def activated(inputs: dict) -> dict:
 
 
 def cumulative_gates(inputs: dict) -> torch.Tensor:
-    """What the low-level forward is to make of the gates, g_cumsum, in fp64. Where e^g is 0 in the arithmetic of the
-    CPU it takes g as -inf; the GPU stops at e^-1024."""
+    """The expected g_cumsum of the low-level forward, in fp64. If e^g is 0 in the arithmetic of the CPU, the CPU takes
+    g as -inf; the GPU stops at e^-1024."""
     g = activated(inputs)["g"]
     if g.is_cuda:
         g = g.clamp_min(-1024)
@@ -308,12 +308,11 @@ def run_forward(inputs: dict, output_h: bool = True, output_final_state: bool = 
 
 def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None, intermediates=None) -> dict:
     """The low-level function: the gradients by name, dh0 only where there is an initial state. intermediates are the
-    forward's g_cumsum and A."""
-    g_cumsum, A = intermediates or run_forward(inputs, output_h=False, output_final_state=False)[:2]
-    arguments = {**inputs, "g": g_cumsum, "A": A, "do": do, "dht": dht}
+    forward's g_cumsum and A; without them it is called as by autograd."""
     with_gate = inputs.get("use_gate_in_kernel", False)
-    if with_gate:
-        arguments["g_raw"] = inputs["g"]
+    g_cumsum, A = intermediates or (None, None)
+    g_raw = inputs["g"] if with_gate or intermediates is None else None
+    arguments = {**inputs, "g": g_cumsum, "A": A, "do": do, "dht": dht, "g_raw": g_raw}
     outputs = flash_qla.chunk_gated_delta_rule_bwd(**arguments)
     names = ALL_GRADIENTS_OF if with_gate else GRADIENT_OF
     gradients = dict(zip(names.values(), outputs, strict=True))
@@ -393,7 +392,7 @@ def compute_dtype(case: Case) -> torch.dtype:
 
 
 def gradient_dtype(case: Case, name: str) -> torch.dtype:
-    """Of what the low-level function returns under this name."""
+    """The dtype of the low-level function's result of this name."""
     if name == "dg" and case.use_gate_in_kernel:
         return case.g_dtype
     if name == "db" and case.use_beta_sigmoid_in_kernel:
@@ -406,7 +405,7 @@ def covered_tokens(case: Case) -> int:
 
 
 def expected_outputs(inputs: dict) -> dict:
-    """What the reference makes of every output of the low-level function, by name."""
+    """The reference's value of every output of the low-level function, by name."""
     expected, ready = reference_of(inputs), activated(inputs)
     cu_seqlens, l2norm = inputs["cu_seqlens"], inputs["use_qk_l2norm_in_kernel"]
     return {
@@ -449,7 +448,7 @@ def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> N
             assert h is None
         for output, x in actual.items():
             accuracy.check(output, x, expected[output], dtype=case.dtype, case=name)
-        # Above the diagonal, beyond a chunk's end and outside the sequences A is zero, not merely small.
+        # A is zero, not merely small, above the diagonal, beyond a chunk's end and outside the sequences.
         position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
         outside = torch.arange(reference.CHUNK, device=device) > position[..., None]
         assert not A.transpose(1, 2)[outside[:, None].expand(-1, case.H_v, -1, -1)].any()

@@ -104,7 +104,7 @@ def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="add the machine, the selection and the counts to this file")
 
 
-# What the workers of pytest-xdist have measured, the summary is to show as well.
+# The summary also shows the measurements of the workers of pytest-xdist.
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,5 +1,5 @@
-"""What the tests of context parallelism run on each rank of a group, and where tokens and sequences lie there, said
-once more: by going through all of them."""
+"""Functions that the tests of context parallelism run on each rank of a group. The places of tokens and sequences are
+computed independently of the package, by a loop over all of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def parts_of(total: int, world_size: int, rank: int, layout: str) -> list[tuple[
 
 
 def rows_of(lengths: tuple[int, ...], parts: list[tuple[int, int]]) -> list[tuple[int, bool, bool]]:
-    """Of each of a rank's sequences its number, and whether its first and its last token are in the part."""
+    """(number, whether its first token is in the part, whether its last token is) of each of a rank's sequences."""
     offsets = list(itertools.accumulate(lengths, initial=0))
     rows = []
     for begin, end in parts:
-        for n, (first, behind) in enumerate(itertools.pairwise(offsets)):
-            if any(begin <= t < end for t in range(first, behind)):
-                rows.append((n, begin <= first < end, begin <= behind - 1 < end))
+        for n, (first, end_of_n) in enumerate(itertools.pairwise(offsets)):
+            if any(begin <= t < end for t in range(first, end_of_n)):
+                rows.append((n, begin <= first < end, begin <= end_of_n - 1 < end))
     return rows
 
 
@@ -74,7 +74,7 @@ def run_forward(inputs: dict, function=flash_qla.chunk_gated_delta_rule) -> tupl
 def run_backward(
     leaves: dict, o: torch.Tensor, final_state: torch.Tensor, gradients: dict, retain_graph: bool = False
 ) -> dict:
-    """With all gradients."""
+    """The low-level backward with all gradients."""
     used = [(o, gradients["do"])] + [(final_state, gradients["dht"])] * (gradients["dht"] is not None)
     found = torch.autograd.grad(
         [x for x, _ in used], list(leaves.values()), [dx for _, dx in used], retain_graph=retain_graph
@@ -123,7 +123,7 @@ def all_cases(cases: list[Case], device: str) -> dict:
 
 
 def compiled(case: Case, layout: str, device: str, backend: str) -> None:
-    """In one graph, the same as without."""
+    """A compiled call is one graph, with the results of an eager call."""
     if device == "cuda":
         device = f"cuda:{dist.get_rank()}"
     inputs, gradients = local_case(case, layout, device)
@@ -210,8 +210,8 @@ def states_between_ranks(case: Case) -> None:
 
 
 def partly(case: Case) -> None:
-    """What may be left out: o in the loss, the final state in it, gradients of all tensors but one. The rest has the
-    same gradients."""
+    """A loss may leave out o, the final state, or the gradients of all tensors but one. The others have the same
+    gradients."""
     inputs, gradients = local_case(case, "contiguous", "cpu")
     del inputs["initial_state"]
 
@@ -312,7 +312,7 @@ def check_halos(lengths: tuple[int, ...], widths: tuple[int, ...], device: str) 
 
 
 def convolved(case: Case, width: int) -> None:
-    """A causal convolution from the halo and the Gated Delta Rule behind it: the same as of the whole sequence."""
+    """A causal convolution from the halo, then the Gated Delta Rule: the same as of the whole sequence."""
     inputs, _ = local_case(case, "contiguous", "cpu", width)
     weight = torch.randn(width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole = make_inputs(case, "cpu")

@@ -33,7 +33,7 @@ def equal(actual, expected) -> bool:
 
 
 def assert_close(actual, expected):
-    """Of (y, state) of the block, or the like. Compilers fuse gates, which are then rounded differently."""
+    """Compares two results (y, state) of the block. Compilers fuse gates, which are then rounded differently."""
     bar = accuracy.BARS[expected[0].dtype]
     for x, y in zip(actual, expected, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
@@ -42,7 +42,7 @@ def assert_close(actual, expected):
 
 
 def run(*command, **environment: str) -> str:
-    """What the command prints, on either stream; an assertion that it succeeds."""
+    """The output of the command, on both streams. Asserts that the command succeeds."""
     done = try_run(*command, **environment)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
     return done.stdout
@@ -84,7 +84,7 @@ def no_cmake_reason() -> str | None:
 
 
 def build_program(folder: Path) -> Path:
-    """By CMake where it can, otherwise by the compiler alone."""
+    """Builds the program with CMake if possible, otherwise with the compiler alone."""
     program = folder / "flash_qla_run"
     if no_cmake_reason() is None:
         options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"]
@@ -112,7 +112,7 @@ def save_block(folder: Path, device: str) -> Path:
 
 
 def run_program(program: Path, model: Path, inputs: tuple, folder: Path, device: str) -> list[torch.Tensor]:
-    """What the C++ program makes of the inputs, on the device."""
+    """The results of the C++ program for the inputs, on the device."""
     torch.save(tuple(x if x is None else x.cpu() for x in inputs), folder / "inputs.pt")
     run(program, LIBRARY, model, folder / "inputs.pt", folder / "outputs.pt", device)
     return [x.to(device) for x in torch.load(folder / "outputs.pt")]

@@ -81,7 +81,7 @@ def expected_of(inputs: dict, slots: torch.Tensor, null_index: int, **options) -
     slots, accepted = slots[:N], options.get("num_accepted_tokens")
     first = slots if slots.dim() == 1 else slots[torch.arange(N), 0 if accepted is None else accepted[:N].long() - 1]
     is_real = first > null_index
-    o, states = decoding.states_behind_tokens({**inputs, "state_indices": first.clamp_min(0), **options})
+    o, states = decoding.states_after_tokens({**inputs, "state_indices": first.clamp_min(0), **options})
     return o * tokens_of(inputs, is_real)[..., None, None], states, is_real
 
 

@@ -37,7 +37,7 @@ def op_of(name: str):
 
 
 def names_of_arguments(name: str) -> list[str]:
-    """Of the op, and of those that continue it without what the first one makes for them."""
+    """The arguments of the op, and of the ops that continue it, except those that the first op computes for them."""
     names = [x.name for x in op_of(name)._schema.arguments]
     made = {x.name for x in op_of(name)._schema.returns}
     for later in later_ops(name):
@@ -148,7 +148,7 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
         if case.use_gate_in_kernel:
             known["g_raw"] = known["g"]
         known |= {"g": g_cumsum, "A": A}
-    known |= {"output_final_state": True, "output_h": True, "output_g_cumsum": True, "map_sequences": [0, 3]}
+    known |= {"output_final_state": True, "output_h": True, "map_sequences": [0, 3]}
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
 
     def states(*outer):

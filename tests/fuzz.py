@@ -49,7 +49,7 @@ import flash_qla
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = ("chunk", "prefill", "decode", "decode_packed")
 RUNS = 5  # exact, rounded, and three at random
-BATCHES = 8  # of runs, before something is called wrong
+BATCHES = 8  # batches of runs before an error counts
 OFFSETS = (1, 2, 3, 4, 8)  # elements before a tensor in its storage
 NAN_IN = ("q", "k", "v", "g", "beta")
 KEYS_AND_BETAS = (
@@ -59,20 +59,20 @@ KEYS_AND_BETAS = (
     ("zero", "sigmoid"),
 )
 GATES = ("softplus", "logsigmoid", "near_threshold", "tiny", "underflow", "zero", "resets", "hard_resets", "extreme")
-KEPT_BYTES = 4 << 30  # of the device's memory, from case to case
+KEPT_BYTES = 4 << 30  # bytes of the device's memory that are kept from case to case
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
     op: str
     case: Case
-    forward: dict  # of forward_mode
-    backward: dict  # of backward_mode
-    state_dtype: torch.dtype  # of final states, or of the pool
+    forward: dict  # arguments of forward_mode
+    backward: dict  # arguments of backward_mode
+    state_dtype: torch.dtype  # dtype of final states, or of the pool
     empty: bool = False  # optional tables and states have no elements
     offsets: bool = False  # tensors do not start where their storage does
     padding: bool = False  # empty sequences name slots that others use
-    nan: str | None = None  # what holds a NaN in a last call
+    nan: str | None = None  # the argument that holds a NaN in a last call
 
 
 def draw(seed: int, number: int, device: str) -> Trial:
@@ -133,7 +133,7 @@ def draw(seed: int, number: int, device: str) -> Trial:
     tiles = {"value_tile": r.choice((64, 128)), **segments}
     if segments["segment_chunks"] and r.random() < 0.5:
         segments["cut_above"] = tiles["cut_above"] = segments["segment_chunks"] + r.choice((0, 1, 20))
-        tiles["whole_tile"] = r.choice((0, 64, 128))
+        tiles |= r.choice(({"whole_tile": 0}, {"whole_tile": 64}, {"whole_tile": 128}, {"fused": 1}))
     forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": 1}))
     state_dtypes = (BF16, FP16, FP32) if gpu and op != "chunk" else (BF16, FP16, FP32, FP64)
     trial = Trial(
@@ -152,7 +152,7 @@ def draw(seed: int, number: int, device: str) -> Trial:
     return trial
 
 
-# What is called
+# Calls
 
 
 @dataclasses.dataclass
@@ -162,7 +162,7 @@ class Call:
     function: Callable[[dict], dict]  # outputs by name, of the arguments
     arguments: dict
     expected: dict  # the runs of outputs
-    same: dict = dataclasses.field(default_factory=dict)  # what other outputs are, to the bit
+    same: dict = dataclasses.field(default_factory=dict)  # the exact bits of other outputs
     # output -> of each of its states the sequence, and after how many of its tokens
     states_of: dict[str, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
 
@@ -269,7 +269,8 @@ def lengths_of(case: Case) -> list[int]:
 
 
 def padding_rows(trial: Trial, named: list[int], null: int) -> dict[int, int]:
-    """Of the trial's padding, empty sequences, the slot of another sequence that is not empty, if there is one."""
+    """Row -> slot for the trial's padding, its empty sequences: the slot of another, non-empty sequence if there is
+    one."""
     lengths = lengths_of(trial.case)
     taken = [slot for slot, length in zip(named, lengths, strict=True) if length and slot > null]
     empty = [n for n, length in enumerate(lengths) if length == 0]
@@ -330,7 +331,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     return call
 
 
-# What a decoding keeps, and what of that may have no elements; "steps" are those of intermediate_states
+# The states that a decoding keeps, and the tensors that may have no elements; "steps" are those of intermediate_states
 STYLES = {
     "last": (),
     "slots": ("write_indices",),
@@ -340,7 +341,7 @@ STYLES = {
 
 
 def decode(trial: Trial, device: str, noises: tuple) -> Call:
-    """Each token as the last one of a sequence of its own: behind its ancestors, if in a tree."""
+    """Each token as the last one of a sequence of its own, after its ancestors if it is in a tree."""
     case, r = trial.case, random.Random(trial.case.seed)
     inputs = make_inputs(case, device)
     lengths = lengths_of(case)
@@ -426,10 +427,10 @@ class Token:
 
     tensor: str
     b: int
-    t: int  # of the rows of b
+    t: int  # token, in the rows of b
     n: int  # sequence
-    place: int  # of the token in it
-    head: int  # of H_k for q and k, else of H_v
+    place: int  # place of the token in the sequence
+    head: int  # head of H_k for q and k, else of H_v
 
 
 def draw_token(trial: Trial) -> Token | None:
@@ -493,7 +494,7 @@ def may_change(trial: Trial, call: Call, name: str, x: torch.Tensor, token: Toke
 
 
 def check_containment(trial: Trial, call: Call, clean: dict, device: str, spoil) -> None:
-    """With a NaN in one token nothing changes that does not depend on it."""
+    """A NaN in one token changes only results that depend on the token."""
     token = draw_token(trial)
     if token is None:
         return
@@ -509,12 +510,12 @@ def check_containment(trial: Trial, call: Call, clean: dict, device: str, spoil)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """As integers, since nan is not nan."""
+    """The bits as integers, because nan is not equal to nan."""
     return x.clone(memory_format=torch.contiguous_format).view(torch.uint8) if x.numel() else x
 
 
 def name_of_tensor(name: str) -> str:
-    """What an output is, whichever function has it."""
+    """The name of an output without the names of functions and calls."""
     for prefix in ("low-level ", "autograd's ", "rounded "):
         name = name.removeprefix(prefix)
     return name.removesuffix(" without h")
@@ -606,7 +607,7 @@ def run_when_there_is_memory(trial: Trial, given: argparse.Namespace) -> dict[st
 
 
 def results(given: argparse.Namespace, job: int = 0):
-    """Of the trials of a job, up to the first failure, unless it shall go on."""
+    """The results of a job's trials, up to the first failure, or all with --keep-going."""
     last = math.inf if given.cases is None else given.cases
     for number in itertools.count(job, given.jobs) if given.case is None else (given.case,):
         if given.case is None and (number >= last or time.monotonic() > given.end):
@@ -630,7 +631,7 @@ def work(given: argparse.Namespace, job: int, sender) -> None:
 
 
 def results_of_jobs(given: argparse.Namespace):
-    """Likewise of all jobs, each a process, as they come."""
+    """The same of all jobs, each a process, in the order of arrival."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes
     context = multiprocessing.get_context("spawn")
     running, processes = {}, []  # receiver -> process, number it is at

@@ -10,9 +10,9 @@ and which tests have to fail, on the CPU or in the emulator, where only what tes
 A hunk is found by its text, not by its line numbers, and its text stands in the file once. So a patch has few lines,
 and few changes of the tree touch it.
 
-For each fault a copy of the tree in build/plants-* is changed, the library is built again as far as needed, and the
-tests are run. The fault is killed if one of them fails that passes in a copy without any fault. The exit status is 1 if
-fewer than 90 % are killed.
+The command changes a copy of the tree in build/plants-* for each fault, builds the library again as far as needed, and
+runs the tests. The fault is killed if one of them fails that passes in a copy without any fault. The exit status is 1
+if fewer than 90 % are killed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def selection(self) -> str:
-        """For pytest's -k."""
+        """The expression for pytest's -k."""
         return self.expression if self.where == "cpu" else f"({SELECTED[self.file]}) and ({self.expression})"
 
 
@@ -147,7 +147,7 @@ class Tree:
 
     @functools.cached_property
     def sources(self) -> None:
-        """What a build generates, made again where the kernels' Python has changed."""
+        """Generates the build's files again if the kernels' Python has changed."""
         shutil.copytree(ROOT / "build/kernels", self.path / "build/kernels")
         for edit in self.plant.edits if self.plant else ():
             if edit.file == "kernels_tl/layout.py":

@@ -37,8 +37,8 @@ def _run(rank, world_size, backend, timeout, folder, function, args):
 
 
 def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", timeout: float = 60) -> list[dict]:
-    """What function(*args) comes to on each rank: {"result": ...}, {"error": ..., "traceback": ...}, or neither where
-    the process ended. `timeout` is the group's, in seconds.
+    """The outcome of function(*args) on each rank: {"result": ...}, {"error": ..., "traceback": ...}, or neither if the
+    process ended. `timeout` is the group's, in seconds.
 
     The function is one of a module that can be imported; results are what torch.save takes.
     """
@@ -65,7 +65,7 @@ def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", t
 
 
 def run_on_ranks(world_size: int, function, *args, **options) -> list:
-    """What function(*args) returns on each rank."""
+    """The result of function(*args) on each rank."""
     outcomes = outcomes_on_ranks(world_size, function, *args, **options)
     for rank, outcome in enumerate(outcomes):
         assert "result" in outcome, f"rank {rank}: {outcome.get('traceback', 'the process ended')}"

@@ -40,8 +40,8 @@ class Gradients:
     db: torch.Tensor
     dg: torch.Tensor
     dh0: torch.Tensor
-    # Of db and dg, each number a dot product x . y of n terms: |x| |y| / sqrt(n), what random signs would make of it.
-    # With activations inside what that becomes by the chain rule, and of dA_log and ddt_bias by sums.
+    # The size of each number of db and dg, a dot product x . y of n terms: |x| |y| / sqrt(n), the size with random
+    # signs. With activations inside these sizes go through the chain rule; those of dA_log and ddt_bias are sums.
     sizes: dict[str, torch.Tensor]
     # [H_v], with the gate inside, and a bias
     dA_log: torch.Tensor | None = None
@@ -182,7 +182,7 @@ class Recurrence:
         return states.mT if self.state_v_first else states
 
     def steps(self) -> list[torch.Tensor]:
-        """For each step t, the rows of token t of the sequences that have one."""
+        """The rows of token t of the sequences that have one, for each step t."""
         n, rows = len(self.lengths), []
         for t in range(max(self.lengths, default=0)):
             while self.lengths[n - 1] <= t:
@@ -350,7 +350,7 @@ def position_in_chunk(B: int, T: int, cu_seqlens=None) -> torch.Tensor:
 
 
 def chunk_cumsum(g, cu_seqlens=None, dtype=torch.float64) -> torch.Tensor:
-    """Inclusive cumulative sum of g [B, T, H_v] that restarts at each chunk of each sequence, and behind a token of
+    """Inclusive cumulative sum of g [B, T, H_v] that restarts at each chunk of each sequence, and after a token of
     -inf, where it is -inf."""
     B, T, H_v = g.shape
     rows = Layout.of(B, T, cu_seqlens).chunk_rows().to(g.device)

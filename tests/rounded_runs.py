@@ -1,5 +1,5 @@
-"""What rounding does to the outputs of a call: the formula by chunks in fp64, in several runs at once, whose products
-are exact, rounded, or off by a random part of that; and the fuzzer's bars, which are made of these runs."""
+"""The effect of rounding on the outputs of a call, and the fuzzer's bars from it. The formula runs by chunks in fp64,
+in several runs at once, whose products are exact, rounded, or off by a random part of the rounding."""
 
 import reference
 import torch
@@ -17,24 +17,24 @@ class Noise:
         self.dtype, self.runs = dtype, runs
         # Where sums have no more digits than their operands, what they round comes on top.
         self.unit = torch.finfo(dtype).eps * (0.5 if dtype in (BF16, FP16) else 2)
-        self.scale = 2**13 if dtype == FP64 else 1  # what is random in fp64 has to be larger than its own rounding
+        self.scale = 2**13 if dtype == FP64 else 1  # random errors of fp64 must be larger than its own rounding
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         off = self.unit * self.scale
         y = torch.empty(x.shape, dtype=FP64, device=x.device).uniform_(1 - off, 1 + off, generator=self.generator)
         y[0] = 1
-        if self.dtype == FP64:  # as exact as the first: they differ by what both round
+        if self.dtype == FP64:  # as exact as the first run: they differ by the rounding of both
             y[1].sub_(1).div_(self.scale).add_(1)
         y *= x
         if self.dtype != FP64:
             near = x[1].to(self.dtype).to(FP64)
-            y[1] = torch.where(near.isinf(), x[1], near)  # beyond the dtype's range as if there were none
+            y[1] = torch.where(near.isinf(), x[1], near)  # the exact number beyond the dtype's range
         return y
 
 
 class Rounded(torch.autograd.Function):
-    """With the gradient rounded too."""
+    """Rounds the gradient too."""
 
     @staticmethod
     def forward(ctx, x, noise):
@@ -107,15 +107,15 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
         squares = (rounded(x).square().sum(-1, keepdim=True) for x in (q, k))
         q, k = (rounded(x) * torch.rsqrt(y + reference.L2NORM_EPS) for x, y in zip((q, k), squares, strict=True))
 
-    # What lies on either side of a reset has nothing to do with the other; the gates' sums are rounded as sums.
+    # The two sides of a reset are independent. The gates' sums are rounded as sums.
     reset = g.exp() == 0
     resets, b = reset.cumsum(-1), g.masked_fill(reset, 0).cumsum(-1)
-    # On the CPU a decay is e^g of each token, multiplied up; on the GPU e^b, b counting resets as -1024.
+    # A decay is the product of the tokens' e^g on the CPU, and e^b on the GPU, where b counts resets as -1024.
     steps = torch.arange(1, C + 1, device=device)
     size = b.detach().abs() + (1024 * resets + 1 if device.type == "cuda" else steps)
     b = Rounded.apply(b + (noise_of_sums(size) - size), noise_of_sums)  # the gradients of b are summed up as well
 
-    def decay(exponent):  # in the rounded run 0 where it has no digits of its own left
+    def decay(exponent):  # 0 in the rounded run if no digits are left
         x = exponent.exp()
         flushed = x.detach() < torch.finfo(noise_of_sums.dtype).tiny
         flushed[0], flushed[2:] = False, False
@@ -182,11 +182,11 @@ HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(
 
 
 class Bars:
-    """Of an output: what its runs say of each head, and of each row in it (a token, a state)."""
+    """The bars of an output, from its runs: for each head, and for each row of a head (a token, a state)."""
 
     def __init__(self, name: str, runs: torch.Tensor, noise: Noise, on_the_way: torch.Tensor | None = None):
-        """Of the output `name`, from its runs. on_the_way: how large what a row is made of is in the same dtype, in the
-        shape of the output's rows."""
+        """The bars of the output `name`, from its runs. on_the_way: the size of the numbers that a row is computed
+        from, in the same dtype, in the shape of the output's rows."""
         self.name, self.shape, self.noise = name, runs.shape[1:], noise
         self.squares, self.batches = 0.0, 0  # the mean over the runs at random, added up
         if runs.numel() == 0:
@@ -222,11 +222,11 @@ class Bars:
         kinds = torch.finfo(actual.dtype), torch.finfo(compute)
         eps, tiny = max(kind.eps for kind in kinds), max(kind.tiny for kind in kinds)
         stored = eps * self.size + tiny * self.expected.shape[-1] ** 0.5
-        if actual.is_cuda:  # what auto_cp may leave out, and that maps have two parts of 16 bits, see docs/accuracy.md
+        if actual.is_cuda:  # auto_cp may drop a part, and maps have two parts of 16 bits, see docs/accuracy.md
             carried = max(carried, self.size.max().item()) if self.name.startswith(STATES) else self.size.max()
             stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * carried
-        most, found = kinds[0].max, self.by_head(actual.double())  # what is larger may be inf
-        if self.name in ("dq", "dk"):  # and what is made of larger numbers nan, see docs/support.md
+        most, found = kinds[0].max, self.by_head(actual.double())  # larger numbers may be inf
+        if self.name in ("dq", "dk"):  # and results of larger numbers may be nan, see docs/support.md
             found = torch.where(~found.isfinite() & (self.largest > most)[..., None], self.expected, found)
         error = (found.clamp(-most, most) - self.expected.clamp(-most, most)).norm(dim=-1)
         rows = error / (self.rows + stored)

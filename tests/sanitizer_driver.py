@@ -48,11 +48,11 @@ CASES = (
     Case(T=0),
     Case(lengths=(0, 0), padding=3),
 )
-# Of the forward alone, by (value_tile, segment_chunks, perhaps fused): enough segments and chunks to use every stage
-# again, one head whose maps are left out and one whose maps are not.
+# Cases of the forward alone, by (value_tile, segment_chunks, perhaps fused): enough segments and chunks to use every
+# stage again, one head whose maps are left out and one whose maps are not.
 SEGMENTED = Case(lengths=(650, 0, 65), padding=9, H_k=1, H_v=2)
 MODES = ((64, 2), (128, 5), (128, 0, 1))
-SHARED = Case(T=400, H_k=2, H_v=128, gate="logsigmoid")  # as many heads as it takes for some to share a CTA's K K^T
+SHARED = Case(T=400, H_k=2, H_v=128, gate="logsigmoid")  # enough heads that some share a CTA's K K^T
 TURNS = Case(lengths=(1, 65, 0, 7, 64, 30, 130), H_k=16, H_v=64)  # more segments and heads than SMs: CTAs take turns
 BAD_OFFSETS = ([0, 100, 50, 300], [-7, 100, 2**31 - 1, 9], [0, -1, -(2**31), 500], [300, 200, 100, 0])
 
@@ -139,7 +139,7 @@ for dtype, state_dtype, T in itertools.product((torch.bfloat16, torch.float16), 
         assert finite([flash_qla.decode_gated_delta_rule(**inputs | change)]), (case, change)
     print("done:", case, flush=True)
 
-# Prefill on a pool: some checkpoints, indices that are outside, and a sequence that is nobody's
+# Prefill on a pool: some checkpoints, indices that are outside, and a sequence without a slot
 for dtype, pool_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
     case = test_prefill.Case(**test_prefill.SIZES | {"dtype": dtype, "K": 96, "V": 72}, **test_prefill.LENGTHS)
     arguments = test_prefill.make_arguments(case, pool_dtype, gap=8, device="cuda")

@@ -20,12 +20,12 @@ def start_python(code: str, **environment: str) -> subprocess.Popen:
 
 
 def run_python(code: str, **environment: str) -> str:
-    """What the code prints."""
+    """The output of the code."""
     return run_side_by_side(code, [environment])[0]
 
 
 def run_side_by_side(code: str, environments: list[dict[str, str]]) -> list[str]:
-    """What each process prints; all run at the same time."""
+    """The output of each process; all run at the same time."""
     processes = [start_python(code, **environment) for environment in environments]
     outputs = [process.communicate()[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):

@@ -72,7 +72,7 @@ def test_no_sequences(device):
 
 
 @pytest.mark.parametrize("slots", (0, 20))
-def test_nobody_in_an_empty_pool(device, slots):
+def test_no_slot_in_an_empty_pool(device, slots):
     """Sequences without a slot, of a pool that may have none."""
     arguments = prefill_arguments(device)
     pool = arguments["state_pool"] = arguments["state_pool"][:slots]

@@ -148,7 +148,7 @@ def test_cpu_dtypes_and_head_dims(case):
 
 
 def test_the_range_of_raw_values():
-    """As PyTorch's softplus and sigmoid, their threshold and their ends included, and the slopes too."""
+    """Values and slopes are those of PyTorch's softplus and sigmoid, at the threshold and at both ends too."""
     raw = torch.cat([torch.linspace(-45, 45, 181), torch.tensor([-1e4, -300.0, 20.0, 20.1, 300.0, 1e4])]).double()
     T = len(raw)
     case = Case(T=T, H_k=1, H_v=1, K=4, V=4, **ALL_FP64, **GATE, **NEGATIVE)
@@ -212,7 +212,7 @@ def test_infinite_rates(device, A_log, g):
 
 
 def test_ready_gates_give_the_same(device):
-    """As near as fp32 is: the outputs are in bf16, of which few are rounded the other way."""
+    """The results are as near as fp32: the outputs are in bf16, and few of them are rounded the other way."""
     inputs = make_inputs(Case(lengths=(130, 0, 66), gate="logsigmoid", **GATE, **NEGATIVE), device)
     actual, expected = run_forwards(inputs), run_forwards(activated(inputs))
     for name, x in actual.items():
@@ -324,7 +324,8 @@ def test_low_level_results():
 
 
 def test_nothing_is_kept_in_fp32_for_the_raw_tensors(device):
-    """Beside the inputs a row of A and a cumulative gate for each token and value head, as with ready gates."""
+    """A call keeps the inputs, and a row of A and a cumulative gate for each token and value head, as with ready
+    gates."""
     inputs = make_inputs(Case(lengths=(70, 0, 3), padding=2, **INSIDE), device)
     leaves = {name: inputs[name].requires_grad_() for name in TENSORS}
     own = {x.untyped_storage().data_ptr() for x in (*leaves.values(), inputs["cu_seqlens"])}
@@ -354,7 +355,7 @@ def test_autocast_leaves_raw_tensors_alone(device):
 
 
 class Layer(torch.nn.Module):
-    """What a layer does around the op: one projection for gate and beta, parameters for the activations."""
+    """A layer around the op: one projection for gate and beta, parameters for the activations."""
 
     def __init__(self, H_v: int, device: str):
         super().__init__()

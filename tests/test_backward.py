@@ -12,6 +12,7 @@ from cases import (
     VARLEN_CASES,
     Case,
     check_backward,
+    cumulative_gates,
     equal,
     make_gradients,
     make_inputs,
@@ -31,6 +32,19 @@ BY_TOKEN = ("dq", "dk", "dv", "db", "dg")
 
 
 # Lengths
+
+
+@parametrize(
+    Case(B=2, T=130),
+    Case(lengths=(65, 0, 200), padding=3, use_qk_l2norm_in_kernel=True),
+    Case(lengths=(65, 0, 200), use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, g_dtype=torch.bfloat16),
+)
+def test_gates_as_sums(device, case):
+    """The forward's g_cumsum in place of g, as in the published package."""
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    actual = run_backward(inputs, **gradients, intermediates=run_forward(inputs, output_h=False)[:2])
+    expected = reference_gradients(inputs, **gradients)
+    accuracy.check_gradients(actual, expected, dtype=case.dtype, case=case, g_cumsum=cumulative_gates(inputs))
 
 
 @parametrize(*DENSE_CASES)
@@ -364,7 +378,7 @@ def test_inputs_are_left_alone_and_not_aliased(device):
         assert torch.equal(tensors[name], x), name
 
 
-# What the CPU has beyond the GPU: fp32 and fp64, any head dimension
+# The CPU alone: fp32 and fp64, any head dimension
 
 
 @parametrize(

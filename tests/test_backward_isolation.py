@@ -1,4 +1,4 @@
-"""What a gradient does not depend on: other sequences, heads and batch rows, padding, earlier outputs, scheduling.
+"""A gradient does not depend on other sequences, heads and batch rows, padding, earlier outputs, or scheduling.
 Everything here compares bits."""
 
 import pytest
@@ -102,7 +102,7 @@ def test_padding_is_not_read(device):
 
 
 def test_gradients_do_not_look_back_at_outputs(device):
-    """Without a gradient of the final state, that of token t depends on do from t on, within its chunk too."""
+    """The gradient of token t depends on do from t on, within its chunk too, if the final state has no gradient."""
     case = Case(T=150, gate="logsigmoid", dht=None)
     inputs, do = make_inputs(case, device), make_gradients(case, device)["do"]
     before = run_backward(inputs, do)
@@ -114,7 +114,7 @@ def test_gradients_do_not_look_back_at_outputs(device):
 
 
 def test_outputs_after_which_nothing_matters(device):
-    """do is zero from token 100 on: later tokens have gradients of exactly zero, in the same chunk and behind it."""
+    """do is zero from token 100 on: later tokens have gradients of exactly zero, in the same chunk and after it."""
     case = Case(T=200, gate="logsigmoid", dht=None)
     inputs, do = make_inputs(case, device), make_gradients(case, device)["do"]
     do[:, 100:] = 0

@@ -144,12 +144,12 @@ def test_errors_of_the_forward(on_cpu, head_dims):
 @pytest.mark.parametrize("activations", (False, True))
 @pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
 def test_errors_of_the_backward(on_cpu, head_dims, activations):
-    """Of the step also of what the gate is made of, where it is activated inside."""
+    """A step also has gradients of the gate's parameters if the gate is activated inside."""
     import flash_qla
 
     asked = options(head_dims=head_dims, activations=activations)
     operator = flash_qla.chunk_gated_delta_rule
-    errors = backward.check(operator, backward.flash_qla_backward, **HEADS, options=asked)
+    errors = backward.check("flash_qla", operator, backward.flash_qla_backward, **HEADS, options=asked)
     assert list(errors["backward"]) == ["dq", "dk", "dv", "db", "dg", "dh0"]
     assert list(errors["step"]) == [*errors["backward"], *(("dA_log", "ddt_bias") if activations else ())]
     assert max(max(found.values()) for found in errors.values()) < 1e-2
@@ -159,7 +159,7 @@ def test_step_with_activations(on_cpu):
     """It is given raw bf16 tensors, and both packages the same ones."""
     calls = []
     for _ in range(2):
-        arguments, _ = backward.step_inputs(**HEADS, lengths=[70], options=options(activations=True))
+        arguments, _ = backward.step_inputs("flash_qla", **HEADS, lengths=[70], options=options(activations=True))
         calls.append(backward.Step(None, arguments, {}).arguments)
     assert calls[0]["g"].dtype == calls[0]["beta"].dtype == torch.bfloat16
     assert {name for name, x in calls[0].items() if x is True} == {*common.INSIDE, "use_qk_l2norm_in_kernel"}
@@ -294,7 +294,7 @@ def test_report_of_the_backward(capsys):
     [("last", {"decode", "packed"}), ("every", {"decode", "packed", "in slots", "in a buffer"})],
 )
 def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
-    """Of one token there is one state to keep either way. A sample goes through all pools, here four."""
+    """One token keeps one state in either mode. A sample goes through all pools, here four."""
     monkeypatch.setattr(decode, "ROTATED_BYTES", 4 * 2 * 128 * 128 * 4)
     sizes = {"batches": [1, 3], "tokens": [1, 3], "keep": keep, "state_dtypes": "fp32,bf16"}
     cells = list(decode.measure("flash_qla", options(**sizes)))
@@ -331,7 +331,7 @@ def test_report_of_decoding(capsys):
 
 
 def test_ways_of_the_prefill(on_cpu):
-    """All ways give the same; without a checkpoint there is none to time."""
+    """All calls give the same results. Without a checkpoint the call with checkpoints is not timed."""
     calls = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)
     outputs = {way: call() for way, call in calls.items() if way != "gathered"}
     assert list(outputs) == ["op", "pool", "checkpoints", "invariant"]
@@ -483,7 +483,7 @@ def test_a_section_that_fails_is_reported(monkeypatch, tmp_path):
 
 
 def test_processes_are_started_and_stopped(monkeypatch, tmp_path):
-    """Without a GPU the forward fails on the first cell of a package's process; its peers are not there."""
+    """The forward fails on the first cell of a package's process, because there is no GPU, and no peer is installed."""
     given = all_figures.make_parser().parse_args(["--out", str(tmp_path), "--sections", "ceilings"])
     (ours, *_) = all_figures.PROCESSES
     process = all_figures.dataclasses.replace(ours, sections={"ceilings": 60.0})
@@ -508,7 +508,7 @@ def test_peers_come_first_on_the_path(monkeypatch):
 
 
 def card_results(commit: str = "1") -> dict:
-    """Of the forward and the decoding, as all.py writes them."""
+    """Results of the forward and of decoding, as all.py writes them."""
     forward_cells = made_up_cells()
     forward_cells += [cell | {"variant": "op", "ms": 0.8 * cell["ms"]} for cell in forward_cells[:2]]
     key = {"heads": "2x8", "batch": 8, "tokens": 1, "keep": "last", "state_dtype": "fp32", "bytes": 4.28e6}
@@ -608,7 +608,7 @@ def test_ranks_draw_the_same_tokens(monkeypatch, world_size, layout):
 
 
 def test_context_parallelism_on_two_ranks(tmp_path, capsys):
-    """On the CPU, with the same results on one rank and on two; FLA's cannot run there."""
+    """The benchmark runs on the CPU, with the same results on one rank and on two. FLA's cannot run there."""
     program = BENCHMARKS / "context_parallelism.py"
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     files = [tmp_path / f"{name}.json" for name in ("one", "two", "parts")]

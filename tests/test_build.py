@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# By its path: the checkout is not on sys.path.
+# The module is loaded by its path, because the checkout is not on sys.path.
 _spec = importlib.util.spec_from_file_location("toolchain", ROOT / "build_tools/toolchain.py")
 toolchain = sys.modules["toolchain"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(toolchain)
@@ -333,7 +333,7 @@ def test_a_tensor_has_a_descriptor_for_each_tile(tmp_path):
     tiles, types = result.stdout.splitlines()[-2:]
     assert sorted(re.findall(r"'(\w)', '(\d+)'", tiles)) == [("x", "32"), ("x", "64"), ("y", "64"), ("z", "8")]
     assert tiles.count(strides) == 3
-    # What a function does to z through its descriptor is not known: it may write it.
+    # The function may write z through its descriptor.
     assert types == "['const void*', 'void*', 'void*', 'int64_t', 'int64_t']"
 
 
@@ -539,7 +539,7 @@ class TestToolchain:
         assert toolchain.full_disk(tmp_path) == f": the disk of {tmp_path} is full, 3 MB are free"
 
 
-# What CMake does in the tree of a test, in place of the build: half a second between two lines of a file.
+# A test's tree runs this instead of the build: CMake writes two lines of a file, half a second apart.
 STUB = """cmake_minimum_required(VERSION 3.26)
 project(stub LANGUAGES NONE)
 file(WRITE ${CMAKE_BINARY_DIR}/flash_qla/built.py "compiler = '${CMAKE_CXX_COMPILER}'")

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 
 
 class Gpu:
-    """What stands for torch.cuda, of which this process has allocated and reserved so much."""
+    """A stand-in for torch.cuda, where this process has allocated and reserved so many bytes."""
 
     def __init__(self, monkeypatch, total=80 * GIB):
         self.allocated = self.reserved = 0
@@ -138,7 +138,7 @@ def test_db():
 
 
 def run_session(folder: Path, code: str, *options: str) -> tuple[str, list[dict]]:
-    """What a session of pytest with these tests prints, and its JSON."""
+    """The output of a session of pytest with these tests, and its JSON."""
     (folder / "test_checks.py").write_text(code)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", folder]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

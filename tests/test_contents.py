@@ -97,9 +97,9 @@ def test_other_tensors(device):
 POOLS = """
 print(">", said("prefill_gated_delta_rule", state_pool=((3, 1, 0, 5), NAN)))  # of the sequence without tokens
 print(">", said("prefill_gated_delta_rule", state_pool=((5, 1, 0, 5), NAN)))
-nobody = {"state_indices": (3, -1), "k": ((0, 266, 0, 0), NAN)}
-print(">", said("prefill_gated_delta_rule", state_pool=((5, 1, 0, 5), NAN), **nobody))
-print(">", said("prefill_gated_delta_rule", state_pool=((6, 1, 0, 5), NAN)))  # of nobody
+no_slot = {"state_indices": (3, -1), "k": ((0, 266, 0, 0), NAN)}
+print(">", said("prefill_gated_delta_rule", state_pool=((5, 1, 0, 5), NAN), **no_slot))
+print(">", said("prefill_gated_delta_rule", state_pool=((6, 1, 0, 5), NAN)))  # a slot that no sequence has
 for name in ("decode_gated_delta_rule", "decode_gated_delta_rule_packed"):
     print(">", said(name))
     print(">", said(name, state_pool=((5, 1, 0, 5), INF)))
@@ -145,7 +145,7 @@ def test_without_the_variable(device):
 
 
 def test_padding(device):
-    """Tokens behind the last offset may hold anything."""
+    """Tokens after the last offset may hold anything."""
     body = """
 call = make_call("chunk_gated_delta_rule", DEVICE)
 arguments = {name: x for name, x in call.arguments.items()}

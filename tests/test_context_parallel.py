@@ -2,6 +2,7 @@
 more chunks, and in one kernel; of the backward those segments. All have the bars of the other tests; each reference is
 made once for all modes that it is compared with."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -29,6 +30,7 @@ from cases import (
     run_forward,
     run_forwards,
 )
+from poison import poisoned
 
 import flash_qla
 
@@ -141,7 +143,7 @@ def test_autograd(case, value_tile):
         assert all(x.requires_grad and torch.equal(x, y) for x, y in zip(with_grad, outputs, strict=True))
 
 
-# What a mode may change
+# Changes that a mode may make
 
 
 @pytest.mark.parametrize("value_tile", (64, 128))
@@ -202,6 +204,29 @@ def test_device_takes_another_value_tile_where_it_does_not_cut(value_tile, lengt
             assert all(equal(run_forwards(inputs), expected) for _ in range(3)), cut_above
 
 
+@pytest.mark.parametrize("value_tile", (64, 128))
+@pytest.mark.parametrize("case", (Case(dtype=FP16), Case(use_qk_l2norm_in_kernel=True)))
+@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330)))
+def test_device_takes_the_fused_kernel_where_it_does_not_cut(value_tile, case, lengths):
+    inputs = make_inputs(dataclasses.replace(case, lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
+    longest = -(-max(lengths) // 64)
+
+    def run():
+        o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        return {"o": o, "final_state": final_state}
+
+    with forward_mode(value_tile, 3):
+        cut = run()
+    with forward_mode(fused=1):
+        whole = run()
+    assert not equal(cut, whole)
+    for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole)):
+        with forward_mode(value_tile, 3, cut_above=cut_above, fused=1):
+            with poisoned("cuda"):
+                found = run()
+            assert equal(found, expected) and all(equal(run(), expected) for _ in range(3)), cut_above
+
+
 def test_the_cost_model_decides():
     from flash_qla import _C
 
@@ -226,8 +251,8 @@ AROUND = tuple((chunks, SKIPPED_BELOW + side / 2) for chunks in (1, 2, 5) for si
 
 
 def inputs_around_the_threshold(case: Case) -> dict:
-    """Head h decays evenly, by 2^AROUND[h][1] over AROUND[h][0] chunks; tokens behind the first segment of five chunks
-    hear of the initial state by that much."""
+    """Head h decays evenly, by 2^AROUND[h][1] over AROUND[h][0] chunks; tokens after the first segment of five chunks
+    see that part of the initial state."""
     inputs = make_inputs(case, "cuda")
     gates = [log2_to_gate(bits, 64 * chunks) for chunks, bits in AROUND]
     inputs["g"] = torch.tensor(gates, device="cuda").expand(case.B, case.T, -1).contiguous()
@@ -236,8 +261,8 @@ def inputs_around_the_threshold(case: Case) -> dict:
 
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 def test_gates_around_the_threshold(dtype):
-    """Beside a state a thousand times as large as what is left of it: nothing in o or the final state shows it, and
-    what differs from the exact path is 2^-20 of that state."""
+    """The state is a thousand times as large as its remainder: o and the final state do not show the drop, and differ
+    from the exact path by 2^-20 of that state."""
     case = Case(T=1000, H_k=1, H_v=len(AROUND), state_scale=1000, dtype=dtype)
     inputs = inputs_around_the_threshold(case)
     expected = expected_outputs(inputs)
@@ -248,7 +273,7 @@ def test_gates_around_the_threshold(dtype):
             check_outputs(case, inputs, expected, name)
             actual = run_forwards(inputs)
             exact = run_forwards({**inputs, "auto_cp": False})
-        # By themselves the later segments, where nothing is large.
+        # The later segments by themselves, where no number is large.
         accuracy.check("o", actual["o"][:, 320:], expected["o"][:, 320:], dtype=dtype, case=name)
         accuracy.check("h", actual["h"][:, 5:], expected["h"][:, 5:], dtype=dtype, case=name)
         difference = {x: (actual[x].double() - exact[x].double())[0] for x in ("o", "h", "final_state")}
@@ -259,8 +284,8 @@ def test_gates_around_the_threshold(dtype):
 
 @pytest.mark.parametrize("keys", ("unit", "raw"))
 def test_what_is_left_out(keys):
-    """With v = 0 the initial state is all there is. It is gone behind the first segment where the last chunks' bound is
-    below the threshold, and only there; with the l2norm the bound is that of the normalized keys."""
+    """With v = 0 all outputs come from the initial state. It is zero after the first segment if and only if the last
+    chunks' bound is below the threshold; with the l2norm the bound is that of the normalized keys."""
     case = Case(T=650, H_k=1, H_v=len(AROUND), keys=keys, use_qk_l2norm_in_kernel=keys == "raw")
     inputs = inputs_around_the_threshold(case)
     inputs["v"].zero_()
@@ -323,7 +348,7 @@ def test_bound_knows_the_length_of_the_keys():
         assert error < 0.1, (name, errors)
 
 
-# As a whole: the tests of execution, now with segments
+# Execution: the same tests, with segments
 
 
 @each_mode((64, 2), (128, 1), FUSED)
@@ -442,8 +467,8 @@ def test_each_head_and_segment_of_the_backward_decides_for_itself(segment_chunks
 
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 def test_backward_gates_around_the_threshold(dtype):
-    """Beside a gradient a thousand times as large as what is left of it: what differs from the exact path is 2^-20 of
-    that."""
+    """The gradient is a thousand times as large as its remainder: the difference from the exact path is 2^-20 of the
+    gradient."""
     case = Case(T=1000, H_k=1, H_v=len(AROUND), dtype=dtype)
     inputs, gradients = inputs_around_the_threshold(case), make_gradients(case, "cuda")
     gradients["dht"] *= 1000
@@ -451,14 +476,14 @@ def test_backward_gates_around_the_threshold(dtype):
         actual = run_backward(inputs, **gradients)
         exact = run_backward({**inputs, "auto_cp": False}, **gradients)
         check_gradients(case, inputs, gradients, reference_gradients(inputs, **gradients), f"{case}, around")
-    behind = gradients["dht"].double().norm(dim=(-2, -1)).flatten()
+    norm_after = gradients["dht"].double().norm(dim=(-2, -1)).flatten()
     difference = actual["dh0"].double() - exact["dh0"].double()
-    assert (difference.norm(dim=(-2, -1)) <= 2**-20 * behind).all()
+    assert (difference.norm(dim=(-2, -1)) <= 2**-20 * norm_after).all()
 
 
 def test_what_the_backward_leaves_out():
-    """With do = 0 the gradient of the final state is all there is. It is gone before the last segment where the first
-    chunks' bound is below the threshold, and only there."""
+    """With do = 0 all gradients come from the gradient of the final state. It is zero before the last segment if and
+    only if the first chunks' bound is below the threshold."""
     case = Case(T=640, H_k=1, H_v=len(AROUND))
     inputs, gradients = inputs_around_the_threshold(case), make_gradients(case, "cuda")
     gradients["do"].zero_()

@@ -151,7 +151,7 @@ BACKEND = "aot_eager_decomp_partition"
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("world_size", "case"),
-    # Of three ranks one has its sequence for itself
+    # One of three ranks has a sequence of its own
     [(2, CASES[2]), (3, Case(lengths=(160, 80), **SMALL))],
     ids=str,
 )
@@ -335,7 +335,7 @@ def test_gradients_on_one_rank(function):
 
 
 class Group(SimpleNamespace):
-    """As much of a process group as a context asks for."""
+    """The part of a process group that a context uses."""
 
     group_name = "ranks"
 
@@ -373,8 +373,8 @@ def test_what_a_rank_holds(world_size, layout):
             for begin, end in parts:
                 (first, begins, _), (last, _, ends) = (rows_of(lengths, [(begin, end)])[i] for i in (0, -1))
                 before = [x for x in all_parts if x[0] < begin and any(n == first for n, _, _ in rows_of(lengths, [x]))]
-                behind = [x for x in all_parts if x[0] > begin and any(n == last for n, _, _ in rows_of(lengths, [x]))]
-                of_parts.append((len(before), len(behind), begins, ends, begin - offsets[first]))
+                later = [x for x in all_parts if x[0] > begin and any(n == last for n, _, _ in rows_of(lengths, [x]))]
+                of_parts.append((len(before), len(later), begins, ends, begin - offsets[first]))
             names = ("pre_num_ranks", "post_num_ranks", "is_first_rank", "is_last_rank", "pre_num_conv_tokens")
             if layout == "contiguous":
                 assert tuple(getattr(context, name) for name in names) == of_parts[0]
@@ -424,7 +424,7 @@ def test_no_group():
 
 
 def test_a_context_with_flas_fields():
-    """Of another class, with FLA's fields and more; without a group it is one rank's."""
+    """A context of another class, with FLA's fields and more. Without a group it is that of one rank."""
     case = CASES[2]
     inputs = make_inputs(case, "cpu")
     cu_seqlens = inputs.pop("cu_seqlens")

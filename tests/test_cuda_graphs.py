@@ -25,7 +25,7 @@ def make_graphs(device):
 
 
 def prefill(graphs, inputs: dict, lengths) -> dict:
-    """Over NaN wherever nothing was put: the rows of padding. The states of absent sequences are random."""
+    """The rows of padding hold NaN. The states of absent sequences are random."""
     for buffer in graphs.tokens:
         buffer.fill_(float("nan"))
     graphs.states.normal_()

@@ -14,7 +14,7 @@ import flash_qla
 from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-# Of o and of states, in relative L2: rounding of results and of what the pool holds
+# Bars of o and of states, in relative L2: rounding of results and of the pool's states
 BARS = {BF16: 4e-3, FP16: 5e-4, FP32: 2e-6, FP64: 1e-13}
 
 
@@ -44,7 +44,7 @@ class Case:
 
 
 def for_device(case: Case, device: str) -> Case:
-    """What is nearest to it on a GPU, which takes 16-bit tokens and multiples of 8."""
+    """The nearest case for a GPU, which takes 16-bit tokens and multiples of 8."""
     if device == "cpu":
         return case
     return dataclasses.replace(
@@ -100,7 +100,7 @@ def moved(inputs: dict, device: str) -> dict:
 
 
 def extents(inputs: dict) -> list[tuple[int, int, int]]:
-    """Of each sequence its row of the batch, first token and end."""
+    """(row of the batch, first token, end) of each sequence."""
     if inputs["cu_seqlens"] is None:
         B, T = inputs["q"].shape[:2]
         return [(n, 0, T) for n in range(B)]
@@ -108,7 +108,7 @@ def extents(inputs: dict) -> list[tuple[int, int, int]]:
     return [(0, begin, end) for begin, end in itertools.pairwise(offsets)]
 
 
-def states_behind_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+def states_after_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     """o and the states of each sequence [H_v, V, K], in fp64, if none is null; the first state is the one at the
     start. On the CPU."""
     inputs = moved(inputs, "cpu")
@@ -177,7 +177,7 @@ def test_last_state_goes_back(case, device):
     case = for_device(case, device)
     inputs = make_inputs(case, device)
     before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     assert o.dtype == case.dtype and o.is_contiguous() and o.shape == inputs["v"].shape
     found = zip(inputs["state_indices"].tolist(), states, strict=True)
@@ -193,7 +193,7 @@ def test_small_norms(T, state_dtype, device):
     for name in ("q", "k"):
         inputs[name] *= 1e-3 / inputs[name].norm(dim=-1, keepdim=True)
     before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     written = {slot: s[-1] for slot, s in zip(inputs["state_indices"].tolist(), states, strict=True)}
     check(inputs, written, o, expected, before)
@@ -205,7 +205,7 @@ def test_strides_of_their_own(T, state_dtype, device):
     """q, k, v, a and b are parts of tensors of different widths, so that none has the strides of another."""
     case = for_device(Case(T=T, state_dtype=state_dtype, K=64, V=64), device)
     inputs = make_inputs(case, device)
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     before = inputs["state_pool"].clone()
     for i, name in enumerate(("q", "k", "v")):  # between heads, and between tokens
         x = inputs[name]
@@ -246,14 +246,14 @@ def test_as_the_prefill():
 
 
 @pytest.mark.parametrize("null_index", (-1, 0))
-def test_nobody(null_index, device):
+def test_no_slot(null_index, device):
     """Null slots: zeros, and nothing is written; also among the indices to write to."""
     inputs = make_inputs(for_device(Case(B=5, T=3), device), device) | {"null_index": null_index}
     slots = torch.tensor([null_index, 3, null_index - 4, 7, 5])
     writes = torch.tensor([[11, 12, 13], [14, null_index, 15], [16, 17, 18], [null_index] * 3, [19, 20, 5]])
     before = inputs["state_pool"].clone()
     real = slots > null_index
-    expected, states = states_behind_tokens({**inputs, "state_indices": slots.clamp_min(0)})
+    expected, states = states_after_tokens({**inputs, "state_indices": slots.clamp_min(0)})
     expected *= real[:, None, None, None]
     for write_indices in (None, writes):
         inputs["state_pool"] = before.clone()
@@ -274,14 +274,15 @@ def test_nobody(null_index, device):
 
 @pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
 def test_drafts_in_slots(index_dtype, device):
-    """As vLLM verifies them: from the slot of the last accepted token, the state behind each token to its own slot."""
+    """Drafts as vLLM verifies them: from the slot of the last accepted token, the state after each token to its own
+    slot."""
     case = for_device(Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16), device)
     inputs = make_inputs(case, device)
     table = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2))[:16].reshape(4, 4).to(index_dtype)
     accepted = torch.tensor([2, 1, 4, 3], dtype=index_dtype)
     inputs |= moved({"state_indices": table, "num_accepted_tokens": accepted}, device)
     before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs, write_indices=table.to(device))
     written = {table[n, t].item(): s for n in range(4) for t, s in enumerate(states[n][1:])}
     check(inputs, written, o, expected, before)
@@ -291,7 +292,7 @@ def test_drafts_in_slots(index_dtype, device):
 @pytest.mark.parametrize("with_rows", (False, True))
 @pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
 def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, device):
-    """As SGLang verifies them: the pool stays, the states go to a buffer; perhaps of a tree."""
+    """Drafts as SGLang verifies them: the pool is unchanged, the states go to a buffer; perhaps of a tree."""
     case = for_device(Case(T=5, V=40, gap=8, state_dtype=state_dtype), device)
     kept = make_pool(case, 6, 5, device=device)
     inputs = make_inputs(case, device) | {"update_state": False, "intermediate_states": kept}
@@ -301,7 +302,7 @@ def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, device):
     if with_tree:
         inputs["parents"] = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 1, 0], [-1, 0, 1, 2, 3]]).to(device)
     before, kept_before = inputs["state_pool"].clone(), inputs["intermediate_states"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     check(inputs, {}, o, expected, before)
     written = {row: states[n] for n, row in enumerate(rows.tolist()) if row >= 0}
@@ -321,7 +322,7 @@ def test_tree_in_slots(state_dtype, device):
     writes = torch.tensor([[slots[0], *others[:3]], [slots[1], *others[3:]]])
     inputs |= moved({"write_indices": writes, "parents": torch.tensor([[-1, 0, -1, 2], [-1, -1, 1, 0]])}, device)
     before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     check(inputs, {writes[n, t].item(): states[n][t + 1] for n in range(2) for t in range(4)}, o, expected, before)
 
@@ -333,7 +334,7 @@ def test_tree_in_slots(state_dtype, device):
     ids=str,
 )
 def test_a_token_sees_its_ancestors_alone(T, parents, spoilt, state_dtype, device):
-    """NaN in one token leaves the bits of all that do not come behind it, outputs and states."""
+    """A NaN in one token leaves the bits of all outputs and states that do not come after it."""
     case = for_device(Case(B=2, T=T, state_dtype=state_dtype), device)
 
     def run(spoil: bool):
@@ -346,11 +347,11 @@ def test_a_token_sees_its_ancestors_alone(T, parents, spoilt, state_dtype, devic
                 inputs[name][:, spoilt] = float("nan")
         return decode_gated_delta_rule(**inputs), inputs["intermediate_states"]
 
-    behind = {spoilt}
+    spoiled = {spoilt}
     for t in range(spoilt + 1, T):
-        if (parents[t] if parents else t - 1) in behind:
-            behind.add(t)
-    others = [t for t in range(T) if t not in behind]
+        if (parents[t] if parents else t - 1) in spoiled:
+            spoiled.add(t)
+    others = [t for t in range(T) if t not in spoiled]
     for x, y in zip(run(spoil=False), run(spoil=True), strict=True):
         assert torch.equal(x[:, others], y[:, others])
         assert y[:, spoilt].isnan().all()
@@ -414,7 +415,7 @@ def test_packed_opcheck(one_token):
 
 
 def test_a_sequence_does_not_depend_on_the_others(device):
-    """The same bits alone, in another place, and beside nobody."""
+    """The bits are the same alone, in another place, and beside a sequence without a slot."""
     inputs = make_inputs(for_device(Case(B=4, T=3, dtype=BF16, state_dtype=BF16), device), device)
     before = inputs["state_pool"].clone()
     o = decode_gated_delta_rule(**inputs)
@@ -460,7 +461,7 @@ def test_opcheck(name, device):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_compile(name, backend, device):
-    """In one graph, and the pool is written in place."""
+    """The call is one graph, and writes the pool in place."""
 
     def twice(**arguments):
         return decode_gated_delta_rule(**arguments) * 2

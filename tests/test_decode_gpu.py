@@ -17,7 +17,7 @@ from test_decode import (
     indices,
     make_inputs,
     moved,
-    states_behind_tokens,
+    states_after_tokens,
 )
 
 from flash_qla import decode_gated_delta_rule
@@ -34,7 +34,7 @@ def filled(inputs: dict) -> tuple[dict, torch.Tensor]:
 
 @pytest.mark.parametrize("change", [x for x, _ in WRONG_CONTENTS], ids=lambda x: " ".join(x))
 def test_nothing_is_touched_outside(change):
-    """A sequence with an index outside is nobody's, and the others are right."""
+    """A sequence with an index outside has no slot, and the others are right."""
     inputs, wider = filled(make_inputs(for_device(Case(T=2), "cuda"), "cuda"))
     before = wider.clone()
     o = decode_gated_delta_rule(**inputs | moved(change, "cuda"))
@@ -50,7 +50,7 @@ def test_more_tokens_than_columns():
     inputs = make_inputs(for_device(Case(lengths=(3, 0)), "cuda"), "cuda")
     inputs["state_indices"] = indices(5, 6).cuda()
     before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs | {"write_indices": torch.stack([indices(1, 2), indices(3, 4)]).cuda()})
     check(inputs, {1: states[0][1], 2: states[0][2]}, o, expected, before)
 
@@ -109,7 +109,7 @@ def test_not_on_the_gpu(case, change, text):
 
 
 def test_most_sequences_and_the_largest_state():
-    """What a grid's dimensions and 32 bits can hold; in no memory."""
+    """The limits of a grid's dimensions and of 32 bits, with tensors that have no memory."""
 
     def zeros(*shape, dtype=BF16):
         return torch.zeros((), dtype=dtype, device="cuda").expand(*shape)
@@ -163,7 +163,7 @@ def test_many(state_dtype, T, B, V):
         Case(B=B, T=T, H_k=4, H_v=16, K=128, V=V, dtype=BF16, state_dtype=state_dtype, slots=80), "cuda"
     )
     before = inputs["state_pool"].clone()
-    expected, states = states_behind_tokens(inputs)
+    expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     slots = inputs["state_indices"].tolist()
     check(inputs, {slot: s[-1] for slot, s in zip(slots, states, strict=True)}, o, expected, before)

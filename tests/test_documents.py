@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from flash_qla import _C
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 report = importlib.import_module("report")
+sys.path.append(str(ROOT / "docs"))
+mathml = importlib.import_module("formula").mathml
 
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -61,6 +64,27 @@ def test_tables_are_those_of_the_results():
 def test_pages_begin_with_their_heading(page):
     text = page.read_text()
     assert text.startswith(("# ", "```{include} ../")), relative(page)
+
+
+def text_of(element) -> str:
+    return "".join(element.itertext())
+
+
+def test_formulas_are_typeset():
+    math = xml.etree.ElementTree.fromstring(mathml("A   = e^{g_t} (D * B')^-1  x.py\n     + dV_new"))
+    rows = [[text_of(cell) for cell in row] for row in math[0]]
+    assert rows == [["A", "=egt(D∗B′)−1", "x.py"], ["", "+dVnew"]]
+    assert [text_of(x) for x in math.iter("msup")] == ["egt", "(D∗B′)−1"]
+    assert [text_of(x) for x in math.iter("msub")] == ["gt", "Vnew"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_formulas_are_whole(page):
+    """Every letter and digit of a page's formulas is in what is typeset."""
+    for formula in re.findall(r"^```\{formula\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        typeset = text_of(xml.etree.ElementTree.fromstring(mathml(formula)))
+        names = formula.replace("beta", "β").replace("gamma", "γ").replace("sum_", "")
+        assert re.findall(r"[^\W_]", typeset) == re.findall(r"[^\W_]", names), page.name
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=relative)

@@ -11,8 +11,8 @@ import pytest
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "build/kernels"
 
-# Of each file some that are quick; between them they launch every kernel. What needs a GPU's streams or graphs, or a
-# process of its own, is not for the emulator.
+# Quick tests of each file, which together launch every kernel. The emulator has no streams and no graphs, and runs in
+# one process.
 SELECTED = {
     "test_every_op.py": "(order and not mode) or (outside and not prefill)",
     "test_decode.py": "not (opcheck or compile)",

@@ -18,7 +18,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 @pytest.fixture(params=[*DEVICES, "meta"])
 def device(request):
-    """On meta tensors the fake implementations check, as when a model is traced."""
+    """The fake implementations check meta tensors, as when a model is traced."""
     return request.param
 
 
@@ -55,7 +55,7 @@ def replaced(name, make):
     return lambda inputs: {**inputs, name: make(inputs[name])}
 
 
-# What is wrong -> (the edit, the argument named, texts that the message must hold). Inputs have B=1, T=64, H_k=2,
+# Fault -> (the edit, the argument named, texts that the message must hold). Inputs have B=1, T=64, H_k=2,
 # H_v=4, K=V=128.
 WRONG = {
     "q rank": (replaced("q", lambda x: x[0]), "q", ["3", "[64, 2, 128]", "4"]),
@@ -107,7 +107,7 @@ WRONG_VARLEN = {
 }
 
 
-# Of the backward alone
+# The backward alone
 WRONG_GRADIENT = {
     "A rank": (replaced("A", lambda x: x[0]), "A", ["[64, 4, 64]", "[1, 64, 4, 64]"]),
     "A heads": (replaced("A", lambda x: x[:, :, :2]), "A", ["[1, 64, 2, 64]", "[1, 64, 4, 64]"]),
@@ -126,7 +126,7 @@ WRONG_GRADIENT = {
 }
 
 
-# With both activations inside
+# Both activations inside
 WRONG_INSIDE = {
     "no A_log": (replaced("A_log", lambda x: None), "A_log", ["None", "[H_v]", "use_gate_in_kernel"]),
     "A_log heads": (replaced("A_log", lambda x: x[:2]), "A_log", ["[2]", "[4]", "[H_v]"]),
@@ -147,7 +147,7 @@ WRONG_OUTSIDE = {
     "allow_neg_eigval": ({"allow_neg_eigval": True}, "allow_neg_eigval", ["use_beta_sigmoid_in_kernel"]),
 }
 
-# Of the backward alone, with the gate inside
+# The backward alone, with the gate inside
 WRONG_RAW_GATE = {
     "none": (replaced("g_raw", lambda x: None), ["None", "[B, T, H_v]", "use_gate_in_kernel"]),
     "rank": (replaced("g_raw", lambda x: x[0]), ["[64, 4]", "[1, 64, 4]"]),
@@ -193,6 +193,17 @@ def test_wrong_raw_gate(device, wrong):
     check_raises(op, edit(good(op, device, use_gate_in_kernel=True)), "g_raw", *parts)
 
 
+def test_a_backward_without_gates(device):
+    inputs = good("chunk_gated_delta_rule_bwd", device)
+    check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g": None}, "g_raw", "None", "g of the forward")
+
+
+def test_a_backward_without_sums(device):
+    op = "chunk_gated_delta_rule_bwd"
+    inputs = good(op, device) | {"g": None, "A": None, "g_raw": good(op, device)["g"][:, :5]}
+    check_raises(op, inputs, "g_raw", "[1, 5, 4]", "[1, 64, 4]")
+
+
 def test_raw_gate_without_the_activation(device):
     inputs = good("chunk_gated_delta_rule_bwd", device)
     check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g_raw": inputs["g"]}, "g_raw", "use_gate_in_kernel")
@@ -205,13 +216,13 @@ def test_wrong_gradient(device, wrong):
 
 
 def test_final_state_gradient_for_the_batch(device):
-    """With cu_seqlens there is one for each sequence."""
+    """The number of states is that of the sequences of cu_seqlens."""
     inputs = good("chunk_gated_delta_rule_bwd", device, lengths=(60, 4), initial_state=None)
     inputs["dht"] = inputs["dht"][:1]
     check_raises("chunk_gated_delta_rule_bwd", inputs, "dht", "[1, 4, 128, 128]", "[2, 4, 128, 128]")
 
 
-@pytest.mark.parametrize("name", ("A", "do"))
+@pytest.mark.parametrize("name", ("beta", "do"))
 def test_none_for_what_the_backward_needs(name):
     inputs = good("chunk_gated_delta_rule_bwd", "cpu", T=5)
     with pytest.raises((RuntimeError, TypeError), match=rf"\b{name}\b"):
@@ -286,7 +297,7 @@ def test_more_than_32_bits_count(device, op):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_most_of_the_gpu(op):
-    """What a grid's dimensions and the plan's rows can hold."""
+    """The limits of a grid's dimensions and of the plan's rows."""
     many = of_one_number(op, "cuda", T=64, N=2**26)
     check_raises(op, many, "q", "64 tokens in 67108864 sequences", "2147483647", "64")
     check_raises(op, of_one_number(op, "cuda", T=1, H_v=65536), "v", "65536 heads", "65535")
@@ -322,7 +333,7 @@ def test_dtypes_of_the_gpu(op, dtype):
     check_raises(op, good(op, "cuda", dtype=dtype), "q", str(dtype).removeprefix("torch."), "bfloat16", "float16")
 
 
-# What goes wrong inside PyTorch
+# Errors inside PyTorch
 
 FAILING = """
 import os, sys

@@ -1,5 +1,5 @@
-"""What every op promises, whatever it computes: a sequence's results are the same bits whatever stands in the others,
-wherever it lies in a batch, and in every process. docs/determinism.md says what is promised and what is not."""
+"""The promises of every op: a sequence's results have the same bits for all contents of the other sequences, at every
+place in a batch, and in every process. docs/determinism.md lists what is promised."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,7 @@ from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, at_offset, make_call, names
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Of a dtype: numbers that spread, overflow or vanish
+# Numbers of a dtype that spread, overflow or vanish
 NUMBERS = {
     "nan": lambda dtype: float("nan"),
     "inf": lambda dtype: float("inf"),
@@ -136,7 +136,7 @@ def check_order_of_a_batch(call):
 
 @every_op
 def test_sequences_by_themselves(device, name):
-    """On the CPU, and of decoding on the GPU: the same bits in any batch."""
+    """The bits are the same in any batch on the CPU, and for decoding on the GPU."""
     if device == "cuda" and not name.startswith("decode"):
         pytest.skip("on a GPU kernels are chosen by the shapes of a batch")
     call = make_call(name, device)
@@ -171,7 +171,7 @@ def test_any_number_of_cpu_threads(name):
     (((SLOTS, -7), torch.int32), ((2**31 - 1, -(2**31)), torch.int32), ((2**40, -(2**62)), torch.int64)),
     ids=str,
 )
-def test_slots_outside_are_nobodys(name, outside, dtype):
+def test_slots_outside_are_no_slots(name, outside, dtype):
     """Where the host does not look. (compute-sanitizer sees to it that nothing outside is touched.)"""
     call = make_call(name, "cuda")
     expected = call()
@@ -201,7 +201,7 @@ def test_the_parts_are_all_there_is():
 
 
 def digests(device: str) -> dict[str, str]:
-    """Of every op's results."""
+    """The results of every op."""
     found = {}
     for name in NAMES:
         try:

@@ -58,8 +58,8 @@ class InPlace(torch.nn.Module):
 
 
 def test_tracers_know_that_outputs_are_new(device):
-    """What is written into an output is no mutation of an input: neither for functionalization nor for export, and the
-    programs that they make leave the inputs alone."""
+    """Writing an output does not mutate an input, for functionalization and for export, and their programs leave the
+    inputs unchanged."""
     inputs = make_inputs(Case(lengths=(70, 0, 3)), device)
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     arguments = (*(inputs[name] for name in names), torch.zeros_like(inputs["initial_state"]))
@@ -108,7 +108,7 @@ def test_block_compiles_once_for_all_shapes(device):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-# In a process of its own: the loader of some versions of torch crashes where the compiler links libstdc++ statically.
+# A separate process, because the loader of some versions of torch crashes if the compiler links libstdc++ statically.
 RUN_PACKAGE = """
 import torch
 import torch._inductor.codecache  # which aoti_load_package of torch 2.10 uses without importing it
@@ -122,7 +122,7 @@ torch.save(outputs, {outputs!r})
 
 
 def run_package(package: Path, inputs: list[tuple], folder: Path, device: str) -> list[list[torch.Tensor]]:
-    """What the package makes of each of the inputs, in Python."""
+    """The package's results for each of the inputs, in Python."""
     paths = {"package": package, "inputs": folder / "of_python.pt", "outputs": folder / "by_python.pt"}
     torch.save(inputs, paths["inputs"])
     run_python(RUN_PACKAGE.format(**{name: str(path) for name, path in paths.items()}))

@@ -1,11 +1,11 @@
 """flash-linear-attention (FLA) beside flash_qla: its own dispatch takes flash_qla and gets right answers, and what is
 outside of flash_qla's range goes to FLA's kernels.
 
-What ran is seen in the ops that PyTorch dispatched, forward and backward, not in what FLA says.
+The ops that PyTorch dispatched, forward and backward, show which package ran; FLA's own messages do not count.
 
-Without a GPU neither FLA's kernels nor its dispatch to flash_qla run. There FLA's question whether the GPU is a Hopper
-one is answered with yes, so that dispatch reaches the CPU implementation, and a stand-in that only counts its calls is
-where FLA's kernels would be.
+Neither FLA's kernels nor its dispatch to flash_qla run without a GPU. There FLA is told that the GPU is a Hopper one,
+so that dispatch reaches the CPU implementation, and a stand-in that only counts its calls is where FLA's kernels would
+be.
 """
 
 import copy
@@ -44,8 +44,9 @@ NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
 BARS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3}
 DOT_PRODUCT_BAR = 2e-2  # db, dg and what is a sum of them
 FLA_BAR = 5e-2  # how accurate FLA's kernels are is not the question here
-# What a bf16 layer's errors may be over those of the same layer with FLA's naive recurrence, which rounds its results
-# to bf16 and nothing else, as the CPU implementation does. The kernels round within; the norm behind o enlarges that.
+# The largest ratio of a bf16 layer's errors to those of the same layer with FLA's naive recurrence, which rounds its
+# results to bf16 and nothing else, as the CPU implementation does. The kernels round within; the norm after o enlarges
+# that.
 LAYER_RATIO = {"cpu": 1.25, "cuda": 3.0}
 BESIDE_FLA = 1.5  # the same over those with FLA's own kernels, which round in the same places
 
@@ -120,14 +121,14 @@ def arguments_of(case: Case, device: str) -> tuple[dict, dict]:
 
 
 def expected_of(inputs: dict, gradients: dict) -> tuple[dict, reference.Gradients]:
-    """What the fp64 recurrence makes of it, by name, and its gradients by themselves."""
+    """The results of the fp64 recurrence, by name, and its gradients."""
     outputs, expected = reference_of(inputs), reference_gradients(inputs, **gradients)
     named = {"o": outputs.o, "final_state": outputs.final_state}
     return named | {name: getattr(expected, name) for name in GRADIENT_OF.values()}, expected
 
 
 def check(case: Case, device: str, with_naive: bool = True) -> None:
-    """Through FLA's function, in flash_qla: every result and gradient."""
+    """Every result and gradient of FLA's function, run by flash_qla."""
     inputs, gradients = arguments_of(case, device)
     with Ran() as ran:
         actual = run(through_fla, inputs, gradients)
@@ -198,7 +199,7 @@ def test_function_of_few_channels(integration):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_function_of_few_channels_beside_fla():
-    """What 16 bits round is a larger part of keys with few channels. On an H200 FLA's own kernels err by 6.6e-3 to
+    """The rounding of 16 bits is a larger part of keys with few channels. On an H200 FLA's own kernels err by 6.6e-3 to
     7.4e-3 in o, beyond FLA's bar, and flash_qla by 5.1e-3 to 5.8e-3."""
     inputs, gradients = arguments_of(FEW_CHANNELS, "cuda")
     expected, _ = expected_of(inputs, gradients)
@@ -230,7 +231,7 @@ def test_function_without_gradients(device):
 
 
 def activations(H_v: int, device: str) -> dict:
-    """What FLA's function takes in the place of gates and betas that are ready; g and beta are then their arguments."""
+    """The arguments of FLA's function for raw gates and betas; g and beta are then the inputs of the activations."""
     generator = torch.Generator().manual_seed(7)
     A_log, dt_bias = (torch.randn(H_v, generator=generator).to(device) for _ in range(2))
     options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
@@ -259,7 +260,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", (*INTEGRATED, *OUTSIDE))
 @pytest.mark.parametrize("integrated", [False, True], ids=["", "integration"])
 def test_outside_goes_to_fla(name, integrated, monkeypatch):
-    """On the CPU: FLA's own function is reached, with no error on the way, unless flash_qla has it and the integration
+    """The call on the CPU reaches FLA's own function without an error, unless flash_qla supports it and the integration
     is used."""
     reached = []
 
@@ -308,11 +309,11 @@ def test_contexts_are_those_of_fla(world_size, layout):
 
 
 def test_context_parallelism(device, integration):
-    """With FLA's context, of one rank that has two parts: what FLA's function does not do itself, states, included."""
+    """FLA's context of one rank with two parts works, and with states too, which FLA's function does not support."""
     inputs, gradients = arguments_of(Case(lengths=(100, 28), state_v_first=True, gate="logsigmoid"), device)
     context = fla_cp.get_cp_cu_seqlens(inputs["cu_seqlens"], world_size=1, rank=0, layout="zigzag")
     assert context.cu_seqlens.tolist() == [0, 64, 100, 128]
-    rows = torch.tensor([0, 0, 1], device=device)  # of the three the first two are of one sequence
+    rows = torch.tensor([0, 0, 1], device=device)  # the first two of the three are of one sequence
     ends = torch.tensor([0, 1, 1], device=device)[:, None, None, None]
     given = inputs | {"initial_state": inputs["initial_state"][rows], "cp_context": context}
     with Ran() as ran:
@@ -512,7 +513,7 @@ def run_layer_naively(layer, x: torch.Tensor, **arguments) -> dict:
 
 
 def naive_in_layer(output_final_state=False, **inputs):
-    """As the layer calls it: in fp32 inside, o in the layer's dtype."""
+    """The function as the layer calls it: in fp32 inside, o in the layer's dtype."""
     assert inputs["use_gate_in_kernel"] and inputs["use_beta_sigmoid_in_kernel"]
     g = -inputs["A_log"].float().exp() * F.softplus(inputs["g"].float() + inputs["dt_bias"].float())
     beta = inputs["beta"].float().sigmoid() * (2 if inputs["allow_neg_eigval"] else 1)
@@ -601,7 +602,7 @@ def test_layer_continues(name, integration, device):
     layer = build_layer(name, device).eval()
     x, _ = layer_inputs("batch", device)
     cache = utils.Cache()
-    # Without gradients FLA decodes pieces of up to 64 tokens with a Triton kernel.
+    # FLA without gradients decodes pieces of up to 64 tokens with a Triton kernel.
     with torch.set_grad_enabled(device == "cpu"), Ran() as ran:
         pieces = [layer(piece, past_key_values=cache, use_cache=True)[0] for piece in x.split([70, 10], dim=1)]
     assert ran.ops == ([FORWARD, FORWARD] if device == "cpu" else [INFERENCE])

@@ -102,7 +102,7 @@ def test_grouped_value_heads(device, heads):
     ("heads", "heads_per_cta"), (((16, 16), 1), ((8, 16), 2), ((8, 24), 3), ((8, 32), 4), ((4, 32), 4))
 )
 def test_value_heads_that_share_a_cta(heads, heads_per_cta, dtype, l2norm):
-    """As many as the group has, up to four, where there are enough chunks for every SM."""
+    """A CTA has all heads of a group, up to four, if there are enough chunks for every SM."""
     from flash_qla import _C
 
     case = Case(lengths=(1000, 0, 63, 65, 70), padding=70, H_k=heads[0], H_v=heads[1], dtype=dtype, **l2norm)
@@ -358,7 +358,7 @@ def test_same_bits_for_any_number_of_cpu_threads():
     assert all(torch.equal(x, y) for x, y in zip(one, three, strict=True))
 
 
-# What the CPU has beyond the GPU: fp32 and fp64, any head dimension
+# The CPU alone: fp32 and fp64, any head dimension
 
 
 @parametrize(

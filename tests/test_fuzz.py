@@ -1,4 +1,4 @@
-"""tests/fuzz.py finds faults, and nothing where there are none."""
+"""tests/fuzz.py finds faults, and reports nothing for correct ops."""
 
 import dataclasses
 import os
@@ -163,7 +163,7 @@ def seeded(trial: fuzz.Trial, condition, **fields) -> fuzz.Trial:
 
 
 def replace_op(monkeypatch, name: str, change) -> None:
-    """What the fuzzer calls is change(the op, arguments)."""
+    """Makes the fuzzer call change(the op, arguments)."""
     right = getattr(flash_qla, name)
     monkeypatch.setattr(flash_qla, name, lambda **arguments: change(right, arguments))
 
@@ -209,7 +209,7 @@ def test_empty_parents_taken_for_roots_are_found(monkeypatch):
 
 @pytest.mark.parametrize("dimension", (0, 1), ids=("rows", "steps"))
 def test_states_taken_for_others_are_found(monkeypatch, dimension):
-    """Without rows or steps nothing is kept, and the pool stays as it is."""
+    """A call without rows or steps keeps nothing, and leaves the pool unchanged."""
 
     def wrong(op, arguments):
         kept = arguments.pop("intermediate_states")
@@ -277,7 +277,7 @@ def test_padding_that_writes_its_slot_is_found(monkeypatch):
 
 
 def in_the_middle(trial: fuzz.Trial, call: fuzz.Call) -> bool:
-    """The NaN is in the first sequence, which has a slot, behind its first token."""
+    """The NaN is in the first sequence, which has a slot, after its first token."""
     token = fuzz.draw_token(trial)
     live = "state_indices" not in call.arguments or call.arguments["state_indices"].flatten()[0] > 0
     return token.n == 0 and token.place > 0 and live
@@ -376,7 +376,7 @@ def test_keep_going(tmp_path):
     assert "8 of 9 cases" in found.stdout and "1 that failed" in found.stdout
 
 
-# Of a row whose norm is beyond fp16's range, or what it is made of, numbers may be inf or nan, if they are within it.
+# If the norm of a row, or of its terms, is beyond fp16's range, its numbers may be inf or nan, even within the range.
 @pytest.mark.parametrize(
     "name, size, between, found, right",
     (

@@ -82,7 +82,7 @@ class Problem:
 
     @staticmethod
     def large(case: Case) -> Problem:
-        """Of the case's shapes, made on the GPU, as the benchmarks make theirs."""
+        """A problem of the case's shapes, with inputs drawn on the GPU as in the benchmarks."""
 
         def make():
             head_dims = case.K, case.V
@@ -209,7 +209,7 @@ class Step:
 
 
 def actual_outputs(inputs: dict, gradients: dict) -> dict:
-    """What users get, and what only the low-level function returns."""
+    """Every output of the public function and of the low-level functions."""
     outputs = Step(flash_qla.chunk_gated_delta_rule, inputs, gradients)()
     g_cumsum, A, _, h, _ = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, output_h=True)
     return {**outputs, "h": h, "A": A, "g_cumsum": g_cumsum}
@@ -260,7 +260,7 @@ def milliseconds(call: Callable, device: str) -> float:
 
 
 def times(operator, inputs: dict, gradients: dict, device: str) -> list[float]:
-    """Of a forward and of a step."""
+    """Milliseconds of a forward and of a step."""
     with torch.no_grad():
         forward = milliseconds(lambda: operator(**inputs, output_final_state=True), device)
     return [forward, milliseconds(Step(operator, inputs, gradients), device)]
@@ -395,7 +395,7 @@ flash_qla.ops.schemas.backward = broken
 
 
 def test_exit_status():
-    """Of the command line, where all is right and where one gradient is off by 2%."""
+    """The exit status of the command line, without an error and with one gradient off by 2%."""
     arguments = ["--set", "develop", *ON_CPU, "2"]
     wrong = start_python(
         f"import runpy, sys, torch, flash_qla\n{BREAK_DV}\n"
@@ -429,7 +429,7 @@ def test_each_tensor_may_miss(tensor):
 
 @pytest.mark.parametrize("activations", ({}, ACTIVATIONS), ids=("ready", "activations"))
 def test_large_problem(activations, monkeypatch):
-    """What the GPU's profile is made of, small and on the CPU."""
+    """A problem of the GPU's profile, small and on the CPU."""
     monkeypatch.setattr(common, "DEVICE", "cpu")
     problem = Problem.large(Case(lengths=(70, 0, 3), H_k=1, H_v=2, K=24, V=40, **activations))
     inputs, gradients = problem.make()

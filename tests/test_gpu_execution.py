@@ -109,7 +109,7 @@ def capture(arguments: dict, run=run_all) -> tuple[torch.cuda.CUDAGraph, dict]:
 
 
 def replay(graph: torch.cuda.CUDAGraph, outputs: dict) -> dict:
-    """Over NaN, so that what a replay leaves out shows."""
+    """Replays over NaN, so that a number that the replay does not write shows."""
     for x in outputs.values():
         x.fill_(float("nan"))
     graph.replay()

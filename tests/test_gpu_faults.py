@@ -1,5 +1,5 @@
-"""What can go wrong around a call: no memory, CUDA out of order, forks, captures that are given up. An op says what
-happened, loses nothing, and the next call is right. Faults that stay with a process are in processes of their own."""
+"""Faults around a call: no memory, earlier CUDA errors, forks, abandoned captures. An op says what happened, loses
+nothing, and the next call is right. Faults that stay with a process run in a separate one."""
 
 import shutil
 import subprocess
@@ -245,7 +245,7 @@ say("done")
 
 
 def test_captures_that_are_given_up():
-    """By an exception between, or because something else invalidated them. The next call and capture are right."""
+    """A capture ends by an exception, or because something else invalidated it. The next call and capture are right."""
     assert run_on_the_gpu(GIVEN_UP)[-1] == "done"
 
 

@@ -179,8 +179,8 @@ def test_as_many_elements_as_32_bits_have(beyond):
 @pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
 @pytest.mark.parametrize("gap", (0, 2**31 + 8), ids=("slots side by side", "slots far apart"))
 def test_decoding_from_a_pool_of_more_than_2_31_elements(dtype, gap):
-    """Slots at both ends of the pool, and states kept behind the tokens in rows at both ends of another. All other
-    slots stay as they are."""
+    """Slots lie at both ends of the pool, and states after the tokens in rows at both ends of another pool. All other
+    slots are unchanged."""
     require_free(50)
     torch.cuda.empty_cache()
     size = H_V * D * D

@@ -22,7 +22,6 @@ from cases import (
     reference_gradients,
     reference_of,
     run_backward,
-    run_forward,
 )
 from poison import poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -80,13 +79,12 @@ def run_halves(
     """The outputs of both passes by name, and the maps of the forward and of the backward. `of_first` is what the first
     halves are given instead."""
     of_first = of_first or {}
-    given = {"output_g_cumsum": True, "output_final_state": True, "map_sequences": sequences} | arguments
-    maps, workspace, o, g_cumsum = by_name(BEGIN[0], given | of_first)
-    found = {"workspace": workspace, "o": o, "g_cumsum": g_cumsum}
-    final_state = by_name(FINISH[0], given | found)
-    outputs = {"o": o, "g_cumsum": g_cumsum, "final_state": final_state}
+    given = {"output_final_state": True, "map_sequences": sequences} | arguments
+    maps, workspace, o = by_name(BEGIN[0], given | of_first)
+    final_state = by_name(FINISH[0], given | {"workspace": workspace, "o": o})
+    outputs = {"o": o, "final_state": final_state}
 
-    given |= {"g": g_cumsum, "g_raw": arguments["g"] if arguments.get("use_gate_in_kernel") else None}
+    given |= {"g": None, "g_raw": arguments["g"]}
     reverse_maps, workspace, *of_tokens = by_name(BEGIN[1], given | of_first)
     gradients = dict(zip(("dq", "dk", "dv", "db", "dg"), of_tokens, strict=True))
     by_name(REPLAY, given | {"workspace": workspace})
@@ -98,7 +96,7 @@ def run_halves(
 
 
 def expected_maps(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all sequences, by the recurrence from [state; I], V-first [N, H_v, V + K, K]."""
+    """The maps of all sequences, by the recurrence from [state; I], V-first [N, H_v, V + K, K]."""
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
     v, (N, K) = inputs["v"], (1, inputs["q"].shape[-1])
     N = v.shape[0] if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
@@ -153,7 +151,6 @@ def test_against_the_recurrence(device, case):
         assert not any(x[:, covered_tokens(case) :].any() for x in (found["o"], found["dq"], found["dv"], found["dg"]))
         for output in ("o", "final_state"):
             accuracy.check(output, found.pop(output), getattr(expected, output), dtype=case.dtype, case=name)
-        accuracy.check("g_cumsum", found.pop("g_cumsum"), b, dtype=case.dtype, case=name)
         assert found.keys() == {x for a, x in ALL_GRADIENTS_OF.items() if inputs.get(a) is not None}
         accuracy.check_gradients(found, gradients, dtype=case.dtype, case=name, g_cumsum=b)
 
@@ -168,7 +165,7 @@ def test_the_same_every_time(device, case):
         if device == "cpu":  # on the GPU the passes may run in other modes
             inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
             o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-            passes = {"o": o, "final_state": final_state, "g_cumsum": found["g_cumsum"]}
+            passes = {"o": o, "final_state": final_state}
             passes |= run_backward(inputs, arguments["do"], arguments["dht"])
             assert equal(found, passes)
 
@@ -240,13 +237,11 @@ def test_in_a_cuda_graph():
 
 def op_arguments(op: str, case: Case, device: str) -> dict:
     arguments = make_inputs(case, device) | make_gradients(case, device)
-    arguments |= {"map_sequences": sequences_of(case)[0], "output_final_state": True, "output_g_cumsum": True}
+    arguments |= {"map_sequences": sequences_of(case)[0], "output_final_state": True}
     if op in (BEGIN[1], REPLAY, FINISH[1]):
-        arguments["g_raw"] = arguments["g"] if case.use_gate_in_kernel else None
-        inputs = {name: x for name, x in arguments.items() if name in make_inputs(case, device)}
-        arguments["g"] = run_forward(inputs, output_h=False)[0]
+        arguments |= {"g": None, "g_raw": arguments["g"]}
     if op == FINISH[0]:
-        arguments |= zip(("maps", "workspace", "o", "g_cumsum"), by_name(BEGIN[0], arguments), strict=True)
+        arguments |= zip(("maps", "workspace", "o"), by_name(BEGIN[0], arguments), strict=True)
     if op in (REPLAY, FINISH[1]):
         names = ("maps", "workspace", "dq", "dk", "dv", "db", "dg")
         arguments |= zip(names, by_name(BEGIN[1], arguments), strict=True)
@@ -312,7 +307,6 @@ def reduced(x):
         (REPLAY, "workspace", lambda x: x.int()),
         (FINISH[0], "o", reduced),
         (FINISH[0], "o", lambda x: x.float()),
-        (FINISH[0], "g_cumsum", reduced),
         (FINISH[0], "workspace", lambda x: x.int()),
         (FINISH[1], "dv", reduced),
         (FINISH[1], "db", lambda x: x.mT.contiguous().mT),

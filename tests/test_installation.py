@@ -72,7 +72,7 @@ def test_everything_has_a_docstring():
         if isinstance(found, type):
             assert found.__doc__ and all(getattr(found, field).__doc__ for field in found.__match_args__), name
         else:
-            assert len(found.__doc__.split("\n", maxsplit=2)[2]) > 20, name  # behind the signature
+            assert len(found.__doc__.split("\n", maxsplit=2)[2]) > 20, name  # after the signature
 
 
 def test_records_print_and_compare_their_fields():
@@ -180,7 +180,7 @@ def test_a_cpu_build_of_torch_is_said(monkeypatch):
 
 
 def test_a_library_that_does_not_load(tmp_path):
-    """As under a PyTorch that is too old, which lacks symbols of the stable ABI."""
+    """Simulates a PyTorch that is too old, which lacks symbols of the stable ABI."""
     package = tmp_path / "flash_qla"
     shutil.copytree(LIBRARY.parent, package, ignore=lambda *_: [LIBRARY.name])
     (package / LIBRARY.name).write_text("no library")
@@ -197,7 +197,7 @@ def copied(tmp_path) -> Path:
 
 
 def last_line(package: Path, *arguments: str) -> str:
-    """Of what Python says before it fails."""
+    """Python's output before it fails."""
     result = subprocess.run([sys.executable, *arguments], cwd=package.parent, capture_output=True, text=True)
     assert result.returncode == 1
     return result.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What autograd is told of ops that write their arguments, and of ops without derivatives."""
+"""Autograd knows which ops write their arguments, and which ops have no derivatives."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ def fresh(call) -> dict:
 
 
 def arguments_of(name: str, device: str) -> dict:
-    """Of an op, perhaps a second half, by the names of its schema."""
+    """The arguments of an op, perhaps a second half, by the names of its schema."""
     first = next(x for x in NAMES if name in (x, *later_ops(x)))
     call = make_call(first, device)
     known = fresh(call)
@@ -40,7 +40,7 @@ def test_which_ops_write():
         "prefill_gated_delta_rule": ["state_pool", "checkpoints"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states"],
-        "gated_delta_rule_forward_finish": ["workspace", "o", "g_cumsum"],
+        "gated_delta_rule_forward_finish": ["workspace", "o"],
         "gated_delta_rule_backward_replay": ["workspace"],
         "gated_delta_rule_backward_finish": ["workspace", "dq", "dk", "dv", "db", "dg"],
     }
@@ -49,7 +49,7 @@ def test_which_ops_write():
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad, torch.inference_mode))
 def test_versions(device, name, mode):
-    """What is written has a later version, all else the same."""
+    """Tensors that are written have a later version, all others the same."""
     arguments = arguments_of(name, device)
     tensors = {x: y for x, y in arguments.items() if torch.is_tensor(y)}
     before = {x: y._version for x, y in tensors.items()}
@@ -119,7 +119,7 @@ def test_no_derivative(device, name):
     message = f"derivative for flash_qla::{name} is not implemented"
     for i, (x, y) in enumerate(zip(results, expected, strict=True)):
         assert x.requires_grad == x.is_floating_point()
-        assert torch.equal(x, y) or (i > 0 and name.endswith("_begin"))  # what the other half fills in
+        assert torch.equal(x, y) or (i > 0 and name.endswith("_begin"))  # the other half fills these in
         if x.requires_grad:
             with pytest.raises(NotImplementedError, match=message):
                 torch.autograd.grad(x.float().sum(), arguments[first], retain_graph=True)
@@ -134,7 +134,7 @@ def test_no_derivative(device, name):
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_DERIVATIVES if WRITES[name]])
 def test_a_leaf_is_not_written(device, name):
-    """As PyTorch's own ops in place, before anything has changed."""
+    """The op raises before anything has changed, as PyTorch's own in-place ops do."""
     arguments = fresh(make_call(name, device))
     pool = arguments["state_pool"].clone().requires_grad_()
     before = pool.detach().clone()
@@ -191,7 +191,7 @@ def test_autocast_of_the_low_level_functions(device, dtype):
 
 
 def test_a_backward_inside_autocast(device):
-    """Of a forward outside: its dtypes stay."""
+    """The backward of a forward outside of autocast keeps its dtypes."""
     if device == "cuda":
         pytest.skip("tokens of another dtype than autocast's, float32, run on the CPU")
     inputs = make_inputs(Case(T=70, H_k=1, H_v=2, K=16, V=16, dtype=torch.float32), device)

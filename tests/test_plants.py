@@ -43,7 +43,7 @@ def test_a_fault_is_killed():
 
 
 def test_a_fault_survives(tmp_path):
-    """With status 1, and its reason."""
+    """The command ends with status 1, and prints the reason."""
     path = tmp_path / "comment.patch"
     path.write_text(COMMENT)
     result = run("--patches", str(tmp_path))

@@ -18,7 +18,7 @@ SLOTS = 20
 SIZES = {"K": 16, "V": 24, "state_v_first": True, "dtype": FP32}
 LENGTHS = {"lengths": (70, 0, 130, 64, 1, 300), "padding": 5}
 RAW = {"use_qk_l2norm_in_kernel": True, "keys": "raw"}
-# Of the GPU's kernels; segments of a chunk, so that most sequences are cut.
+# Modes of the GPU's kernels; segments of a chunk, so that most sequences are cut.
 MODES = {
     "fused": {"fused": 1},
     "narrow": {"value_tile": 64, "segment_chunks": 0},
@@ -38,13 +38,13 @@ def of_modes(*modes: str):
 
 
 def for_device(case: Case, device: str) -> Case:
-    """What is nearest to it on a GPU, which takes 16-bit tokens."""
+    """The nearest case for a GPU, which takes 16-bit tokens."""
     dtype = case.dtype if device == "cpu" or case.dtype == FP16 else BF16
     return dataclasses.replace(case, dtype=dtype)
 
 
 def make_pool(case: Case, dtype: torch.dtype, gap: int, device: str) -> torch.Tensor:
-    """Slots [H_v, V, K], between others that are nobody's business, and with NaN between all of them."""
+    """Slots [H_v, V, K], between slots of other sequences, and with NaN between all of them."""
     generator = torch.Generator().manual_seed(3)
     size = case.H_v * case.V * case.K
     rows = torch.full((SLOTS + 2, size + gap), float("nan"), dtype=dtype)
@@ -53,12 +53,12 @@ def make_pool(case: Case, dtype: torch.dtype, gap: int, device: str) -> torch.Te
 
 
 def copied(pool: torch.Tensor) -> torch.Tensor:
-    """With all that is around it."""
+    """A copy of the pool with the memory around it."""
     return pool._base.clone().as_strided(pool.shape, pool.stride(), pool.storage_offset())
 
 
 def check_pool(pool: torch.Tensor, before: torch.Tensor, written: dict[int, torch.Tensor]) -> None:
-    """Of the pool, and of what is around it, these slots were written, with these bits."""
+    """Asserts that these slots of the pool, and no memory around them, were written, with these bits."""
     expected = copied(before)
     for slot, state in written.items():
         expected[slot] = state
@@ -69,7 +69,7 @@ def check_pool(pool: torch.Tensor, before: torch.Tensor, written: dict[int, torc
 def make_arguments(
     case: Case, pool_dtype: torch.dtype = FP32, gap: int = 0, index_dtype=torch.int32, device: str = "cpu"
 ) -> dict:
-    """Of the prefill."""
+    """The arguments of the prefill."""
     if device == "cuda":
         case, gap = for_device(case, device), gap // 8 * 8
         pool_dtype = FP32 if pool_dtype == FP64 else pool_dtype
@@ -83,7 +83,7 @@ def make_arguments(
 
 
 def by_hand(arguments: dict) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """o, which is zero for nobody, and the final states by slot, of a call without anything else of the pool."""
+    """o, which is zero without a slot, and the final states by slot, of a call without the rest of the pool."""
     others = ("state_pool", "state_indices", "has_initial_state", "null_index")
     inputs = {name: x for name, x in arguments.items() if name not in others and "checkpoint" not in name}
     pool, slots = arguments["state_pool"], arguments["state_indices"].long()
@@ -155,7 +155,7 @@ def test_kernels(mode, pool_dtype, K, V):
 
 
 @of_modes(*MODES)
-def test_new_requests_and_nobody(device, mode):
+def test_new_requests_and_no_slots(device, mode):
     for null_index in (-1, 0):
         arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
         table = torch.tensor([[4, null_index - 3, null_index, 9, 1, 7], [-9] * 6], device=device)
@@ -170,7 +170,7 @@ def test_new_requests_and_nobody(device, mode):
 
 @of_modes("fused", "narrow", "cut")
 def test_without_tokens(device, mode):
-    """Nobody at all, and sequences that are all empty: new requests get zeros."""
+    """No sequence has a slot, or all sequences are empty: new requests get zeros."""
     with in_mode(device, mode):
         for change in ({"state_indices": torch.tensor([-1] * 6, device=device)}, {"null_index": SLOTS}):
             check_by_hand(make_arguments(Case(**SIZES, **LENGTHS), device=device) | change, device)
@@ -202,7 +202,7 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     """`is_right` compares states with those of shorter prefills."""
     case = Case(**SIZES, lengths=(70, 0, 130, 64, 1, 300, 128), padding=5)  # the last one ends with a checkpoint
     arguments = make_arguments(case, pool_dtype, device=device)
-    arguments["state_indices"][3] = -1  # a whole checkpoint and no more, and nobody's
+    arguments["state_indices"][3] = -1  # a whole checkpoint and no more, without a slot
     before, of_tokens = copied(arguments["state_pool"]), ("q", "k", "v", "g", "beta")
     slots = arguments["state_indices"].tolist()
     expected = []  # (sequence, how many before it, state)
@@ -299,7 +299,7 @@ def test_opcheck(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compile(name):
-    """In one graph, and the pool is written in place."""
+    """The call is one graph, and writes the pool in place."""
     torch._dynamo.reset()
     compiled = torch.compile(prefill_gated_delta_rule, fullgraph=True, backend="aot_eager")
     arguments, others = registered_arguments(name), registered_arguments(name)
@@ -316,7 +316,7 @@ def indices(*numbers, dtype=torch.int32) -> torch.Tensor:
 POOL = torch.zeros(4, 4, 24, 16)
 
 
-# What a GPU reports with FLASH_QLA_CHECK=1 only
+# Errors that a GPU reports with FLASH_QLA_CHECK=1 only
 WRONG_CONTENTS = [
     ({"state_indices": indices(1, SLOTS)}, (f"state_indices[1] is {SLOTS}", f"0 to {SLOTS - 1}")),
     ({"state_indices": indices(5, 5)}, ("state_indices[1] is 5", "written already")),

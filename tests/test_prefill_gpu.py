@@ -35,7 +35,7 @@ def on_gpu(arguments: dict) -> dict:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_indices_outside(mode):
-    """A sequence with an index outside is nobody's; such a checkpoint is not kept."""
+    """A sequence with an index outside has no slot; such a checkpoint is not kept."""
     arguments = make_arguments(Case(**SIZES, **LENGTHS), device="cuda")
     slots = [3, SLOTS, -2, 2**31 - 1, 5, 8]
     table = torch.tensor([[SLOTS], [-7], [2**40], [0], [1], [-(2**40)]])

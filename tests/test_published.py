@@ -173,7 +173,7 @@ def test_what_is_refused():
     q, k, v, g, beta = tensors
     A = q.new_zeros(*beta.shape, 64)
     with pytest.raises(TypeError, match="cp_cache is of type CPCache, expected the last result"):
-        flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, v, cp_cache=CPCache(None))
+        flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, v, cp_cache=CPCache(g, None))
     ranks = FlashQLACPContext(is_inter=True, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
     with pytest.raises(TypeError, match="cp_cache is of type NoneType, expected the last result"):
         flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, v, cp_context=ranks)

@@ -87,8 +87,8 @@ def check_as_if_cut(case: Case, device: str):
 
 @pytest.mark.parametrize("dtype", (BF16, FP32, FP64), ids=str)
 def test_same_bits_as_cut(dtype):
-    """On the CPU: the outputs wherever the resets are; the gradients where they are at a chunk's start, so that the
-    gates are summed up from the same tokens."""
+    """Outputs on the CPU have the same bits for all resets. Gradients have them if the resets are at a chunk's start,
+    so that the gates are summed up from the same tokens."""
     case = Case(**SMALL, dtype=dtype, gate="logsigmoid")
     for resets in (RESETS, (64, 128)):
         inputs, pieces, gradients = with_resets(case, "cpu", resets)
@@ -206,7 +206,7 @@ def test_decoding_at_the_edge(device, state_dtype):
 
 
 def test_the_reference_forgets():
-    """Its sums of gates begin anew behind a reset."""
+    """The reference's sums of gates begin anew after a reset."""
     g = torch.tensor([-1.0, -torch.inf, -2.0, -3.0, -torch.inf, -torch.inf])[None, :, None]
     sums = reference.chunk_cumsum(g).flatten().tolist()
     assert sums == [-1.0, -torch.inf, -2.0, -5.0, -torch.inf, -torch.inf]

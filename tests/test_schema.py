@@ -76,7 +76,7 @@ def test_functions_pass_their_arguments_on(op, monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_arguments_are_documented(op):
-    """By the function, or by the one whose arguments it says it has."""
+    """The function documents its arguments, or names the function that documents them."""
     documented = flash_qla.chunk_gated_delta_rule.__doc__ + function_of(op).__doc__
     sections = re.findall(r"^    Args:\n(.*?)^    Returns:", documented, re.MULTILINE | re.DOTALL)
     entries = re.findall(r"^        (\w[\w, \n]*):", "".join(sections), re.MULTILINE)
@@ -85,7 +85,8 @@ def test_arguments_are_documented(op):
 
 
 def test_the_backward_has_all_its_arguments():
-    """From the forward's call by their names, or from its results and their gradients; g_raw is the forward's g."""
+    """The arguments come from the forward's call by their names, or from its results and their gradients; g_raw is the
+    forward's g."""
     forward, backward = ({x.name for x in schema_of(op).arguments} for op in OPS[1:3])
     assert backward - forward == {"A", "do", "dht", "g_raw"}
     assert {x.name for x in schema_of(OPS[0]).arguments} <= forward

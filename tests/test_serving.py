@@ -1,4 +1,4 @@
-"""What serving engines do: states of any floating dtype in, final states in the dtype asked for, many short packed
+"""The calls of serving engines: states of any floating dtype in, final states in the dtype asked for, many short packed
 sequences, states gathered from a pool and scattered back."""
 
 import contextlib
@@ -41,7 +41,7 @@ CASES = (
 
 
 def final_states(inputs: dict, **options) -> dict:
-    """Of both functions, with o, which no dtype of the state may change."""
+    """The final states of both functions, with o, which the dtype of the state must not change."""
     o, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, **options)
     low_level = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, **options)
     return {"o": o, "state": state, "low-level o": low_level[2], "low-level state": low_level[4]}
@@ -268,7 +268,7 @@ def refused_allocation(run, left: int) -> str | None:
 @pytest.mark.parametrize("op", (*OPS, "chunk_gated_delta_rule_bwd"))
 @pytest.mark.parametrize("normalize", (False, True))
 def test_out_of_gpu_memory(op, normalize):
-    """With little memory an output is refused, with more of it the workspace; and the next call has the same bits."""
+    """An output is refused with little memory, the workspace with more memory; the next call has the same bits."""
     case = Case(T=16384, H_k=8, H_v=16, use_qk_l2norm_in_kernel=normalize, g_dtype=BF16, beta_dtype=BF16)
     arguments = make_arguments(case, "cuda")
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}

@@ -45,7 +45,7 @@ PROMPTS = ([*SYSTEM, 1, 2, 3], [*SYSTEM, 4], [5, 6], list(range(200)), SYSTEM[:1
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """What follows each prompt."""
+    """The text after each prompt."""
     return [serving.generate(model, serving.Request(prompt, 12)) for prompt in PROMPTS]
 
 
@@ -98,7 +98,7 @@ def test_continuous_batching(model, texts):
         engine.step()
     assert [running[i] for i in (0, 6, -1)] == [[0, 1, 2], [0, 2, 3], [4]]
     assert [request.text for request in served] == [texts[0], texts[1][:6], *texts[2:]]
-    assert serve(engine, requests()) == texts  # in slots and pages that others have had
+    assert serve(engine, requests()) == texts  # slots and pages had other owners before
 
 
 def test_a_batch_takes_fewer_steps(model):
@@ -124,11 +124,11 @@ def test_requests_wait_for_pages(model, texts):
 def test_prefix_caching(model, texts):
     engine = make_engine(model, prefixes=8)
     assert serve(engine, requests(0)) == texts[:1]
-    assert [len(prefix) for prefix in engine.pool.prefixes] == [128, 64]  # in the order in which they would go
+    assert [len(prefix) for prefix in engine.pool.prefixes] == [128, 64]  # the order in which they are forgotten
     assert (engine.counts["cached"], engine.counts["prefilled"]) == (0, 153)
     assert serve(engine, requests(1)) == texts[1:2]
     assert (engine.counts["cached"], engine.counts["prefilled"]) == (128, 153 + 23)
-    assert serve(engine, requests(4)) == texts[4:]  # of two blocks, the last of which has to bring a token
+    assert serve(engine, requests(4)) == texts[4:]  # two blocks; the last one has to compute a token
     assert (engine.counts["cached"], engine.counts["prefilled"]) == (128 + 64, 153 + 23 + 64)
     assert serve(engine, requests(3, 2)) == [texts[3], texts[2]]
     assert engine.counts["cached"] == 128 + 64
@@ -190,7 +190,7 @@ def test_speculative_decoding(model, texts, drafts, mistake):
 
 
 def test_drafts_of_several_lengths(model, texts):
-    """In one step some requests have drafts, some have none."""
+    """Some requests of a step have drafts, others have no drafts."""
     right, wrong = oracle(texts), oracle(texts, 2)
 
     def drafter(tokens, count):
@@ -204,13 +204,13 @@ def test_drafts_of_several_lengths(model, texts):
 def test_look_up():
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 8, 9, 9, 1, 2, 3]
     assert serving.look_up(text, 2) == [8, 9]  # the last time
-    assert serving.look_up(text, 8) == [4, 5, 6, 7, 1, 2, 3, 8]  # the last one with so many behind it
+    assert serving.look_up(text, 8) == [4, 5, 6, 7, 1, 2, 3, 8]  # the last one with so many tokens after it
     assert serving.look_up([7] * 9, 4) == [7] * 4
     assert serving.look_up(text, 0) == serving.look_up([1, 2, 3, 4], 2) == serving.look_up([], 1) == []
 
 
 def test_the_end(model, texts):
-    """A request ends behind the stop token, whatever was drafted behind it."""
+    """A request ends after the stop token, whatever was drafted after it."""
     stop = texts[0][5]
     assert stop not in texts[0][:5]
     for options in ({}, {"drafts": 3, "drafter": oracle(texts)}):
@@ -222,7 +222,7 @@ def test_the_end(model, texts):
 
 @pytest.mark.parametrize("graphs", (False, True))
 def test_everything_together_in_padded_steps(model, texts, graphs):
-    """What is in free slots is read by nobody. (Of free pages attention reads with weight zero, so they are finite.)"""
+    """No step reads free slots. (Attention reads free pages with weight zero, so they are finite.)"""
     engine = make_engine(model, drafts=3, drafter=oracle(texts, 1), prefixes=4, batch=4, budget=128, graphs=graphs)
     engine.pool.states.fill_(float("nan"))
     engine.pool.convs.fill_(float("nan"))

@@ -27,7 +27,7 @@ def test_signature(name):
 
 # One token of each sequence, packed
 
-ONE_TOKEN = {"plain": [5, 0, 7], "nobody": [5, -1, 7, -1], "nobody at all": [-1, -1]}
+ONE_TOKEN = {"plain": [5, 0, 7], "no slot": [5, -1, 7, -1], "no slots at all": [-1, -1]}
 
 
 @pytest.mark.parametrize(("name", "l2norm"), [*((name, True) for name in ONE_TOKEN), ("plain", False)])
@@ -54,7 +54,7 @@ TREES = [[-1, 0, 0, 1], [5, 0, 1, 0], [0, 0, 0, 0], [-1, 0, 1, 2]]  # the first 
 DRAFTS = {"disable_state_update": True, "intermediate_state_indices": [4, 2, 0, 3, 1], "cache_steps": 4}
 UPDATES = {
     "plain": ((1, 1, 1), [5, 0, 7], {}),
-    "nobody": ((1, 1, 1, 1), [5, -1, 7, 0], {}),
+    "no slot": ((1, 1, 1, 1), [5, -1, 7, 0], {}),
     "padded": ((1, 1, 0, 0), [5, 3, -1, -1, 9, 11], {}),
     "several tokens": ((3, 1, 4, 0), [5, -1, 7, 0], {}),
     "drafts": ((4, 4, 4), [5, 3, 0], DRAFTS),
@@ -69,7 +69,7 @@ UPDATES = {
 
 
 def update_arguments(inputs: dict, **options) -> dict:
-    """As SGLang's layers give them."""
+    """The arguments as SGLang's layers pass them."""
     found = {"initial_state_source": inputs["state_pool"], "softplus_beta": 1.0, "softplus_threshold": 20.0}
     return engines.update_inputs(inputs) | found | {"is_kda": False, **options}
 
@@ -110,9 +110,9 @@ def test_update(device, dtype, state_dtype, name):
         rows = arguments["intermediate_state_indices"].tolist()
         kept = {
             4 * rows[n] + t: state
-            for n, (_, *behind) in enumerate(states)
+            for n, (_, *later) in enumerate(states)
             if is_real[n] and rows[n] >= 0
-            for t, state in enumerate(behind)
+            for t, state in enumerate(later)
         }
         buffer = call["intermediate_states_buffer"].cpu().flatten(0, 1)
         decoding.check({"state_pool": buffer}, kept, o.cpu(), expected, before)
@@ -126,7 +126,7 @@ def test_update_beside(state_dtype, name):
 
 
 def check_update_beside(device: str, state_dtype: torch.dtype, name: str) -> None:
-    """But for nobody, whom SGLang lets start from zero."""
+    """Sequences without a slot are left out, because SGLang starts them from zero."""
     function = engines.theirs(FUNCTIONS[UPDATE], UPDATE)
     inputs, arguments = update_call(name, BF16, state_dtype, padding=0)
     _, _, is_real = expected_of_update(inputs, arguments)
@@ -148,13 +148,13 @@ def check_update_beside(device: str, state_dtype: torch.dtype, name: str) -> Non
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("with_tree", (False, True))
 def test_rejected_drafts(device, with_tree):
-    """Four drafts, of which some are accepted, and two tokens behind those. The engine copies the state behind the last
+    """Four drafts, of which some are accepted, and two tokens after those. The engine copies the state after the last
     accepted one to the pool."""
     last, dtype = [0, 2, 3], FP32 if device == "cpu" else BF16
     trees = [[-1, 0, 0, 1], [-1, 0, 0, 1], [-1, 0, 1, 1]] if with_tree else [[-1, 0, 1, 2]] * 3
     inputs = decoding.make_inputs(Case(B=3, T=6, dtype=dtype, **SIZES))
     parents = indices([[*tree, node, 4] for tree, node in zip(trees, last, strict=True)])
-    expected, states = decoding.states_behind_tokens(inputs | {"parents": parents})
+    expected, states = decoding.states_after_tokens(inputs | {"parents": parents})
     slots, pool = inputs["state_indices"], inputs["state_pool"]
     buffer = decoding.make_pool(Case(**SIZES), 3, 4)
     drafts = {
@@ -210,8 +210,8 @@ PREFILLS = {
         PrefillCase(lengths=(70, 0, 64, 130), keys="raw", use_qk_l2norm_in_kernel=True, state_v_first=True),
         [5, 0, 7, 3],
     ),
-    "nobody": (PrefillCase(lengths=(5, 70, 64, 3), state_v_first=True), [-1, 4, 0, -1]),
-    "nobody at all": (PrefillCase(lengths=(5, 70), padding=9, state_v_first=True), [-1, -1]),
+    "no slot": (PrefillCase(lengths=(5, 70, 64, 3), state_v_first=True), [-1, 4, 0, -1]),
+    "no slots at all": (PrefillCase(lengths=(5, 70), padding=9, state_v_first=True), [-1, -1]),
     "batched": (PrefillCase(B=2, T=70, H_v=6, state_v_first=True), [5, 2]),
     "nothing": (PrefillCase(lengths=(), padding=70, state_v_first=True), []),
 }
@@ -256,9 +256,9 @@ def test_chunk_refuses(change):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ("plain", "nobody"))
+@pytest.mark.parametrize("name", ("plain", "no slot"))
 def test_chunk_beside(name):
-    """A pool without gaps, which SGLang's function wants; h has rows that are nobody's behind the others."""
+    """A pool without gaps, which SGLang's function wants; h has rows of no sequence after the others."""
     function = engines.theirs(FUNCTIONS[CHUNK], CHUNK)
     arguments, _ = prefill_call(name, FP32, "cuda")
     before = arguments["initial_state"].contiguous()
@@ -271,7 +271,7 @@ def test_chunk_beside(name):
     engines.check_beside(*(call["initial_state"] for call in calls), before)
 
 
-# In the engine's place
+# Stand-ins for the engine
 
 
 def test_use_and_restore(monkeypatch):

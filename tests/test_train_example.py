@@ -59,7 +59,7 @@ def test_a_missing_gradient_is_noticed(tmp_path):
 
 
 def over_ranks(folder, world_size, *options):
-    """Under torchrun: the losses over ranks, and in one process."""
+    """The losses under torchrun, over ranks and in one process."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}")
     result = run(*torchrun, TRAIN, "--out", folder, *options)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -90,7 +90,7 @@ def calls(monkeypatch):
 
 @torch.no_grad()
 def assert_same_as_torch(model, length):
-    """What a prefill and decoding from it compute. The model is in fp32 afterwards."""
+    """Asserts that a prefill, and decoding from it, compute the same as torch. The model is in fp32 afterwards."""
     prompt, rest = text(length + 8, device=model.device).split([length, 8], dim=1)
     torch_values, torch_written, _ = example.run(model, prompt, rest)
     with use_flash_qla(model):
@@ -471,7 +471,7 @@ def test_copies_run_their_own_weights(how, switched, calls):
 
 @torch.no_grad()
 def test_replicas_of_a_model(calls):
-    """As nn.DataParallel makes them, of all modules, whose replicas find each other."""
+    """Replicas of all modules, as nn.DataParallel creates them; the replicas find each other."""
     model = small_model()
     use_flash_qla(model)
     expected = model(text(20)).logits

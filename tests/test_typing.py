@@ -43,7 +43,7 @@ def documented_program() -> str:
 
 @pytest.fixture
 def programs(tmp_path) -> list[Path]:
-    """Beside a link to the package: an editable install is one that type checkers do not find."""
+    """Programs beside a link to the package, because type checkers do not find an editable install."""
     (tmp_path / "flash_qla").symlink_to(PACKAGE)
     (tmp_path / "typed_program.py").write_text(PROGRAM.read_text())
     (tmp_path / "documented.py").write_text(documented_program())

@@ -28,7 +28,7 @@ def test_signature(name):
 
 # One token of each sequence, packed
 
-ONE_TOKEN = {"plain": [5, 3, 7], "nobody": [5, 0, 7, -1], "padded": [5, 3, 0, 0], "nobody at all": [0, 0]}
+ONE_TOKEN = {"plain": [5, 3, 7], "no slot": [5, 0, 7, -1], "padded": [5, 3, 0, 0], "no slots at all": [0, 0]}
 
 
 @pytest.mark.parametrize(("name", "l2norm"), [*((name, True) for name in ONE_TOKEN), ("plain", False)])
@@ -55,7 +55,7 @@ TABLE = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16], [0, 0, 0
 DRAFTS = (3, 1, 4, 2, 0)
 UPDATES = {
     "plain": ((1, 1, 1), {"ssm_state_indices": [5, 3, 7]}),
-    "nobody": ((1, 1, 1, 1), {"ssm_state_indices": [5, 0, 7, -1]}),
+    "no slot": ((1, 1, 1, 1), {"ssm_state_indices": [5, 0, 7, -1]}),
     "padded": ((1, 1, 0, 0), {"ssm_state_indices": [5, 3, 0, 0, 9, 11]}),
     "drafts": (DRAFTS, {"ssm_state_indices": TABLE, "num_accepted_tokens": [2, 1, 4, 3, 1]}),
     "new drafts": (DRAFTS, {"ssm_state_indices": TABLE}),
@@ -63,7 +63,7 @@ UPDATES = {
         (2, 2, 0, 0),
         {"ssm_state_indices": [*TABLE[:2], [0] * 4, [0] * 4, [0] * 4], "num_accepted_tokens": [3, 1, 1, 1, 1]},
     ),
-    "drafts, nobody": (
+    "drafts, no slot": (
         (2, 2, 2),
         {"ssm_state_indices": [[1, 0, 3, 4], [5, 6, 0, 8], [9, 0, 0, 12]], "num_accepted_tokens": [2, 1, 4]},
     ),
@@ -71,7 +71,7 @@ UPDATES = {
 
 
 def update_arguments(inputs: dict, **options) -> dict:
-    """As vLLM's layers give them."""
+    """The arguments as vLLM's layers pass them."""
     return engines.update_inputs(inputs) | {
         "initial_state": inputs["state_pool"],
         "inplace_final_state": True,
@@ -98,11 +98,11 @@ def test_update(device, dtype, state_dtype, name):
     o, pool = vllm.fused_sigmoid_gating_delta_rule_update(**call)
     assert pool is call["initial_state"]
     written = {}
-    for n, (_, *behind) in enumerate(states):
+    for n, (_, *later) in enumerate(states):
         if is_real[n] and slots.dim() == 2:
-            written |= dict(zip(slots[n].tolist(), behind, strict=False))
-        elif is_real[n] and behind:
-            written[slots[n].item()] = behind[-1]
+            written |= dict(zip(slots[n].tolist(), later, strict=False))
+        elif is_real[n] and later:
+            written[slots[n].item()] = later[-1]
     written = {slot: state for slot, state in written.items() if slot > 0}
     decoding.check({"state_pool": pool.cpu()}, written, o.cpu(), expected, inputs["state_pool"])
 
@@ -115,7 +115,7 @@ def test_update_beside(state_dtype, name):
 
 
 def check_update_beside(device, state_dtype, name):
-    """But for the outputs of nobody, which vLLM does not write."""
+    """Outputs of sequences without a slot are left out, because vLLM does not write them."""
     function = engines.theirs(FUNCTIONS[UPDATE], UPDATE)
     inputs, arguments = update_call(name, BF16, state_dtype, padding=0)
     options = {x: arguments[x] for x in ("num_accepted_tokens",) if x in arguments}
@@ -129,12 +129,12 @@ def check_update_beside(device, state_dtype, name):
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 def test_rejected_drafts(device):
-    """Four drafts, of which some are accepted, and two tokens behind those."""
+    """Four drafts, of which some are accepted, and two tokens after those."""
     accepted, dtype = [1, 3, 4], FP32 if device == "cpu" else BF16
     inputs = decoding.make_inputs(Case(B=3, T=6, dtype=dtype, **SIZES))
     table = indices([[3, 4, 5, 6], [13, 12, 11, 10], [20, 25, 21, 22]])
     chain = {"state_indices": table[:, 0], "parents": indices([[-1, 0, 1, 2, m - 1, 4] for m in accepted])}
-    expected, states = decoding.states_behind_tokens(inputs | chain)
+    expected, states = decoding.states_after_tokens(inputs | chain)
     pool = inputs["state_pool"]
     for begin, end, found in ((0, 4, [1, 1, 1]), (4, 6, accepted)):
         part = {x: inputs[x][:, begin:end].flatten(0, 1)[None] for x in ("q", "k", "v", "a", "b")}
@@ -155,7 +155,7 @@ def test_rejected_drafts(device):
 
 
 def test_batched():
-    """Without cu_seqlens, several tokens of each sequence."""
+    """A batch without cu_seqlens has several tokens of each sequence."""
     inputs = decoding.make_inputs(Case(B=3, T=2))
     table = indices([[1, 2], [5, 6], [9, 10]])
     expected, states, _ = engines.expected_of(inputs, table, null_index=0)
@@ -231,10 +231,10 @@ def test_fi_chunk_checkpoints(device, every, state_dtype):
     )
     del inputs["scale"]
     before = inputs["initial_state"].clone()
-    states, chunk = [], 0  # the state behind m chunks is that at the start of the next one, or the final one
+    states, chunk = [], 0  # the state after m chunks is that at the start of the next one, or the final one
     for n, length in enumerate(lengths):
-        behind = [*expected.h[0, chunk + 1 : chunk + -(-length // 64)], expected.final_state[n]]
-        states += [behind[m * every // 64 - 1] for m in range(1, length // every + 1)]
+        later = [*expected.h[0, chunk + 1 : chunk + -(-length // 64)], expected.final_state[n]]
+        states += [later[m * every // 64 - 1] for m in range(1, length // every + 1)]
         chunk += -(-length // 64)
     starts = indices([0, *(length // every for length in lengths)]).cumsum(0)
     checkpoints = torch.full((len(states) + 1, *before.shape[1:]), 7.0, device=device)
@@ -267,7 +267,7 @@ def test_prefill_beside(name):
         assert x.dtype == wanted.dtype and relative_error(x, wanted.double()) < APART
 
 
-# In the engine's place
+# Stand-ins for the engine
 
 
 def test_use_and_restore(monkeypatch):

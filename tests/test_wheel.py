@@ -1,4 +1,5 @@
-"""What users get: an sdist of this checkout, a wheel built from that, and the wheel installed beside torch alone."""
+"""The packages that users get: an sdist of this checkout, a wheel built from that, and the wheel installed beside torch
+alone."""
 
 import email
 import importlib.metadata
@@ -41,7 +42,7 @@ pytestmark = [
 
 
 def run(*command, cwd: Path = OUTSIDE) -> str:
-    """What it prints."""
+    """The output of the command."""
     command = [str(part) for part in command]
     environment = {**os.environ, "PYTHONPATH": "", "FLASH_QLA_QUIET": "1"}
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -64,9 +65,9 @@ def wheel(sdist, tmp_path_factory) -> Path:
     subprocess.run(["tar", "-xf", sdist, "-C", folder], check=True)
     sources = folder / NAME
     shutil.copytree(KERNELS, sources / "build/kernels")
-    # What an editor or a merge leaves behind
+    # Files that an editor or a merge leaves
     for name in ("ops.py.orig", "ops.py~", "_C.cpython-310-x86_64-linux-gnu.so", "libflash_qla.so.bak"):
-        (sources / "flash_qla" / name).write_text("left behind")
+        (sources / "flash_qla" / name).write_text("a leftover")
     options = ("--no-build-isolation", "--no-deps", "--wheel-dir", folder)
     run(sys.executable, "-m", "pip", "wheel", *options, sources)
     (built,) = folder.glob("*.whl")
@@ -75,7 +76,7 @@ def wheel(sdist, tmp_path_factory) -> Path:
 
 def test_the_sdist_is_the_checkout(sdist):
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no git checkout, so nobody knows which files belong to it")
+        pytest.skip("this is no git checkout, so its files are unknown")
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     with tarfile.open(sdist) as archive:
         packed = {member.name.removeprefix(f"{NAME}/") for member in archive if member.isfile()}
@@ -133,7 +134,7 @@ def test_metadata(wheel):
 
 
 def test_the_tag_is_true(wheel):
-    """What the binaries need of a machine. torch's libraries come with torch."""
+    """The binaries need no more of a machine than the tag says. torch's libraries come with torch."""
     found = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
     newest = re.fullmatch(r"manylinux_2_(\d+)_x86_64", found["sym_tag"])
     assert newest and int(newest.group(1)) <= 28, found["sym_tag"]

@@ -65,7 +65,7 @@ def test_the_ops_run():
 
 
 def test_the_slow_path_notice_is_printed():
-    """By PyTorch: Python's filters do not hold for it."""
+    """PyTorch prints the notice: Python's filters do not apply to it."""
     code = "import torch, flash_qla; x = torch.zeros(1, 3, 1, 4)\n"
     code += "flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])"
     assert "flash_qla: the tensors are on the CPU" in run_python(BLOCKED + code, FLASH_QLA_QUIET="")
@@ -112,7 +112,7 @@ def test_the_library_answers_as_the_module():
 @pytest.mark.parametrize("op", ("forward", "backward"))
 @pytest.mark.parametrize(("name", "head_dims"), (("q", {"K": 136}), ("q", {"K": 20}), ("v", {"V": 520})))
 def test_head_dims_of_no_kernel_are_refused_in_a_trace(monkeypatch, op, name, head_dims):
-    """As the library refuses them in a call."""
+    """A trace refuses them as the library does in a call."""
     monkeypatch.setattr(_binary, "card", lambda _: {"sm_count": 132})
     begin = getattr(torch.ops.flash_qla, f"gated_delta_rule_{op}_begin").default
     case = Case(T=70, H_k=1, H_v=2, **head_dims)

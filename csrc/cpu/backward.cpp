@@ -1,9 +1,10 @@
 // The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. It does not need
 // A, because the recurrence has no chunk inverse.
+#include "cpu/backward.h"
+
 #include <algorithm>
 #include <vector>
 
-#include "cpu/recurrence_bwd.h"
 #include "cpu/sequences.h"
 #include "passes.h"
 
@@ -46,7 +47,7 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
   std::vector<CT> gate_sums(call.use_gate ? call.N * call.H_v * 2 : 0);
   const cpu::Backward<T, CT> backward{
       .in = inputs_of<T, CT>(call, call.use_gate ? *call.g_raw : call.g),
-      .g_cumsum = call.g.const_data_ptr<CT>(),
+      .g_cumsum = call.is_cumulative() ? call.g.const_data_ptr<CT>() : nullptr,
       .grad_o = call.grad_o.const_data_ptr<T>(),
       .grad_final_state = call.grad_final_state ? call.grad_final_state->const_data_ptr<CT>() : nullptr,
       .dq = out.dq.mutable_data_ptr<T>(),

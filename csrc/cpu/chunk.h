@@ -8,12 +8,12 @@
 
 namespace flash_qla::cpu {
 
-// Value columns that are advanced together. They do not depend on one another. A block's state, K rows of 128 bytes,
-// stays in the L1 cache over all tokens of a chunk (16 KiB at K = 128 in float).
+// Value columns that are advanced together. Columns of S do not depend on one another. A block's state has padded_k
+// rows of 128 bytes, and stays in the L1 cache over all tokens of a chunk (16 KiB at K = 128).
 template <typename CT>
 inline constexpr int64_t kBlockV = 128 / sizeof(CT);
 
-// Rows of the state that are read for each update of an accumulator. K is padded with zeros to a multiple of it.
+// Rows of the state that are read for each update of an accumulator. K is padded with zeros to a multiple of kRowsK.
 inline constexpr int64_t kRowsK = 4;
 
 // A chunk's tokens of one value head.
@@ -36,7 +36,7 @@ struct ValueBlock {
   CT* o;      // [tokens, kBlockV], times scale
 };
 
-// Computes the state after the last token, and o, by step.h token by token.
+// Computes o and the state after the last token, token by token (step.h).
 void advance(const ValueBlock<float>& block);
 void advance(const ValueBlock<double>& block);
 
@@ -71,7 +71,7 @@ struct ReverseBlock {
   CT* dg;            // [tokens], added to
 };
 
-// Goes token by token from the last. With S_t = a S_{t-1} + k v_new^T, v_new = beta e, e = v - a S_{t-1}^T k, and dS
+// Goes through the tokens in reverse. With S_t = a S_{t-1} + k v_new^T, v_new = beta e, e = v - a S_{t-1}^T k, and dS
 // the gradient of S_t from the tokens after t:
 //     dS <- dS + scale q do^T          dq = scale S_t do
 //     dv_new = dS^T k                  db = dv_new . e          dv = beta dv_new

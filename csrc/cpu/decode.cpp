@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/forward.h"
 #include "cpu/pool.h"
-#include "cpu/recurrence.h"
 #include "cpu/sequences.h"
 #include "tensors.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 using cpu::entry;
 
-// The work on a sequence, its indices checked. kNoState: no slot, nothing is read or written.
+// The work on a sequence, with checked indices. kNoState: no slot, so nothing is read or written.
 struct Plan {
   int64_t begin, end;            // rows of q, k, v
   int64_t slot;                  // slot of the first state
@@ -66,7 +66,7 @@ class Planner {
     const std::string name =
         call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
     p.slot = slots_.checked(name, state_indices_(n, column));
-    if (p.slot == kNoState || p.begin == p.end) {  // without tokens the state stays
+    if (p.slot == kNoState || p.begin == p.end) {  // the state stays without tokens
       return p;
     }
     if (call_.writes_back()) {
@@ -156,7 +156,7 @@ class Decoder {
   int64_t of_head(int64_t head) const { return head * in_.V * in_.K; }
 
   const DecodeCall& call_;
-  const cpu::WritableFloats pool_, intermediate_;  // before in_: see writable_floats_of
+  const cpu::WritableFloats pool_, intermediate_;  // initialized before in_: see writable_floats_of
   const cpu::Inputs<T, CT> in_;
   T* const o_;
 };

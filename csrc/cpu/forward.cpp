@@ -1,5 +1,6 @@
 // The forward on the CPU: the plain recurrence, in parallel over sequences and value heads.
-#include "cpu/recurrence.h"
+#include "cpu/forward.h"
+
 #include "cpu/sequences.h"
 #include "passes.h"
 
@@ -12,7 +13,7 @@ template <typename T, typename CT>
 void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences, const cpu::Forward<T, CT>& forward) {
   const int64_t tokens = covered_tokens(sequences);
   zero_from(forward.o, tokens, call.T, call.H_v * call.V);
-  if (call.output_g_cumsum) {
+  if (call.output_A) {
     zero_from(forward.g_cumsum, tokens, call.T, call.H_v);
   }
   if (call.output_A) {
@@ -34,7 +35,7 @@ void run(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOut
       .in = inputs_of<T, CT>(call, call.g),
       .checkpoints = checkpoints,
       .o = out.o.mutable_data_ptr<T>(),
-      .g_cumsum = call.output_g_cumsum ? out.g_cumsum.mutable_data_ptr<CT>() : nullptr,
+      .g_cumsum = call.output_A ? out.g_cumsum.mutable_data_ptr<CT>() : nullptr,
       .A = call.output_A ? out.A.mutable_data_ptr<T>() : nullptr,
       .h = call.output_h ? out.h.mutable_data_ptr<T>() : nullptr,
       .final_state = call.output_final_state ? out.final_state.mutable_data_ptr<CT>() : nullptr,

@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "cpu/recurrence.h"
-#include "cpu/recurrence_bwd.h"
+#include "cpu/backward.h"
+#include "cpu/forward.h"
 #include "cpu/sequences.h"
 
 namespace flash_qla {
@@ -51,7 +51,7 @@ template <typename T, typename CT>
 void run_backward(const BackwardCall& call, CT* map) {
   const cpu::Backward<T, CT> backward{
       .in = inputs_of_maps<T, CT>(call),
-      .g_cumsum = call.g.const_data_ptr<CT>(),
+      .g_cumsum = call.is_cumulative() ? call.g.const_data_ptr<CT>() : nullptr,
       .grad_o = call.grad_o.const_data_ptr<T>(),
       .grad_final_state = map,
       .dh0 = map,

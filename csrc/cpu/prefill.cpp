@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/forward.h"
 #include "cpu/pool.h"
-#include "cpu/recurrence.h"
 #include "cpu/sequences.h"
 #include "passes.h"
 #include "tensors.h"
@@ -73,7 +73,7 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
   return found;
 }
 
-// Copies the states of the sequences that have a slot.
+// Calls copy(n, pool, element of the pool, element of `states`) for all elements of the states that have a slot.
 template <typename CT>
 void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, const Tensor& states, auto copy) {
   const int64_t size = call.H_v * call.V * call.K;

@@ -1,4 +1,4 @@
-// The common parts of both passes on the CPU around the arithmetic of cpu/chunk.h.
+// The common parts of the passes on the CPU: sequences, inputs, threads and types.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,7 +13,7 @@
 
 #include "call.h"
 #include "cpu/activations.h"
-#include "cpu/recurrence.h"
+#include "cpu/forward.h"
 #include "passes.h"
 #include "tensors.h"
 
@@ -31,7 +31,7 @@ void run_backward_cpu(const BackwardCall& call, const BackwardOutputs& out);
 // The sequences in the order of their tokens. Reads cu_seqlens, and throws unless the contents are valid.
 std::vector<cpu::Sequence> list_sequences(const Call& call);
 
-// The tokens of the batch before the padding.
+// The number of tokens that sequences cover. Tokens after them are padding.
 int64_t covered_tokens(const std::vector<cpu::Sequence>& sequences);
 
 inline cpu::Floats floats_of(const Tensor& tensor) { return {tensor.const_data_ptr(), tensor.scalar_type(), true}; }

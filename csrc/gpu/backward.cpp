@@ -33,11 +33,11 @@ class Backward {
   void run() {
     begin();
     if (d_.has_maps()) {
-      scan_states();
-      scan_gradients(/*beside=*/true);
+      scan_states(call_.initial_state);
+      scan_gradients(call_.grad_final_state, /*beside=*/true);
     }
-    replay_states();
-    input_gradients();
+    replay_states(call_.initial_state);
+    input_gradients(call_.grad_final_state, out_.dh0);
   }
 
   // The part that needs neither states nor their gradients.
@@ -52,7 +52,8 @@ class Backward {
     }
   }
 
-  // The first half. The dZ of a segment is in the slot of the segment before it, which is the next slot.
+  // The first half. compose_maps expects dZ of segment s in slot s. It is in slot s - 1 of grad_states(), which is slot
+  // s of the whole region.
   Begun begun() {
     begin();
     return {pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state),
@@ -61,13 +62,17 @@ class Backward {
 
   // The part in halves that needs states but no gradients of them.
   void replay() {
-    scan_states();  // replay_states needs the wait, too: it may read initial states early
-    replay_states();
+    const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
+    scan_states(first);  // replay_states needs the wait, too: it may read initial states early
+    replay_states(first);
   }
 
   void finish() {
-    scan_gradients(/*beside=*/false);
-    input_gradients();
+    const std::optional<Tensor> last = states_or_zeros(call_, call_.grad_final_state);
+    const Tensor dh0 =
+        call_.initial_state ? out_.dh0 : new_empty(call_.op, call_.q, call_.state_shape(), call_.compute_dtype);
+    scan_gradients(last, /*beside=*/false);
+    input_gradients(last, dh0);
   }
 
  private:
@@ -80,18 +85,17 @@ class Backward {
         pass_(call, workspace_, d_, stream_),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
-  void scan_states() const {
-    const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
+  void scan_states(const std::optional<Tensor>& first) const {
     pass_.scan(/*reverse=*/false, pass_.maps(), own_states(call_, data(first)), /*beside=*/false);
   }
   // `beside`: the launch before is the scan of states.
-  void scan_gradients(bool beside) const {
-    const std::optional<Tensor> last = states_or_zeros(call_, call_.grad_final_state);
+  void scan_gradients(const std::optional<Tensor>& last, bool beside) const {
     pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), beside);
   }
 
-  void input_gradients() const {
-    chunk_backward();
+  // dh0: where the gradients of the initial states go, if there are such states.
+  void input_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
+    chunk_backward(last, dh0);
     if (d_.gate_gradients) {
       gate_gradients();
     }
@@ -121,13 +125,13 @@ class Backward {
     return found;
   }
 
-  // States without addresses: they say which states exist. Kernels take the gradients of states by themselves.
+  // States without addresses: they only say which states exist. The gradients of states are arguments of their own.
   States states() const {
     return states_in_order(call_, own_states(call_, nullptr), call_.in_halves || call_.initial_state,
                            call_.in_halves || call_.grad_final_state);
   }
 
-  // dS after each segment. In halves a first segment has a dZ, too: the slot before it.
+  // dS' after each segment. In halves the region has one more slot in front: dZ of the first segment is there.
   float* grad_states() const {
     return workspace_[workspace_.grad_states] + (d_.in_halves ? state_rows(call_.H_v, call_.K, call_.V) : 0);
   }
@@ -166,8 +170,9 @@ class Backward {
                              .gradients = gradients(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
-                             .cumulative = true,
+                             .cumulative = call_.is_cumulative(),
                              .gate_gradients = d_.gate_gradients,
+                             .only_if = 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = head_blocks()},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = false}, stream_);
@@ -187,20 +192,19 @@ class Backward {
                            {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  void replay_states() const {
+  void replay_states(const std::optional<Tensor>& first) const {
     kernels::replay_states({.sizes = pass_.sizes(),
                             .tokens = tokens(),
                             .plan = pass_.plan(),
                             .matrices = pass_.matrices(),
-                            .states = own_states(call_, data(call_.initial_state)),
-                            .has_initial_state = call_.initial_state.has_value(),
+                            .states = own_states(call_, data(first)),
                             .maps = pass_.maps(),
                             .h = workspace_[workspace_.h],
                             .v_new = workspace_[workspace_.v_new]},
                            {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  void chunk_backward() const {
+  void chunk_backward(const std::optional<Tensor>& last, const Tensor& dh0) const {
     kernels::Matrices matrices = pass_.matrices();
     matrices.gates = workspace_[workspace_.backward_gates];
     kernels::Gradients found = gradients();
@@ -216,12 +220,10 @@ class Backward {
                              .h = workspace_[workspace_.h],
                              .v_new = workspace_[workspace_.v_new],
                              .grad_states = grad_states(),
-                             .ends = {.dht = data(call_.grad_final_state),
-                                      .dh0 = data_if(call_.initial_state.has_value(), out_.dh0),
+                             .ends = {.dht = data(last),
+                                      .dh0 = dh0.mutable_data_ptr(),
                                       .state_stride_v = call_.state_stride_v(),
-                                      .state_stride_k = call_.state_stride_k(),
-                                      .has_dht = call_.grad_final_state.has_value(),
-                                      .has_dh0 = call_.initial_state.has_value()},
+                                      .state_stride_k = call_.state_stride_k()},
                              .turns = workspace_[workspace_.turns],
                              .gradients = found,
                              .scale = static_cast<float>(*call_.scale),
@@ -268,7 +270,7 @@ class Backward {
   const int64_t activations_;  // Activation in layout.py
 };
 
-// The outputs if no sequence has a token: gradients of states pass through, and no input mattered.
+// The outputs if no sequence has a token: gradients of states pass through, all others are zeros.
 void pass_gradients_through(const BackwardCall& call, BackwardOutputs& out) {
   for (Tensor* zeros : {&out.dq, &out.dk, &out.dv, &out.db, &out.dg, &out.dA_log, &out.ddt_bias}) {
     zero(*zeros);

@@ -17,27 +17,28 @@ constexpr double kStart = 4.9;                           // the first launch, an
 constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
 constexpr double kStartFused = 7.5;                      // fused_forward around a CTA's chunks
 constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
-constexpr double kMap = 0.092;                           // a map, computed or not
+constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
 constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
 constexpr double kSlotCta = 0.008;                       // a CTA that finds nothing to do
-constexpr double kOtherTile = 1.5;                       // a launch of chunk_forward that finds nothing to do
+constexpr double kIdle = 1.5;                            // a launch that finds nothing to do, with a CTA an SM
+constexpr double kIdleMatrices = 0.002;                  // a CTA of chunk_matrices that finds nothing to do
 
 // SM cycles.
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 780;                      // more a CTA
 constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
-constexpr double kTurnNarrow = 6920, kTurnWide = 7290;       // its next piece of work, besides the chunks
+constexpr double kTurnNarrow = 6920, kTurnWide = 7290;       // a CTA's next piece of work, without its chunks
 constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
 constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
 constexpr double kTurnFused = 2160;
-// segment_maps: a chunk of maps that have an SM each; an SM's time for a chunk of each of more maps.
+// segment_maps: a chunk, if each map has an SM; and the time of an SM for a chunk of one map, if there are more maps.
 constexpr double kMapChunk = 2230, kMapChunkFull = 2630;
 
-// A kernel reaches this part of the memory's peak rate. Its time is the norm, of this exponent, of the times that its
-// arithmetic and its bytes take alone.
+// A kernel reaches the part kMemoryEfficiency of the memory's peak rate. Its time is the kOverlap-norm of two times:
+// that of its arithmetic alone, and that of its bytes alone.
 constexpr double kMemoryEfficiency = 0.8;
 constexpr double kOverlap = 4;
-// fused_forward's SMs wait for the states that they write: so many times their bytes' time.
+// fused_forward's SMs wait for the states that they write: kStateWait times the time of the bytes.
 constexpr double kStateWait = 2.05;
 
 // The backward, from a few batches (benchmarks/notes/backward_segments.md).
@@ -47,13 +48,15 @@ constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward
 constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
-// Unlike segments leave SMs idle at the end of a batch: this part of a segment's time.
+// Segments of different lengths leave SMs idle at the end of a batch, for this part of a segment's time.
 constexpr double kUnbalanced = 0.15;
-// The device alone knows the gates. This part of the heads is taken to need exact maps, as in the benchmarks.
+// Only the device knows the gates. The model assumes that this part of the heads needs exact maps, as in the
+// benchmarks.
 constexpr double kExact = 0.25;
-// The weights of batches whose longest sequence has twice the average (kTwiceOfTwo in batches of two), and of batches
-// whose longest has half of all tokens. Chosen for the least loss over the measured batches, see there.
-constexpr double kTwice = 0.1, kTwiceOfTwo = 0.46, kHalf = 0.2;
+// If only cu_seqlens say the lengths: the weight of batches whose longest sequence has twice the average, and of
+// batches whose longest has half of all tokens. These weights lose the least time over the measured batches
+// (benchmarks/notes/cost_model.md).
+constexpr double kTwice = 0.1, kHalf = 0.2;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
 struct Lengths {
@@ -67,9 +70,9 @@ Lengths lengths(const ForwardShape& shape, double longest) {
   return {longest, std::min(longest, (total - longest) / others)};
 }
 
-// The time until the last piece of a batch is done, in chunks. The SMs take the longest pieces first: whole segments,
-// then parts of segments. Parts go to the SMs with one whole segment less, and if they do not fit there, after one
-// more.
+// The time until the last piece of a batch has ended, in chunks. The SMs take the longest pieces first: whole segments,
+// then the sequences' last segments, which may be shorter. These go to SMs that have one whole segment less than
+// others, as far as they fit there, and otherwise after all whole segments.
 double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
   const double whole_of_longest = std::floor(chunks.longest / segment);
   const double whole_of_rest = std::floor(chunks.rest / segment);
@@ -85,16 +88,16 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
   return turns * segment + (room < 0 ? shorter : 0);
 }
 
-// The way of a batch through the SMs. Sequences longer than a segment are cut, or not.
+// The way of a batch through the SMs, either with all long sequences cut into segments or with all sequences whole.
 struct Schedule {
   double segment, sms, N, H_v;
   double tiles;                  // tiles of a head's value rows in this mode
-  double map_tiles, scan_parts;  // the same for maps, and for segment_scan
+  double map_tiles, scan_parts;  // tiles of a head's value rows in maps; its parts in segment_scan
   double total;                  // chunks of a head
   double length;                 // chunks of the longest piece
   double parts, parts_of_rest;   // segments of the longest sequence, and of each other sequence
   double pieces;                 // segments of a head
-  double ctas, turns;            // CTAs, and CTAs a SM
+  double ctas, turns;            // pieces of all heads and tiles; the same for each SM
   double in_turns;               // chunks that the busiest SM goes through
 };
 
@@ -139,8 +142,8 @@ double overlapped(double a, double b) {
   return longer == 0 ? 0 : longer * std::pow(1 + std::pow(std::min(a, b) / longer, kOverlap), 1 / kOverlap);
 }
 
-// Bytes of a chunk and value head: q or k, which the heads of a group share; v or o; L and P with the gates; A; a
-// state.
+// Bytes for each chunk and value head: q or k, which the heads of a group share; v or o; L, P and the gates; A. The
+// last function: bytes of a state.
 double key_bytes(const ForwardShape& shape) {
   return 2.0 * kChunk * static_cast<double>(shape.K) / static_cast<double>(shape.group());
 }
@@ -162,7 +165,7 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
 }
 
 double chunk_matrices_us(const ForwardShape& shape, const Schedule& s) {
-  // The heads a CTA of a full card. With the heads of this batch, more tokens could seem to take less time.
+  // heads_per_cta of a full card. With that of this batch, more tokens could seem to take less time.
   constexpr int64_t kManySlots = 1 << 20;
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
   const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
@@ -180,10 +183,10 @@ double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Sch
   return cycles_us(shape, (s.turns - 1) * turn) + overlapped(work, bytes_us(shape, bytes));
 }
 
-// Segments of all heads, but for the first segment of each sequence.
+// Segments of all heads, without the first segment of each sequence.
 double later_segments(const Schedule& s) { return (s.pieces - s.N) * s.H_v; }
 
-// Steps of segment_scan on the busiest SM: a sequence's segments come one after the other.
+// Steps of segment_scan on the busiest SM, because a sequence's segments come one after the other.
 double scan_steps(const Schedule& s, double directions) {
   const double sequences = directions * s.scan_parts * (1 + (s.N - 1) * (s.parts_of_rest > 1)) * s.H_v / s.sms;
   return std::max(1.0, sequences) * (s.parts - 1);
@@ -241,12 +244,14 @@ double around_us(const BackwardShape& shape) {
 
 double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
-  if (mode.fused) {
-    return fused_forward_us(shape, s);
-  }
-  double us = chunk_matrices_us(shape, s) + chunk_forward_us(shape, cut ? mode.value_tile : mode.whole_tile, s);
-  if (mode.whole_tile != mode.value_tile) {
-    us += kOtherTile;
+  const bool fused = mode.fused && !cut,
+             has_two = mode.segment_chunks > 0 && (mode.fused || mode.whole_tile != mode.value_tile);
+  double us = fused ? fused_forward_us(shape, s)
+                    : chunk_matrices_us(shape, s) + chunk_forward_us(shape, cut ? mode.value_tile : mode.whole_tile, s);
+  us += has_two ? kIdle : 0;
+  if (fused && mode.segment_chunks > 0) {
+    us += kIdle +
+          kIdleMatrices * s.H_v * s.total / static_cast<double>(heads_per_cta(shape, average_chunks(shape) * shape.N));
   }
   if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * s.H_v * ((1 + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
@@ -268,7 +273,7 @@ double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengt
 // predict_forward or predict_backward.
 using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool cut);
 
-// A device that may choose cuts where that is faster.
+// The time of a batch with this longest sequence: the faster of cut and whole, if the device has the choice.
 double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode, double longest) {
   const Lengths chunks = lengths(shape, longest);
   if (mode.segment_chunks == 0 || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
@@ -284,9 +289,8 @@ double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
     return with_choice(predict, shape, mode, chunks);
   }
   const double half = std::max(2 * chunks, chunks * static_cast<double>(shape.N) / 2);
-  const double twice = shape.N == 2 ? kTwiceOfTwo : kTwice;
-  return (1 - twice - kHalf) * with_choice(predict, shape, mode, chunks) +
-         twice * with_choice(predict, shape, mode, 2 * chunks) + kHalf * with_choice(predict, shape, mode, half);
+  return (1 - kTwice - kHalf) * with_choice(predict, shape, mode, chunks) +
+         kTwice * with_choice(predict, shape, mode, 2 * chunks) + kHalf * with_choice(predict, shape, mode, half);
 }
 
 int64_t find_cut_above(Predict predict, const ForwardShape& shape, const Mode& mode) {

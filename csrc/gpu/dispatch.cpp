@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "gpu/candidates.h"
 #include "gpu/cost_model.h"
 #include "gpu/head_dims.h"
-#include "gpu/modes.h"
 #include "gpu/override.h"
 #include "gpu/plan.h"
 #include "gpu/workspace.h"
@@ -40,20 +40,21 @@ Choice fastest(const DirectionShape& shape, const Override& forced) {
   return *found;
 }
 
-// If the device decides whether to cut, and each answer has its own tile, both tiles are launched. The flags of the
+// If the device decides whether to cut, and each answer has its own kernel or tile, both are launched. The flags of the
 // first segment tell which of them runs: if a sequence is cut, its first segment is not its last.
 void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
-  const auto ctas = [&](int64_t value_tile) {
-    return std::min<int64_t>(d.segments * shape.H_v * value_tiles(shape.V, value_tile), shape.card.sm_count);
+  const auto ctas = [&](int64_t segments, int64_t value_tile) {
+    return std::min<int64_t>(segments * shape.H_v * value_tiles(shape.V, value_tile), shape.card.sm_count);
   };
-  d.ctas = ctas(d.value_tile);
-  if (d.whole_tile == d.value_tile) {
-    d.launches = {{{d.value_tile, d.ctas, 0}}};
-    d.launch_count = 1;
-  } else {
-    d.launches = {{{d.whole_tile, ctas(d.whole_tile), SegmentFlag::kFirst + SegmentFlag::kLast},
-                   {d.value_tile, d.ctas, SegmentFlag::kFirst}}};
+  d.ctas = ctas(d.segments, d.value_tile);
+  const bool has_two = d.whole_tile != d.value_tile || (d.fused && !d.is_only_fused());
+  if (has_two) {
+    d.launches = {{{d.fused, d.whole_tile, ctas(shape.N, d.whole_tile), SegmentFlag::kFirst + SegmentFlag::kLast},
+                   {false, d.value_tile, d.ctas, SegmentFlag::kFirst}}};
     d.launch_count = 2;
+  } else {
+    d.launches = {{{d.fused, d.value_tile, d.ctas, 0}}};
+    d.launch_count = 1;
   }
 }
 
@@ -80,7 +81,10 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.value_tile = choice.mode.value_tile;
   d.whole_tile = choice.mode.whole_tile;
   d.fused = choice.mode.fused;
-  d.early = !shape.varlen || shape.N <= kMostSorted;
+  d.early = d.is_only_fused() && (!shape.varlen || shape.N <= kMostSorted);
+  if (d.fused) {  // all CTAs of chunk_matrices wait for the plan, which says whether they run
+    d.early_ctas = 0;
+  }
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
@@ -98,7 +102,8 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
 bool is_batch_invariant(const ForwardShape& shape) { return shape.batch_invariant; }
 bool is_batch_invariant(const BackwardShape&) { return false; }
 
-// Keeps the last decision: a batch has a hundred candidates, and the layers of a model call with one shape.
+// Keeps the last decision, because a decision compares up to a hundred modes, and all layers of a model call with one
+// shape.
 template <typename Record, typename DirectionShape>
 Record decide_once(const DirectionShape& shape, Override forced) {
   struct Decision {

@@ -1,9 +1,9 @@
 // The launch record of a call. It is decided from the shape and the card's figures alone, so that the host never waits
-// for cu_seqlens. Whether any sequence is long enough to be cut only cu_seqlens say: chunk_plan decides that on the
+// for cu_seqlens. Only cu_seqlens say whether a sequence is long enough to be cut, so chunk_plan decides that on the
 // device.
 //
-// modes.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The dispatch
-// takes the fastest mode; forward.cpp or backward.cpp follows its record.
+// candidates.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The
+// dispatch takes the fastest mode; forward.cpp or backward.cpp follows its record.
 #pragma once
 
 #include <array>
@@ -27,14 +27,15 @@ struct Dispatch {
 
   bool uses_cp() const { return segment_chunks > 0; }
   bool has_maps() const { return uses_cp() || in_halves; }
-  // Slots of Z, or of dZ. In halves there is one more: Z of a last segment is after it, dZ of a first segment before
-  // it.
+  // Slots of Z, or of dZ. In halves there is one more: Z of the last segment is in the slot after it, dZ of the first
+  // segment in the slot before it.
   int64_t map_slots() const { return has_maps() ? segments + in_halves : 0; }
 };
 
 struct ForwardDispatch : Dispatch {
   // A launch of chunk_forward or of fused_forward.
   struct Launch {
+    bool fused;
     int64_t value_tile;  // rows of S^T a CTA
     int64_t ctas;        // at most one an SM; each goes through segments, heads and tiles in turns
     int64_t only_if;     // flags of the first segment without which the launch does nothing; 0: it always runs
@@ -42,12 +43,14 @@ struct ForwardDispatch : Dispatch {
 
   int64_t value_tile;  // the tile of the launch that takes cut sequences: 64 or 128
   int64_t whole_tile;  // value tile if the device cuts no sequence
-  bool fused;          // fused_forward replaces chunk_matrices and chunk_forward
+  bool fused;          // fused_forward replaces chunk_matrices and chunk_forward if the device cuts no sequence
   bool early;          // of fused_forward: every CTA finds its first segment by itself
   bool clear_h;        // some slots of h may belong to no chunk
   int64_t ctas;        // of the last launch
   std::array<Launch, 2> launches;
   int64_t launch_count;
+
+  bool is_only_fused() const { return fused && !uses_cp(); }
 };
 
 struct BackwardDispatch : Dispatch {

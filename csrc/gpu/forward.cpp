@@ -52,7 +52,7 @@ class Forward {
       zero(h);
     }
     pass_.make_plan(states_, SegmentFlag::kLast);
-    if (d_.fused) {
+    if (d_.is_only_fused()) {
       return;
     }
     chunk_matrices();
@@ -61,7 +61,7 @@ class Forward {
     }
   }
 
-  // The first half.
+  // The first half. compose_maps expects Z of segment s in slot s. It is in slot s + 1 of the region.
   Begun begun() {
     begin();
     const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);
@@ -69,15 +69,11 @@ class Forward {
   }
 
   void finish() {
-    if (d_.fused) {
-      fused_forward(d_.launches[0]);
-      return;
-    }
     if (d_.has_maps()) {  // in halves chunk_forward needs the wait, too: it reads initial states early
       pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false);
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {
-      chunk_forward(d_.launches[i]);
+      d_.launches[i].fused ? fused_forward(d_.launches[i]) : chunk_forward(d_.launches[i]);
     }
   }
 
@@ -94,16 +90,25 @@ class Forward {
   kernels::Outputs outputs() const {
     return {.o = out_.o.mutable_data_ptr(),
             .A = data_if(call_.output_A, out_.A),
-            .g_cumsum = data_if(call_.output_g_cumsum, out_.g_cumsum),
+            .g_cumsum = data_if(call_.output_A, out_.g_cumsum),
             .has_A = call_.output_A,
-            .has_g_cumsum = call_.output_g_cumsum};
+            .has_g_cumsum = call_.output_A};
   }
 
   kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }
 
+  // A launch for whole sequences has no other segments.
+  kernels::Sizes sizes_of(const ForwardDispatch::Launch& launch) const {
+    kernels::Sizes sizes = pass_.sizes();
+    if (launch.only_if == SegmentFlag::kFirst + SegmentFlag::kLast) {
+      sizes.segment_slots = call_.N;
+    }
+    return sizes;
+  }
+
   void fused_forward(const ForwardDispatch::Launch& launch) const {
     kernels::fused_forward(
-        {.sizes = pass_.sizes(),
+        {.sizes = sizes_of(launch),
          .tokens = pass_.tokens(),
          .gates = gates(),
          .sequences = sequences_of(call_),
@@ -113,6 +118,7 @@ class Forward {
          .kept = states_.kept,
          .outputs = outputs(),
          .ctas = launch.ctas,
+         .only_if = launch.only_if,
          .early = d_.early,
          .scale = static_cast<float>(*call_.scale)},
         {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm, .low_level = call_.output_A},
@@ -134,6 +140,7 @@ class Forward {
                              .scale = static_cast<float>(*call_.scale),
                              .cumulative = false,
                              .gate_gradients = false,
+                             .only_if = d_.fused ? int64_t{SegmentFlag::kFirst} : 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = 0},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
@@ -149,7 +156,7 @@ class Forward {
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::chunk_forward({.sizes = pass_.sizes(),
+    kernels::chunk_forward({.sizes = sizes_of(launch),
                             .tokens = pass_.tokens(),
                             .plan = pass_.plan(),
                             .matrices = pass_.matrices(),

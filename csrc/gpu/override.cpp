@@ -47,8 +47,10 @@ void check_forward(const Override& o) {
   forward.require(o.value_tile == 0 || is_tile(o.value_tile), "value_tile", o.value_tile,
                   kTiles + ", or 0 for the cost model's choice");
   forward.require(o.fused >= -1 && o.fused <= 1, "fused", o.fused, "0, 1 or -1 for the cost model's choice");
-  forward.require(o.fused != 1 || (o.value_tile != kNarrowTile && !o.always_cuts()), "fused", o.fused,
-                  "0 with value_tile = " + std::to_string(kNarrowTile) + " or segments");
+  forward.require(o.fused != 1 || o.cut_above > 0 || (o.value_tile != kNarrowTile && !o.always_cuts()), "fused",
+                  o.fused, "0 with value_tile = " + std::to_string(kNarrowTile) + " or segments, without cut_above");
+  forward.require(o.fused != 1 || o.whole_tile == 0 || o.whole_tile == kWideTile, "whole_tile", o.whole_tile,
+                  std::to_string(kWideTile) + ", the fused kernel's, or 0");
   forward.require_segments(o);
   forward.require(o.whole_tile == 0 || (o.cut_above > 0 && is_tile(o.whole_tile)), "whole_tile", o.whole_tile,
                   "0 or, with cut_above, " + kTiles);

@@ -43,7 +43,6 @@ class Pass {
   Tensor compose(bool reverse, const kernels::Maps& maps, const float* offsets,
                  const std::optional<Tensor>& initial) const;
 
-  // Parameters of most kernels.
   kernels::Dtype dtype() const;
   int64_t K() const { return instance_K(call_.K); }
 

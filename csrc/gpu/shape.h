@@ -35,7 +35,7 @@ struct Shape {
   bool varlen = true;
   bool use_qk_l2norm = false;
   int64_t K = 128, V = 128;
-  bool in_halves = false;  // for ranks (halves.h): each sequence is cut, because the cuts give its maps
+  bool in_halves = false;  // a call of ranks (halves.h): each sequence is cut, because the cuts give its maps
 
   int64_t group() const { return H_v / H_k; }  // value heads of a query/key head
   bool operator==(const Shape&) const = default;

@@ -51,18 +51,19 @@ class Workspace {
   char* base_ = nullptr;
 };
 
-// The rows of blocks from the j-th on, of the first chunk and head. matrices [chunk_slots, H_v, 2, kTriangle].
+// Block row j of the first chunk and head, of matrices [chunk_slots, H_v, 2, kTriangle].
 inline uint16_t* block_rows(uint16_t* matrices, int64_t j) {
   return matrices + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
 }
 
 inline int64_t map_size(int64_t K) { return instance_K(K) * instance_K(K); }
-// Elements of the states of all heads in which only kernels read them: value rows are padded to whole tiles.
+// Elements of the states of all heads, in tensors that only kernels read: keys have the channels of the instance, and
+// value rows are padded to whole tiles.
 inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * value_rows(V) * instance_K(K); }
 
 // K below is the instance's, and `rows` are value_rows.
 
-// The parts of both directions. The fused forward has neither gates nor matrices.
+// The parts of both directions. If only the fused kernel runs, there are neither gates nor matrices.
 struct PassWorkspace : Workspace {
   PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)
       : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
@@ -89,7 +90,7 @@ struct PassWorkspace : Workspace {
 
 struct ForwardWorkspace : PassWorkspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
-      : PassWorkspace(shape, d, shape.checkpoints, d.fused) {}
+      : PassWorkspace(shape, d, shape.checkpoints, d.is_only_fused()) {}
 };
 
 struct BackwardWorkspace : PassWorkspace {

@@ -192,7 +192,8 @@ void add_classes(py::module_& module) {
   Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")
       .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
       .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
-      .field("fused", &ForwardDispatch::fused, "Whether one kernel does everything after the plan.")
+      .field("fused", &ForwardDispatch::fused,
+             "Whether one kernel does everything after the plan, if the device cuts no sequence.")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
   Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
@@ -201,7 +202,8 @@ void add_classes(py::module_& module) {
       .field("segment_chunks", &Override::segment_chunks,
              "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
       .field("fused", &Override::fused,
-             "1: the fused kernel for every call that it can serve; 0: never; -1: the cost model's choice.")
+             "1: the fused kernel for every call that it can serve, with cut_above if the device cuts no sequence; 0: "
+             "never; -1: the cost model's choice.")
       .field("cut_above", &Override::cut_above,
              "Chunks up to which no sequence is cut, if there are segments; 0: each sequence longer than a segment is "
              "cut.")

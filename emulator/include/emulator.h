@@ -1,6 +1,6 @@
-// What kernels are on a CPU: a CTA's threads are fibers of one thread, which give way where they wait for one another.
-// CTAs run one after the other, in the order of their numbers. What is asynchronous on a GPU is done when it is issued:
-// so indices, layouts, counts of barriers and the arithmetic are tested here; fences and races as races.cpp says.
+// Runs kernels on a CPU. A CTA's threads are fibers of one thread. A fiber yields whenever it waits for another. CTAs
+// run one after the other, in the order of their numbers. Asynchronous instructions are done when they are issued. This
+// tests indices, layouts, counts of barriers and arithmetic; races.cpp tests fences and races.
 #pragma once
 
 #include <cuda.h>
@@ -26,12 +26,12 @@ struct Index {
 };
 extern Index thread_index, block_index, block_dim;
 
-// What a kernel has waited for has come, somewhere: without any the CTA has come to a stop.
+// Counts the waits that have ended. If the count stays while each thread runs once, all threads wait: a deadlock.
 extern uint64_t progress;
 
 void yield();                              // to the other threads of the CTA
 [[noreturn]] void exit_thread();           // the PTX instruction
-[[noreturn]] void fail(const char* what);  // says where, and ends the process
+[[noreturn]] void fail(const char* what);  // prints the text with the CTA and thread, and ends the process
 
 template <typename Condition>
 void wait_for(Condition condition) {
@@ -50,7 +50,7 @@ Meeting& named_barrier(int number);
 Meeting& warp_meeting();
 int threads_alive();
 
-// The last of so many threads does the work.
+// Waits until `threads` threads have come. The last one does the work first.
 template <typename Work>
 void meet(Meeting& meeting, int threads, Work work) {
   const unsigned generation = meeting.generation;
@@ -66,7 +66,7 @@ void meet(Meeting& meeting, int threads, Work work) {
 inline void meet(Meeting& meeting, int threads) {
   meet(meeting, threads, [] {});
 }
-// The same where what they did before is in order with what they do afterwards.
+// meet() that also orders the threads' accesses before it with those after it (races.h).
 template <typename Work>
 void synchronize(Meeting& meeting, int threads, Work work) {
   const unsigned generation = meeting.generation;
@@ -85,8 +85,7 @@ inline void sync_warp() { meet(warp_meeting(), lanes_alive()); }
 
 inline int lane() { return thread_index.x % 32; }
 
-// What the lanes of a warp show one another. f(all) sees what each lane gave, an array of 32; of lanes that have ended
-// anything.
+// f(all), where all[i] is the `mine` of lane i, and anything if lane i has ended. All lanes of a warp call it.
 template <typename T, typename F>
 auto with_warp(T mine, F f) {
   struct Shown {
@@ -105,7 +104,7 @@ auto with_warp(T mine, F f) {
   return f(all);
 }
 
-// Shared memory: addresses are offsets in the dynamic part, which static variables are near enough to.
+// Shared memory: addresses are offsets from the dynamic part. Static variables are near enough for 32 bits.
 extern char dynamic_shared[];
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - dynamic_shared);
@@ -113,8 +112,8 @@ inline uint32_t shared_address(const void* pointer) {
 inline char* shared_pointer(uint32_t address) { return dynamic_shared + static_cast<int32_t>(address); }
 
 struct Mbarrier {
-  int32_t bytes;    // of transactions that are awaited
-  int16_t pending;  // arrivals
+  int32_t bytes;    // awaited, of transactions
+  int16_t pending;  // awaited arrivals
   uint16_t count : 15, phase : 1;
 
   void init(int arrivals) {
@@ -138,7 +137,7 @@ Mbarrier& mbarrier(Barrier& barrier) {
   return reinterpret_cast<Mbarrier&>(barrier);
 }
 
-// Whether an address is of the emulator itself, stacks and static variables, and not of a tensor.
+// Whether an address belongs to the emulator itself, to stacks or static variables, and not to a tensor.
 bool is_own(const void* address);
 
 // A box of TMA between a tensor and shared memory.
@@ -146,25 +145,25 @@ enum class Box { kLoad, kStore, kAdd };
 int64_t box_bytes(const CUtensorMap& map);
 const char* described_address(const CUtensorMap& map);  // null: none
 void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates,
-              const void* barrier = nullptr);  // of a load
-// Fails unless address and size are multiples of 16 bytes, as copies need that go by pieces of 16. (Loads and stores of
-// vectors are checked by -fsanitize=alignment.)
+              const void* barrier = nullptr);  // for a load: its barrier
+// Fails unless address and size are multiples of 16 bytes, as copies in pieces of 16 bytes need. (-fsanitize=alignment
+// checks loads and stores of vectors.)
 void check_pieces(const void* global, int64_t bytes);
-// 16 bytes of global memory to shared memory, or zeros.
+// Copies 16 bytes of global memory to shared memory, or writes zeros.
 void copy_piece(void* to, const void* from, bool is_there);
-// Bytes of global memory to shared memory.
+// Copies bytes of global memory to shared memory, and completes them at the barrier.
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes);
 
-// 8 x 8 matrices of 16-bit elements, four of them, between shared memory and the fragments of a warp.
+// ldmatrix and stmatrix: four 8 x 8 matrices of 16-bit elements between shared memory and a warp's fragments.
 void load_matrices(uint32_t (&x)[4], uint32_t address, bool transposed);
 void store_matrices(uint32_t address, const uint32_t (&x)[4], bool transposed);
 
-// c += a b by a warp, of TF32 and of 16 bits.
+// c += a b by a warp, with factors in TF32 or in 16 bits.
 void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]);
 void mma_16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16);
 
-// c (+)= a b by a warpgroup, 64 x N x 16, of 16-bit elements; a comes in registers or, if there are none, through its
-// descriptor.
+// c = a b, or c += a b with `accumulate`, by a warpgroup: 64 x N x 16, with 16-bit factors. a is in registers or, if
+// the pointer is null, at its descriptor.
 struct Wgmma {
   const uint32_t* a;
   uint64_t a_descriptor, b_descriptor;
@@ -174,7 +173,7 @@ struct Wgmma {
 };
 void wgmma(const Wgmma& product);
 
-// An instance by its name, as the driver finds it in its cubin. Returns whether it is new.
+// Adds an instance under its name, by which the emulated driver finds it. Returns whether the name is new.
 bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** arguments));
 
 }  // namespace emulator
@@ -237,7 +236,7 @@ inline void __threadfence() {}
 inline void __nanosleep(unsigned) { emulator::yield(); }
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::shared_address(pointer); }
 
-// Masks are full. Lanes whose source is outside of their group of `width` lanes keep what they have.
+// Masks are full. A lane whose source is outside its group of `width` lanes keeps its x.
 template <typename T>
 T emulator_shuffle(T x, int from, int width) {
   const int first = emulator::lane() & ~(width - 1);
@@ -286,7 +285,7 @@ inline void cudaGridDependencySynchronize() {
   emulator::races::wait_for_launch();
 }
 inline void cudaTriggerProgrammaticLaunchCompletion() { emulator::launches::trigger(); }
-// What cuda_bf16.h and cuda_fp16.h have for device code only
+// Functions that cuda_bf16.h and cuda_fp16.h have for device code only.
 inline unsigned emulator_pack(__nv_bfloat16 x, __nv_bfloat16 y) {
   return __nv_bfloat16_raw(x).x | static_cast<unsigned>(__nv_bfloat16_raw(y).x) << 16;
 }

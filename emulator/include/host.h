@@ -1,4 +1,4 @@
-// Included before the library's sources: the ops of GPU tensors are those of CPU tensors.
+// Included before the library's sources: code for GPU tensors then takes CPU tensors.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

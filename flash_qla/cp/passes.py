@@ -18,7 +18,7 @@ _OPTIONS, _LOW_LEVEL_OPTIONS = (
 _BACKWARD_ARGUMENTS = [x.name for x in ops.chunk_gated_delta_rule_bwd.default._schema.arguments]
 _TENSORS = ("initial_state", "A_log", "dt_bias")  # the options that have gradients
 # The tensors of _backward, in its order
-_BACKWARD_TENSORS = ("q", "k", "v", "g", "beta", "A", "g_raw", *_TENSORS, "do", "dht")
+_BACKWARD_TENSORS = ("q", "k", "v", "g", "beta", *_TENSORS, "do", "dht")
 
 
 def _by_name(op):
@@ -85,8 +85,7 @@ def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dic
     """The forward of this rank.
 
     Returns:
-        o, final_state, workspace, g_cumsum, A, states: the results, the workspace that the halves share, and for the
-        backward the sums of gates, A (None between halves) and the initial states.
+        o, final_state, workspace, states: the results, the workspace that the halves share, and the initial states.
     """
     parts, call = context._parts, _Call(context, tokens[0], tokens[2], options["state_v_first"])
     after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
@@ -95,28 +94,21 @@ def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dic
     states = options["initial_state"]
     if not any(after) and not any(before):  # only the other ranks need this gather
         gathered = start_gather(call.zeros(call.maps_shape), context, for_backward)
-        if for_backward:
-            g_cumsum, A, o, _, final_state = _op_fwd(**given)
-        else:
-            (o, final_state), g_cumsum, A = _op(**given), None, None
+        o, final_state = _op(**given)
         wait(gathered, context)
-        return o, final_state, None, g_cumsum, A, states
+        return o, final_state, None, states
 
     states = call.with_zeros(states)  # the caller's rows of these are ignored
     mapped = [part.last for part in parts if part.after]
-    maps, workspace, o, g_cumsum = _begin_forward(
-        **given | {"initial_state": states, "map_sequences": mapped, "output_g_cumsum": for_backward},
-    )
+    maps, workspace, o = _begin_forward(**given | {"initial_state": states, "map_sequences": mapped})
     gathered = start_gather(spread(maps, after), context, for_backward)
     if any(before):
         gathered = wait(gathered, context)
         states = call.with_states_before(states, gathered)
-    final_state = _finish_forward(
-        **given | {"initial_state": states, "workspace": workspace, "o": o, "g_cumsum": g_cumsum},
-    )
+    final_state = _finish_forward(**given | {"initial_state": states, "workspace": workspace, "o": o})
     if not any(before):
         wait(gathered, context)
-    return o, final_state, workspace, g_cumsum if for_backward else None, None, states
+    return o, final_state, workspace, states
 
 
 def _backward(context: CPContext, options: dict, *tensors) -> tuple:
@@ -125,11 +117,11 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
     do and dht may both be None. The pass runs all the same, because the other ranks wait for this rank's maps, and
     their gradients may reach its tokens.
     """
-    q, k, v, g, beta, A, g_raw, initial_state, A_log, dt_bias, do, dht = tensors
+    q, k, v, g, beta, initial_state, A_log, dt_bias, do, dht = tensors
     parts, call = context._parts, _Call(context, q, v, options["state_v_first"])
     after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
     q, k, v, do = (x.contiguous() for x in (q, k, v, torch.zeros_like(v) if do is None else do))
-    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A": A, "g_raw": g_raw, "do": do, "dht": dht}
+    given = options | {"q": q, "k": k, "v": v, "g": None, "beta": beta, "A": None, "do": do, "dht": dht, "g_raw": g}
     given |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
     if not any(after) and not any(before):
         gathered = start_gather(in_backward(call.zeros(call.maps_shape)), context)
@@ -158,10 +150,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, context, options, *tensors):
         tokens, of_heads = tensors[:5], dict(zip(_TENSORS, tensors[5:], strict=True))
-        o, final_state, workspace, g_cumsum, A, states = _forward(context, True, tokens, options | of_heads)
-        q, k, v, g, beta = tokens
-        g_raw = g if options["use_gate_in_kernel"] else None
-        ctx.save_for_backward(q, k, v, g_cumsum, beta, A, g_raw, states, of_heads["A_log"], of_heads["dt_bias"])
+        o, final_state, workspace, states = _forward(context, True, tokens, options | of_heads)
+        ctx.save_for_backward(*tokens, states, of_heads["A_log"], of_heads["dt_bias"])
         ctx.context, ctx.options = context, options
         ctx.set_materialize_grads(False)
         if not options["output_final_state"]:
@@ -256,8 +246,8 @@ def chunk_gated_delta_rule_bwd(context, cp_cache, *args) -> tuple[torch.Tensor |
 
     Args:
         context: the CPContext, or FLA's or the published FlashQLA's.
-        cp_cache: flash_qla.cp.published.CPCache, the states that the forward ran from.
-        *args: all arguments of the op, in its order.
+        cp_cache: flash_qla.cp.published.CPCache, of the forward.
+        *args: all arguments of the op, in its order. The gates come from cp_cache, and g, A and g_raw do not count.
 
     Returns:
         As the op.
@@ -266,7 +256,7 @@ def chunk_gated_delta_rule_bwd(context, cp_cache, *args) -> tuple[torch.Tensor |
     context, given["q"], given["k"], given["v"] = _checked(context, given["q"], given["k"], given["v"])
     refuse_transforms("chunk_gated_delta_rule_bwd with cp_context")
     given["cu_seqlens"] = context.cu_seqlens
-    tensors = given | {"initial_state": cp_cache.initial_state}
+    tensors = given | cp_cache._asdict()
     options = {name: x for name, x in given.items() if name in _OPTIONS and name not in _TENSORS}
     dq, dk, dv, dg, db, dh0, dA_log, ddt_bias = _backward(context, options, *(tensors[x] for x in _BACKWARD_TENSORS))
     return dq, dk, dv, db, dg, None if given["initial_state"] is None else dh0, dA_log, ddt_bias

@@ -16,6 +16,7 @@ from flash_qla.cp import context as cp
 class CPCache(NamedTuple):
     """What the low-level forward of a rank keeps for the low-level backward."""
 
+    g: torch.Tensor  # the g of the forward call
     initial_state: torch.Tensor | None  # states before the rank's own tokens, as earlier ranks leave them
 
 

@@ -1,7 +1,7 @@
 """Autocast: q, k and v are cast to the autocast dtype, like the factors of a matrix product.
 
-The ops convert the other arguments to their compute dtype. The low-level backward casts to the dtype of A, because the
-forward's autocast has chosen that one.
+The ops convert the other arguments to their compute dtype. The backward casts to the dtype of A, because the forward's
+autocast has chosen that one. Without A it casts nothing: autograd saves tensors that the forward's autocast has cast.
 """
 
 import torch
@@ -18,8 +18,10 @@ def _register_autocast(op, device_type, dispatch_key, cast_arguments, dtype_of=N
 
     @torch.library.impl(op._schema.name, dispatch_key)
     def _(*args):
-        dtype = torch.get_autocast_dtype(device_type) if dtype_of is None else args[dtype_of].dtype
-        args = (*(cast(x, dtype) for x in args[:cast_arguments]), *args[cast_arguments:])
+        like = None if dtype_of is None else args[dtype_of]
+        if dtype_of is None or like is not None:
+            dtype = torch.get_autocast_dtype(device_type) if like is None else like.dtype
+            args = (*(cast(x, dtype) for x in args[:cast_arguments]), *args[cast_arguments:])
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return op(*args)
 

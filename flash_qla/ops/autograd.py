@@ -1,9 +1,8 @@
 """Autograd of the ops.
 
-chunk_gated_delta_rule_fwd has the formula, because the backward needs its g_cumsum and A. chunk_gated_delta_rule calls
-it if gradients are wanted; otherwise neither g_cumsum nor A is computed. The other ops have no derivatives: the results
-of chunk_gated_delta_rule_bwd do not require gradients, nor do those of the halves, from which flash_qla/cp/passes.py
-builds a function that has gradients.
+chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd. Autograd
+saves their inputs and nothing else. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not
+require gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
 """
 
 import operator
@@ -33,9 +32,9 @@ def _register_autograd(op, differentiable):
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-# Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. g is not shared: it
-# is g_cumsum in the backward, where the forward's g is g_raw.
-_COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.LowLevelCall._fields and x.name != "g"]
+# Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. The g of the forward
+# is g_raw in the backward, whose g is the forward's result g_cumsum.
+_COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.ForwardCall._fields and x.name != "g"]
 _TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
 _OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
 _tensors_of, _options_of = operator.attrgetter(*_TENSORS), operator.attrgetter(*_OPTIONS)
@@ -57,36 +56,37 @@ def _apply(function, *args):
 
 
 class _Differentiable(torch.autograd.Function):
-    """chunk_gated_delta_rule_fwd with its gradients.
+    """An op of the forward with its gradients.
 
     The tensors that have gradients are arguments beside the call, because autograd looks for them there. Autograd
-    converts each gradient to the dtype of its tensor.
+    converts each gradient to the dtype of its tensor. The op's last result is the final state, and `o` is the place of
+    the output among its results.
     """
 
     @staticmethod
-    def forward(ctx, keyset, call, *differentiated):
+    def forward(ctx, op, o, keyset, call, *differentiated):
         # Function switches both modes off, but outer levels of torch.func need them.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            outputs = schemas.forward_low_level.redispatch(keyset & torch._C._after_autograd_keyset, *call)
-        g_cumsum, A, _, h, final_state = outputs
-        g_raw = call.g if call.use_gate_in_kernel else None
-        ctx.save_for_backward(g_cumsum, A, g_raw, *_tensors_of(call))
-        ctx.options = _options_of(call)
+            outputs = op.redispatch(keyset & torch._C._after_autograd_keyset, *call)
+        ctx.save_for_backward(call.g, *_tensors_of(call))
+        ctx.options, ctx.o = _options_of(call), o
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(g_cumsum, A, h, *(() if call.output_final_state else (final_state,)))
+        constants = outputs[:-1] if call.output_final_state else outputs
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(constants) if i != o))
         return outputs
 
     @staticmethod
-    def backward(ctx, dg_cumsum, dA, do, dh, dht):
+    def backward(ctx, *gradients):
+        do, dht = gradients[ctx.o], gradients[-1]
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
-        names = ("g", "A", "g_raw", *_TENSORS, *_OPTIONS)
+        names = ("g_raw", *_TENSORS, *_OPTIONS)
         call = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
         call["do"] = torch.zeros_like(call["v"]) if do is None else do
-        call["dht"] = dht
-        gradients = only_once(schemas.backward, *_backward_arguments_of(call))
-        needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *[x if is_needed else None for x, is_needed in needed])
+        call |= {"dht": dht, "g": None, "A": None}
+        results = only_once(schemas.backward, *_backward_arguments_of(call))
+        needed = zip(results, ctx.needs_input_grad[4:], strict=True)
+        return (None,) * 4 + tuple(x if is_needed else None for x, is_needed in needed)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -96,15 +96,14 @@ class _Differentiable(torch.autograd.Function):
         )
 
 
-def _low_level_for_backward(keyset, *args):
-    call = schemas.LowLevelCall(*args)
-    return _apply(_Differentiable, keyset, call, *_differentiated_of(call))
+def _register_derivative(op, call_type):
+    o = [x.name for x in op._schema.returns].index("o")
 
+    def differentiable(keyset, *args):
+        call = call_type(*args)
+        return _apply(_Differentiable, op, o, keyset, call, *_differentiated_of(call))
 
-def _forward_for_backward(keyset, *args):
-    call = schemas.LowLevelCall(**schemas.ForwardCall(*args)._asdict())
-    _, _, o, _, final_state = _apply(_Differentiable, keyset, call, *_differentiated_of(call))
-    return o, final_state
+    _register_autograd(op, differentiable)
 
 
 def only_once(backward, *args):
@@ -136,8 +135,8 @@ class _OnceDifferentiable(torch.autograd.Function):
     jvp = backward
 
 
-_register_autograd(schemas.forward, _forward_for_backward)
-_register_autograd(schemas.forward_low_level, _low_level_for_backward)
+_register_derivative(schemas.forward, schemas.ForwardCall)
+_register_derivative(schemas.forward_low_level, schemas.LowLevelCall)
 
 
 # Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the

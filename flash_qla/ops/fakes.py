@@ -106,14 +106,15 @@ def _check_tokens(call, *gates):
     return offsets - 1
 
 
-def _check_inputs(call, *states):
-    """Checks the arguments that all ops of chunks share. `states` names those that have the shape of a state.
+def _check_inputs(call, *states, g="g"):
+    """Checks the arguments that all ops of chunks share. `states` names those that have the shape of a state, `g` the
+    argument with the gates.
 
     Returns:
         state_shape: [N, H_v, K, V], or [N, H_v, V, K] with state_v_first.
         compute_dtype: the dtype of the arithmetic, of states, and of g and beta without activations.
     """
-    N = _check_tokens(call, "g", "beta")
+    N = _check_tokens(call, g, "beta")
     q, (_, _, H_v, V) = call.q, call.v.shape
     K = q.shape[-1]
     if call.state_v_first:
@@ -188,10 +189,31 @@ def _fake_low_level(call):
     return _fake_results(call, output_low_level=True, output_h=call.output_h)
 
 
+def _check_backward_inputs(call, *states):
+    """_check_inputs for an op of the backward, whose gates are g, g_raw or both."""
+    _check(
+        call,
+        call.g is not None or call.g_raw is not None,
+        lambda: "g and g_raw are None, expected the sums of the gates as g, or the g of the forward as g_raw",
+    )
+    checked = _check_inputs(call, *states, g="g_raw" if call.g is None else "g")
+    if call.g is not None:
+        with_g = "with g and without use_gate_in_kernel"
+        given = call.g_raw is not None
+        _check(call, call.use_gate_in_kernel or not given, lambda: f"g_raw is a tensor, expected None {with_g}")
+        missing = "g_raw is None, expected the g of the forward, a tensor [B, T, H_v], with use_gate_in_kernel"
+        _check(call, given or not call.use_gate_in_kernel, lambda: missing)
+    if call.g_raw is not None:
+        _check_floating(call, "g_raw")
+        _check_shape(call, "g_raw", call.beta.shape, "[B, T, H_v]")
+    return checked
+
+
 def _fake_backward(call):
-    state_shape, compute_dtype = _check_inputs(call, "initial_state", "dht")
-    _check_dtype(call, "A", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
-    _check_shape(call, "A", (*call.g.shape, CHUNK), f"[B, T, H_v, {CHUNK}]")
+    state_shape, compute_dtype = _check_backward_inputs(call, "initial_state", "dht")
+    if call.A is not None:
+        _check_dtype(call, "A", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
+        _check_shape(call, "A", (*call.beta.shape, CHUNK), f"[B, T, H_v, {CHUNK}]")
     return *_fake_gradients(call, compute_dtype), *_fake_sums(call, state_shape, compute_dtype)
 
 
@@ -199,17 +221,13 @@ def _fake_gradients(call, compute_dtype):
     """(dq, dk, dv, db, dg), the gradients that have tokens."""
     _check_floating(call, "do")
     _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
-    with_gate, q = call.use_gate_in_kernel, call.q
-    _check_with_gate(call, "g_raw", "the g of the forward, a tensor [B, T, H_v],")
-    if with_gate:
-        _check_floating(call, "g_raw")
-        _check_shape(call, "g_raw", call.g.shape, "[B, T, H_v]")
+    q = call.q
     return (
         q.new_empty(q.shape),
         q.new_empty(call.k.shape),
         q.new_empty(call.v.shape),
         q.new_empty(call.beta.shape, dtype=call.beta.dtype if call.use_beta_sigmoid_in_kernel else compute_dtype),
-        q.new_empty(call.g.shape, dtype=call.g_raw.dtype if with_gate else compute_dtype),
+        q.new_empty(call.beta.shape, dtype=call.g_raw.dtype if call.use_gate_in_kernel else compute_dtype),
     )
 
 
@@ -258,7 +276,6 @@ def _fake_forward_begin(call):
     return (
         *_fake_begun(call, state_shape[0], dtype, _binary.forward_workspace_bytes),
         call.q.new_empty(call.v.shape),
-        call.q.new_empty(call.g.shape if call.output_g_cumsum else (0,), dtype=dtype),
     )
 
 
@@ -269,18 +286,18 @@ def _fake_forward_finish(call):
 
 
 def _fake_backward_begin(call):
-    state_shape, dtype = _check_inputs(call, "dht")
+    state_shape, dtype = _check_backward_inputs(call, "dht")
     activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
     begun = _fake_begun(call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations=activations)
     return *begun, *_fake_gradients(call, dtype)
 
 
 def _fake_backward_replay(call):
-    _check_inputs(call, "initial_state")
+    _check_backward_inputs(call, "initial_state")
 
 
 def _fake_backward_finish(call):
-    return _fake_sums(call, *_check_inputs(call, "initial_state", "dht"))
+    return _fake_sums(call, *_check_backward_inputs(call, "initial_state", "dht"))
 
 
 def _check_pool(call, N, states, tables):

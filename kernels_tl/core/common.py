@@ -1,5 +1,5 @@
-"""Small helpers that all kernels share. What the names mean is in docs/glossary.md; numbers that CUDA and C++ need too
-are in layout.py.
+"""Small helpers that all kernels share. docs/glossary.md explains the names; numbers that CUDA and C++ need too are in
+layout.py.
 
 Sizes that only change grids, strides and descriptors are dynamic: Sizes of bundles.py, and those of `dims`. A kernel is
 compiled for K and V. Keys with fewer channels, and the last tile of a value, are padded with zeros on the chip: TMA
@@ -37,7 +37,7 @@ def dims(*names):
 
 
 def swizzled(buffer):
-    """The TMA/WGMMA swizzle as an explicit layout, for tiles that no gemm reads (those get it by themselves)."""
+    """The TMA/WGMMA swizzle as an explicit layout, for tiles that no gemm reads. Tiles of a gemm have it already."""
     return tilelang.layout.make_swizzled_layout(buffer)
 
 
@@ -55,9 +55,9 @@ def block_row(chunk_slots, H_v, j, dtype):
 
 
 def block_rows(tiles, stage, buffers, slot, hv, matrix, edge):
-    """(where it goes, where it comes from) of the block rows of one matrix, from their four buffers to a tile of C x C.
-    What lies before a row's diagonal block is out of bounds: TMA fills in zeros and reads nothing. `edge` is a variable
-    that holds 0; a negative constant would count from the end."""
+    """(target, source) of the four block rows of one matrix: rows of a tile of C x C, and a part of their buffer.
+    Blocks before a row's diagonal block are out of bounds, so TMA reads nothing there and fills in zeros. `edge` is a
+    variable that holds 0, because a negative constant would count from the end."""
     return [
         (
             tiles[stage, BLOCK * j : BLOCK * (j + 1), :],
@@ -74,8 +74,8 @@ L2_PROMOTION_128B = 2
 
 
 def descriptor(buffer, box, swizzle):
-    """A TMA descriptor of a tensor of 16-bit elements, for a CUDA function: boxes of these extents, which are of
-    the innermost dimensions."""
+    """A TMA descriptor of a tensor of 16-bit elements, for a CUDA function. `box` has the extents of a box in the
+    innermost dimensions; the extents in the others are 1."""
     rank = len(buffer.shape)
     strides = list(buffer.strides) or [math.prod(buffer.shape[i + 1 :], start=1) for i in range(rank)]
     box = [1] * (rank - len(box)) + list(box)
@@ -100,20 +100,20 @@ def extern(name, *args, returns="handle"):
 
 
 # A kernel that calls pdl_sync may start before the kernel ahead of it has ended. EARLY of its module names the
-# parameters that it touches before pdl_sync, and after which kernels, or whom, that is right:
+# parameters that it touches before pdl_sync, and why that is safe for each:
 #
-#   the name of a kernel   its last launch before this one has ended
+#   the name of a kernel   that kernel's last launch before this one has ended by then
 #   CALLER                 all that ran before the call has ended: the caller's tensors are there, new memory is free
-#   HINT                   what is read does not change results
+#   HINT                   the values that are read change no result
 #
-# A condition is an integer parameter: unless its argument is 0 the kernel does so. The emulator checks each launch by
-# this declaration and, with --races, each access (emulator/include/launches.h).
+# `where` names an integer parameter: the kernel touches the parameter early only if its argument is not 0. The emulator
+# checks each launch by this declaration and, with --races, each access (emulator/include/launches.h).
 CALLER, HINT = "caller", "hint"
 
 
 class Early(NamedTuple):
     kernels: tuple[str, ...]
-    where: str | None = None  # the condition
+    where: str | None = None  # an integer parameter; None: always
 
 
 def after(*kernels, where=None):
@@ -121,5 +121,5 @@ def after(*kernels, where=None):
 
 
 def load_early(number):
-    """An entry of chunk_plan's tables, perhaps before pdl_sync: see core/warp.cuh."""
+    """An entry of chunk_plan's tables, read before pdl_sync or after it: see core/warp.cuh."""
     return extern("load_early", T.access_ptr(number, "r"), returns="int32")

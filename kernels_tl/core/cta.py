@@ -7,7 +7,7 @@ import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.core.common import C, element_type, extern, load_early, swizzled
-from kernels_tl.layout import WIDE_TILE, SegmentColumn
+from kernels_tl.layout import WIDE_TILE, SegmentColumn, SegmentFlag
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
@@ -21,9 +21,9 @@ def named(**buffers):
 
 
 def shared(kilobytes, swizzle=(), **buffers):
-    """Allocates shared memory, each buffer `name=(shape, dtype)`, as a record of these names; in the generated code
-    they are called name_s. `kilobytes` is their sum, as the table in config.py states it. `swizzle` names those that
-    have TMA's swizzle without a gemm that gives it to them."""
+    """Allocates shared memory, each buffer `name=(shape, dtype)`, as a record of these names. The generated code calls
+    a buffer name_s. `kilobytes` is their sum, as the table in config.py states it. `swizzle` names buffers that need
+    TMA's swizzle and no gemm reads."""
     total = sum(math.prod(shape) * BYTES[dtype] for shape, dtype in buffers.values()) / 1024
     assert total == kilobytes <= SHARED_LIMIT, f"{total} KB of shared memory, not {kilobytes}"
     made = {name: T.alloc_shared(shape, dtype) for name, (shape, dtype) in buffers.items()}
@@ -103,7 +103,7 @@ def locate_cta(cta, H_v, tiles):
 
 
 def load_segment_early(segments, segment):
-    """A segment's columns and its chunks, perhaps before pdl_sync."""
+    """A segment's columns and its number of chunks, read before pdl_sync or after it."""
 
     def column(number):
         return load_early(segments[segment, number])
@@ -115,25 +115,39 @@ def load_segment_early(segments, segment):
         n=column(SegmentColumn.SEQUENCE),
         flags=column(SegmentColumn.FLAGS),
         initial=column(SegmentColumn.INITIAL),
+        final=column(SegmentColumn.FINAL),
     )
     return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
 
 
+@T.macro
+def leave_unless(only_if, cta, segments):
+    """Ends a CTA of one of two launches, if the first segment's flags are not the launch's `only_if`. 0 never ends it.
+    The launch for whole sequences comes first, so it lets the other one begin."""
+    if only_if != 0:
+        if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
+            if cta == 0:
+                T.pdl_sync()
+            extern("leave")
+        if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:
+            T.pdl_trigger()
+
+
 def is_never(sizes):
-    """False, which the compiler cannot know. A branch on it keeps instructions on their side of it, and keeps what it
-    uses among the kernel's parameters."""
+    """False, but the compiler cannot know it. A branch on it keeps instructions on their side of the branch, and keeps
+    the parameters that the branch uses."""
     return sizes.group == 0
 
 
 def fetch(source, target, barrier):
-    """A part of a tensor to shared memory by TMA, by one warp; announced to the barrier."""
+    """Copies a part of a tensor to shared memory by TMA, and announces it to the barrier. One warp calls it."""
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
 
 
 @T.macro
 def clear_rows_after(tile, valid, *stage):
-    """tile[i, j] = 0 for i >= valid. Rows after the sequence belong to others. Even NaN in these rows must not meet
-    the zeros of the other factors."""
+    """tile[i, j] = 0 for i >= valid. Rows after the sequence belong to others and may hold NaN, which a factor of 0
+    does not remove."""
     for i, j in T.Parallel(*tile.shape[-2:]):
         if i >= valid:
             tile[(*stage, i, j)] = 0
@@ -141,9 +155,8 @@ def clear_rows_after(tile, valid, *stage):
 
 @T.macro
 def store_rows(tiles, w, rows, row, hv, column, valid):
-    """A chunk's tile of 64 x 64 from shared memory to 64 columns of rows [tokens, H_v, width], or as many as there are
-    from `column` on, by one warp. Of a chunk with fewer tokens only its own rows, as a box of TMA would go on into the
-    next sequence."""
+    """rows[row + i, hv, column + j] = tiles[w, i, j] for i < valid and j < 64, within rows' width. One warp calls it. A
+    chunk with fewer tokens takes no box of TMA, because the box would go on into the next sequence."""
     if valid >= C:
         T.fence_proxy_async()
         T.tma_copy(tiles[w, :, :], rows[row : row + C, hv, column : column + C], leader_scope_threads=32)

@@ -34,15 +34,15 @@ class Stage:
 
 
 def stage_of(n, stages, index=None):
-    """The stage of chunk n. `index` is a variable that holds n % stages, if there is one."""
+    """The stage of chunk n. `index`: a variable that holds n % stages already."""
     return Stage(n % stages if index is None else index, (n // stages) % 2)
 
 
 def is_loader(consumers):
-    """Whether the thread is of the first warp after the consumers."""
+    """Whether a producer's thread is in the first warp after the consumers."""
     return T.get_thread_binding() < consumers + WARP
 
 
 def storer(consumers):
-    """The thread's warp after the loader's: the consumer warpgroup whose results it stores. -1 is the loader's."""
+    """The consumer warpgroup whose results the thread's warp stores: the warps after the loader's. -1: the loader."""
     return T.truncdiv(T.get_thread_binding() - consumers, WARP) - 1

@@ -11,7 +11,7 @@
 
 namespace flash_qla::device {
 
-// The compiler.
+// Instructions to the compiler.
 
 // Makes values opaque: the compiler computes everything that depends on them after this point.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
 
 // Copies.
 
-// Copies 16 bytes from global to shared memory, or writes zeros unless `there`. It skips L1: each byte is read once.
+// Copies 16 bytes from global to shared memory or, unless `there`, writes zeros. It skips L1: each byte is read once.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
                : "memory");
@@ -162,18 +162,18 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
 }
 
-// Bytes of global memory to L2.
+// Prefetches bytes of global memory into L2.
 __device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// Announces so many bytes to the barrier, a tl::Barrier.
+// Announces `bytes` bytes to the barrier, a tl::Barrier.
 template <typename Barrier>
 __device__ __forceinline__ void expect_bytes(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
-// Copies bytes of global memory to shared memory, `offset` bytes after `to`; their arrival counts at the barrier.
+// Copies bytes of global memory to shared memory, `offset` bytes after `to`. Their arrival counts at the barrier.
 template <typename Barrier>
 __device__ __forceinline__ void copy_bytes(void* to, int offset, const void* from, int bytes, Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -200,7 +200,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* bo
       "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-// Adds a box to the tensor, otherwise as store_box; each sum is rounded to the dtype of the tensor.
+// Adds a box to the tensor; otherwise like store_box. Each sum is rounded to the dtype of the tensor.
 __device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box, int x0, int x1, int x2) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];\n\t"
@@ -222,7 +222,7 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 __device__ __forceinline__ void store_release(int* to, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
-// Orders accesses by instructions and accesses by TMA.
+// Orders accesses by instructions with accesses by TMA.
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 }  // namespace flash_qla::device

@@ -1,4 +1,4 @@
-"""The caller's states: where one is, and in which layout."""
+"""The caller's states: their addresses and their layout."""
 
 import tilelang.language as T
 
@@ -7,9 +7,11 @@ from kernels_tl.layout import Dtype
 
 
 class StateView:
-    """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] as one run of numbers: `strides` are
-    the element strides of v and of k in one, so that the layout is a run-time number. In a pool slots are further
-    apart, and numbers may have 16 bits: `dtype` is their Dtype, and V comes first then. `numbers` is a pointer."""
+    """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] from the pointer `numbers` on.
+
+    `strides` are the element strides of v and of k within a state, so the layout is a run-time number. The slots of a
+    pool are `slot_stride` elements apart; None: they follow one another. `dtype` is a Dtype; states of 16 bits have V
+    first."""
 
     def __init__(self, numbers, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32):
         self.numbers, self.dtype = numbers, dtype
@@ -35,12 +37,13 @@ class StateView:
         return extern("number_at", self.numbers, self.dtype, state + v * self.stride_v)
 
     def read_columns(self, fragment, slot, hv, v):
-        """The warpgroups' columns of S, from value row v on; zeros beyond those that the state has."""
+        """Reads the warpgroups' columns of S, from value row v on; zeros for columns that the state lacks."""
         extent = (self.stride_v, self.stride_k, self.key_dim, self.value_dim - v)
         return extern("read_state_columns", fragment.data, self.pointer(slot, hv, v), self.dtype, *extent)
 
     def _of_fragment(self, name, fragment, slot, hv, v):
-        """The warpgroups' rows of S^T, from value row v on; those that the state has, and so of its channels."""
+        """Calls a function of core/tiles.cuh on the warpgroups' rows of S^T, from value row v on. `extent` tells how
+        many value rows and channels the state has."""
         state, K = self.pointer(slot, hv, v), fragment.shape[1]
         extent = (self.row_stride, self.value_dim - v, self.key_dim)
         return extern(f"{name}<{K}>", fragment.data, state, self.dtype, self.is_v_first, *extent)
@@ -57,7 +60,7 @@ CHECKPOINT, FINAL = 0, 1
 
 
 def chosen(first, a, b):
-    """States a, if `first`, or b, which differ in where they are and in their dtype alone."""
+    """States a if `first`, else b. They may differ in address, slot stride and dtype only."""
     numbers = extern("chosen", first, a.numbers, b.numbers)
     slot_stride, dtype = (T.Select(first, getattr(a, x), getattr(b, x)) for x in ("slot_stride", "dtype"))
     return StateView(numbers, a.H_v, a.key_dim, a.value_dim, (a.stride_v, a.stride_k), slot_stride, dtype)

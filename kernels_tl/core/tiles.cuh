@@ -76,11 +76,12 @@ __device__ __forceinline__ void subtract_from_minuend(float* fragment, const uin
   }
 }
 
-// One factor for all columns. The load is opaque: a uniform register would delay WGMMAs that are issued meanwhile.
+// Loads one factor for all columns. The load is opaque: a uniform register would delay WGMMAs that are issued
+// meanwhile.
 __device__ __forceinline__ float load_factor(const float* factor) { return load_shared(factor); }
 
-// x: factors[j] of a lane's columns, two for each eight columns. scale_columns computes fragment[i][j] *= factors[j];
-// round_scaled_columns writes that product as a left factor of WGMMA, rounded to 16 bits.
+// x = factors[j] of a lane's columns, two for each eight columns. scale_columns computes fragment[i][j] *= factors[j].
+// round_scaled_columns writes the same product as a left factor of WGMMA, rounded to 16 bits.
 __device__ __forceinline__ void load_column_factors(float* x, const float* factors, int column) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void add_scaled_columns(float* fragment, const float*
   }
 }
 
-// The factors -a[j] b[j] of a lane's columns.
+// x = -a[j] b[j] of a lane's columns.
 __device__ __forceinline__ void load_column_products(float* x, const float* a, const float* b, int column) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
@@ -178,8 +179,8 @@ __device__ __forceinline__ int rows_offset() {
   return kept(swizzled(16 * warp + (lane & 15), lane >> 4));
 }
 
-// tile[i][j] = fragment[i][j], from the left factor of a register-sourced WGMMA, which has its registers in the order
-// of an fp32 fragment's pairs; `kTiles` tiles side by side.
+// tile[i][j] = fragment[i][j], in kTiles tiles side by side. `fragment` is the left factor of a register-sourced WGMMA.
+// Its registers have the order of an fp32 fragment's pairs.
 template <int kTiles>
 __device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, int offset) {
   const uint32_t* const x = static_cast<const uint32_t*>(fragment);
@@ -190,8 +191,8 @@ __device__ __forceinline__ void stage_rows(const void* fragment, void* tiles, in
   }
 }
 
-// rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8, by one warp. A box of TMA would write
-// rows of the next sequence.
+// rows[j * stride + i] = tile[j][i] for j < valid, i < columns, a multiple of 8. One warp calls it in the place of a
+// box of TMA, which would write rows of the next sequence.
 template <typename T>
 __device__ __forceinline__ void store_tile(const void* tile, void* rows, int stride, int valid, int columns) {
   const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
@@ -213,8 +214,8 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
   }
 }
 
-// The address of a number whose Dtype, of up to 32 bits, is known at run time, and of two addresses the one that is
-// meant.
+// number_at: the address of element i of `numbers`, whose Dtype has 16 or 32 bits and is known at run time. chosen: a
+// if `first`, else b.
 template <typename Number>
 __device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t i) {
   const char* const at = reinterpret_cast<const char*>(numbers) + i * (dtype == Dtype::kFloat32 ? 4 : 2);
@@ -238,16 +239,16 @@ __device__ __forceinline__ void fetch_state(Barrier& barrier, void* to, const vo
   }
 }
 
-// K rows of 32 columns lie in K / 64 warpgroups as fragments of 64 x 32; in shared memory they are K / 32 tiles of 32
-// columns by 32 rows, each column's 32 floats under the 128-byte swizzle. By a thread: use(i, at) for its i-th element
-// and the byte where it is: no two lanes of a warp are in the same bank.
+// use(i, at) for each element of a thread: register i of its fragment, byte `at` in shared memory. K rows of 32 columns
+// lie in K / 64 warpgroups as fragments of 64 x 32. In shared memory they are K / 32 tiles of 32 columns by 32 rows,
+// with 32 floats a column under the 128-byte swizzle. No two lanes of a warp meet in a bank.
 template <typename Use>
 __device__ __forceinline__ void for_columns(Use use) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 2 * (lane % 4);
   const int at = 4096 * (warp / 2) + 128 * column + 16 * ((4 * (warp % 2) + lane / 16) ^ column) + 4 * (lane / 4 % 4);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const int next_column = i % 2, rows_below = i / 2 % 2;  // the eighth row below
+    const int next_column = i % 2, rows_below = i / 2 % 2;  // 1: one column on; 1: eight rows below
     use(i, (at ^ (16 * next_column + 32 * rows_below)) + 128 * next_column + 1024 * (i / 4));
   }
 }
@@ -262,8 +263,8 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
-// The fragment of for_columns from a caller's state, whose first column is at `state`; zeros beyond its channels and
-// columns.
+// fragment = columns of S from a caller's state, in the layout of for_columns. `state` points to the first column.
+// Channels and columns that the state lacks are zeros.
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
   const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
@@ -284,11 +285,13 @@ __device__ __forceinline__ void read_state_columns(float* fragment, const void* 
   }
 }
 
-// S^T lies in the warpgroups from the CTA's first on, 64 rows each, as fragments of 64 x kK; in memory it is a state
-// with V or with K first, whose rows are `stride` elements apart, and which may have fewer value rows and channels;
-// both are multiples of 8. By a thread: use(i, at, next) for its i-th pair of columns, which are at these two elements,
-// or skip(i). All that it starts from is opaque like lane_here(): nothing is kept from before the chunks. Where nothing
-// is to be skipped nothing is asked: a branch for each pair took 5 % of batches of 1024 tokens.
+// use(i, at, next) for each pair of columns of a thread: pair i of its fragment, whose elements are at `at` and `next`
+// in a state. skip(i) for a pair that the state lacks.
+//
+// S^T lies in the CTA's first warpgroups, 64 rows each, as fragments of 64 x kK. The state has V or K first, with rows
+// `stride` elements apart. It has `rows` value rows and `columns` channels, both multiples of 8. The inputs are opaque
+// like lane_here(), so no address is kept in a register from before the chunks. If the state has all rows and columns
+// (kAll), no pair is checked, because a branch for each pair took 5 % of batches of 1024 tokens.
 template <int kK, bool kAll, typename Number, typename Use, typename Skip>
 __device__ __forceinline__ void for_pairs_from(Number* at, int row_step, int column_step, int next, int rows,
                                                int columns, Use use, Skip skip) {
@@ -320,7 +323,7 @@ __device__ __forceinline__ void for_pairs(Number* state, bool v_first, int strid
   }
 }
 
-// fragment = rows of S^T from a state, zeros beyond its rows and columns. A state of 16 bits has V first.
+// fragment = rows of S^T from a state, with zeros for rows and columns that it lacks. A state of 16 bits has V first.
 template <int kK>
 __device__ __forceinline__ void read_state(float* fragment, const void* state, int dtype, bool v_first, int stride,
                                            int rows, int columns) {
@@ -364,8 +367,8 @@ __device__ __forceinline__ uint4 transpose_words(uint4 x, int lane) {
   return odd ? uint4{first, x.y, second, x.w} : uint4{x.x, first, x.z, second};
 }
 
-// state = rows of S^T, for a state of 16 bits with V first; word(i) is the lane's i-th pair of columns. Each of four
-// lanes writes 8 of 32 columns. `thread` counts from the thread that has the state's first row.
+// state = rows of S^T, for a state of 16 bits with V first. word(i) is the lane's i-th pair of columns. Four lanes
+// share a row: each writes 8 of 32 columns. `thread` counts from the thread that has the state's first row.
 template <int kK, typename Word>
 __device__ __forceinline__ void write_words(void* state, int thread, int stride, int rows, int columns, Word word) {
   make_opaque(thread, stride, rows, columns);

@@ -1,4 +1,4 @@
-// The instructions below a tile: warp-wide matrix moves and products, named barriers, conversions.
+// Small device functions: numbers of warps and lanes, early loads, conversions, the swizzle, TF32.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flash_qla::device {
 
-// The warp's number in its warpgroup. By a shuffle the compiler knows that all lanes have the same number, so branches
+// The warp's number in its warpgroup. The shuffle tells the compiler that all lanes have the same number, so branches
 // on it may stand where WGMMAs are in flight.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
 
@@ -19,9 +19,8 @@ __device__ __forceinline__ int lane_here() {
   return lane;
 }
 
-// x, as a value that may differ between lanes for all that the compiler knows. What is loaded from one address for all
-// lanes it moves to a register of the warp, and waits for it there, before the next load: so several are not on their
-// way together.
+// x, but the compiler must assume that it differs between lanes. If it knew that all lanes load from one address, it
+// would move the result to a uniform register, and wait for each load before the next.
 __device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= blockDim.x); }
 
 // Loads an entry of chunk_plan's tables before the wait for the preceding grid. The entry is complete, because every
@@ -58,11 +57,11 @@ __device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
 // Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 
-// Rounded to nearest, in the bits that the tensor cores read; they cut off the 13 low ones. (cvt.rna.tf32 is a dozen
+// x rounded to nearest in the bits that the tensor cores read: they ignore the 13 low ones. (cvt.rna.tf32 is a dozen
 // instructions on sm_90.)
 __device__ __forceinline__ float round_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
 
-// The bits that the tensor cores read.
+// x without the 13 low bits.
 __device__ __forceinline__ float truncate_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) & ~0x1fffu); }
 
 }  // namespace flash_qla::device

@@ -1,5 +1,4 @@
-// A few tokens of a sequence on some value rows of its state, which goes from the pool to registers and back once; see
-// decode/decode.py.
+// The work of a CTA of decode: the tokens of a sequence on some value rows of its state; see decode/decode.py.
 #pragma once
 
 #include <type_traits>
@@ -10,15 +9,15 @@
 
 namespace flash_qla::device {
 
-// How a kernel takes sequences of several tokens through their states.
+// How a kernel takes a sequence of several tokens through its state.
 enum class DecodePath {
-  kOneToken,     // no sequence has several tokens
+  kOneToken,     // each sequence has one token
   kRows,         // one token after the other, whichever states are kept
-  kBlocks,       // blocks of tokens together, as far as the last state
+  kBlocks,       // blocks of tokens together; only the last state is kept
   kTensorCores,  // all tokens together, whichever states are kept
 };
 
-// The work of one CTA. o points to the head's row of the first token; tokens are `o_stride` apart.
+// The work of one CTA. o points to the head's row of token 0; tokens are `o_stride` elements apart.
 template <typename Element, typename State, int K, DecodePath kPath>
 class Decode {
  public:
@@ -26,7 +25,7 @@ class Decode {
   const DecodeTokens& tokens;
   const DecodeStates& states;
   Element* const o;
-  void* const tiles;  // shared memory for the CTA's rows of the state
+  void* const tiles;  // shared memory for rows of the state: PATHS of decode.py says how many
   const int64_t o_stride;
   const DecodeShare& share;
   const int K_, V_, N;
@@ -41,7 +40,7 @@ class Decode {
     } else if (count > 1) {
       several_tokens(begin, count, slot);
     }
-    if (kPath != DecodePath::kOneToken && plan.offsets && share.n == N - 1) {  // rows that no sequence has
+    if (kPath != DecodePath::kOneToken && plan.offsets && share.n == N - 1) {  // rows after the last sequence
       clear(begin + count, plan.tokens);
     }
   }
@@ -105,7 +104,7 @@ class Decode {
     }
   }
 
-  // Nothing is shared: each warp makes the token ready for itself, while its first rows are on their way.
+  // Warps share nothing: each prepares the token for itself, while its first rows are loaded.
   __device__ __forceinline__ void one_token(int64_t begin, int64_t slot) const {
     const State* const state = state_of(slot);
     typename Rows::Raw next;
@@ -148,7 +147,7 @@ class Decode {
       rows.set(at_start);
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
-        int depth = 0;  // tokens from the state that is held to t
+        int depth = 0;  // tokens between the state in registers and t
         if (plan.parent(share.n, t) != t - 1) {
           rows.set(at_start);
           depth = plan.depth(share.n, t);
@@ -166,7 +165,7 @@ class Decode {
     }
   }
 
-  // While the tokens go through some rows of the state the next ones are on their way.
+  // The next group's rows of the state are copied while the tokens go through this group's.
   __device__ __forceinline__ void in_blocks(Blocks& shared, int64_t begin, int count, int64_t slot) const {
     using Block = StateBlock<K>;
     using Tiles = typename Block::Tile[kDecodeWarps];  // each warp has its own
@@ -194,7 +193,7 @@ class Decode {
     shared.relations.set(shared.tokens, count);
 #pragma unroll 1
     for (int group = 0; group < groups(); ++group) {
-      __syncwarp();  // the place has been read
+      __syncwarp();  // all lanes have read the tile that the next fetch overwrites
       fetch(group + kStages - 1);
       wait_for_copies<kStages - 1>();
       __syncwarp();

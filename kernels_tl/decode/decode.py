@@ -5,48 +5,43 @@
     o        = scale (gamma S q + change (k^T q))
     S'       = gamma S + change k^T
 
-The arithmetic is fp32, token by token. S [V, K] is read once and written to each requested slot. q and k are
-normalised if the l2norm is inside.
+Sums are in fp32. S [V, K] is written to each requested slot. q and k are normalised if the l2norm is inside.
 
     q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
     v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
     state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
-    offsets        [N + 1]                          the tables of indices are int32 or int64, or are not there, as
-    state_indices  [N, columns]                     DecodeTable says
+    offsets        [N + 1]                          tables of indices: int32, int64 or absent, as `tables` says
+    state_indices  [N, columns]                     (DecodeTable)
     accepted       [N]
     write_indices  [N, columns]
     state_rows     [N]
     parents        [N, columns]
 
-A state's memory is read and written once, whatever the number of tokens, a warp having 512 bytes of it next to each
-other at a time. There are four paths, each a kernel.
+csrc/gpu/decode.cpp launches [tiles of value rows, H_v, places of sequences] CTAs. On the paths `blocks` and
+`tensor_cores` a tile has `groups` groups of value rows, DECODE_TILE rows at most. Each of the last sequences may have
+several places, so that several CTAs share a tile and the SMs end at the same time. On the other paths a tile is one
+group.
 
-one_token: each sequence has one. A warp has eight value rows, a lane 16 bytes of each of its rows, straight between
-memory and registers, and shares nothing (decode/decode_rows.cuh), so that many warps are on an SM.
+A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
+There are four paths, each a kernel:
 
-rows: tokens go through the same rows one by one, whichever states are kept. Each CTA computes normalised q and k and
-the activated gates once, in shared memory (decode/decode_tokens.cuh), because all value rows share them. In a tree of
-tokens the states of ancestors are computed again from the initial state, which is still in shared memory.
+- one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
+  between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
+- rows: tokens go through the value rows one by one, whichever states are kept. All value rows share q, k and gates, so
+  a CTA prepares each token once, in shared memory (decode/decode_tokens.cuh). In a tree of tokens the states of
+  ancestors are computed again from the initial state, which is still in shared memory.
+- blocks, on fp32 states, if only the last state is kept: up to four tokens go through a state together
+  (decode/decode_blocks.cuh). Every product with a state is with the state before the block, so the tokens' sums do not
+  wait for each other. Products of keys with keys and queries, computed once a CTA, bring in the changes of the other
+  tokens. The next value rows are copied meanwhile.
+- tensor_cores, with tokens and states in bf16: two to eight tokens together, whichever states are kept
+  (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
+  queries. A later state takes one more product: the changes, in two parts of 16 bits, with the keys.
 
-blocks, on fp32 states, if only the last state is kept: up to four tokens go through a state together
-(decode/decode_blocks.cuh). All products with a state are with the one before the block. Products of keys with keys and
-queries, computed once a CTA, add the other tokens' changes. So the tokens' sums do not wait for each other. The next
-value rows are copied while these are computed.
-
-tensor_cores, with tokens and states in bf16: two to eight tokens together (decode/decode_mma.cuh), whichever states are
-kept. A warp's 16 value rows of the initial state are the left factor of the products with all keys and queries. A later
-state is one more product: the changes, in two parts of 16 bits, with the keys.
-
-A sequence of one token takes the sums of one_token in all paths. A sequence of more tokens than a block or the tensor
-cores have takes those of rows.
+Every path takes a sequence of one token as one_token does, and a sequence of more than eight tokens as rows does. Sums
+are over the same numbers in the same order wherever a sequence lies in a batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
-
-Sums are over the same numbers in the same order wherever a sequence lies in a batch.
-
-Launched on [tiles of value rows, H_v, places of sequences]. In the last two paths a tile has `groups` times the rows
-that a CTA's warps have at a time, DECODE_TILE at most, and the last sequences may have several places each, and their
-tiles as many CTAs, so that SMs end at the same time.
 """
 
 import tilelang.language as T
@@ -60,15 +55,15 @@ from kernels_tl.layout import (
     DecodeTable,
 )
 
-EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # a state is brought to L2
+EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # prefetch_state
 PRELUDE = """
 #include "decode/decode.cuh"
 """
 
 assert DECODE_TILE % GROUP == 0
 
-# A path's name in decode/decode.cuh, and its rows of a state in shared memory. `blocks` has two groups on their way in
-# and one on its way out.
+# Keyed by path: its name in decode/decode.cuh, and the rows of a state in shared memory. `blocks` has two groups that
+# are fetched and one that is written.
 PATHS = {
     "one_token": ("kOneToken", 0),
     "rows": ("kRows", GROUP),
@@ -78,7 +73,7 @@ PATHS = {
 
 
 class DecodeGates(Bundle):
-    """Raw gates and betas; activations, an Activation, has their dtypes."""
+    """Raw gates and betas. `activations`, an Activation, holds their dtypes."""
 
     def __init__(self, tokens, H_v, strides):
         super().__init__(
@@ -91,7 +86,7 @@ class DecodeGates(Bundle):
 
 
 class DecodeTables(Bundle):
-    """The tables of indices that a call has: `tables` has the TableKind of each, at the bits of DecodeTable."""
+    """The tables of indices. `tables` has the TableKind of each at the bits of DecodeTable: NONE if it is absent."""
 
     def __init__(self, N):
         state_columns, write_columns, parent_columns = dims("state_columns", "write_columns", "parent_columns")
@@ -123,14 +118,14 @@ class DecodeTables(Bundle):
 
 
 class DecodeShares(Bundle):
-    """How value rows are given to CTAs (csrc/gpu/decode.cpp)."""
+    """The division of value rows into CTAs (csrc/gpu/decode.cpp, decode_share of decode/decode_plan.cuh)."""
 
     def __init__(self):
         super().__init__(
-            groups=T.int32,  # groups of value rows a CTA
-            whole=T.int32,  # sequences of which that holds
-            halvings=T.int32,  # how often a CTA's share of the other sequences is halved
-            places=T.int32,  # places of sequences: one for each of the first, one a part for each of the others
+            groups=T.int32,  # groups of value rows of a tile
+            whole=T.int32,  # number of the first sequences: a CTA takes a whole tile of one
+            halvings=T.int32,  # a CTA takes 1 / 2^halvings of a tile of each other sequence
+            places=T.int32,  # whole + 2^halvings * the number of the other sequences
             early=T.int32,  # places whose CTAs may begin before the preceding grid has ended
         )
 

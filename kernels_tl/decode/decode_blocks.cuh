@@ -5,14 +5,18 @@
 
 namespace flash_qla::device {
 
-constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // rows of a warp that are next to each other
+constexpr int kDecodeGroups = kWarp / kDecodeLanes;  // neighbouring rows of a warp, each in kDecodeLanes lanes
 
-// since[t] = decays from the first token of t's block of kDecodeBlock to t. For token j before t, at j % kDecodeBlock:
-// kk = beta decay_j+1 ... decay_t (k_j k_t), kq = decay_j+1 ... decay_t (k_j q_t).
+// Products of the tokens of a block of kDecodeBlock. With d_ij = decay_i ... decay_j and `first` the block's first
+// token,
+//
+//   since[t] = d_first,t    kk[t][j] = beta_t d_j+1,t (k_j k_t)    kq[t][j] = d_j+1,t (k_j q_t)
+//
+// for j < t in the block; j counts from `first` in the second index.
 struct Relations {
   float since[kDecodeTokens], kk[kDecodeTokens][kDecodeBlock], kq[kDecodeTokens][kDecodeBlock];
 
-  // The whole CTA calls it, after the tokens are ready.
+  // The whole CTA calls it, after `prepare` of the tokens.
   template <typename Tokens>
   __device__ __forceinline__ void set(const Tokens& tokens, int count) {
     const int lane = threadIdx.x % kWarp;
@@ -49,21 +53,21 @@ struct Relations {
   }
 };
 
-// kDecodeWarpRows value rows of a state in fp32 in a warp, from `row` of the CTA's on: of kDecodeLaneRows of them,
-// kDecodeGroups apart, a lane has its channels, four at a time, the lanes of a row 128 bytes next to each other. To and
-// from memory they go through shared memory, where they lie as in the state, and in between by 512 bytes next to each
-// other, which memory is faster with.
+// kDecodeWarpRows value rows of an fp32 state in a warp's registers, from `row` of the CTA's rows on. kDecodeLanes
+// lanes share a row: each has every kDecodeLanes-th four of its channels. A lane has kDecodeLaneRows rows,
+// kDecodeGroups apart. Rows go to and from memory through a tile in shared memory, where they lie as in the state:
+// memory is faster with 512 neighbouring bytes a warp.
 template <int K>
 class StateBlock {
  public:
-  static constexpr int kFours = K / (4 * kDecodeLanes);  // fours of channels a lane has of a row
+  static constexpr int kFours = K / (4 * kDecodeLanes);  // fours of channels of a lane and row
   using Tile = float4[kDecodeWarpRows][K / 4];
   static_assert(K == 4 * kWarp && kDecodeWarpRows == kDecodeGroups * kDecodeLaneRows);
 
   __device__ __forceinline__ StateBlock(int row, int first_row, int key_dim, int value_dim)
       : row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
 
-  // Starts asynchronous copies; zeros where the state has no channels or rows.
+  // Starts asynchronous copies; zeros for channels and rows that the state lacks.
   __device__ __forceinline__ void fetch(Tile& to, const float* from) const {
     for_all_rows([&](int row, int offset, bool there) {
       copy_async(&to[row][threadIdx.x % kWarp], from + (there ? offset : 0), there);
@@ -98,18 +102,18 @@ class StateBlock {
     });
   }
 
-  // Takes the lanes' state S through the next kTokens tokens of a chain, from `first` on, where a block begins if there
-  // are several:
+  // Takes the state S through kTokens tokens from `first` on, each the successor of the one before. With several tokens
+  // `first` is the first token of a block.
   //
   //   S_t = decay_t S_t-1 + change_t k_t^T
   //   change_t = beta_t (v_t - since_t S k_t) - sum over j < t of kk_tj change_j
   //   o_t = since_t S q_t + sum over j <= t of kq_tj change_j
   //
-  // so that all products with a state are with S. Of one token since is decay. The last state is
+  // so that all products with a state are with S. With one token, since_t = decay_t. The last state is
   //
   //   decay_0 ... decay_T-1 S + sum over t of decay_t+1 ... decay_T-1 change_t k_t^T
   //
-  // Gives the number of o that the lane writes.
+  // Returns the element of o that the lane writes.
   template <int kTokens, typename Tokens>
   __device__ __forceinline__ float step(const Tokens& tokens, const Relations& relations, int first) {
     using Own = OwnSum<kTokens>;
@@ -157,7 +161,7 @@ class StateBlock {
         out += change_of_row * (first + t == own ? tokens.qk[own] : relations.kq[own][t]);
       }
     }
-    float until = 1.f;  // the decays after token t; at the end all decays
+    float until = 1.f;  // product of the decays after token t; at the end of all decays
 #pragma unroll
     for (int t = kTokens - 1; t >= 0; --t) {
 #pragma unroll
@@ -187,7 +191,7 @@ class StateBlock {
     return out;
   }
 
-  // Stores the outputs of a step; `o` points to the head's first row of the step's first token.
+  // Stores the outputs of a step. `o` points to the head's row of the step's first token.
   template <int kTokens, typename Element>
   __device__ __forceinline__ void write_output(Element* o, int64_t o_stride, float out) const {
     using Own = OwnSum<kTokens>;
@@ -209,10 +213,10 @@ class StateBlock {
     return {{x.x, x.y, x.z, x.w}};
   }
 
-  // sum_and_scatter of the sums of kTokens tokens of each of the lane's rows: whose sum a lane of the row has.
+  // sum_and_scatter over the lanes of a row, of kTokens sums for each of the lane's rows: which sum a lane gets.
   template <int kTokens>
   struct OwnSum {
-    static constexpr int kLanes = kDecodeLanes / (kDecodeLaneRows * kTokens);  // that have the same
+    static constexpr int kLanes = kDecodeLanes / (kDecodeLaneRows * kTokens);  // lanes that get the same sum
     __device__ __forceinline__ static int row(int lane) { return lane / (kLanes * kTokens); }
     __device__ __forceinline__ static int token(int lane) { return lane / kLanes % kTokens; }
     __device__ __forceinline__ static int lane_of(int row, int token) { return (row * kTokens + token) * kLanes; }
@@ -221,7 +225,7 @@ class StateBlock {
   __device__ __forceinline__ static int lane() { return threadIdx.x % kDecodeLanes; }
   __device__ __forceinline__ static int group() { return threadIdx.x % kWarp / kDecodeLanes; }
   __device__ __forceinline__ static int place(int four) { return four * kDecodeLanes + lane(); }
-  // use(row, offset in a head's state, whether there are such channels), a lane having four channels.
+  // use(row, offset in a head's state, whether the state has them) for the lane's four channels of each row.
   template <typename Use>
   __device__ __forceinline__ void for_all_rows(Use use) const {
     const int channel = 4 * (threadIdx.x % kWarp);

@@ -1,5 +1,5 @@
-// A few tokens of a sequence on 16 value rows of its state a warp, by tensor cores, where tokens and states are in bf16
-// and so are factors as they come; see decode/decode.py.
+// Two to eight tokens of a sequence on value rows of its state, by tensor cores: 16 rows a warp. Tokens and states are
+// in bf16, so they become factors without a conversion; see decode/decode.py.
 #pragma once
 
 #include "core/warp.cuh"
@@ -7,29 +7,33 @@
 
 namespace flash_qla::device {
 
-// Up to kTokens tokens of a sequence, in shared memory as they come, four at a time: rows of keys, then of queries,
-// whose 16-byte pieces are swizzled; and what a warp makes of them.
+// Up to kTokens tokens of a sequence in shared memory. `rows`: for each block of four tokens four keys, then four
+// queries, unchanged, with swizzled 16-byte pieces. `warps`: the numbers that each warp computes from them.
 template <int kTokens, int K>
 struct MmaTokens {
   static_assert(kDecodeBlock == 4 && (kTokens == 4 || kTokens == 8));  // a block is half of a factor's eight rows
   static constexpr int kBlocks = kTokens / kDecodeBlock, kRows = 2 * kTokens, kPieces = K / 8;
-  enum Factor { kValue, kKey, kQuery, kSince, kFactors };  // a token's
-  enum Pair { kChange, kOutput, kDecay, kPairs };          // a token's with itself or an earlier one
+  enum Factor { kValue, kKey, kQuery, kSince, kFactors };  // numbers of a token
+  enum Pair { kChange, kOutput, kDecay, kPairs };          // numbers of a token and itself or an earlier one
 
-  // change = kValue * v - kKey * (S0 k);  output += kQuery * (S0 q);  kSince: decays from the start to after the token.
-  // Changes include the factor of their key's normalisation. A pair is 0 unless its second token is the first or an
-  // ancestor. kDecay: decays from after the second to after the first. kChange, kOutput: factors of the second's change
-  // in the first's change and output.
+  // S0 is the initial state. Sums are over t's ancestors j, and the last two also over j = t:
+  //
+  //   change_t = kValue_t v_t - kKey_t (S0 k_t) - sum of kChange_tj change_j
+  //   o_t      = kQuery_t (S0 q_t) + sum of kOutput_tj change_j
+  //   S_t      = kSince_t S0 + sum of kDecay_tj change_j k_j^T
+  //
+  // A change includes the factor of its key's normalisation. kSince_t and kDecay_tj are products of decays: from the
+  // start and from after j, up to t. A pair is 0 if j is neither t nor an ancestor.
   struct OfWarp {
     float products[kRows][kRows];  // products of rows with rows
     float factors[kFactors][kTokens], pairs[kPairs][kTokens][kTokens];
-    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // where states after tokens go
+    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // destinations of the states after tokens
   };
   uint4 rows[kRows][kPieces], values[kTokens][kDecodeTile / 8];
   OfWarp warps[kDecodeWarps];
 
-  // Starts asynchronous copies, zeros where there are no rows; `value_rows` of v from first_row on. All threads call
-  // it.
+  // Starts asynchronous copies of keys, queries and `value_rows` rows of v from first_row on; zeros for missing tokens
+  // and channels. All threads call it.
   __device__ __forceinline__ void fetch(const DecodeTokens& tokens, int64_t begin, int count, int first_row,
                                         int value_rows, int key_dim, int value_dim) {
     const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
@@ -51,14 +55,14 @@ struct MmaTokens {
     }
   }
 
-  // A lane's token, lane % kTokens, and its pairs: number lane and every kWarp-th after it.
+  // Numbers of a lane's token, lane % kTokens, and of its pairs: number `lane` and every kWarp-th after it.
   struct Own {
     static constexpr int kPairsOfLane = 2 * kTokens * kTokens / kWarp;  // pairs of changes, then of outputs
     float beta, since, decays[kPairsOfLane];
   };
 
-  // Gates, and where states go. Each warp computes them for itself while rows and states are being copied. beta is 0
-  // for missing tokens.
+  // Computes gates and places. Each warp computes them for itself, while rows and states are copied. beta is 0 for
+  // missing tokens.
   __device__ __forceinline__ Own prepare_gates(const DecodePlan& plan, const DecodeTokens& tokens,
                                                const DecodeStates& states, int n, int64_t begin, int count,
                                                int64_t slot) {
@@ -109,7 +113,7 @@ struct MmaTokens {
     return own;
   }
 
-  // Once the rows are there: all else.
+  // Computes `products`, `factors` and `pairs`, once the rows have arrived.
   __device__ __forceinline__ void prepare(const DecodeTokens& tokens, const Own& own) {
     OfWarp& here = warps[threadIdx.x / kWarp];
     multiply_rows(here);
@@ -134,7 +138,7 @@ struct MmaTokens {
       const float of_change = __shfl_sync(~0u, change, first), of_output = __shfl_sync(~0u, query, first);
       const float decay = own.decays[i];
       const float product = here.products[which == kChange ? key_row(first) : query_row(first)][key_row(second)];
-      // Tokens that are no ancestors count as 0, even if their product is NaN.
+      // 0 if `second` is no ancestor, even if the product is NaN.
       here.pairs[which][first][second] =
           decay == 0.f ? 0.f : decay * (which == kChange ? of_change : of_output) * product;
       if (which == kChange) {
@@ -149,11 +153,13 @@ struct MmaTokens {
     return to_float(reinterpret_cast<const __nv_bfloat16*>(values[t])[row]);
   }
 
-  // Eight rows, transposed, as a right factor: of two products over 16 channels each, from channel 16 step on.
+  // A block's eight rows, transposed, as the right factors of two products: channels 16 step to 16 step + 15, and the
+  // next 16.
   __device__ __forceinline__ void load_rows(uint32_t (&x)[4], int block, int step, int lane) const {
     load_matrices(x, piece_of(2 * kDecodeBlock * block + lane % 8, 2 * step + lane / 8));
   }
-  // The keys, twice if they are four, as right factors: of four products with eight channels each, from 32 quarter on.
+  // The keys as the right factors of four products with eight channels each, from channel 32 quarter on. Four keys come
+  // twice.
   __device__ __forceinline__ void load_keys(uint32_t (&x)[4], int quarter, int lane) const {
     load_matrices_transposed(x, piece_of(key_row(lane % 8 % kTokens), 4 * quarter + lane / 8));
   }
@@ -175,7 +181,7 @@ struct MmaTokens {
     return shared_address(&rows[row][piece ^ (row & 7)]);
   }
 
-  // All products of rows: each block of eight rows is a right factor, and half of the left one.
+  // products = rows rows^T. The left factor is all rows, the right factor one block of eight rows after the other.
   __device__ __forceinline__ void multiply_rows(OfWarp& here) const {
     float products[kBlocks][2][4] = {};  // sums of even and odd steps
 #pragma unroll
@@ -210,10 +216,9 @@ struct MmaTokens {
   }
 };
 
-// kMmaRows value rows of a state in a warp, as left factor: the state at the start, in bf16.
-constexpr int kMmaRows = 16;
+constexpr int kMmaRows = 16;  // value rows of a warp: the left factor of its products, from the initial state
 
-// Where a factor is 0 a token has nothing to do with another, which may be no number.
+// x or, if the factor is 0, 0: the two tokens are then unrelated, and x may be NaN.
 __device__ __forceinline__ float seen(float factor, float x) { return factor == 0.f ? 0.f : x; }
 
 template <int kTokens, int K>
@@ -224,17 +229,17 @@ class MmaDecoder {
   static constexpr int kPieces = K / 8;   // pieces of a row
   using Tile = uint4[kMmaRows][kPieces];  // shared memory; pieces are swizzled
 
-  // The rows are from `row` of the CTA's on.
+  // The warp's rows begin at `row` of the CTA's rows.
   __device__ __forceinline__ MmaDecoder(int row, int first_row, int key_dim, int value_dim)
       : lane_(lane_here()), row_(row), first_row_(first_row), K_(key_dim), V_(value_dim) {}
 
-  // Starts asynchronous copies; zeros where the state has no channels or rows.
+  // Starts asynchronous copies; zeros for channels and rows that the state lacks.
   __device__ __forceinline__ void fetch(Tile& tile, const State* from) const {
     for_all_pieces(tile,
                    [&](uint4& to, int offset, bool there) { copy_async(&to, from + (there ? offset : 0), there); });
   }
 
-  // Computes the products of the fetched state with all tokens, and from these the tokens' changes.
+  // Computes the products of the fetched state with all keys and queries, and from these the tokens' changes.
   __device__ __forceinline__ void set(const Tile& tile, const Tokens& tokens) {
     float products[kBlocks][2][4] = {};  // sums of even and odd steps
 #pragma unroll
@@ -276,13 +281,13 @@ class MmaDecoder {
     }
   }
 
-  // `o` is of the head's first row of the first token.
+  // Stores the tokens' outputs. `o` points to the head's row of the first token.
   __device__ __forceinline__ void write_outputs(const Tokens& tokens, State* o, int64_t o_stride, int count) const {
     const auto& of = tokens.of_warp();
     const int row = first_row_ + row_ + lane_ / 4;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) {
-      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // only for lanes that have products with queries
+      const int t = i / 2 * kDecodeBlock + lane_ % 2 * 2 + i % 2;  // used if lane_ % 4 >= 2: these lanes have S q
       float out[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -308,14 +313,10 @@ class MmaDecoder {
     }
   }
 
-  // The state after token t, written over the fetched state:
-  //
-  //   since_t S + sum over j, t or an ancestor, of decays_tj change_j k_j^T
-  //
-  // Changes are in two parts of 16 bits.
+  // Writes S_t, the state after token t, over the fetched state. The changes are in two parts of 16 bits, high and low.
   __device__ __forceinline__ void make_state(Tile& tile, const Tokens& tokens, int t) const {
     const auto& of = tokens.of_warp();
-    // Where there are four tokens half of the lanes have their changes' high parts, half the low ones.
+    // Half of the lanes hold the high parts of the changes, the other half the low parts, if there are four tokens.
     const bool low = kTokens < 8 && lane_ % 4 >= 2;
     const float* const pairs = &of.pairs[Tokens::kDecay][t][own_token()];
     const float decays[2] = {pairs[0], pairs[1]};
@@ -368,21 +369,21 @@ class MmaDecoder {
  private:
   static constexpr int kBlocks = Tokens::kBlocks, kSteps = K / 16;
 
-  // The lane has this token and the next one in the left factor of make_state.
+  // The lane's two tokens in the left factor of make_state are this one and the next.
   __device__ __forceinline__ int own_token() const { return 2 * lane_ % kTokens; }
   // The address of the lane's row in the four matrices that hold 16 channels.
   __device__ __forceinline__ uint32_t place(const Tile& tile, int step) const {
     const int row = lane_ % kMmaRows, piece = 2 * step + lane_ / kMmaRows;
     return shared_address(&tile[row][piece ^ (row & 7)]);
   }
-  // use(place in the tile, offset in a head's state, whether there is such a piece), the lanes having pieces side by
-  // side.
+  // use(place in the tile, offset in a head's state, whether the state has it) for the lane's pieces. Neighbouring
+  // lanes have neighbouring pieces.
   template <typename Use>
   __device__ __forceinline__ void for_all_pieces(Tile& tile, Use use) const {
-    constexpr int kStep = kWarp / kPieces;  // rows that a warp has at a time
+    constexpr int kStep = kWarp / kPieces;  // rows at a time
     const int lane = lane_here(), piece = lane % kPieces, above = lane / kPieces;
     const int row = first_row_ + row_ + above, offset = row * K_ + 8 * piece;
-    const int rows = 8 * piece < K_ ? V_ - row : 0;  // that there are, of those which follow
+    const int rows = 8 * piece < K_ ? V_ - row : 0;  // rows of the state from `row` on
 #pragma unroll
     for (int i = 0; i < kMmaRows; i += kStep) {
       const int in_tile = i + above;

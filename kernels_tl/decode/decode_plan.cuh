@@ -1,22 +1,22 @@
-// Where decoding finds a sequence's tokens and states, and where states go; see decode/decode.py.
+// The work of a CTA of decode: its value rows, its sequence's tokens, and the places of states; see decode/decode.py.
 #pragma once
 
 #include "core/activations.cuh"
-#include "core/table.cuh"
+#include "core/slots.cuh"
 #include "core/warp.cuh"
 
 namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
-constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;  // value rows that a CTA's warps have at a time
+constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;  // a group: the value rows that a CTA has at a time
 
 __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
 }
 
-// The slot of each sequence's initial state: the first entry of its table row or, if the numbers of accepted tokens are
-// given, the entry of the last accepted token.
+// The slot of sequence n's initial state: indices[n][0], or indices[n][accepted[n] - 1] if `accepted` is given. The
+// column is clamped to the table. An index that is no slot gives kNoState.
 struct FirstSlots {
   Table indices, accepted;
   int64_t null_index, slots;
@@ -28,25 +28,26 @@ struct FirstSlots {
   }
 };
 
-// A CTA's work: value rows of sequence n from first_row on, `groups` times as many as its lanes have.
+// A CTA's work: `groups` groups of value rows of sequence n, from first_row on.
 struct DecodeShare {
   int n, first_row, groups;
 };
 
-// A CTA's tile of the first `whole` sequences is `groups` groups of value rows; of the other sequences it is halved
-// `halvings` times. Shifts by launch arguments make it cheap to compute again: one more register would be spilled.
+// The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups a tile. Each of
+// the others has 2^halvings places, which share a tile's groups. Shifts by launch arguments are cheap enough to compute
+// the share again where it is used: one more register would spill.
 __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
   const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
   const int part = later & ((1 << shift) - 1);
   return {(later >> shift) + whole, (tile * groups + part * own) * kDecodeGroupRows, own};
 }
 
-// Where the tokens of a sequence are, and where its states come from and go to. Table entries may have any value:
+// The tokens of each sequence, and the slots that its states come from and go to. Table entries may have any value:
 // nothing is read or written out of bounds.
 struct DecodePlan {
   FirstSlots first_slots;
   Table offsets, write_indices, state_rows, parents;
-  int tokens;  // all of them
+  int tokens;  // tokens of all sequences
   int length;  // tokens of each sequence, without offsets
   bool update_state;
 
@@ -57,13 +58,15 @@ struct DecodePlan {
     const int64_t first = begin(n);
     return offsets ? static_cast<int>(clamp(offsets(n + 1), first, tokens) - first) : length;
   }
+  // The slot that the state after token t goes to, or kNoState: the token's entry of write_indices or, without that
+  // table, the initial state's slot after the last token.
   __device__ __forceinline__ int64_t slot_behind(int n, int t, int count, int64_t first_slot) const {
     if (write_indices) {
       return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNoState;
     }
     return update_state && t == count - 1 ? first_slot : kNoState;
   }
-  // The token before t, or -1 for the state at the start.
+  // The token before t, or -1 if t follows the initial state. `parents` may make a tree of the tokens.
   __device__ __forceinline__ int parent(int n, int t) const {
     return parents && t < parents.columns ? static_cast<int>(clamp(parents(n, t), -1, t - 1)) : t - 1;
   }
@@ -73,7 +76,7 @@ struct DecodePlan {
     }
     return t;
   }
-  // Tokens between the state at the start and t.
+  // Number of t's ancestors: the tokens between the initial state and t.
   __device__ __forceinline__ int depth(int n, int t) const {
     int found = 0;
     for (t = parent(n, t); t >= 0; t = parent(n, t)) {
@@ -83,27 +86,29 @@ struct DecodePlan {
   }
 };
 
-// A head's inputs of the recurrence: pointers to the head's row of the first token, and strides from token to token.
+// A head's inputs of the recurrence. q, k and v point to the head's row of token 0, a and b to token 0 of all value
+// heads. Strides go from token to token, in elements.
 struct DecodeTokens {
   const void *q, *k, *v;
   const void *a, *b;
   int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
-  int head;  // a, b and these are of all value heads
+  int head;  // the value head: the index into a, b, A_log and dt_bias
   const void *A_log, *dt_bias;
   int activations;
   float scale;
   bool normalize;
 };
 
-// Where states are: a pool, and rows of states after tokens. Each pointer is to the head's state in the first of them.
+// The memory of states: a pool of slots, and kept states [rows, steps], one step for each token. Both pointers are to
+// the head's state in the first entry. Strides are in elements.
 struct DecodeStates {
   void *pool, *kept;
   int64_t slot_stride, row_stride, step_stride;
-  int rows, steps;  // none, if states are not kept
+  int rows, steps;  // 0 if no states are kept
 
   template <typename State>
   struct Places {
-    State *slot, *kept;  // or null
+    State *slot, *kept;  // null: the state does not go there
 
     template <typename Use>
     __device__ __forceinline__ void for_each(Use use) const {
@@ -115,7 +120,7 @@ struct DecodeStates {
       }
     }
   };
-  // Where the head's state after token t of sequence n goes.
+  // The places that get the head's state after token t of sequence n.
   template <typename State>
   __device__ __forceinline__ Places<State> places(const DecodePlan& plan, int n, int t, int count,
                                                   int64_t first_slot) const {
@@ -133,9 +138,9 @@ struct DecodeStates {
   }
 };
 
-// Prefetches value rows of a state into L2 before the wait for the preceding grid; `pool` is the head's first slot. The
-// preceding grid may still write the table or the state, so no result depends on this read. A wrong slot only wastes
-// the prefetch, and later writes reach L2, too.
+// Prefetches a share's value rows of the initial state into L2, before the wait for the preceding grid. `pool` points
+// to the head's state in slot 0. The preceding grid may still write the table or the state, so no result depends on
+// this read: a wrong slot wastes the prefetch, and a later write of the state updates L2.
 template <typename State>
 __device__ __forceinline__ void prefetch_state(const FirstSlots& slots, const void* pool, int64_t slot_stride,
                                                const DecodeShare& share, int key_dim, int value_dim) {

@@ -5,8 +5,8 @@
 
 namespace flash_qla::device {
 
-// This lane's sum, number lane / (kLanes / kCount), of kCount sums over kLanes neighbouring lanes. Every step halves
-// the number of sums that a lane still adds.
+// The sum over kLanes neighbouring lanes of x[lane / (kLanes / kCount)]: kCount sums, of which each lane gets one.
+// Every step halves the number of sums that a lane still adds.
 template <int kLanes, int kCount>
 __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int lane) {
   constexpr int kHalf = kLanes / 2;
@@ -26,14 +26,15 @@ __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int l
   }
 }
 
+// kDecodeWarpRows value rows of a state in a warp's registers, in fp32, laid out as RowLanes says.
 template <typename State, int K>
 class StateRows {
  public:
   using L = RowLanes<State, K>;
-  using Raw = uint4[L::kRows];          // a lane's part of them, as it lies in memory
-  using Tile = uint4[L::kRows][kWarp];  // all lanes' parts, in shared memory
+  using Raw = uint4[L::kRows];          // a lane's 16 bytes of each of its rows, as in memory
+  using Tile = uint4[L::kRows][kWarp];  // those of all lanes, in shared memory
 
-  // Rows of a head's state from `row` on.
+  // The rows begin at row `row` of a head's state.
   __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim) : row_(row), K_(key_dim), V_(value_dim) {}
 
   __device__ __forceinline__ void load(Raw& raw, const State* state) const {
@@ -42,7 +43,7 @@ class StateRows {
       raw[r] = is_there(r) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(r))) : uint4{};
     }
   }
-  // Starts asynchronous copies. Each lane waits only for its own part.
+  // Starts asynchronous copies. A lane copies its own part, so it waits for its own copies only.
   __device__ __forceinline__ void fetch(Tile& tile, const State* state) const {
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
@@ -91,7 +92,7 @@ class StateRows {
     }
   }
 
-  // The row of the warp whose v and o the lane has. Half of a row's lanes compute changes, the other half outputs.
+  // The lane's own row of the warp, for v and o. The first half of a row's lanes compute changes, the others outputs.
   __device__ __forceinline__ static int own_row() {
     return L::lane() % (L::kLanes / 2) / kLanesOfSum * L::kTogether + L::above();
   }
@@ -117,7 +118,7 @@ class StateRows {
     }
     return out;
   }
-  // Stores a token's output of step, or another number.
+  // Stores `out`, in each lane the output of its own row: the result of step.
   template <typename Element>
   __device__ __forceinline__ void write_output(Element* o, float out) const {
     const int row = row_ + own_row();
@@ -127,7 +128,7 @@ class StateRows {
   }
 
  private:
-  static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // that have the same one
+  static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // lanes that get the same sum
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
   __device__ __forceinline__ int offset(int r) const { return row(r) * K_ + L::channel(); }
   __device__ __forceinline__ bool is_there(int r) const { return row(r) < V_ && L::channel() < K_; }

@@ -1,12 +1,12 @@
-// A token as decoding takes it, made ready by a warp; see decode/decode.py.
+// A token of decode, prepared by a warp: q and k normalised, gates activated; see decode/decode.py.
 #pragma once
 
 #include "decode/decode_plan.cuh"
 
 namespace flash_qla::device {
 
-// How a warp has kDecodeWarpRows value rows of a state: a lane 16 bytes of each of its rows, which are kTogether apart.
-// Channels after a head's last one count as zeros.
+// The layout of kDecodeWarpRows value rows of a state in a warp. A lane has 16 bytes of each of its kRows rows, which
+// are kTogether rows apart. Channels after a head's last one count as zeros.
 template <typename State, int K>
 struct RowLanes {
   static constexpr int kChannels = 16 / sizeof(State);  // channels of a lane
@@ -14,7 +14,7 @@ struct RowLanes {
   static constexpr int kTogether = kWarp / kLanes, kRows = kDecodeWarpRows / kTogether;
   static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kDecodeWarpRows % kTogether == 0);
 
-  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // lane in its row
+  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // number in its row
   static __device__ __forceinline__ int above() { return threadIdx.x % kWarp / kLanes; }
   static __device__ __forceinline__ int channel() { return kChannels * lane(); }
 
@@ -36,14 +36,14 @@ struct RowLanes {
   }
 };
 
-// A lane's channels of a token's q and k, normalised; q is scaled.
+// A prepared token: the lane's channels of q, normalised and scaled, and of k, normalised; decay = exp(g), beta, q^T k.
 template <int kChannels>
 struct LaneToken {
   float q[kChannels], k[kChannels];
   float decay, beta, qk;
 };
 
-// A token on its way to a warp.
+// A loaded token, before it is normalised and activated. All loads are in flight before the first use.
 template <typename Element, typename State, int K>
 class RawToken {
  public:
@@ -104,14 +104,14 @@ class RawToken {
   GateBits gate_;
 };
 
-// kDecodeTokens tokens at a time, which a CTA's warps make ready for each other: the same for all value rows but v, of
-// which there are the kTileRows rows of the CTA.
+// The prepared tokens of a sequence in shared memory, kDecodeTokens at a time. Each warp of the CTA prepares some of
+// them for all warps, because q, k and the gates are the same for all value rows. v has the CTA's kTileRows rows.
 template <typename Element, typename State, int K, int kTileRows>
 class PreparedTokens {
  public:
   using L = RowLanes<State, K>;
   using Places = DecodeStates::Places<State>;
-  static constexpr int kRowsOfLane = kTileRows / kWarp;  // neighbouring rows of v
+  static constexpr int kRowsOfLane = kTileRows / kWarp;  // neighbouring rows of v that a lane loads
 
   struct alignas(sizeof(Element) * kRowsOfLane) Values {
     Element of_row[kRowsOfLane];
@@ -124,7 +124,7 @@ class PreparedTokens {
     float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];
     float v[kDecodeTokens][kTileRows];
     float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
-    Places places[kDecodeTokens];  // where the states after tokens go
+    Places places[kDecodeTokens];  // destinations of the states after tokens; only `want` sets them
   };
 
   __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodePlan& plan, const DecodeTokens& tokens,
@@ -143,7 +143,7 @@ class PreparedTokens {
         V_(value_dim) {}
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
-  // Reads nothing after the sequence's last token.
+  // Loads a token; after the sequence's last token it loads nothing.
   __device__ __forceinline__ Raw load(int token) const {
     Raw raw;
     if (token < count_) {
@@ -155,7 +155,8 @@ class PreparedTokens {
     }
     return raw;
   }
-  // The first tokens, by all threads of the CTA, of which `raw` is the warp's first: the next one is on its way.
+  // Prepares the first kDecodeTokens tokens. `raw` is the warp's first token, loaded already. All threads of the CTA
+  // call it.
   __device__ __forceinline__ void prepare(Raw raw) {
 #pragma unroll 1
     for (int t = warp(); t < kDecodeTokens && t < count_; t += kDecodeWarps) {
@@ -164,8 +165,8 @@ class PreparedTokens {
     }
     __syncthreads();
   }
-  // Makes the token's block the one that is there, by all threads of the CTA. In few registers: it may be among the
-  // tokens that a state goes through.
+  // Prepares the block of kDecodeTokens tokens that holds `token`, unless it is there. All threads of the CTA call it.
+  // It takes few registers, because a state may be in registers meanwhile.
   __device__ __forceinline__ void want(int token) {
     if (const int block = token / kDecodeTokens; block != block_) {
       block_ = block;
@@ -185,7 +186,7 @@ class PreparedTokens {
       __syncthreads();
     }
   }
-  // The lane's part of a token that exists.
+  // The lane's part of a token of the current block.
   __device__ __forceinline__ LaneToken<L::kChannels> token(int token) const {
     const int t = token % kDecodeTokens;
     LaneToken<L::kChannels> found;

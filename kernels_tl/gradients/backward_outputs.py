@@ -1,7 +1,7 @@
 """The roles of chunk_backward that compute gradients from the tiles of the warpgroups of dS (backward_state.py): one
 warpgroup dQ and dK, two warps dV, and one warp dbeta and dg. chunk_backward.py has the formulas.
 
-The last warp also sends dQ and dK out, in the turn of its head (gradients/turns.cuh).
+The warp of dbeta and dg also adds dQ and dK to the outputs, when its head's turn has come (gradients/turns.cuh).
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from kernels_tl.layout import BackwardGate, TokenSum
 
 STAGES = TILE.stages
 VALUE_THREADS, GATE_THREADS = 64, 32  # they follow the warp that loads
-VALUE_ROWS = C // (VALUE_THREADS // 32)  # a warp of dV has
+VALUE_ROWS = C // (VALUE_THREADS // 32)  # rows of a chunk that a warp of dV takes
 
 
 def output_roles(dtype, K, sizes, value_tiles):
@@ -133,7 +133,7 @@ def output_roles(dtype, K, sizes, value_tiles):
             one.wait_for(ready.dO_loaded)
             begin_dK(r, tiles, ready, s, z, p, scale, carried)
             one.wait_for(ready.U_staged)
-            # New values to the compiler: it then keeps no addresses in registers from above.
+            # The compiler does not know these values, so it keeps no addresses from above in registers.
             s = extern("kept", step % STAGES, returns="int32")
             z = extern("kept", 0, returns="int32")
             end_dK(r, tiles, ready, s, z, p)
@@ -184,13 +184,13 @@ def output_roles(dtype, K, sizes, value_tiles):
 
     @T.macro
     def make_gates(tiles, ready, cta, segments, gradients, turns):
-        """The warp of dbeta and dg, which also sends dQ and dK out."""
+        """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in turn."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
         hv = T.alloc_var("int32", init=piece.hv)
         hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
         turn = T.alloc_var("int32", init=(hv - hk * sizes.group) * value_tiles + piece.tile)
-        # The chunk's values count on from step to step, because that takes fewer registers than computing them anew.
+        # These variables move from chunk to chunk, because computing them again in each step takes more registers.
         chunk = T.alloc_var("int32", init=segment.first + segment.chunks - 1)
         row = T.alloc_var("int32", init=segment.row + (segment.chunks - 1) * C)
         length = T.alloc_var("int32", init=segment.length - (segment.chunks - 1) * C)

@@ -1,8 +1,9 @@
 """The role of chunk_backward that carries dS^T: two warpgroups, 64 rows each. chunk_backward.py has the formulas.
 
-A chunk's step makes dV_new, U, G, diag(beta) F, <S, dS'> and dS, the next chunk's dS', and leaves them in shared memory
-for the other roles (backward_outputs.py). The transposed form keeps every intermediate in registers as the next WGMMA's
-A operand. dS^T is carried without the factor gamma_1 of the chunk after it (`carried`); users of dS multiply by it.
+A chunk's step computes U, G, diag(beta) F, <S, dS'> and dS, and leaves them in shared memory for the other roles
+(backward_outputs.py). dS is the next step's dS'. The transposed form keeps every intermediate in registers as the next
+WGMMA's A operand. dS^T is carried without the factor gamma_1 of the chunk that it comes from. `carried` is that factor,
+and users of dS multiply by it.
 """
 
 import tilelang.language as T
@@ -12,7 +13,7 @@ from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
 from kernels_tl.core.pipeline import Stage, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate_row
-from kernels_tl.layout import BackwardGate, NamedBarrier, SegmentFlag, TokenSum
+from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier, TokenSum
 
 V = TILE.tile  # value rows a CTA
 STAGES = TILE.stages
@@ -54,13 +55,13 @@ def state_role(dtype, K, H_v, value_tiles):
 
     @T.macro
     def multiply_tokens(r, tiles, s, z, left, alike):
-        """Starts the products of G or F, and Q K^T or K K^T: 32 columns a warpgroup."""
+        """Begins dO V_new^T and Q K^T for G, or U V_new^T and K K^T for F: 32 columns a warpgroup."""
         T.wgmma_gemm(left, tiles.V_new[z, :, :], r.products, transpose_B=True, clear_accum=True)
         T.wgmma_gemm(alike, tiles.K[s, :, :], r.likeness, transpose_B=True, clear_accum=True)
 
     @T.macro
     def gate_products(r, tiles, ready, s, z, p, which, scale):
-        """Leaves G or diag(beta) F in their tile, and the sums of E."""
+        """Leaves G (which = 0) or diag(beta) F (which = 1) in their tile, and adds to the sums of E."""
         gated = T.alloc_local([8], "uint32")
         T.wait_wgmma(0)
         extern(
@@ -89,7 +90,7 @@ def state_role(dtype, K, H_v, value_tiles):
 
     @T.macro
     def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
-        """Leaves dV_new^T in U, and the terms of dO and dS' in dS^T / gamma_1 in dS."""
+        """Leaves dV_new^T in U, and dS^T / gamma_1 without its term of U in dS."""
         one = Stage(0, p)
         one.wait_for(ready.dO_loaded)
         extern(
@@ -168,7 +169,7 @@ def state_role(dtype, K, H_v, value_tiles):
         pair.arrive(ready.sums_made)
 
     @T.macro
-    def carry(tiles, ready, cta, segments, final, initial, grad_states, ends, scale):
+    def carry(tiles, ready, cta, segments, final, initial, grad_states, scale):
         """The warpgroups of dS."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
@@ -176,12 +177,12 @@ def state_role(dtype, K, H_v, value_tiles):
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-        if segment.flags < SegmentFlag.LAST:
+        if segment.final == FROM_SCAN:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
         else:
-            if ends.has_dht != 0:
-                final.read(r.dS, segment.n, piece.hv, piece.v0)
+            if segment.final != NO_STATE:
+                final.read(r.dS, segment.final, piece.hv, piece.v0)
             else:
                 T.clear(r.dS)
         if segment.length % C != 0:
@@ -205,9 +206,9 @@ def state_role(dtype, K, H_v, value_tiles):
             end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
             carried = gate(tiles, s, BackwardGate.GAMMA, 0)
             stage.arrive(ready.released)
-        if (ends.has_dh0 != 0) & (segment.flags % SegmentFlag.LAST != 0):
+        if segment.initial >= 0:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] *= carried
-            initial.write(r.dS, segment.n, piece.hv, piece.v0)
+            initial.write(r.dS, segment.initial, piece.hv, piece.v0)
 
     return carry

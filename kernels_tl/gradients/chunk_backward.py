@@ -29,18 +29,18 @@ dbeta and dg (backward_outputs.py). One warp loads by TMA, here.
 
 Accuracy:
 
-- dS is computed as gamma_1 times the same sum with gamma / gamma_1: 16 bits then hold the factors, however small gamma
-  is.
+- dS is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma. 16 bits hold gamma / gamma_1
+  however small gamma is.
 - Every term of dg carries the decay across t, so dg is accurate under strong decay too. This needs products of tokens
-  in fp32. The diagonal of G * Q K^T cancels, and is left out. Where e^g is 0, dg is 0.
-- dbeta comes from the diagonal of U V_new^T, because V_new has beta as a factor. It comes from V instead in fp16, and
-  where beta is next to 0, because the diagonal has lost its digits there.
+  in fp32. The diagonal of G * Q K^T cancels in dg, and is left out of E. If e^g is 0, dg is 0.
+- dbeta is the diagonal of U V_new^T over beta, because V_new has beta as a factor. In fp16, and if beta is next to 0,
+  dbeta comes from V instead, because the diagonal has lost its digits.
 
-Sums over CTAs: dq and dk are sums over the heads of a group and over value tiles. Each CTA adds its own in turn, by TMA
-(gradients/turns.cuh). db and dg are fp32, and each value tile has its own: gate_gradients adds them up, and takes them
-through the activations.
+Sums over CTAs: dq and dk are sums over the heads of a group and over value tiles. Each CTA adds its terms in turn
+(gradients/turns.cuh). Each value tile writes db and dg of its own, in fp32. gate_gradients adds them, and applies the
+activations' slopes.
 
-Each ring has one stage but that of K and the gates, which both ends of the pipeline need at the same time.
+Each ring has one stage. K and the gates have two, because the first and the last roles need them at the same time.
 """
 
 import tilelang.language as T
@@ -104,7 +104,7 @@ def chunk_backward(dtype, K):
             sums=([2, TokenSum.COUNT, C], "float32"),
             columns=([2, 4, C], "float32"),  # column sums of E over the rows of each warp
             products=([2, STATE_THREADS // 32], "float32"),  # <S, dS'> over the rows of each warp
-            dQ=([2, C, K // 2], dtype),  # dQ and dK on their way out
+            dQ=([2, C, K // 2], dtype),  # dQ and dK, until they are added to the outputs
             dK=([2, C, K // 2], dtype),
             swizzle=("U", "dQ", "dK"),
         )
@@ -133,10 +133,11 @@ def chunk_backward(dtype, K):
             U_taken=[KEY_THREADS + VALUE_THREADS],
             gated=[STATE_THREADS],
             gated_taken=[KEY_THREADS],
-            # All to the warp of dbeta and dg, and back: sums, columns and products of every other chunk.
+            # The other roles to the warp of dbeta and dg, and back: sums, columns and products. Chunks take turns with
+            # two of each.
             sums_made=[CONSUMERS + VALUE_THREADS] * 2,
             sums_taken=[GATE_THREADS] * 2,
-            # The warpgroup of dQ and dK to the warp that sends them out, and back.
+            # The warpgroup of dQ and dK to the warp that adds them to the outputs, and back.
             keys_staged=[KEY_THREADS],
             keys_taken=[GATE_THREADS],
         )
@@ -213,7 +214,7 @@ def chunk_backward(dtype, K):
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 final = ends.view(T.access_ptr(ends.dht[0], "r"))
                 initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
-                carry(tiles, ready, cta, plan.segments, final, initial, grad_states, ends, scale)
+                carry(tiles, ready, cta, plan.segments, final, initial, grad_states, scale)
             else:
                 if tx < CONSUMERS:
                     T.inc_max_nreg(CONSUMER_REGISTERS)

@@ -9,29 +9,33 @@ namespace flash_qla::device {
 
 constexpr int kRowBytes = 128;  // bytes of a panel's row
 
-// The row whose address the lane gives to ldmatrix and stmatrix. Matrices 0, 1 are rows 0 to 7 and 8 to 15 of the
-// warp's 16 rows at a piece of 16 bytes; 2, 3 are these rows at the next piece. A piece's swizzle depends on `row`.
+// The row of a panel whose address the lane gives to ldmatrix or stmatrix. at(n) is the address of piece n + `piece`,
+// of 16 bytes; the swizzle depends on `row`.
 struct MatrixRow {
-  uint32_t address;  // the row's
+  uint32_t address;  // the row's first byte
   int row, piece;
 
   __device__ __forceinline__ uint32_t at(int n) const { return address + (((n + piece) ^ (row & 7)) << 4); }
 };
 
+// The lane's row of a left factor or a fragment: matrices 0, 1 are rows 0 to 7 and 8 to 15 from first_row on at a
+// piece; 2, 3 are the same rows at the next piece.
 __device__ __forceinline__ MatrixRow matrix_row(const void* panel, int first_row) {
   const int lane = lane_here(), row = first_row + (lane & 15);
   return {shared_address(panel) + row * kRowBytes, row, lane >> 4};
 }
 
-// The lane's row of a right factor: matrices 0, 1 are rows 0 to 7 at a piece and at the next one; 2, 3 are rows 8 to
-// 15. So the operands of one product lie in consecutive registers.
+// The lane's row of a right factor: matrices 0, 1 are rows 0 to 7 at a piece and at the next one; 2, 3 are rows 8 to 15
+// at the same pieces. The two operands of one product then lie in consecutive registers.
 __device__ __forceinline__ MatrixRow factor_row(const void* panel, int first_row) {
   const int lane = lane_here(), row = first_row + (lane & 7) + (lane >> 4) * 8;
   return {shared_address(panel) + row * kRowBytes, row, lane >> 3 & 1};
 }
 
-// use(i, x) for the packed pairs of columns of the tile's rows that the thread has in a fragment with 128 columns: x[0]
-// to x[3] meet fragment[i .. i + 1], [i + 4 ..], [i + 2 ..], [i + 6 ..].
+// use(i, x) for each eight elements of the tile that have the places of fragment[i] to fragment[i + 7], in a fragment
+// of 128 columns. x holds them as packed pairs, which meet
+//
+//   x[0]: fragment[i], [i + 1]    x[1]: [i + 4], [i + 5]    x[2]: [i + 2], [i + 3]    x[3]: [i + 6], [i + 7]
 template <int kRows, typename Use>
 __device__ __forceinline__ void for_pairs_of_tile(const void* tile, int first_row, Use use) {
 #pragma unroll
@@ -46,17 +50,17 @@ __device__ __forceinline__ void for_pairs_of_tile(const void* tile, int first_ro
   }
 }
 
-// The thread's warp in its warpgroup, opaque like lane_here().
+// The warp's number in its warpgroup, opaque like lane_here().
 __device__ __forceinline__ int warp_here() {
   int thread = threadIdx.x;
   make_opaque(thread);
   return thread / 32 & 3;
 }
 
-// The rows of a fragment of 64 rows that the thread has: this one, and the eighth below it.
+// The first of the thread's two rows of a fragment of 64 rows. The other one is first_row() + 8.
 __device__ __forceinline__ int first_row() { return 16 * warp_here() + lane_here() / 4; }
 
-// Adds over the four lanes that share two rows: to[row + 8 h] = sum of sum[h].
+// to[row + 8 h] = sum[h] added over the four lanes that share the rows.
 __device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -69,7 +73,8 @@ __device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[
   }
 }
 
-// Eight registers of a fragment in 16 bits, as a left factor of a product and as store_matrices takes them.
+// rounded = x[0] to x[7] in 16 bits: eight registers of a fragment, in the order of a left factor and of
+// store_matrices.
 template <typename T>
 __device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float* x) {
 #pragma unroll
@@ -78,12 +83,12 @@ __device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float*
   }
 }
 
-// diag(a b^T), 16 rows each, by a warp's tensor cores: only the two 8 x 8 blocks on the diagonal are computed. Each
-// lane with is_mine() holds two rows: the rows of its WGMMA fragment.
+// diag(a b^T) of 16 rows each, by a warp's tensor cores. Only the two 8 x 8 blocks on the diagonal matter. Each lane
+// with is_mine() holds two entries, those of its rows g and g + 8 of a fragment (g = lane / 4).
 template <typename T>
 class Diagonal {
  public:
-  // Adds the products of sixteen columns: a is loaded by matrix_row or a fragment, b is loaded by factor_row.
+  // Adds the products of 16 columns. a comes from matrix_row or from a fragment, b from factor_row.
   __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     multiply_add(T(), low_, a, b[0], b[1]);
     multiply_add(T(), high_, a, b[2], b[3]);
@@ -95,17 +100,17 @@ class Diagonal {
   }
 
  private:
-  float low_[4] = {}, high_[4] = {};  // rows 0 to 7, and 8 to 15
+  float low_[4] = {}, high_[4] = {};  // a times rows 0 to 7 of b, and times rows 8 to 15
 };
 
-// Dot products of a fragment's rows with those of a tile, by a warp.
+// Dot products of a fragment's rows with the same rows of a tile, by a warp.
 template <typename T>
 class RowDots;
 
 template <>
 class RowDots<__nv_bfloat16> {
  public:
-  // x: eight of a fragment's registers; tile: see for_pairs_of_tile.
+  // x and tile: the eight elements and packed pairs of for_pairs_of_tile.
   __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
     uint32_t rounded[4];
     round_eight<__nv_bfloat16>(rounded, x);
@@ -125,7 +130,7 @@ class RowDots<__nv_bfloat16> {
 };
 
 template <>
-class RowDots<__half> {  // fp32 sums, because fragments exceed the range of fp16
+class RowDots<__half> {  // fp32 products without tensor cores, because rounding a fragment to fp16 may overflow
  public:
   __device__ __forceinline__ void add(const float* x, const uint32_t (&tile)[4]) {
 #pragma unroll
@@ -180,7 +185,8 @@ __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* a
   dots.store(sums, row, scale);
 }
 
-// x[0] = the sum of column lane / 4 over the eight lanes with the same lane % 4; each lane has eight columns in x.
+// x[0] = sum of x[lane / 4] over the eight lanes with the same lane % 4. x[0] to x[7] are a lane's terms of eight
+// columns.
 template <int kHalf = 4>
 __device__ __forceinline__ void column_sums(float (&x)[8]) {
   const bool upper = threadIdx.x & 4 * kHalf;

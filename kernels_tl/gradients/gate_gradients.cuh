@@ -11,8 +11,8 @@ __device__ __forceinline__ void write_number(void* numbers, int activations, int
   with_dtype(activations, bit, [&]<typename T>(T type) { static_cast<T*>(numbers)[i] = from_float(type, x); });
 }
 
-// The two sums over the threads of a head, thread % kGateHeads, in pairs and so in the same order every time; in the
-// first threads.
+// The sum of x over the threads of a head, those with the same thread % kGateHeads, in a fixed order. The first
+// kGateHeads threads get it.
 __device__ __forceinline__ float2 sum_over_tokens(float2* shared, float2 x) {
   const int thread = threadIdx.x;
   shared[thread] = x;
@@ -26,9 +26,9 @@ __device__ __forceinline__ float2 sum_over_tokens(float2* shared, float2 x) {
   return shared[thread];
 }
 
-// One CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot. `at` is the element
-// of the first token's first head. Parts are `part_size` elements apart. The last CTA of its heads adds the sums of all
-// slots. A kernel cannot pass records, so everything is an argument.
+// One CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot from token row `row`
+// on. Parts are `part_size` elements apart. The last CTA of these heads to end adds the sums of all slots. A kernel
+// cannot pass records, so everything is an argument.
 __device__ __forceinline__ void gate_gradients(const float* db_parts, const float* dg_parts, int parts,
                                                int64_t part_size, const void* g, const void* beta, const void* A_log,
                                                const void* dt_bias, int activations, void* db, void* dg,

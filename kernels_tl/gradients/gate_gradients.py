@@ -1,20 +1,19 @@
 """Gradients of the caller's gates and betas, from chunk_backward's gradients of g and beta:
 
-    dg = sum of dg_parts,       db = sum of db_parts,   over the tiles of value rows, times the activations' slopes
-    dA_log = sum_t dg_t g_t,    ddt_bias = sum_t dg_raw_t,   if the gate's activation is inside
-
-Each gradient has the dtype of its input.
+    dg = sum of dg_parts,           db = sum of db_parts             over the tiles of value rows
+    dg_raw = dg * slope of g,       db_raw = db * slope of beta      for each activation that is inside
+    dA_log = sum_t dg_t g_t,        ddt_bias = sum_t dg_raw_t        if the gate's activation is inside
 
     db_parts, dg_parts  [value tiles, tokens, H_v] fp32     chunk_backward's results
+    db, dg              [tokens, H_v]                       the gradients of the caller's betas and gates
     gate_sums           [chunk_slots, H_v, 2] fp32          a chunk's terms of dA_log and ddt_bias
-    counters            [H_v / 8]                           0 at first; CTAs of these heads that have finished
+    counters            [H_v / 8]                           CTAs of these heads that have ended; 0 at first
 
-Rows that no sequence covers get zeros. The last CTA of its heads adds up their sums of all chunks, in an order that
-depends on shapes alone.
+Each gradient has the dtype of its input. Rows that no sequence covers get zeros.
 
-A CTA takes 8 heads of a chunk.
-
-Launched on [chunk_slots, H_v / 8], after chunk_backward, if an activation is inside or there are several tiles.
+backward.cpp launches [chunk_slots, H_v / 8] CTAs after chunk_backward, if an activation is inside or there are several
+value tiles. A CTA takes 8 heads of a chunk. The last CTA of these heads to end adds the sums of all chunks, in an order
+that depends on shapes alone.
 """
 
 import tilelang.language as T

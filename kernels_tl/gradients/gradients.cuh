@@ -6,23 +6,23 @@
 
 namespace flash_qla::device {
 
-// dbeta is the diagonal of U V_new^T over beta, where V_new, which has beta as a factor, keeps its digits: in bf16,
-// unless beta is as good as 0. Else it takes V.
+// dbeta = diagonal of U V_new^T / beta, because V_new has beta as a factor. needs_V says whether dbeta comes from V
+// instead: in fp16, and in bf16 if beta is so close to 0 that V_new has lost its digits.
 __device__ __forceinline__ bool needs_V(__nv_bfloat16, float beta) {
   return fabsf(beta) < static_cast<float>(kLeastBeta);
 }
 __device__ __forceinline__ bool needs_V(__half, float) { return true; }
 
-// The CTA's first two warpgroups, 32 columns each, compute from products[i][j] and likeness[i][j] of tokens i and j,
-// 64 x 64,
+// From `products` and `likeness`, both 64 x 64 of tokens i and j, the CTA's first two warpgroups compute
 //
-//   gated = diag(betas) products * scale * D below the diagonal, rounded, for stage_gated; with kDiagonal on it, too,
-//           and without betas
-//   E     = gated * likeness, below the diagonal; its sums over a warpgroup's columns, without betas, go to row_sums
-//           [2, 64], those over a warp's rows to columns [4, 64], or without kDiagonal are added to what is there
+//   kDiagonal (G):   gated = scale tril(products) * D,                 E = gated * likeness below the diagonal
+//   else (F):        gated = scale diag(betas) stril(products) * D,    E = gated * likeness
 //
-// and without kDiagonal the products' own diagonal over betas to `diagonal`, where that is dbeta. A warp has a block of
-// 16 rows and two blocks of 16 columns.
+//   row_sums [2, 64]    sum over a warpgroup's columns of E without its factor betas
+//   columns  [4, 64]    sum over a warp's rows of E; set with kDiagonal, else added to
+//   diagonal [64]       without kDiagonal: products_ii / betas_i, which is dbeta_i, unless needs_V
+//
+// `gated` is rounded, for stage_gated. A warpgroup has 32 columns; a warp has 16 rows of them, as two 16 x 16 blocks.
 template <typename T, bool kDiagonal>
 class GatedProducts {
  public:
@@ -37,7 +37,8 @@ class GatedProducts {
     }
   }
 
-  // The pair-th block of columns, from `column` on being the thread's; kOnDiagonal: the same tokens as the rows.
+  // The warp's pair-th block. `column` is the thread's first column of a fragment. kOnDiagonal: the block's rows and
+  // columns are the same tokens.
   template <bool kOnDiagonal>
   __device__ __forceinline__ void gate_block(int pair, int column, uint32_t* gated) {
     const int g = lane_here() / 4, t = lane_here() & 3;
@@ -54,7 +55,7 @@ class GatedProducts {
           const int at = 4 * n + 2 * half + e;
           const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x));
           const float ungated = products_[at];
-          x[e] = D * ungated;  // any number above the diagonal
+          x[e] = D * ungated;  // may be inf above the diagonal, where it is not used
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
           const float E = below ? x[e] * likeness_[at] : 0.f;
           sum_[half] += E;
@@ -134,7 +135,8 @@ __device__ __forceinline__ void stage_fragment(const float* fragment, void* tile
   }
 }
 
-// sums[w] = factor * sum(a * b) over warp w's 16 rows of two tiles of kRows x 128. The CTA's first warps call it.
+// sums[w] = factor * sum(a * b) over rows 16 w to 16 w + 15 of two tiles of kRows x 128, by warp w of the CTA's first
+// kRows / 16 warps.
 template <typename T, int kRows>
 __device__ __forceinline__ void tile_product(const void* a, const void* b, float factor, float* sums) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -182,8 +184,8 @@ __device__ __forceinline__ void fade_columns(void* faded, const float* fragment,
   round_scaled_columns<T>(faded, fragment, x);
 }
 
-// dV = beta U for 32 tokens from `first` on, by one warp; a half-warp takes a row. U is a tile of 64 x 128; V has
-// `columns` columns of it.
+// dV = diag(beta) U for 32 tokens from `first` on, by one warp; a half-warp takes a row. U is a tile of 64 x 128, of
+// which dV has the first `columns` columns.
 template <typename T>
 __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_rows, int stride, const float* beta,
                                                       int first, int valid, int columns) {
@@ -214,7 +216,7 @@ __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_ro
   }
 }
 
-// sums = rowsum(U * V) for tokens with needs_V, of the same 32 tokens and with the same half-warps.
+// sums = rowsum(U * V) for those of 32 tokens from `first` on that have needs_V, by one warp; a half-warp takes a row.
 template <typename T>
 __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, int stride, const float* beta,
                                            float* sums, int first, int valid, int columns) {
@@ -251,7 +253,7 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
   }
 }
 
-constexpr float kForgotten = -150.f;  // log2 of a decay that is 0
+constexpr float kForgotten = -150.f;  // log2 of a decay that is 0 in fp32
 
 // dbeta and dg of a chunk (formula in chunk_backward.py), by one warp, from the rows of TokenSum and BackwardGate. Lane
 // l has tokens 2l and 2l + 1.
@@ -260,8 +262,8 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
                                                      const float* gates, float* db, float* dg, int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
-  // A token that forgets all before it has no dg, and what the sums leave would count a thousand times in dA_log. Bits
-  // of lanes, since registers are short.
+  // If e^g is 0, dg is 0: the sums would leave a rounding error, which dA_log multiplies by g, down to -1024. One bit a
+  // lane and token, because registers are short.
   const float2 logs = pair(gates + BackwardGate::kLog * kChunk);
   const float before = __shfl_up_sync(~0u, logs.y, 1);
   const unsigned bits[2] = {__ballot_sync(~0u, logs.x - (lane > 0 ? before : 0.f) < kForgotten),
@@ -283,7 +285,7 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   }
   const float y[2] = {yq.x + between.x + betas.x * (f.x - x.x) - below[0],
                       yq.y + between.y + betas.y * (f.y - x.y) - below[1]};
-  // suffix sums y over this lane and later ones, prefix sums z over earlier lanes. A difference of total sums would
+  // suffix = sum of y over this lane and later ones, prefix = sum of z over earlier lanes. A total minus a sum would
   // lose digits, because no decay reduces the last token's z.
   float suffix = y[0] + y[1], prefix = __shfl_up_sync(~0u, z.x + z.y, 1);
   prefix = lane > 0 ? prefix : 0.f;

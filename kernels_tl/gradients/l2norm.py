@@ -3,13 +3,12 @@
     rstd = 1 / sqrt(rowsum(x * x) + eps)        eps as in transformers
     y    = diag(rstd) x
 
-    q, k        [rows, pieces, 8]        x, rows = tokens * H_k; in pieces of 16 bytes, or loads would be of 2
-    normalized  [2, rows, pieces, 8]     y of both
-    rstd        [2, rows] fp32           likewise
+    q, k        [rows, pieces, 8] 16-bit      x; rows = tokens * H_k
+    normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k
+    rstd        [2, rows] fp32                of q, then of k
 
-A lane has a piece of a row.
-
-Launched on [rows / ROWS, 2].
+backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each. A lane takes a piece of a row. The pieces are
+a dimension of their own, because the compiler then loads 16 bytes at once instead of 2.
 """
 
 import tilelang.language as T
@@ -18,12 +17,19 @@ from kernels_tl.config import L2NORM
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
 from kernels_tl.layout import NORM_EPS, NORM_PIECE
 
-ROWS = L2NORM.tile  # rows a CTA has
+ROWS = L2NORM.tile  # rows of a CTA
+
+
+def lanes_of_row(K):
+    lanes = K // NORM_PIECE
+    assert lanes & (lanes - 1) == 0, f"sum_of_lanes adds over a power of two, not {lanes} lanes"
+    assert ROWS * lanes == L2NORM.threads
+    return lanes
 
 
 @T.macro
 def sum_of_lanes(number, lanes):
-    """The sum of a number over so many lanes next to each other, in all of them."""
+    """The sum of a number over `lanes` neighbouring lanes, in each of them."""
     total = T.alloc_var("float32", init=number)
     for bit in T.unroll(lanes.bit_length() - 1):
         total += T.shfl_xor(total, 1 << bit)
@@ -32,7 +38,7 @@ def sum_of_lanes(number, lanes):
 
 def l2norm(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = K // NORM_PIECE  # lanes that share a row
+    LANES = lanes_of_row(K)
 
     @T.macro
     def normalize(row, piece, there, which, x, normalized, rstd):

@@ -1,25 +1,24 @@
-"""The backward of the l2norm: of the gradients of the normalised rows y = x / |x|, in their place, those of x:
+"""The backward of the l2norm y = x / |x|, in place: dy becomes dx.
 
-    dx = rstd (dy - y rowsum(y * dy))
+    dx = rstd (dy - y rowsum(y * dy))        rstd = 1 / |x|
 
-    normalized, rstd  [2, rows, pieces, 8], [2, rows] fp32    y and 1 / |x| of q and k, by l2norm
-    dq, dk            [rows, pieces, 8]                       dy, then dx
+    normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k, by l2norm
+    rstd        [2, rows] fp32                of q, then of k, by l2norm
+    dq, dk      [rows, pieces, 8] 16-bit      dy, then dx; rows = tokens * H_k
 
-A lane has a piece of a row.
-
-Launched on [rows / ROWS, 2].
+backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of dq or of dk each. A lane takes a piece of a row.
 """
 
 import tilelang.language as T
 
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
-from kernels_tl.gradients.l2norm import ROWS, sum_of_lanes
+from kernels_tl.gradients.l2norm import ROWS, lanes_of_row, sum_of_lanes
 from kernels_tl.layout import NORM_PIECE
 
 
 def l2norm_backward(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = K // NORM_PIECE  # lanes that share a row
+    LANES = lanes_of_row(K)
 
     @T.macro
     def replace(row, piece, there, which, normalized, rstd, gradient):
@@ -40,7 +39,7 @@ def l2norm_backward(dtype, K):
             sizes += T.abs(dy[i])
         product = T.alloc_var("float32", init=sum_of_lanes(products, LANES))
         size = T.alloc_var("float32", init=sum_of_lanes(sizes, LANES))
-        # Rows that no sequence covers have zeros, and anything, even NaN, in y.
+        # Rows that no sequence covers have dy = 0, and y may be NaN. They stay 0.
         if there & (size != 0.0):
             factor = T.alloc_var("float32", init=rstd[which, row])
             for i in T.unroll(NORM_PIECE):

@@ -3,12 +3,12 @@ gradient of the state after the chunk, dS of the state before it:
 
     dV_new^T = dO^T P + (dS'^T K^T) diag(gamma_C / gamma)
     U^T      = dV_new^T + dV_new^T L
-    dS^T     = gamma_C dS'^T + (dO^T diag(scale gamma)) Q - (U^T diag(beta gamma)) K, formed as
-               gamma_1 times the same with gamma / gamma_1, so that 16 bits hold the factors however small gamma is
+    dS^T     = gamma_C dS'^T + (dO^T diag(scale gamma)) Q - (U^T diag(beta gamma)) K
 
-The transposed form keeps every intermediate in registers: each is the A operand of the next WGMMA. chunk_backward has a
-text of its own for the step (backward_state.py), because its warpgroups have fewer registers: dS' comes from shared
-memory, and the same products and roundings come in another order.
+dS^T is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma: 16 bits hold gamma / gamma_1
+however small gamma is. The transposed form keeps every intermediate in registers: each is the A operand of the next
+WGMMA. chunk_backward has its own code for the step (backward_state.py), because its warpgroups have fewer registers:
+dS' comes from shared memory, and the same products and roundings come in another order.
 """
 
 import tilelang.language as T
@@ -46,10 +46,10 @@ def gate_row(tiles, s, row):
 
 @T.macro
 def begin_step(r, tiles, s, dO, offset, column, scale):
-    """Leaves dS'^T K^T in dSK and dO^T P in U, and in flight in dS what dO and dS' are of dS^T / gamma_1; meanwhile dS
-    and dS_16 hold dS'^T.
+    """Takes dS'^T in dS. Leaves dS'^T K^T in dSK and dO^T P in U. dS becomes dS^T / gamma_1 without its term of U, in
+    flight.
 
-    The chunk's tiles are those of stage s, of L and P the transposed matrices, gates BackwardGate's rows; dO is the
+    s is the stage of the chunk's tiles: L and P are the transposed matrices, gates has BackwardGate's rows. dO is the
     first element of the warpgroup's tile of dO. offset and column are the thread's place in a tile and in a fragment
     (core/tiles.cuh)."""
     T.copy(r.dS, r.dS_16)
@@ -81,7 +81,7 @@ def begin_step(r, tiles, s, dO, offset, column, scale):
 
 @T.macro
 def end_step(r, tiles, s, column):
-    """Leaves dS^T in dS; meanwhile U holds U^T."""
+    """Leaves dS^T in dS and U^T in U."""
     extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
     T.copy(r.U, r.U_16)
     T.wgmma_gemm(r.U_16, tiles.L[s, :, :], r.U, transpose_B=True, policy=Full)

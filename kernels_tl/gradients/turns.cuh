@@ -1,15 +1,16 @@
-// dQ and dK of a query/key head, to which the value heads of its group, and the tiles of each, add one after the other,
-// in their order, so that the sums are the same bits every time. A chunk's turn is the number of those that have added.
+// Turns: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of value rows. The
+// CTAs of these add one after the other, in a fixed order, so the sums have the same bits every time. turns[chunk, H_k]
+// counts the CTAs that have added.
 //
-// Each waits for those before it only, whose CTAs have lower numbers: the GPU begins CTAs in the order of their
-// numbers, so they run, or have run.
+// A CTA only waits for CTAs with lower numbers. The GPU begins CTAs in the order of their numbers, so these run
+// already, or have ended.
 #pragma once
 
 #include "core/tiles.cuh"
 
 namespace flash_qla::device {
 
-// Waits until it is this warp's turn. The sums of earlier turns can then be read and added to.
+// Waits until `own` CTAs have added to the chunk. One warp calls it, and may then read and add to their sums.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
   if (own > 0) {
     if (lane_here() == 0) {
@@ -22,7 +23,7 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
   }
 }
 
-// Passes the turn on. The same warp calls it, after its sums are in memory.
+// Passes the turn on, unless this is the last of `takers`. The same warp calls it, after its sums are in memory.
 __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   if (own + 1 < takers) {
     fence_proxies();
@@ -33,9 +34,9 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// Adds a chunk's two tiles of 64 x 64, side by side, to the first key_dim columns of 64 rows from `row` on; the first
-// turn stores them. Fewer `valid` rows go one by one, because a box would reach into the next sequence. One warp calls
-// it. The writes are in flight until wait_until_stored.
+// rows += tiles, or rows = tiles in the first turn: 64 rows of key_dim columns, from two tiles of 64 x 64 side by side.
+// One warp calls it. A whole chunk goes as two boxes of TMA, which are in flight until wait_until_stored. With fewer
+// `valid` rows each half-warp adds a row at a time, because a box would reach into the next sequence.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
                                          int H_k, int key_dim, int valid, bool is_first) {

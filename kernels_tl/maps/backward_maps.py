@@ -55,7 +55,7 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-MAP_DZ = 2  # the third result, MAP_Z and MAP_M are the others
+MAP_DZ = 2  # the third result, after MAP_Z and MAP_M
 
 
 def backward_maps(dtype, K):
@@ -79,7 +79,7 @@ def backward_maps(dtype, K):
         )
 
     def bound(gates, segment, hv):
-        """The bound of the segment's first chunk (maps/segments.cuh), the step to the next one, the chunks."""
+        """Arguments of maps/segments.cuh: the bound of the segment's first chunk, the stride, the chunks."""
         return (
             T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r"),
             T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
@@ -112,7 +112,7 @@ def backward_maps(dtype, K):
 
     @T.macro
     def compute_dZ(tiles, ready, chunks, segment, hv, v0, grad_states, scale):
-        """The consumers: the recurrence in reverse, and its result."""
+        """The consumers of dZ: the recurrence in reverse from dS' = 0, then dZ to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
@@ -188,7 +188,7 @@ def backward_maps(dtype, K):
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             hv = T.alloc_var("int32", init=piece.hv)
             segment = load_segment_early(plan.segments, piece.slot)
-            # Bits of the flags that leave a map out: a last segment's Z, a first one's dZ, M where it is both.
+            # Flags of a segment that lacks this map: a last one has no Z, a first one no dZ, one that is both no M.
             without = T.alloc_var(
                 "int32",
                 init=T.Select(

@@ -1,23 +1,23 @@
-"""The map of whole sequences, composed of those of their segments (segment_maps, backward_maps): what ranks exchange
-under context parallelism.
+"""The maps of whole sequences, composed of the maps of their segments (segment_maps, backward_maps). Ranks exchange
+them under context parallelism.
 
-    S_after = M S_before + Z   over a sequence
+    M = M_n ... M_1                          of a sequence with segments 1 to n
+    Z = M_n (... (M_1 S + Z_1) ...) + Z_n    S: the initial state, if there is one, else 0
 
-    composed  [mapped, H_v, value_dim + key_dim, key_dim] fp32   of at most two sequences, mapped_0 and mapped_1: rows
-                                                                of Z^T, from the initial state where there is one, then
-                                                                those of M^T
+    composed  [mapped, H_v, value_dim + key_dim, key_dim] fp32   rows of Z^T, then of M^T, of at most two sequences:
+                                                                mapped_0 and mapped_1
     offsets   [segment_slots, H_v, value_rows, K] fp32           Z_s^T of segment s in slot s
-    maps      [segment_slots, H_v, 2, K, K]                      M_s^T in two 16-bit parts
-    skips     [segment_slots, H_v]                               1 where M_s is negligible: earlier states are ignored
+    maps      [segment_slots, H_v, 2, K, K] 16-bit               M_s^T as a rounded part and the rest
+    skips     [segment_slots, H_v] int32                         1 where M_s is negligible: earlier states are ignored
 
-V-first rows of a state do not depend on each other, so M^T is K more of them, which begin as those of I and have no Z.
-With `reverse` the same of gradients: M_s^T in the place of M_s, dZ_s^T in `offsets`, from the last segment to the
-first; rows of dZ^T, then those of M. The arithmetic is that of segment_scan, of whose roles there is no storer, as only
-the end is wanted. A sequence without tokens has the map of nothing, [initial state; I].
+`reverse` is the instance for gradients, from the last segment to the first: M_s^T takes the place of M_s, dZ_s^T that
+of Z_s^T, and `composed` has rows of dZ^T, then rows of M. A sequence without tokens has Z = S and M = I.
 
-A CTA goes through one sequence with 32 rows of the map of one head.
+pass.cpp launches [mapped * H_v * (value_dim / 32 + key_dim / 32)] CTAs: a CTA goes through one sequence with 32 rows of
+the map of one head.
 
-Launched on [mapped * H_v * (value_dim / 32 + key_dim / 32)].
+Rows of S^T do not depend on each other. So rows of M^T are computed like rows of S^T that start from I, with Z_s = 0.
+The roles and the arithmetic are those of segment_scan, without a storer: the consumers write the last result.
 """
 
 import tilelang.language as T
@@ -36,7 +36,7 @@ PRELUDE = """
 #include "core/tiles.cuh"
 """
 
-# Producers: a warp that loads
+# Producers: a loader.
 
 
 def compose_maps(dtype, K, reverse):
@@ -59,8 +59,8 @@ def compose_maps(dtype, K, reverse):
     def make_barriers():
         return barriers(
             loaded=[32] * STAGES,  # loader to consumers: Z and skip
-            released=[CONSUMERS] * STAGES,  # back
-            map_loaded=[32] * MAP_STAGES,
+            released=[CONSUMERS] * STAGES,  # consumers to loader
+            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
             map_released=[CONSUMERS] * MAP_STAGES,
         )
 
@@ -73,7 +73,7 @@ def compose_maps(dtype, K, reverse):
 
     @T.macro
     def compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, r):
-        """The consumers: S from segment to segment, and its end."""
+        """The consumers: S from segment to segment, then the last S to global memory."""
         skip = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         S = T.alloc_fragment([K, COLUMNS], "float32")
@@ -104,7 +104,7 @@ def compose_maps(dtype, K, reverse):
 
     @T.macro
     def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):
-        """The loader: Z, M, and whether there is an M."""
+        """The loader: skip, Z and M of each segment."""
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
         skip = T.alloc_var("int32", init=0)
@@ -115,7 +115,7 @@ def compose_maps(dtype, K, reverse):
             u = T.alloc_var("int32", init=step % STAGES)
             skip = next_skip
             next_slot = T.alloc_var("int32", init=T.Select(step + 1 < parts, slot + (-1 if reverse else 1), slot))
-            next_skip = maps.skips[next_slot, hv]  # ahead: latencies of the table would add up
+            next_skip = maps.skips[next_slot, hv]  # ahead, because latencies of the table would add up
             stage = stage_of(step, STAGES, u)
             stage.wait_until_free(ready.released)
             if T.get_thread_binding() == CONSUMERS:
@@ -167,7 +167,7 @@ def compose_maps(dtype, K, reverse):
             n = T.alloc_var("int32", init=T.Select(r == 0, mapped_0, mapped_1))
             slot = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.SEGMENT]))
             length = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.LENGTH]))
-            # The first segment is as long as all but the last
+            # All segments but the last are as long as the first, which gives their number.
             flags = T.alloc_var("int32", init=load_early(plan.segments[slot, SegmentColumn.FLAGS]))
             size = T.alloc_var("int32", init=load_early(plan.segments[slot, SegmentColumn.LENGTH]))
             parts = T.alloc_var("int32", init=T.Select(length > 0, 1, 0))

@@ -1,7 +1,8 @@
 """S = M S on columns of S: the step that segment_scan and compose_maps share.
 
-M and S are taken in two 16-bit parts each, rounded and rest, so the product is of three, in fp32; the fourth, of both
-rests, is less than what the parts leave out.
+    M S = M_0 S_0 + M_0 S_1 + M_1 S_0        M_0, S_0: rounded to 16 bits; M_1, S_1: the rests in 16 bits
+
+The sum is in fp32. M_1 S_1 is smaller than the error that both parts leave, so it is not computed.
 """
 
 from types import SimpleNamespace
@@ -13,20 +14,20 @@ from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import NamedBarrier
 
-ROWS = 64  # rows of S a warpgroup has: the M of its WGMMA
-COLUMNS = SEGMENT_SCAN.tile  # columns of S a CTA has
+ROWS = 64  # rows of S of a warpgroup: the M of its WGMMA
+COLUMNS = SEGMENT_SCAN.tile  # columns of S of a CTA
 MAP_STAGES, STAGES = 2, SEGMENT_SCAN.stages  # stages of M; stages of Z
-BOX = 32  # floats: 128 bytes, what the swizzle takes
+BOX = 32  # floats, 128 bytes: the width of the swizzle
 Full = T.GemmWarpPolicy.FullRow
 
 
 def consumers(K):
-    """A warpgroup for each ROWS."""
+    """Threads of the consumers: a warpgroup for each ROWS rows."""
     return 128 * (K // ROWS)
 
 
 def map_step(dtype, K, reverse):
-    """Computes M S, or M^T S with `reverse`."""
+    """The macros of a step, which computes M S, or M^T S with `reverse`."""
 
     @T.macro
     def round_in_parts(S, S_16, rest, tiles, turn):
@@ -41,7 +42,7 @@ def map_step(dtype, K, reverse):
 
     @T.macro
     def add_product(S, tiles, ready, m, turn):
-        """S += M S, of the S that was rounded last."""
+        """S += M (S_0 + S_1), with the parts that round_in_parts has written."""
         stage = stage_of(turn, MAP_STAGES, m)
         stage.wait_for(ready.map_loaded)
         for a, b in ((0, 0), (0, 1), (1, 0)):

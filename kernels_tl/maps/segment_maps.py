@@ -1,4 +1,4 @@
-"""The map of each segment, from the state before it to the state after it, S -> M S + Z. All segments in parallel.
+"""The map S -> M S + Z of each segment, from the state before it to the state after it. All segments in parallel.
 
     Z^T   the recurrence (states/recurrence.py) from S = 0, without outputs
     M^T   the recurrence with V = 0 from S = I
@@ -8,8 +8,8 @@
     skips   [segment_slots, H_v] int32            1 where the gates make M negligible (maps/segments.cuh): then M is
                                                   left out, and Z comes from the last few chunks alone
 
-The last segment of a sequence needs no map. Tables without that flag (chunk_plan's map_segments) give it one, and a
-segment's last chunk may then be partial: `partial` is the instance for them.
+The last segment of a sequence needs no map. In chunk_plan's map_segments some of these segments lack the flag LAST, so
+that they get a map. Their last chunk may be partial: `partial` is the instance for them.
 
 forward.cpp launches [segments * H_v * (1 + value tiles)] CTAs: a CTA computes M or V rows of Z^T, a tile.
 """
@@ -54,7 +54,8 @@ def make_barriers():
 
 def map_roles(dtype, K, partial, of_backward=False):
     """The roles of a CTA that computes M or Z: macros compute and load. With `partial` the last chunk of a segment may
-    be partial. The backward's maps are exact, as its states are; of segments that end a sequence it needs only M."""
+    be partial. The backward's maps are exact, as its states are. It needs only M of segments that end a sequence, so V
+    is never partial there."""
 
     @T.macro
     def clear_after(tiles, s, valid):
@@ -70,7 +71,7 @@ def map_roles(dtype, K, partial, of_backward=False):
 
     @T.macro
     def compute(tiles, ready, start, chunks, which, segment, hv, v0, maps):
-        """The consumers: the recurrence, and its result."""
+        """The consumers: the recurrence, then Z or M to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, TILE.early_factors, output=False, exact=of_backward)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))

@@ -4,25 +4,26 @@
 
     states  [segment_slots, H_v, value_rows, K] fp32, V-first   slot s + 1 has Z_s^T, and gets the state before s + 1
     maps    [segment_slots, H_v, 2, K, K] 16-bit                M_s^T as a rounded part and the rest
-    skips   [segment_slots, H_v] int32                          1 where M is negligible: the slot is right already
+    skips   [segment_slots, H_v] int32                          1 where M_s is negligible: Z_s is the state already
 
 `reverse` is the instance for gradients, from the last segment to the first:
 
     dS' after segment s - 1 = M_s^T dS' after s + dZ_s
 
-`states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1. `initial_state` is the gradient of the final
-state, and `skips` are the reverse ones. Comments below speak of S and Z, and mean dS' and dZ too.
+`states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of
+the final state, and `skips` are the reverse skips. Comments below say S and Z for dS' and dZ too.
 
 pass.cpp launches [N * H_v * value_dim / 32] CTAs: a CTA takes one sequence and 32 columns of one head's S. Roles: two
 consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp that stores S.
 
-- S is taken in two 16-bit parts, as M is. The three products have twice the digits of the 16-bit S of the outputs.
+- M and S are two 16-bit parts each (maps/map_step.py), because one part would have no more digits than the 16-bit S
+  that the outputs take.
 - M is the left factor, and S goes through shared memory between products, so that a CTA may have few columns.
-- Z arrives in shared memory. The new S takes its place, and leaves from there: each thread's own loads and stores of 32
-  bytes would take as long as the rest.
-- `beside` lets the scan of gradients run beside the scan of states, whose launch comes just before. That scan waits for
-  the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
-- A first state that is FROM_SCAN (plan/chunk_plan.py) is written to its segment's slot.
+- Z arrives in shared memory by TMA. The new S takes its place and leaves by TMA. Loads and stores of 32 bytes by each
+  thread would take as long as the rest.
+- With `beside`, the scan of gradients runs beside the scan of states, which is launched just before. That scan waits
+  for the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
+- If a sequence's first state is FROM_SCAN (plan/chunk_plan.py), the scan copies it to its segment's slot.
 """
 
 import tilelang.language as T
@@ -44,7 +45,7 @@ PRELUDE = """
 """
 
 # Producers: a loader and a storer.
-SKIP, END = 1, 2  # flags of `about` a segment: M is negligible; the next segment is the last, and has no map
+SKIP, END = 1, 2  # flags in `about` of a segment: M is negligible; the next segment is the last, and has no map
 
 
 def segment_scan(dtype, K, reverse):
@@ -55,15 +56,15 @@ def segment_scan(dtype, K, reverse):
     WAY = -1 if reverse else 1  # step from a segment to the next one
 
     def on_the_way(slot, segments):
-        """The slot `segments` further on; after the last segment, any slot."""
+        """The slot `segments` segments further on, clamped to the table: after the last segment any slot will do."""
         return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
 
     def read(number):
-        """An entry of a table that was written before the kernel ahead, for which the reverse may not wait."""
+        """An entry of a table. With `beside` the reverse reads it before the kernel ahead has ended, so from L2."""
         return load_early(number) if reverse else number
 
     def is_end(flags):
-        """Whether a segment is the last on the way."""
+        """Whether a segment with these flags is the scan's last."""
         return flags % SegmentFlag.LAST != 0 if reverse else flags >= SegmentFlag.LAST
 
     def make_tiles():
@@ -80,9 +81,9 @@ def segment_scan(dtype, K, reverse):
         return barriers(
             loaded=[32] * STAGES,  # loader to the others: Z and about
             made=[CONSUMERS] * STAGES,  # consumers to storer: S in the place of Z
-            stored=[32] * STAGES,  # storer to loader
-            map_loaded=[32] * MAP_STAGES,  # loader to consumers
-            map_released=[CONSUMERS] * MAP_STAGES,  # back
+            stored=[32] * STAGES,  # storer to loader: the stage is free
+            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
+            map_released=[CONSUMERS] * MAP_STAGES,  # consumers to loader
         )
 
     def part_of(states, slot, hv, v0, box):
@@ -123,8 +124,8 @@ def segment_scan(dtype, K, reverse):
 
     @T.macro
     def load(tiles, ready, first_slot, hv, v0, segments, maps, begin):
-        """The loader: Z, M, and what the others have to know of a segment. Reads ahead: latencies of the tables would
-        add up."""
+        """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
+        up."""
         about = T.alloc_var("int32", init=begin)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
@@ -156,7 +157,7 @@ def segment_scan(dtype, K, reverse):
 
     @T.macro
     def store(tiles, ready, first_slot, hv, v0, states, begin):
-        """The storer: S where it is not Z, which is there already."""
+        """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
         about = T.alloc_var("int32", init=begin)
         slot = T.alloc_var("int32", init=first_slot)
         step = T.alloc_var("int32", init=0)
@@ -196,11 +197,11 @@ def segment_scan(dtype, K, reverse):
             state_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, given]))
             first_state = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.INITIAL]))
             if reverse:  # noqa: SIM102  decided here, the other on the device
-                if first == SegmentFlag.FIRST:  # and so as long as all but the last
+                if first == SegmentFlag.FIRST:  # all segments but the last are as long as this one
                     length = load_early(plan.sequences[n, SequenceColumn.LENGTH])
                     segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
                     first_slot += T.truncdiv(length - 1, segment_length)
-            if (first != SegmentFlag.FIRST) & (cta != 0):  # but the last as well
+            if (first != SegmentFlag.FIRST) & (cta != 0):  # a sequence of one segment needs no scan
                 extern("leave")
             if beside == 0:
                 T.pdl_sync()
@@ -215,6 +216,6 @@ def segment_scan(dtype, K, reverse):
                 else:
                     store(tiles, ready, first_slot, hv, v0, maps.states, begin)
                     if reverse:
-                        T.pdl_sync()  # because the next kernel takes for granted that the one ahead of this has ended
+                        T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
 
     return main

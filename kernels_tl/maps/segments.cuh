@@ -1,17 +1,22 @@
-// The gate-driven shortcut of context parallelism.
+// The gate-driven shortcut of context parallelism. The map S -> S' of token t has norm at most
 //
-// One token's map S -> S' has norm at most exp(g_t) max(1, |1 - beta_t |k_t|^2|); chunk_matrices leaves the sum of the
-// base-2 logarithms of this bound for each chunk. If the sums of the last chunks of a segment add up to less than
-// kNegligible, the state after the segment ignores all earlier chunks. The error is at most 2^-24 of the norm of the
-// earlier state. The reverse direction ignores gradients from after the first chunks by the same rule.
+//   exp(g_t) max(1, |1 - beta_t |k_t|^2|)
+//
+// chunk_matrices writes the sum of the base-2 logarithms of this bound for each chunk. Once the sums of a segment's
+// last chunks add up to less than kNegligible, the state after the segment ignores all earlier chunks. The error is at
+// most 2^-24 of the norm of the state before these last chunks.
+//
+// The reverse: once the sums of the first chunks add up to less than kNegligible, the gradient of the state before the
+// segment ignores all later chunks.
 #pragma once
 
 namespace flash_qla::device {
 
+// log2 of a bound.
 constexpr float kNegligible = -24.f;
 
-// The first chunk that matters to the state after the segment, or -1 if the state before the segment may matter.
-// bounds[c * stride] is the sum of chunk c. A whole warp calls it.
+// The first chunk that matters to the state after the segment, or -1 if the state before the segment may matter too.
+// bounds[c * stride] is the sum of chunk c. A whole warp calls it; lane i takes the i-th of 32 chunks from the last on.
 __device__ __forceinline__ int first_chunk_that_matters(const float* bounds, int64_t stride, int chunks) {
   const int lane = threadIdx.x & 31;
   float later_chunks = 0.f;
@@ -32,8 +37,8 @@ __device__ __forceinline__ int first_chunk_that_matters(const float* bounds, int
   return -1;
 }
 
-// The last chunk that matters to the gradient of the state before the segment, or -1 if the gradient from after the
-// segment may matter. A gradient goes back through the transposed maps, which have the same norms.
+// The last chunk that matters to the gradient of the state before the segment, or -1 if the gradient of the state after
+// the segment may matter too. A gradient goes back through the transposed maps, which have the same norms.
 __device__ __forceinline__ int last_chunk_that_matters(const float* bounds, int64_t stride, int chunks) {
   const int from_last = first_chunk_that_matters(bounds + (chunks - 1) * stride, -stride, chunks);
   return from_last < 0 ? -1 : chunks - 1 - from_last;

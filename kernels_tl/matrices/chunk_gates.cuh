@@ -1,4 +1,4 @@
-// The gates of a chunk: b_i = g_1 + ... + g_i, and what a token brings to its value head besides its vectors.
+// The gates of a chunk and value head: b_i = g_1 + ... + g_i, beta_i, and the tables ForwardGate and BackwardGate.
 #pragma once
 
 #include "core/activations.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_head(float* to, const float (&x)[8]) {
   pieces[1] = {x[4], x[5], x[6], x[7]};
 }
 
-constexpr int kHeadGates = 2 * kChunk;  // floats in shared memory for each head: b log2(e), before that g; beta
+constexpr int kHeadGates = 2 * kChunk;  // floats of a head in shared memory: g, later b log2(e); then beta
 
 // Reads and activates g (unless `cumulative`) and beta of `heads` heads from first_head on: element `at` and every
 // `stride` further. Tokens from `length` on get 0. The whole CTA calls it. Not inlined, because inlined it slows
@@ -66,8 +66,8 @@ static __device__ __noinline__ void activate_chunk(float* gates, const void* g, 
   }
 }
 
-// gates = b log2(e) of `heads` heads, and b_rows = b of the first `valid` tokens, by one warp. The input is g, or the
-// results of activate_chunk.
+// gates = b log2(e) of `heads` heads, and b_rows = b of the first `valid` tokens, by one warp. The input is g or, if
+// `activated`, the result of activate_chunk in `gates`.
 __device__ __forceinline__ void load_gates(float* gates, const float* g, bool activated, float* b_rows, int stride,
                                            int heads, int length, int valid) {
   const int head = (threadIdx.x & 31) / 8, i = threadIdx.x % 8;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_gates(float* gates, const float* g, bool ac
   store_head(gates + head * kHeadGates, b);
 }
 
-// gates = b log2(e) of `heads` heads from b itself, by one warp; after the chunk's last token b keeps its value.
+// gates = b log2(e) of `heads` heads from b_rows, by one warp. From token `length` on, b keeps its last value.
 __device__ __forceinline__ void load_cumulative_gates(float* gates, const float* b_rows, int stride, int heads,
                                                       int length) {
   const int head = (threadIdx.x & 31) / 8, first = threadIdx.x % 8 * 8;
@@ -125,8 +125,8 @@ __device__ __forceinline__ void load_beta(float* gates, const float* beta_rows, 
   store_head(gates + (threadIdx.x & 31) / 8 * kHeadGates + kChunk, beta);
 }
 
-// A head's table in global memory, by one warp. Lane l has tokens l and l + 32, and passes their 1 / |k| and
-// scale / |q|.
+// Writes a head's ForwardGate table to global memory, by one warp. Lane l has tokens l and l + 32, and passes their
+// 1 / |k| and scale / |q|: 1 and scale without the l2norm.
 __device__ __forceinline__ void store_gates(const float* gates, const float* diagonals, float rstd_k_low,
                                             float rstd_k_high, float scale_q_low, float scale_q_high, float* table) {
   const int lane = lane_here();
@@ -153,7 +153,7 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
   }
 }
 
-// The backward's table of a head, by one warp.
+// Writes a head's BackwardGate table to global memory, by one warp.
 __device__ __forceinline__ void store_backward_gates(const float* gates, float* table) {
   const int lane = lane_here();
 #pragma unroll

@@ -1,9 +1,10 @@
-// A chunk's gate factors, the gated inverse A * D - I and the gated attention scale tril(Q K^T) * D, both transposed.
+// A chunk's gated inverse L and gated attention P, both transposed, and A if wanted.
 //
+//   L = A * D - I                                   P = scale tril(Q K^T) * D
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
-// The inverse goes by 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32, one
-// lane a column and two blocks a warp. One warp then computes a block column of A from top to bottom,
+// The inverse consists of 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
+// one lane a column and two blocks a warp. One warp then computes a block column of A from top to bottom,
 //
 //   A_ij = -A_ii (B_ij A_jj + ... + B_i,i-1 A_i-1,j),   B_ij block (i, j) of diag(beta) K K^T,
 //
@@ -11,21 +12,22 @@
 // A_ij^T = -(sum of A_lj^T B_il^T) A_ii^T, because the accumulators of one product are then the left factor of the
 // next, in registers (with K's order permuted alike on both sides).
 //
-// K K^T and Q K^T belong to a group of heads, beta and the gates to one value head. So the products lie in shared
-// memory, and beta is applied where B is used. Each warp works on a value head of its own without waiting for the
-// others; with fewer heads a team of two or four warps works on one.
+// K K^T and K Q^T belong to a group of heads, beta and the gates to one value head. So the products lie in shared
+// memory, and beta is applied where B is used. Each warp works on a value head of its own, without waiting for the
+// others. With two heads or one, a team of two or four warps works on a head.
 #pragma once
 
 #include "matrices/chunk_gates.cuh"
 
 namespace flash_qla::device {
 
-// The inverted diagonal blocks of a head: 16 rows of 16 floats, columns 0 to 7 and 8 to 15 changing places in rows 2,
-// 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
+// Index of an element of an inverted diagonal block, 16 rows of 16 floats. Columns 0 to 7 and 8 to 15 change places in
+// rows 2, 3, 6, 7, ..., so that 8-byte reads of a half-warp meet all banks.
 __device__ __forceinline__ int in_inverse(int row, int column) { return row * kBlock + (column ^ ((row & 2) << 2)); }
 
 constexpr int kColumnBytes = kBlock * kChunk * 2;  // bytes of a transposed block column of one matrix
 
+// Waits for the warps of a team. A CTA has one team of four warps, two of two, or four of one.
 __device__ __forceinline__ void team_sync(int team, int warps) {
   if (warps == 1) {
     __syncwarp();
@@ -36,7 +38,7 @@ __device__ __forceinline__ void team_sync(int team, int warps) {
   }
 }
 
-// acc += left right, 8 x 8 x 8, rows 8 to 15 of the product being zero.
+// acc += left right, 8 x 8 x 8. Rows 8 to 15 of the left factor are zeros, so acc[2] and acc[3] do not change.
 template <int kParts>
 __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float a1, float b0, float b1) {
   if constexpr (kParts == 2) {
@@ -51,8 +53,8 @@ __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float
 }
 
 // (I + diag(beta) stril(block))^-1 of one or two symmetric 16 x 16 blocks, which are `stride` apart. One warp calls it.
-// The quarters on the diagonal come by substitution, one lane a column, and the quarter below them by products, as
-// blocks do. It may work in place.
+// The two 8 x 8 quarters on the diagonal come from substitution, one lane a column. The quarter below them comes from
+// products, as blocks do. `inverses` may be `blocks`.
 template <int kParts>
 __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, float* inverses, const float* beta,
                                               int count) {
@@ -112,9 +114,9 @@ __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, f
   }
 }
 
-// acc += left right, 16 x 16 x 16: left is a block of accumulators, [2][4]; right[k] holds rows 8k to 8k + 7 of the
-// right factor as the accumulators of its transposed hold them. K's order is permuted as accumulators are, on both
-// sides.
+// acc += left right, 16 x 16 x 16. left is a block of accumulators, [2][4]. right[k] holds rows 8k to 8k + 7 of the
+// right factor, as accumulators of its transpose hold them. Both sides permute the summed dimension alike, as
+// accumulators do.
 template <int kParts>
 __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)[2][4], const float4 (&right)[2]) {
 #pragma unroll
@@ -142,7 +144,7 @@ __device__ __forceinline__ void multiply(float (&acc)[2][4], const float (&left)
   }
 }
 
-// Right factors of `multiply`: block (i, l) of K K^T, and an inverted diagonal block.
+// Right factors of `multiply`: the transposes of block (i, l) of K K^T and of an inverted diagonal block.
 __device__ __forceinline__ void load_product(float4 (&right)[2], const void* blocks, int i, int l) {
   const float4* const from = static_cast<const float4*>(blocks) + product_block(i, l) * kBlockPieces + lane_here();
   right[0] = from[0];
@@ -159,7 +161,7 @@ __device__ __forceinline__ void load_inverse(float4 (&right)[2], const float* in
   }
 }
 
-// A left factor: an inverted diagonal block, transposed.
+// A left factor of `multiply`: the transpose of an inverted diagonal block.
 __device__ __forceinline__ void load_transposed(float (&left)[2][4], const float* inverse) {
   const int lane = lane_here();
 #pragma unroll
@@ -171,7 +173,7 @@ __device__ __forceinline__ void load_transposed(float (&left)[2][4], const float
   }
 }
 
-// x = -diag(beta) x, x being transposed, as a factor.
+// x = -x diag(beta), as a factor. x is a transposed block, so beta belongs to its columns.
 template <int kParts>
 __device__ __forceinline__ void apply_beta(float (&x)[2][4], const float* beta) {
 #pragma unroll
@@ -198,8 +200,8 @@ __device__ __forceinline__ void set_product(float (&x)[2][4], const float (&left
   }
 }
 
-// X[i] = A_ij^T for i >= j: block column j of A, transposed, by one warp. Each block is added to the sums of the lower
-// blocks as soon as it is computed.
+// X[i] = A_ij^T for i >= j: block column j of A, transposed, by one warp. Each block is added to the sums of the blocks
+// below as soon as it is computed.
 template <int kParts, int j>
 __device__ __forceinline__ void invert_column(float (&X)[4][2][4], const void* blocks, const float* inverses,
                                               const float* beta) {
@@ -232,8 +234,8 @@ __device__ __forceinline__ int in_block_row(int row, int piece) {
   return row * (128 - 32 * j) + ((piece ^ (row >> shift[j] & mask[j])) << 4);
 }
 
-// One 16 x 16 block (i, j) of both gated matrices, transposed. On the diagonal what lies below it, transposed, is cut
-// off.
+// gated, attended = the transposes of blocks (i, j) of L and P. If i == j, L^T is 0 on and below the diagonal, P^T
+// below.
 template <typename T, int i, int j>
 __device__ __forceinline__ void gate_block(uint32_t (&gated)[2][2], uint32_t (&attended)[2][2], const float (&X)[2][4],
                                            const void* blocks, const float* gates, const float (&b_row)[2]) {
@@ -265,20 +267,20 @@ __device__ __forceinline__ void gate_block(uint32_t (&gated)[2][2], uint32_t (&a
   }
 }
 
-// Where the results of a chunk and head go.
+// The destinations of a chunk and head's results.
 struct MatricesOut {
   const CUtensorMap &rows_0, &rows_1, &rows_2, &rows_3;  // both matrices by rows of blocks: common.block_row
-  const CUtensorMap& A;                                  // boxes of 64 tokens and 16 columns
+  const CUtensorMap& A;                                  // in boxes of 64 tokens and 16 columns
   void* A_rows;                                          // A at the chunk's first token
   int slot, hv, row, HV;
-  int valid;  // rows of A that are wanted
+  int valid;  // rows of A that are wanted: the chunk's tokens, or 0
 };
 
-// Stores block column j of A itself through the first half of `staging` to global memory, by one warp.
+// Stores block column j of A, not transposed, through the first half of `staging` to global memory. One warp calls it.
 template <typename T, int j>
 __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const MatricesOut& out) {
   const int lane = lane_here();
-  // 64 tokens of two 16-byte pieces under TMA's 32-byte swizzle: they change places in tokens 4 to 7 of eight.
+  // 64 tokens of two 16-byte pieces under TMA's 32-byte swizzle: the pieces change places in tokens 4 to 7 of eight.
   const auto in_tile = [](int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); };
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -311,8 +313,8 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
   }
 }
 
-// Stores block column j of A * D - I and of scale tril(Q K^T) * D, both transposed, and of A if wanted. X is the result
-// of invert_column. One warp calls it. `staging` has room for two tiles of 16 x 64 elements.
+// Stores block column j of L and of P, both transposed, and of A if wanted. X is the result of invert_column. One warp
+// calls it. `staging` has room for two tiles of 16 x 64 elements.
 template <typename T, int j>
 __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
                                              char* staging, const MatricesOut& out) {
@@ -358,7 +360,7 @@ __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const vo
   }
 }
 
-// All work on block column j, by one warp.
+// Computes and stores block column j of all matrices, by one warp.
 template <typename T, int j>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
                                             char* staging, const MatricesOut& out) {
@@ -367,9 +369,9 @@ __device__ __forceinline__ void make_column(const void* blocks, const float* inv
   store_column<T, j>(X, blocks, gates, staging, out);
 }
 
-// Computes and stores the columns of a warp, the `member`-th of a team of `warps`. Column 0 is the longest, 3 the
-// shortest. `staging`: room for two tiles for each warp of the CTA. A kernel cannot pass records, so everything is an
-// argument.
+// Computes and stores the block columns of a warp, the `member`-th of a team of `warps`. Column 0 has four blocks,
+// column 3 has one, so a team of two shares them as 0, 3 and 1, 2. `staging` has room for two tiles for each warp of
+// the CTA. A kernel cannot pass records, so everything is an argument.
 template <typename T>
 __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CUtensorMap& rows_1,
                                              const CUtensorMap& rows_2, const CUtensorMap& rows_3, const CUtensorMap& A,
@@ -396,7 +398,8 @@ __device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CU
   }
 }
 
-// Zeros in `length` rows, `stride` apart, of `columns` 16-bit elements, a multiple of 8. The whole CTA calls it.
+// Fills `length` rows, `stride` apart, of `columns` 16-bit elements, a multiple of 8, with zeros. The whole CTA calls
+// it.
 __device__ __forceinline__ void clear_rows(void* rows, int64_t stride, int columns, int length) {
   const int pieces = columns / 8;
   for (int i = threadIdx.x; i < length * pieces; i += blockDim.x) {

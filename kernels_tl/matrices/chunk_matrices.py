@@ -1,4 +1,4 @@
-"""Everything about a chunk that needs no state, for all chunks in parallel: gates, inverse, attention.
+"""The gates, the gated inverse and the gated attention of all chunks, in parallel: they need no state.
 
     A = (I + stril(diag(beta) K K^T))^-1       L = A * D - I       P = scale tril(Q K^T) * D
     D_ij = exp(b_i - b_j) for i >= j, else 0   b_i = g_1 + ... + g_i
@@ -9,14 +9,14 @@
     A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
-    turns      [chunk_slots, H_k]                  if wanted: zeros, which chunk_backward counts in
+    turns      [chunk_slots, H_k]                  if wanted: zeros, from which chunk_backward counts
     counters   [H_v / 8]                           if wanted: zeros, for gate_gradients
 
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
 
-The backward passes keys and queries that are normalised already; its g is b (`cumulative`); its o is dv, whose padding
-rows need zeros too. Rows that no sequence covers get zeros in A, g_cumsum and o.
+The backward passes normalised queries and keys, dv as o, and as g perhaps b (`cumulative`). Rows that no sequence
+covers get zeros in o, A and g_cumsum. In the backward dq and dk get them too, and db and dg unless gate_gradients runs.
 
 D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
 inverse. L leaves the unit diagonal out, so products with L round small numbers only.
@@ -24,9 +24,9 @@ inverse. L leaves the unit diagonal out, so products with L round small numbers 
 With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it. With larger keys
 the entries grow like the product of (beta |k|^2 - 1) over the chunk, and become inf beyond the dtype's range.
 
-A CTA takes `heads` value heads of a group. It computes K K^T and Q K^T once for them, by WGMMA, into the memory of K
-and Q. Then each warp works on a head; with 2 heads or 1, a team of two or four warps does. Four CTAs share an SM, and
-hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
+A CTA takes `heads` value heads of a group. It computes K K^T and K Q^T once for them, by WGMMA, and writes both over K.
+Then each warp works on a head; with 2 heads or 1, a team of two or four warps does. Four CTAs share an SM, and hide
+each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
 """
 
 import tilelang.language as T
@@ -66,6 +66,7 @@ from kernels_tl.layout import (
     PADDING,
     ChunkColumn,
     NamedBarrier,
+    SegmentColumn,
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -87,6 +88,7 @@ def chunk_matrices(dtype, K, normalize):
     sizes = Sizes()
     H_v = sizes.H_v
     element = element_type(dtype)
+    assert K == 128 or not normalize, "query_norms has two panels of 64 channels"
     parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
     def make_tiles():
@@ -95,7 +97,7 @@ def chunk_matrices(dtype, K, normalize):
             K=([C, K], dtype),  # later: blocks of the products
             Q=([C, K], dtype),  # later: block columns of the matrices, two of each warp
             diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
-            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # A's; first of all the norms
+            inverses=([WARPS, 3 * INVERSE_STRIDE + BLOCK**2], "float32"),  # norms; later inverted diagonal blocks
             gates=([WARPS, 2, C], "float32"),  # b log2(e) and beta of a head
         )
 
@@ -240,7 +242,7 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def invert_diagonal(tiles, team):
-        """Inverts the diagonal blocks: two a warp, one a warp in a team of four."""
+        """Inverts the diagonal blocks of a head, two at a time; a team of four warps takes one each."""
         for step in T.serial(T.if_then_else(team.warps == 1, 2, 1)):
             diagonal = T.alloc_var(
                 "int32", init=T.if_then_else(team.warps == WARPS, team.member, 2 * (team.member + step))
@@ -291,7 +293,8 @@ def chunk_matrices(dtype, K, normalize):
         heads: T.int32,  # heads a CTA: a divisor of group, at most 4
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
-        gate_gradients: T.int32,  # whether the kernel of that name runs, which writes all of db and dg
+        gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg
+        only_if: T.int32,  # run only if the first segment has these flags, without early CTAs; 0: always
         early_ctas: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
@@ -304,6 +307,9 @@ def chunk_matrices(dtype, K, normalize):
             hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
             leads = first == hk * sizes.group  # the first CTA of a chunk and query/key head
             chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
+            if only_if != 0:  # noqa: SIM102, early CTAs may not read the plan
+                if plan.segments[0, SegmentColumn.FLAGS] != only_if:
+                    extern("leave")
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))

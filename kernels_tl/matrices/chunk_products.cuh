@@ -1,5 +1,5 @@
-// K K^T and K Q^T of a chunk, in shared memory for all value heads of a group; with the l2norm inside, of the
-// normalized K and Q.
+// K K^T and K Q^T of a chunk, in shared memory for all value heads of a group. With the l2norm inside, K and Q are the
+// normalized ones.
 #pragma once
 
 #include <type_traits>
@@ -8,17 +8,17 @@
 
 namespace flash_qla::device {
 
-// K K^T and K Q^T in shared memory. `blocks`: the ten blocks of K Q^T on and above the diagonal, scaled, then the six
-// of K K^T below it, each of eight floats a lane as the accumulators have them: two float4, of columns 0 to 7 and 8 to
-// 15. `diagonals`: the four diagonal blocks of K K^T by rows.
+// The layout in shared memory. `blocks`: ten blocks of scale K Q^T on and above the diagonal, then six blocks of K K^T
+// below it. A block holds a lane's accumulators as two float4: of columns 0 to 7, and of columns 8 to 15. `diagonals`:
+// the four diagonal blocks of K K^T by rows.
 constexpr int kBlockFloats = kBlock * kBlock;
 constexpr int kBlockPieces = kBlockFloats / 4;
 
 __device__ __forceinline__ int attention_block(int column, int row) { return column * (column + 1) / 2 + row; }
 __device__ __forceinline__ int product_block(int row, int column) { return 10 + row * (row - 1) / 2 + column; }
 
-// use(i, x_ii) for the diagonal of a 64 x 64 matrix in fragments (see tiles.cuh), by four warps. One lane
-// calls it for each i.
+// use(i, x_ii) for the diagonal of a 64 x 64 matrix in fragments (see tiles.cuh), by four warps. One lane calls it for
+// each i.
 template <typename Use>
 __device__ __forceinline__ void for_diagonal(const float* x, Use use) {
   const int lane = threadIdx.x & 31, warp = warp_index();
@@ -53,22 +53,23 @@ __device__ __forceinline__ void query_norms(float* norms, const void* Q, float s
     }
   }
   sum += __shfl_xor_sync(~0u, sum, 16);
-  norms[row] = scale * rsqrtf(sum + float{kNormEps});  // twice, the same
+  norms[row] = scale * rsqrtf(sum + float{kNormEps});  // both lanes of a row write the same number
 }
 
 __device__ __forceinline__ float key_norm(float square) {
   return square > 0.f ? rsqrtf(square + float{kNormEps}) : 0.f;  // a row of zeros: a factor that fp16 can hold
 }
 
-// 1 / |k_i| from the diagonal of K K^T and 1 / |q_i| from Q in shared memory, by four warps.
+// norms = 1 / |k_i| of a chunk, from the diagonal of K K^T, then 1 / |q_i|, from Q in shared memory. Four warps call
+// it.
 template <typename T>
 __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
   for_diagonal(KK, [norms](int i, float square) { norms[i] = key_norm(square); });
   query_norms<T>(norms + kChunk, Q, 1.f);
 }
 
-// Factors of the TF32 products are rounded, which is enough for bf16 results, or taken in two parts each, as for fp16
-// ones: functions that multiply have the number of parts as a parameter.
+// TF32 parts of a factor: one rounded part is enough for bf16 results, fp16 results need two. Functions that multiply
+// have the number of parts as a parameter.
 template <typename T>
 constexpr int kTf32Parts = std::is_same_v<T, __half> ? 2 : 1;
 

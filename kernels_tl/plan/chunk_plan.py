@@ -12,19 +12,22 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
                                    sequences the longest come first. Unused slots have 0 tokens, no flags and no states.
                                    Written if segment_slots > 0
-    map_segments [map_slots, 8]    the same, but without the flag `dropped` in the sequences mapped_0 and mapped_1: so
-                                   that kernels which leave out the map of a sequence's last segment, or first, make it
-                                   there. Written if map_slots > 0, which then is segment_slots
-    checkpoints [chunk_slots]      where the state after each chunk goes, written if checkpoint_every > 0
+    map_segments [map_slots, 8]    the same, but the sequences mapped_0 and mapped_1 lack the flag `dropped`: kernels
+                                   that leave out the map of a sequence's last, or first, segment then compute it.
+                                   Written if map_slots > 0, which then is segment_slots
+    checkpoints [chunk_slots]      the slot of the state after each chunk, or NO_STATE. Written if checkpoint_every > 0
 
-A state is in the slot that has its sequence's number or, on a pool, in the one that state_indices say. On a pool a
-sequence without a slot has padding chunks, one segment without tokens, and no states. There the
-states of a sequence begin and end in one place, so that a segment that is not the last must not read it in the kernel
-that may have written it: the first state of a sequence that is cut then is with the others that segment_scan makes.
+plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
+rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
+has `uniform_length` tokens.
 
-Launched once per call, one CTA. The next kernel does not wait for all of the tables: its first CTAs find their rows
-themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence has
-`uniform_length` tokens.
+A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. On a
+pool a sequence without a slot has padding chunks, one segment without tokens, and no states.
+
+A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. The initial and the
+final state of a sequence have the same slot on a pool. If the sequence is cut, the last segment may
+write the slot before the first segment reads it. So the first segment of a cut sequence then takes its state from
+segment_scan, which copies it (FROM_SCAN).
 """
 
 from types import SimpleNamespace
@@ -48,7 +51,7 @@ PRELUDE = """
 #include "plan/plan.cuh"
 """
 
-THREADS = CHUNK_PLAN.threads  # one sequence each, step by step
+THREADS = CHUNK_PLAN.threads  # a step takes one sequence a thread
 WHOLE = 0x7FFFFFFF // C  # chunks a segment where no sequence is cut
 
 
@@ -58,14 +61,14 @@ def count_chunks(length):
 
 @T.macro
 def segment_size(sequences, N, segment_chunks, cut_above):
-    """Chunks a segment: the same for all threads."""
+    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut."""
     size = T.alloc_var("int32", init=WHOLE)
     if segment_chunks > 0:
         longer = T.alloc_var("int32", init=T.Select((sequences.has_offsets != 0) & (cut_above > 0), 0, 1))
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
-                # Invalid offsets may give any difference, and so any choice.
+                # Invalid offsets may give any difference. Both choices are safe.
                 if (
                     sequences.offsets[n + 1] - sequences.offsets[n]
                     > T.Cast(str(sequences.offsets.dtype), cut_above) * C
@@ -78,7 +81,7 @@ def segment_size(sequences, N, segment_chunks, cut_above):
 
 @T.macro
 def write_chunks(plan, of, tx, n0, chunks_before, total, to):
-    """The rows of a step's chunks, by all threads: each finds the sequence that a chunk is in."""
+    """Writes the rows of a step's chunks. Each thread takes chunks, and finds their sequences."""
     low = T.alloc_var("int32")
     for i in T.serial(T.ceildiv(total - tx, THREADS)):
         # low = the number of sequences whose chunks all come before this one.
@@ -115,7 +118,7 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
 
 @T.macro
 def write_segments(segments, n, slot, begin, end, first, parts, size, states, dropped=0):
-    """A sequence's segments, by its thread."""
+    """Writes the rows of a sequence's segments. One thread calls it."""
     for i in T.serial(parts):
         if slot + i < segments.shape[0]:
             segments[slot + i, SegmentColumn.ROW] = begin + i * size * C
@@ -127,7 +130,7 @@ def write_segments(segments, n, slot, begin, end, first, parts, size, states, dr
             ) + T.Select((i == parts - 1) & (dropped != SegmentFlag.LAST), SegmentFlag.LAST, 0)
             is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NO_STATE))
             segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, FROM_SCAN, states.initial)
-            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, NO_STATE)
+            segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, FROM_SCAN)
             until = T.alloc_var("int32", init=WHOLE * C)
             if states.checkpoint_every > 0:
                 until = states.checkpoint_every - T.truncmod(i * size * C, states.checkpoint_every)
@@ -148,7 +151,7 @@ def write_unused_segments(segments, segments_before, tx):
 
 @T.macro
 def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
-    """Rows after the last sequence's: padding and unused slots."""
+    """Writes the rows after the last sequence's chunks: padding and unused slots."""
     for step in T.serial(T.ceildiv(chunk_slots - chunks_before, THREADS)):
         chunk = step * THREADS + tx
         if chunks_before + chunk < chunk_slots:
@@ -178,8 +181,8 @@ def chunk_plan(offset_dtype):
             counts = T.alloc_shared([THREADS], "int32")  # chunks
             sums = T.alloc_shared([THREADS], "int32")
             parts = T.alloc_shared([THREADS], "int32")  # segments
-            owned = T.alloc_shared([THREADS], "int32")  # slots
-            rows = T.alloc_shared([THREADS], "int32")  # checkpoints of the sequences before
+            owned = T.alloc_shared([THREADS], "int32")  # slots of the sequences' states
+            rows = T.alloc_shared([THREADS], "int32")  # number of checkpoints of all earlier sequences
             tx = T.get_thread_binding()
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -189,7 +192,7 @@ def chunk_plan(offset_dtype):
             own = T.alloc_var("int32")
             initial = T.alloc_var("int32")
             rows_before = T.alloc_var("int32", init=0)
-            tokens_before = T.alloc_var("int32", init=0)  # this step
+            tokens_before = T.alloc_var("int32", init=0)  # tokens of earlier steps
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
             size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)

@@ -1,4 +1,4 @@
-// Rows of chunk_plan's tables. chunk_plan computes them, and so do warps that begin before chunk_plan has written them.
+// Rows of chunk_plan's tables. chunk_plan writes them; warps that begin before it has ended compute their own.
 //
 // `offsets` is cu_seqlens, of 32 or 64 bits (`wide`). Without cu_seqlens all N sequences have `uniform_length` tokens,
 // together `tokens`. The contents of cu_seqlens may be wrong: see chunk_plan.py.
@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/table.cuh"
+#include "core/slots.cuh"
 
 namespace flash_qla::device {
 
@@ -17,14 +17,14 @@ __device__ __forceinline__ int clip_offset(int64_t offset, int tokens_before, in
   return static_cast<int>(max(min(offset, int64_t{tokens}), int64_t{tokens_before}));
 }
 
-// Whether sequence a comes before b in the table of segments: the longest first, so that no long one is left for the
-// end.
+// Whether sequence a comes before b in the table of segments. The longest come first, so that no long one is left for
+// the end.
 __device__ __forceinline__ bool comes_first(int chunks_a, int a, int chunks_b, int b) {
   return chunks_a > chunks_b || (chunks_a == chunks_b && a < b);
 }
 
-// Writes a row of `chunks`: a chunk of a sequence or, with kPadding, of a sequence without a slot; put_padding writes
-// the rows after the last sequence.
+// put_chunk writes the row of a sequence's chunk; `sequence` is kPadding for a sequence without a slot. put_padding
+// writes the row of the chunk-th chunk after the last sequence's tokens, which may have 0 tokens.
 __device__ __forceinline__ void put_chunk(int* row, int begin, int end, int chunk, int sequence) {
   const int first = begin + chunk * kChunk;
   row[ChunkColumn::kRow] = first;
@@ -46,8 +46,8 @@ __device__ __forceinline__ bool has_first_state(int first_states, const void* fl
                                                : first_states == FirstStates::kAll;
 }
 
-// The slot of the state after a chunk, for each multiple of `every` tokens of a sequence: an entry of the sequence's
-// table row or, without a table, `first` and the following numbers, below `slots`.
+// The slot of the checkpoint after a chunk, or kNoState. A sequence's i-th checkpoint follows i * every tokens. Its
+// slot is entry i - 1 of the sequence's table row or, without a table, first + i - 1.
 __device__ __forceinline__ int checkpoint_slot(const Table& indices, int64_t null_index, int64_t slots, int every,
                                                int length, int chunk, int n, int first) {
   const int64_t tokens = (int64_t{chunk} + 1) * kChunk;
@@ -68,7 +68,8 @@ struct Extent {
   int begin, end;  // tokens
 };
 
-// The extent of sequence n + lane, empty from the N-th on, by one warp; sequences before n end at `tokens_before`.
+// The extent of sequence n + lane, by one warp. Sequences before n end at `tokens_before`. From sequence N on it is
+// empty.
 __device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int N, int tokens, int n,
                                               int tokens_before) {
   const int lane = threadIdx.x & 31;
@@ -96,7 +97,7 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
   return x;
 }
 
-// Finds a slot's row of `chunks`. Each warp calls it.
+// row = the row of a slot of `chunks`. Each warp that needs the row calls it.
 __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
                                            int tokens, int uniform_length, const Slots& slots) {
   const auto sequence = [&](int n) { return slots(n) == kNoState ? int{kPadding} : n; };
@@ -110,7 +111,7 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
     }
     return;
   }
-  int tokens_before = 0, chunks_before = 0;  // sequence n
+  int tokens_before = 0, chunks_before = 0;  // tokens and chunks of the sequences before n
   for (int n = 0; n < N; n += kLanes) {
     const Extent extent = lane_extent(offsets, wide, N, tokens, n, tokens_before);
     const int chunks = chunks_of(extent.end - extent.begin);
@@ -128,9 +129,9 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// Finds the first token row and the tokens of a slot of `segments`. Each warp calls it. No sequence is cut; there are
-// at most 32 sequences or all have the same length. A sequence without a slot keeps its place in the table, with no
-// tokens.
+// found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. It takes for
+// granted that no sequence is cut, and that there are at most 32 sequences or all have the same length. A sequence
+// without a slot keeps its place in the table, with no tokens.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
                                              int N, int tokens, int uniform_length, const Slots& slots) {
   if (!has_offsets) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   const int lane = threadIdx.x & 31;
   const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
   const int chunks = chunks_of(extent.end - extent.begin);
-  int before = 0;  // this one, in the order of the table
+  int before = 0;  // sequences before the lane's in the table
   for (int i = 0; i < N; ++i) {
     before += comes_first(__shfl_sync(~0u, chunks, i), i, chunks, lane);
   }

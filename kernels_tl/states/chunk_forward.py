@@ -1,21 +1,24 @@
-"""The recurrence over the chunks of each segment, and the output. The state stays in registers throughout a segment.
-states/recurrence.py has a chunk's step with its formulas; chunk_matrices computes L and P. A segment is a whole
-sequence or, with context parallelism, a run of its chunks.
+"""The recurrence over the chunks of each segment, and the outputs. Chunk by chunk,
+
+    V_new^T, O^T, S'^T = f(S^T, Q, K, V, L, P, gates)      states/recurrence.py has f; chunk_matrices computes L and P
 
     o   [tokens, H_v, value_dim] 16-bit
-    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S at each chunk's start, V-first, if wanted (has_h)
+    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S before each chunk, V-first, if wanted (has_h)
 
-forward.cpp launches [ctas], at most [segments * H_v * value tiles]. Where the device chooses between the two value
-tiles, forward.cpp launches both: the flags of the first segment, which is of the longest sequence, must be `only_if`.
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles]. If the device chooses between the two value
+tiles, forward.cpp launches one kernel for each: a launch runs only if the flags of the first segment are `only_if`. The
+first segment belongs to the longest sequence, so its flags say whether any sequence is cut.
 
-A piece of work is value_tile rows of S^T of one head of one segment. Roles of a CTA: a consumer warpgroup for each 64
-rows, a warp for each of them that stores O, and a warp that loads. The warpgroups share only the loader's stages.
+A segment is a whole sequence or, with context parallelism, a run of its chunks. A piece of work is value_tile rows of
+S^T of one head of one segment. They stay in registers from the segment's first chunk to its last. Roles of a CTA: a
+consumer warpgroup for each 64 rows, a warp that stores O for each consumer warpgroup, and a warp that loads. The
+warpgroups share only the loader's stages.
 
-- The loader crosses the borders of pieces: while the last chunks of one piece are computed, the state and the first
-  chunks of the next arrive.
-- With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays where there
-  are few heads.
-- The first piece's segment, state, K, Q and V are loaded while the kernel before this one still runs.
+- The loader crosses the borders of pieces: the state and the first chunks of the next piece arrive while the last
+  chunks of this piece are computed.
+- With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
+  few heads.
+- Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
 - The consumers take a segment in runs of chunks, each up to the next checkpoint. After each run they write the state.
 """
 
@@ -36,7 +39,7 @@ from kernels_tl.core.common import (
     extern,
     load_early,
 )
-from kernels_tl.core.cta import Walk, barriers, fetch, load_segment_early, shared, store_rows
+from kernels_tl.core.cta import Walk, barriers, fetch, leave_unless, load_segment_early, shared, store_rows
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
@@ -47,7 +50,6 @@ from kernels_tl.layout import (
     ForwardGate,
     NamedBarrier,
     SegmentColumn,
-    SegmentFlag,
 )
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -134,12 +136,12 @@ def chunk_forward(dtype, K, value_tile):
         column: T.Ref,
         warpgroup,
     ):
-        """A consumer's step, chunk c of the segment: from its tiles to O's."""
+        """A consumer's step for chunk c of the segment, from the chunk's tiles to the tile of O."""
         s = (done + c) % STAGES
         stage = stage_of(done + c, STAGES, s)
         stage.wait_for(ready.loaded)
         if length - c * C < C:
-            # Q keeps its rows: they only reach columns that are not stored.
+            # Q keeps its rows after the sequence: they only reach columns of O^T that are not stored.
             for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
                 extern("clear_rows_after", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
             T.fence_proxy_async()
@@ -168,7 +170,7 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
-        """The consumers: the recurrence, and O's way to shared memory."""
+        """The consumers: the recurrence, with O to shared memory and the requested states to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(value_tile, K, dtype, tile.early_factors)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
@@ -215,7 +217,7 @@ def chunk_forward(dtype, K, value_tile):
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
                     if written == CHECKPOINT:
                         to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
-                    if to != NO_STATE:
+                    if to >= 0:
                         states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
                     written += 1
@@ -337,13 +339,7 @@ def chunk_forward(dtype, K, value_tile):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            if only_if != 0:
-                if load_early(plan.segments[0, SegmentColumn.FLAGS]) != only_if:
-                    if cta == 0:
-                        T.pdl_sync()
-                    extern("leave")
-                if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:  # the first of the two launches
-                    T.pdl_trigger()
+            leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:

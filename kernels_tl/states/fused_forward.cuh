@@ -1,19 +1,21 @@
-// A chunk's matrices for one value head, as chunk_matrices.cuh makes them for a group: by a warpgroup that also carries
-// half of the head's state.
+// A chunk's two matrices for one value head, transposed, by a warpgroup that also carries half of the head's state:
+//
+//   L = A * D - I,   P = scale tril(Q K^T) * D        A, D: matrices/chunk_matrices.cuh
 #pragma once
 
 #include "core/tiles.cuh"
 #include "core/wgmma.cuh"
 #include "matrices/chunk_matrices.cuh"
 #include "states/fused_gates.cuh"
-#include "states/place.cuh"
+#include "states/consumer_place.cuh"
 
 namespace flash_qla::device {
 
-// The same in all lanes, so that the compiler sees that it is.
+// x is the same in all lanes. The shuffle tells the compiler so.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// Zeros in L^T and P^T, by 256 threads; the parts below the diagonal blocks stay zero.
+// Fills `tiles` tiles of L^T and of P^T with zeros, by 256 threads. The blocks below the diagonal are never written
+// again.
 __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   for (int piece = threadIdx.x; piece < tiles * kChunk * 8; piece += 256) {
     static_cast<uint4*>(L)[piece] = {};
@@ -21,20 +23,21 @@ __device__ __forceinline__ void clear_matrices(void* L, void* P, int tiles) {
   }
 }
 
-// Zeros in `bytes` bytes, by one warp.
+// Fills `bytes` bytes, a multiple of 16, with zeros, by one warp.
 __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
   for (int64_t i = lane_here() * 16; i < bytes; i += 32 * 16) {
     *reinterpret_cast<uint4*>(static_cast<char*>(begin) + i) = {};
   }
 }
 
-// Warpgroup w's tile of O with low_level holds, one after the other: A of chunk w, then O of each chunk c, and after O
-// of the chunks with c % 2 = w also A of chunk c + 2. Number of a content, for c = 2 p + u:
+// Warpgroup w's tile of O, with low_level, holds A of chunk w first, then O of every chunk c in order. A of chunk c + 2
+// follows O of chunk c if c % 2 = w. With c = 2 p + u these contents have the numbers
 //
-//   O   3 p + u + 1 if w = 1, 3 p + 2 u + 1 if w = 0
-//   A   the number after its O, which has u = w; the first A is number 0, with p = u = 0
+//   O of chunk c       3 p + u + 1 if w = 1, 3 p + 2 u + 1 if w = 0
+//   A of chunk c + 2   the number after O of chunk c; A of chunk w has number 0
 //
-// A place has w as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
+// Content n may be written once the storer has arrived n times, so the wait is for parity (n - 1) % 2. A place holds w
+// as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
 
 // Waits until the tile is free for O.
 template <typename Barrier>
@@ -55,17 +58,17 @@ __device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
 
 // A chunk's L and P by a warpgroup: warp j computes rows 16 j to 16 j + 15, transposed.
 //
-// All warps run the same code, also for blocks left of the diagonal, which are not stored: the code of each warp would
-// have to be fetched for each chunk. Lane 4 g + t of warp j holds element [4 n + 2 h + e] of each 16 x 16 block of
-// accumulators: row g + 8 h, column 8 n + 2 t + e. The factors of TF32 products are rounded once, for fp16 too, because
-// only L comes from them, and L has no more digits.
+// All warps run the same code, also for the blocks left of the diagonal, which are not stored. Code of its own for each
+// warp would have to be fetched again for each chunk. Element [4 n + 2 h + e] of a 16 x 16 block of accumulators is row
+// g + 8 h, column 8 n + 2 t + e, in lane 4 g + t. The factors of TF32 products are one rounded part (kParts) in fp16
+// too, because only L comes from them, and a 16-bit L has no more digits.
 template <typename T, bool kNormalize>
 struct MatricesMaker {
   static constexpr int kParts = 1;
 
   float* table;    // FusedGate's rows
-  float* scratch;  // the six blocks of K K^T below the diagonal, in product_block's order; then the diagonal blocks by
-                   // rows, later inverted in place
+  float* scratch;  // six blocks of K K^T below the diagonal, in product_block's order; then the four diagonal blocks by
+                   // rows, which invert_diagonal inverts in place
   float scale;
   int j, lane, g, t;
 
@@ -74,7 +77,7 @@ struct MatricesMaker {
 
   __device__ __forceinline__ float* inverses() const { return scratch + 6 * kBlockFloats; }
 
-  // Entries of a row of the table: for the lane's rows, h = 0 and 1, and for its columns of block i.
+  // Entries of row `gate` of the table: at the lane's matrix row g + 8 h of block j, and at its two columns of block i.
   __device__ __forceinline__ float of_row(int gate, int h) const {
     return table[kBlock * j + g + gate * kChunk + 8 * h];
   }
@@ -85,7 +88,7 @@ struct MatricesMaker {
     return 8 * n + 2 * t + (e & 1) >= g + 8 * (e >> 1);
   }
 
-  // The diagonal block of D^T, which is formed from differences.
+  // diagonal = block (j, j) of D^T: exp(b_column - b_row) on and above its diagonal, else 0.
   __device__ __forceinline__ void gate_diagonal(float (&diagonal)[8], const float (&b_row)[2]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -98,7 +101,7 @@ struct MatricesMaker {
     }
   }
 
-  // The norms of K from the diagonal of K K^T, to the table.
+  // Writes 1 / |k_i| and |k_i| to the table, from the diagonal of K K^T. The plain beta_i becomes beta_i / |k_i|^2.
   __device__ __forceinline__ void keep_norms(const float* KK) const {
     float* const gates = table;
     for_diagonal(KK, [gates](int i, float square) {
@@ -109,7 +112,7 @@ struct MatricesMaker {
     });
   }
 
-  // The warp's blocks of K K^T, to the scratch.
+  // Writes the warp's blocks of K K^T on and left of the diagonal to the scratch.
   __device__ __forceinline__ void keep_products(const float* KK) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -138,7 +141,12 @@ struct MatricesMaker {
     invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
-  // Multiplies the factors of keys and queries by their norms, by the warpgroup; D^T becomes diag(1 / |k|) D^T.
+  // Brings the l2norm into the factors, because K and Q keep their size. In the table, by 64 threads:
+  //
+  //   beta_i gamma_i, gamma_C / gamma_i   times 1 / |k_i|
+  //   gamma_i                             times scale / |q_i|
+  //
+  // `diagonal` and `from` get 1 / |k| of their rows: gate() then computes diag(1 / |k|) D^T.
   __device__ __forceinline__ void normalize(float (&diagonal)[8], float (&from)[2]) const {
     const int token = threadIdx.x & 127;
     if (token < kChunk) {
@@ -159,7 +167,8 @@ struct MatricesMaker {
     }
   }
 
-  // All blocks of D^T: off the diagonal products of a row's and a column's factor.
+  // D = the warp's blocks (j, i) of D^T. Off the diagonal they are exp(b_column - b_l) exp(b_l - b_row), with l the
+  // last token of block j. Blocks left of the diagonal hold anything.
   __device__ __forceinline__ void gate(float (&D)[4][8], const float (&diagonal)[8], const float (&from)[2]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -174,7 +183,7 @@ struct MatricesMaker {
     }
   }
 
-  // Block i of the warp's rows to a tile, if it is one of the triangle's.
+  // Stores block (j, i) to a tile if it is on or right of the diagonal.
   __device__ __forceinline__ void put_block(void* tile, int i, const uint32_t (&x)[2][2]) const {
     const uint32_t row = shared_address(tile) + (kBlock * j + (lane & 15)) * 128;
     const int here = lane_here();
@@ -207,7 +216,7 @@ struct MatricesMaker {
     }
   }
 
-  // The block column j of A, transposed, with zeros on A's diagonal.
+  // X[i] = (A_ij - I_ij)^T for i >= j: block column j, with zeros on A's diagonal.
   template <int kColumn>
   __device__ __forceinline__ void invert_column_of(float (&X)[4][2][4]) const {
     const float* const blocks = scratch - product_block(1, 0) * kBlockFloats;
@@ -258,9 +267,8 @@ struct MatricesMaker {
   }
 };
 
-// Stores block column j of A to a tile of 64 rows of 128 bytes with the 128-byte swizzle. Warp j of a warpgroup calls
-// it. X holds the column transposed and without the unit diagonal. With the l2norm A is r^-1 X r (r of
-// fused_forward.py).
+// Stores block column j of A to a tile of 64 rows of 128 bytes under the 128-byte swizzle. Warp j of a warpgroup calls
+// it. X holds the column transposed, with zeros on A's diagonal. With the l2norm, A_ij = |k_i| X_ij / |k_j|.
 template <typename T, bool kNormalize>
 __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const float* table, void* tile) {
   const int j = warp_index(), lane = lane_here();
@@ -297,10 +305,10 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   }
 }
 
-// Computes L and P of a chunk, if there is one. A warpgroup calls it; `barrier` is its named barrier. With kLowLevel A
-// goes to O's tile as soon as the tile is free. The warp that stores hears of it even if there is no such chunk.
-//
-// MatricesMaker has the arithmetic. Everything is an argument here, because a kernel cannot pass records.
+// Computes L and P of a chunk; a negative *length says that there is no chunk. A warpgroup calls it, and `barrier` is
+// its named barrier. With kLowLevel the warpgroup also stages A in its tile of O as soon as the tile is free. It
+// arrives at `staged` even without a chunk, because the storer counts on it. A kernel cannot pass records, so
+// everything is an argument.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
                                               const int* length, void* K, const void* Q, float* table, float scale,
@@ -316,7 +324,8 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   }
   loaded.wait(phase);
   if (valid < kChunk) {
-    // Rows after the sequence belong to others. (Q's such rows only reach unused columns of P and O.)
+    // K's rows after the sequence belong to others. Q's stay: they only reach columns of P^T and O^T that are not
+    // stored.
     clear_rows_after(K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);

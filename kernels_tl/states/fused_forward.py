@@ -1,29 +1,31 @@
 """The whole forward of a segment in one kernel: chunk_forward whose warpgroups also compute the chunks' matrices.
 
     P = scale tril(Q K^T) * D,   L = A * D - I     both transposed, from K K^T and K Q^T (states/fused_forward.cuh)
-    o, S                                           states/recurrence.py
+    O, S' from S, Q, K, V, L, P and gates          states/recurrence.py
 
-    o                   [tokens, H_v, value_dim] 16-bit
-    A, g_cumsum         [tokens, H_v, C] 16-bit, [tokens, H_v] fp32, with low_level
+    o         [tokens, H_v, value_dim] 16-bit
+    A         [tokens, H_v, C] 16-bit         with low_level
+    g_cumsum  [tokens, H_v] fp32              with low_level
 
-forward.cpp launches [ctas], at most [segments * H_v]. A CTA goes through several pieces of work, heads of segments, in
-turns as chunk_forward does. It counts chunks through all pieces: the last steps of one piece compute the matrices of
-the next piece's first chunks. With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that
-no sequence covers get zeros. The kernel writes no h.
-
-Why one kernel: chunk_matrices computes K K^T and Q K^T once for a group of heads, but then K and Q are loaded a second
-time, and the matrices cross the memory twice. The host's cost model (csrc/gpu/cost_model.cpp) chooses.
+forward.cpp launches [ctas] CTAs, at most [segments * H_v]. A CTA goes through several pieces of work, heads of
+segments, in turns as chunk_forward does. It counts chunks through all pieces: the last steps of one piece compute the
+matrices of the next piece's first chunks. With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan
+runs. Rows that no sequence covers get zeros. The kernel writes no h.
 
 Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
 steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
 computes the chunks' tables of gates. With low_level A leaves through O's tiles: a warpgroup's storer then has an A to
 store for every other O.
 
+Why one kernel: with two, chunk_matrices computes K K^T and Q K^T once for a group of heads, but then K and Q are loaded
+a second time, and the matrices are written and read. The cost model (csrc/gpu/cost_model.cpp) chooses.
+
 With the l2norm and r = diag(1 / |k_i|), K stays as it is, because
 
     I + stril(diag(beta) r K K^T r) = r^-1 (I + stril(diag(beta) r^2 K K^T)) r
 
-so the inverse needs the norms of its own rows only, and the other norms come with the gates.
+so the inverse needs the norms of its own rows only. The other norms are factors of the gates (normalize in
+states/fused_forward.cuh).
 """
 
 import tilelang.language as T
@@ -31,7 +33,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
 from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
-from kernels_tl.core.cta import Walk, barriers, fetch, is_never, shared, store_rows
+from kernels_tl.core.cta import Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
 from kernels_tl.core.pipeline import Stage
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import (
@@ -46,8 +48,8 @@ from kernels_tl.layout import (
     Ring,
     SegmentColumn,
 )
-from kernels_tl.states import place as at_place
-from kernels_tl.states.place import next_chunk, stage, value_stage
+from kernels_tl.states import consumer_place as at_place
+from kernels_tl.states.consumer_place import next_chunk, stage, value_stage
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -71,6 +73,7 @@ def fused_forward(dtype, K, normalize, low_level):
     sizes = Sizes()  # value_dim is at most V: a CTA has all value rows of a head
     H_v = sizes.H_v
     V = TILE.tile
+    assert K == 128, "begin_product has eight steps of 16 channels, and clear_rows_after two panels of 64"
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
@@ -128,7 +131,8 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
-        """A consumer's step, from its tiles to O's; and in turns the matrices of the chunk two ahead."""
+        """A consumer's step, from the chunk's tiles to the tile of O. After every other step the warpgroup computes the
+        matrices of the chunk two ahead."""
         tile, value = stage(now), value_stage(now)
         s, u = tile.index, value.index
         own = at_place.warpgroup(place)
@@ -206,7 +210,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     if written == CHECKPOINT:
                         chunks_done = T.truncdiv(done, C)
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
-                    if to != NO_STATE:
+                    if to >= 0:
                         states = chosen(written != CHECKPOINT, final, kept)
                         states.write(r.S, to, end.hv)
                     written += 1
@@ -322,7 +326,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def end_tables(tiles, ready, times, ring: T.Ref):
-        """The gates' warp, at the end: each warpgroup asks for one chunk too many."""
+        """The gates' warp, at the end: says that no chunk follows. Each warpgroup asks for one chunk after the last."""
         for _ in T.serial(times):
             tile = stage(ring)
             tile.wait_until_free(ready.released)
@@ -332,7 +336,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, chunks: T.Ref):
-        """Goes on by `chunks` chunks, over the borders of pieces."""
+        """Moves row, rest and hv on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0."""
         while chunks > 0:
             row += C
             rest -= C
@@ -412,12 +416,14 @@ def fused_forward(dtype, K, normalize, low_level):
         kept: Checkpoints(sizes),
         outputs: Outputs(sizes, dtype),
         ctas: T.int32,
+        only_if: T.int32,  # run only if the first segment has these flags; 0: always
         early: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
+            leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)

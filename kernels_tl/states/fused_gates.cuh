@@ -1,4 +1,5 @@
-// fused_forward's table of a chunk's gates, in shared memory, by one warp.
+// The table of a chunk's gates that fused_forward keeps in shared memory: FusedGate of layout.py. One warp writes it,
+// and lane l has tokens 2 l and 2 l + 1.
 #pragma once
 
 #include "core/activations.cuh"
@@ -6,7 +7,7 @@
 
 namespace flash_qla::device {
 
-// g_cumsum = b of tokens below `length`, from the table to rows `stride` apart. Lane l has tokens 2 l and 2 l + 1.
+// rows[i * stride] = b_i for the tokens below `length`, from the table, which has b_i log2(e).
 __device__ __forceinline__ void store_cumsum(float* rows, const float* table, int stride, int length) {
   const int token = 2 * lane_here();
   const float2 b = *reinterpret_cast<const float2*>(table + FusedGate::kLog * kChunk + token);
@@ -18,8 +19,8 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
   }
 }
 
-// The bits of g and beta of tokens below `length`, from element `at` on, `stride` apart. Lane l has tokens 2 l and
-// 2 l + 1. The loads are in flight while the preceding chunk is computed.
+// bits[i] = the bits of the lane's two numbers, of g or of beta. Token n is element at + n stride; tokens from `length`
+// on are not read. The loads are in flight while the warp writes the table of the chunk before.
 __device__ __forceinline__ void load_pair(uint32_t* bits, const void* numbers, int activations, int bit, int64_t at,
                                           int stride, int length) {
   const int token = 2 * lane_here();
@@ -39,7 +40,7 @@ __device__ __forceinline__ void load_pairs(uint32_t* g_bits, uint32_t* beta_bits
   load_pair(beta_bits, beta, activations, Activation::kBeta, at, stride, length);
 }
 
-// g and beta from these bits, activated; 0 from token `length` on.
+// g and beta = the activated numbers of load_pairs; 0 from token `length` on.
 __device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint32_t* g_bits, const uint32_t* beta_bits,
                                                float log2_rate, float bias, int activations, int length) {
   const uint32_t gs[2] = {g_bits[0], g_bits[1]}, betas[2] = {beta_bits[0], beta_bits[1]};
@@ -65,7 +66,7 @@ __device__ __forceinline__ void activate_pairs(float* g, float* beta, const uint
   }
 }
 
-// The two members of a head's HeadGate.
+// head_gate = {log2_rate, bias} of a head's HeadGate: the kernel keeps them in two registers.
 __device__ __forceinline__ void load_head_gate(float* head_gate, const void* A_log, const void* dt_bias,
                                                int activations, int head) {
   const HeadGate gate(load_gate_bits(A_log, dt_bias, activations, head), activations);
@@ -73,7 +74,8 @@ __device__ __forceinline__ void load_head_gate(float* head_gate, const void* A_l
   head_gate[1] = gate.bias;
 }
 
-// A chunk's table from its tokens' g and beta, two a lane, by one warp.
+// Writes the rows that need no norms: all of ForwardGate's but the bound, then kLog, kPlainBeta, kFromBlockEnd and
+// kToBlockEnd. `scale` is 1 with the l2norm, because scale / |q| then comes later (MatricesMaker::normalize).
 __device__ __forceinline__ void make_table(float* table, const float* g, const float* beta, float scale) {
   const int lane = lane_here();
   const auto put = [&](int row, float x, float y) { reinterpret_cast<float2*>(table + row * kChunk)[lane] = {x, y}; };

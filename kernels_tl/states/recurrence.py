@@ -9,11 +9,11 @@ The transposed form keeps every intermediate in registers: each is the A operand
 factors of the columns also hold 1 / |k| and 1 / |q|, so K and Q are used as they came.
 
 The step is two macros, begin_step and end_step, because a kernel releases its tiles between them. Without an output
-there is no O, and only one product at a time hides the loads and conversions. The order of instructions then differs,
-and the kernel's own work, `meanwhile`, comes after the first and the last product.
+there are no products for O. Only one product at a time then hides loads and conversions, so the order of instructions
+differs, and the kernel's own work, `meanwhile`, runs during the first and the last product.
 
-An exact S' has a second product with the rest that rounding takes from V_new^T diag(gamma_C / gamma): this rest would
-be its largest error.
+With `exact`, a second product adds what rounding to 16 bits takes from V_new^T diag(gamma_C / gamma). Without it this
+would be the largest error of S'.
 """
 
 import tilelang.language as T

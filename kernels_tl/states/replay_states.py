@@ -1,15 +1,16 @@
-"""The states again, for the backward: the recurrence (states/recurrence.py, without outputs, S' exact) over the chunks
-of each segment. The state stays in registers from the first chunk to the last. Written for each chunk:
+"""The states before all chunks and the chunks' V_new again, for the backward. Chunk by chunk of each segment,
 
-    h          S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
-    v_new      V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
+    V_new^T, S'^T = f(S^T, K, V, L, gates)      f is the step of states/recurrence.py, without outputs and with exact S'
 
-A sequence's first segment starts from the caller's state or from zero, every other segment from `states`, which
-segment_scan wrote.
+    h       S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
+    v_new   V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
 
-backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA owns V value rows of a head of a segment, a tile. Its
-roles: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for each
-consumer warpgroup a warp that stores h and V_new.
+backward.cpp launches [segments * H_v * value tiles] CTAs. A CTA takes V value rows, a tile, of one head of one segment.
+They stay in registers from the segment's first chunk to its last. A sequence's first segment starts from the caller's
+state or from zero. Every other segment starts from `states`, which segment_scan has written.
+
+Roles of a CTA: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for
+each consumer warpgroup a warp that stores h and V_new.
 """
 
 from functools import partial
@@ -27,7 +28,7 @@ from kernels_tl.core.common import (
 )
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
-from kernels_tl.layout import Dtype, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.layout import FROM_SCAN, Dtype, ForwardGate, NamedBarrier
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -86,29 +87,27 @@ def replay_states(dtype, K):
         own.arrive(ready.V_new_staged)
 
     @T.macro
-    def compute(tiles, ready, piece, segment, initial, has_initial_state, scanned):
-        """The consumers: the recurrence, and its h and V_new to shared memory."""
+    def compute(tiles, ready, piece, segment, initial, scanned):
+        """The consumers: the recurrence, with h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, TILE.early_factors, output=False, exact=True)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.S)
-        if segment.flags % SegmentFlag.LAST == SegmentFlag.FIRST:
-            if has_initial_state != 0:
-                initial.read(r.S, segment.n, piece.hv, piece.v0)
-        else:
-            if segment.chunks > 0:
-                extern(
-                    f"read_state<{K}>",
-                    r.S.data,
-                    T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r"),
-                    Dtype.FLOAT32,
-                    True,
-                    K,
-                    V,
-                    K,
-                )
+        if segment.initial >= 0:
+            initial.read(r.S, segment.initial, piece.hv, piece.v0)
+        if segment.initial == FROM_SCAN:
+            extern(
+                f"read_state<{K}>",
+                r.S.data,
+                T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r"),
+                Dtype.FLOAT32,
+                True,
+                K,
+                V,
+                K,
+            )
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
             stage = stage_of(c, STAGES, s)
@@ -182,7 +181,6 @@ def replay_states(dtype, K):
         plan: Plan(sizes),
         matrices: Matrices(sizes, dtype),
         states: States(sizes),
-        has_initial_state: T.int32,
         maps: Maps(sizes, dtype, K),
         h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
         v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
@@ -201,7 +199,7 @@ def replay_states(dtype, K):
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                compute(tiles, ready, piece, segment, states.initial_in_a_run(), has_initial_state, maps.states)
+                compute(tiles, ready, piece, segment, states.initial_in_a_run(), maps.states)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if is_loader(CONSUMERS):

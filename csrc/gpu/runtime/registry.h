@@ -7,11 +7,11 @@
 namespace flash_qla {
 
 struct KernelInfo {
-  const char* name;    // the instance, as replay_states_bf16_K128
-  const char* kernel;  // the kernel, as replay_states
+  const char* name;    // the instance's, such as replay_states_bf16_K128
+  const char* kernel;  // such as replay_states
   const char* params;  // "key=value key=value"
-  int threads;         // a block
-  int registers;       // a thread, as ptxas assigned them
+  int threads;         // of a CTA
+  int registers;       // of a thread, as ptxas assigned them
   int static_shared_bytes;
   int dynamic_shared_bytes;
   int spill_bytes;  // stores + loads

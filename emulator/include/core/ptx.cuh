@@ -1,5 +1,5 @@
-// kernels_tl/core/ptx.cuh on a CPU: the same functions. What only orders accesses is empty where the emulator does
-// everything in order, or tells races.cpp.
+// The functions of kernels_tl/core/ptx.cuh on a CPU. Functions that only order accesses are empty, because the emulator
+// does everything in order, or report to races.cpp.
 #pragma once
 
 #include "emulator.h"

@@ -1,4 +1,4 @@
-"""Numbers with several fields, as layout.py lays them out; states/place.cuh reads the same."""
+"""Numbers with several fields, as layout.py lays them out; states/consumer_place.cuh reads the same."""
 
 import tilelang.language as T
 
@@ -22,7 +22,7 @@ def value_stage(ring):
 
 
 def next_chunk(number, first=0):
-    """The ring at bit `first` of a number, one chunk on: every field counts by itself."""
+    """A number whose ring, from bit `first` on, has moved on by one chunk. V's stage and phase count as one number."""
     in_last_stage = (number & (3 << first)) == ((Ring.STAGES - 1) << first)
     to_first_stage = (number ^ (1 << Ring.PHASE << first)) - ((Ring.STAGES - 1) << first)
     following = T.if_then_else(in_last_stage, to_first_stage, number + (1 << first))

@@ -12,8 +12,8 @@ namespace flash_qla::cpu {
 // Pointers to contiguous tensors, shapes as in BackwardCall and BackwardOutputs.
 template <typename T, typename CT>
 struct Backward {
-  Inputs<T, CT> in;  // gates.g is the raw g, read only with use_gate
-  const CT* g_cumsum;
+  Inputs<T, CT> in;    // gates.g is the forward's g; read with use_gate, or without g_cumsum
+  const CT* g_cumsum;  // null: not given
   const T* grad_o;
   const CT* grad_final_state;  // null: zero
   T *dq = nullptr, *dk = nullptr, *dv = nullptr;
@@ -157,11 +157,14 @@ class SequenceBackward {
   // The index of a chunk's first token in [B, T, H_v].
   int64_t row_of(int64_t head, int64_t index) const { return (sequence_.begin + index * kChunk) * in_.H_v + head; }
 
-  // Packs a chunk's tokens; e^g comes from g_cumsum.
+  // Packs a chunk's tokens; e^g comes from g_cumsum if that was given.
   PackedChunk<CT> load(const HeadActivations<CT>& gates, int64_t head, int64_t index) const {
     const int64_t begin = sequence_.begin + index * kChunk;
     CT cumsum = 0;
     return load_chunk(in_, gates, head, begin, chunk_tokens(begin, sequence_.end), s_, [&](int64_t at) {
+      if (!p_.g_cumsum) {
+        return std::exp(gates.g(at));
+      }
       const CT before = std::exchange(cumsum, p_.g_cumsum[at]);
       return decay_of(cumsum, before);
     });

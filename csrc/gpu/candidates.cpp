@@ -1,4 +1,4 @@
-#include "gpu/modes.h"
+#include "gpu/candidates.h"
 
 #include <algorithm>
 
@@ -10,8 +10,8 @@ namespace flash_qla {
 
 namespace {
 
-// The most sequences, a step of chunk_plan, of which the first segment belongs to the longest. That segment then tells
-// whether any sequence is cut.
+// The first segment belongs to the longest of up to so many sequences, a step of chunk_plan. The flags of that segment
+// then tell whether any sequence is cut.
 constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
 constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
@@ -29,24 +29,32 @@ bool has_fused_kernel(const ForwardShape& shape) {
 }
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  return !shape.in_halves && shape.V <= kWideTile && !shape.output_h && !shape.batch_invariant &&
-         forced.value_tile != kNarrowTile && !forced.always_cuts() && forced.fused != 0 && has_fused_kernel(shape);
+  const bool writes_all = shape.V <= kWideTile && !shape.output_h;
+  return writes_all && !shape.in_halves && !shape.batch_invariant && forced.fused != 0 && has_fused_kernel(shape);
 }
 
-// Adds the modes of a value tile with segments of this many chunks; 0: no segments.
+// Adds the modes of a value tile with segments of this many chunks; 0: no segments. fuses: the fused kernel may take
+// sequences that are not cut.
 void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, int64_t tile,
-              int64_t segment_chunks) {
+              int64_t segment_chunks, bool fuses) {
   const bool has_choice = segment_chunks > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
   const bool always_cut = forced.always_cuts() || shape.in_halves;
+  if (has_choice && fuses && (!always_cut || forced.fused == 1)) {
+    modes.push_back({tile, kWideTile, segment_chunks, true, false});
+    if (forced.fused == 1) {
+      return;
+    }
+  }
   const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
   modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut});
-  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile) {  // whole sequences are fewer pieces
+  // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
+  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile) {
     modes.push_back({tile, kNarrowTile, segment_chunks, false, false});
   }
 }
 
-// Lengths of segments in chunks; the first is 0, no segments. In halves 0 stays only if it is the one length: the maps
-// are then of whole sequences.
+// The lengths of segments that are considered, in chunks; 0, the first one: no segments. In halves 0 is left out if
+// there are others, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (forced.segment_chunks >= 0) {
     return {forced.segment_chunks};
@@ -88,7 +96,8 @@ int64_t early_ctas(const Shape& shape) {
 
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
-  if (can_fuse(shape, forced)) {
+  const bool fuses = can_fuse(shape, forced);
+  if (fuses && !forced.always_cuts() && forced.value_tile != kNarrowTile) {
     modes.push_back({kWideTile, kWideTile, 0, true, false});
     if (forced.fused == 1) {
       return modes;
@@ -97,7 +106,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
   for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
     if (forced.value_tile == 0 || tile == forced.value_tile) {
       for (const int64_t segment_chunks : segmentations(shape, forced)) {
-        add_tile(modes, shape, forced, tile, segment_chunks);
+        add_tile(modes, shape, forced, tile, segment_chunks, fuses);
       }
     }
   }

@@ -13,11 +13,11 @@ namespace flash_qla {
 
 struct Mode {
   int64_t value_tile, whole_tile, segment_chunks;
-  bool fused;
+  bool fused;       // the fused kernel, if no sequence is cut
   bool always_cut;  // false: the device cuts if that pays
 };
 
-// The modes of a call, one or more. A mode that leaves a choice to the device comes after the mode of the comparison.
+// The modes of a call, one or more. Modes that offer the device a choice come after the mode that they have to beat.
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced);
 std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced);
 

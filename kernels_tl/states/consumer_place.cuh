@@ -1,4 +1,4 @@
-// Numbers of several fields, as layout.py lays them out; states/place.py reads the same.
+// Numbers of several fields, as layout.py lays them out; states/consumer_place.py reads the same.
 #pragma once
 
 #include "core/ptx.cuh"

@@ -1,5 +1,5 @@
-// Tables of indices into a pool of states, as callers pass them. An index may have any value: one that is not a slot
-// becomes kNoState, the empty slot.
+// Tables of indices into a pool of states, as callers pass them. An index may have any value. An index that is no slot
+// becomes kNoState.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flash_qla::device {
 
-// [rows, columns] of int32 or int64, a row's numbers side by side; with TableKind::kNone there is no table.
+// [rows, columns] of int32 or int64, with a row's numbers side by side. TableKind::kNone: there is no table.
 struct Table {
   const void* numbers;
   int kind;
@@ -26,7 +26,7 @@ struct Table {
     const int64_t at = row * row_stride + column;
     return is_wide() ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
   }
-  // Reads from L2: before the wait for the preceding grid, and after it where L1 may hold an old value.
+  // Reads from L2: before the wait for the preceding grid, and after it if L1 may hold an old value.
   __device__ __forceinline__ int64_t fresh(int64_t row, int column = 0) const {
     const int64_t at = row * row_stride + column;
     return is_wide() ? __ldcg(static_cast<const long long*>(numbers) + at)
