@@ -110,6 +110,25 @@ def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients:
                 assert torch.equal(x.full_tensor(), whole), name
 
 
+def compiled(case: Case, placement: str) -> None:
+    """A step in one graph, the same as without."""
+
+    def function(**inputs):
+        o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        return o * 2, final_state
+
+    inputs, gradients = (
+        distributed(make(case, "cpu"), make_mesh(placement), placement) for make in (make_inputs, make_gradients)
+    )
+    leaves = {name: inputs[name].detach().requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    results = []
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        outputs = f(**inputs | leaves)
+        found = torch.autograd.grad(outputs, list(leaves.values()), (gradients["do"], gradients["dht"]))
+        results.append([x.full_tensor() for x in (*outputs, *found)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def without_derivatives(name: str) -> None:
     mesh = make_mesh("heads")
     kinds = ("replicas",) if name.endswith("packed") else ("replicas", "heads")

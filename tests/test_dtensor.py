@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed.tensor
 from cases import Case
-from dtensor_ranks import OF_HEADS_ONLY, PLACEMENTS, refusals, training, with_context, without_derivatives
+from dtensor_ranks import OF_HEADS_ONLY, PLACEMENTS, compiled, refusals, training, with_context, without_derivatives
 from every_op import NAMES
 from ranks import run_on_ranks
 
@@ -27,6 +27,11 @@ def test_training(placement):
     """Results and gradients are the bits of one rank, and nothing is exchanged; sums over the batch are sums."""
     cases = BATCH if placement == "batch" else BATCH + PACKED
     assert run_on_ranks(2, training, cases, placement) == [len(cases)] * 2
+
+
+@pytest.mark.parametrize("placement", ("batch", "heads"))
+def test_compile(placement):
+    assert run_on_ranks(2, compiled, BATCH[0], placement) == [None] * 2
 
 
 def test_a_mesh_of_two_dimensions():

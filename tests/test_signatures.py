@@ -4,15 +4,14 @@ The signatures of the releases that flash_qla was written for are in signatures.
 compared as well, so that a new one is noticed. Everything is read from sources, and nothing is imported.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import signatures
 
-import flash_qla
-
-PACKAGE = Path(flash_qla.__file__).parent
+PACKAGE = Path(importlib.util.find_spec("flash_qla").origin).parent
 RECORDED = json.loads(signatures.RECORD.read_text())
 
 # Package on PyPI -> function there -> our file
