@@ -129,6 +129,36 @@ def compiled(case: Case, placement: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+def partial_gradients(case: Case) -> None:
+    """A gradient of o that is a sum over the ranks, as of a projection that is parallel over its columns."""
+    mesh = make_mesh("replicas")
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    expected = step(inputs, gradients)
+    local, local_gradients = (distributed(x, mesh, "replicas") for x in (inputs, gradients))
+    own = gradients["do"] if mesh.get_local_rank() == 0 else torch.zeros_like(gradients["do"])
+    local_gradients["do"] = DTensor.from_local(own, mesh, [Partial()])
+    for name, x in step(local, local_gradients).items():
+        assert torch.equal(x.full_tensor(), expected[name]), name
+
+
+def partial_gradients_beside_heads(case: Case) -> str:
+    """The batch has no shards, heads have, and do is a sum over the other dimension of the mesh."""
+    mesh = make_mesh("both")
+    inputs = make_inputs(case, "cpu")
+    local = {
+        name: distribute_tensor(x, mesh, [Replicate(), *placements_of(name, "heads")]) if torch.is_tensor(x) else x
+        for name, x in inputs.items()
+    }
+    v = local["v"].requires_grad_()
+    o, _ = flash_qla.chunk_gated_delta_rule(**local)
+    do = DTensor.from_local(torch.ones_like(o.to_local()), mesh, [Partial(), Shard(2)])
+    try:
+        torch.autograd.grad(o, v, do)
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
 def without_derivatives(name: str) -> None:
     mesh = make_mesh("heads")
     kinds = ("replicas",) if name.endswith("packed") else ("replicas", "heads")

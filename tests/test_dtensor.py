@@ -3,7 +3,17 @@
 import pytest
 import torch.distributed.tensor
 from cases import Case
-from dtensor_ranks import OF_HEADS_ONLY, PLACEMENTS, compiled, refusals, training, with_context, without_derivatives
+from dtensor_ranks import (
+    OF_HEADS_ONLY,
+    PLACEMENTS,
+    compiled,
+    partial_gradients,
+    partial_gradients_beside_heads,
+    refusals,
+    training,
+    with_context,
+    without_derivatives,
+)
 from every_op import NAMES
 from ranks import run_on_ranks
 
@@ -38,6 +48,22 @@ def test_a_mesh_of_two_dimensions():
     """The batch over one, heads over the other."""
     case = Case(B=2, T=70, **SIZES, **INSIDE)
     assert run_on_ranks(4, training, (case,), "both") == [1] * 4
+
+
+def test_partial_gradients():
+    """They are reduced first."""
+    assert run_on_ranks(2, partial_gradients, BATCH[0]) == [None] * 2
+
+
+@pytest.mark.parametrize("H_k", (4, 6))
+def test_partial_gradients_beside_heads(H_k):
+    """With 6 heads DTensor might cut them into 4 uneven shards, which have no whole groups."""
+    case = Case(B=2, T=5, **SIZES | {"H_k": H_k, "H_v": 2 * H_k})
+    for error in run_on_ranks(4, partial_gradients_beside_heads, case):
+        if H_k == 4:
+            assert error == "nothing"
+        else:
+            assert "do is a DTensor placed" in error and "expected Replicate() on dimension 0 of the mesh" in error
 
 
 @pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])

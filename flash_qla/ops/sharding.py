@@ -95,6 +95,19 @@ def _register(op):
                     refuse(name, spec, ["Replicate()", *(f"{x!r} {words[over]}" for over, x in allowed.items())])
         return over_heads
 
+    def check_heads(specs, over_heads):
+        mesh, H_k = specs["q"].mesh, specs["q"].shape[2]
+        shards = math.prod(mesh.size(i) for i in over_heads)
+        if H_k % shards:
+            raise ValueError(
+                f"flash_qla::{op._opname}: q has {H_k} heads, expected a multiple of {shards}, the number of shards"
+            )
+        if over_heads and H_k % mesh.size():  # a partial sum could become a shard of heads on all dimensions
+            for name, spec in specs.items():
+                for i, placement in enumerate(spec.placements):
+                    if isinstance(placement, Partial) and i not in over_heads:
+                        refuse(name, spec, ["Replicate()"], f" on dimension {i} of the mesh")
+
     def check_unmoved(specs, over_heads):
         for name, spec in specs.items():
             for i, placement in enumerate(spec.placements):
@@ -116,12 +129,8 @@ def _register(op):
         if is_written:
             check_unmoved(specs, over_heads)
         if _HEADS in choices:
-            shards, H_k = math.prod(specs["q"].mesh.size(i) for i in over_heads), specs["q"].shape[2]
-            if H_k % shards:
-                raise ValueError(
-                    f"flash_qla::{op._opname}: q has {H_k} heads, expected a multiple of {shards}, the number of shards"
-                )
-            if not over_heads and any(H_k % size for size in specs["q"].mesh.shape):
+            check_heads(specs, over_heads)
+            if not over_heads and specs["q"].shape[2] % specs["q"].mesh.size():
                 choices.remove(_HEADS)
         names = [*call_type._fields[: len(args)], *kwargs]
         return [
