@@ -20,8 +20,9 @@ constexpr double kMapStart = 4.4;                        // segment_maps and seg
 constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
 constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
 constexpr double kSlotCta = 0.008;                       // a CTA that finds nothing to do
-constexpr double kIdle = 1.5;                            // a launch that finds nothing to do, with a CTA an SM
-constexpr double kIdleMatrices = 0.002;                  // a CTA of chunk_matrices that finds nothing to do
+constexpr double kOtherTile = 1.5;                       // a launch of chunk_forward that finds nothing to do
+// fused_forward where the device may cut: it begins after the plan, and the other kernels find nothing to do.
+constexpr double kOffered = 14;
 
 // SM cycles.
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
@@ -56,7 +57,7 @@ constexpr double kExact = 0.25;
 // If only cu_seqlens say the lengths: the weight of batches whose longest sequence has twice the average, and of
 // batches whose longest has half of all tokens. These weights lose the least time over the measured batches
 // (benchmarks/notes/cost_model.md).
-constexpr double kTwice = 0.1, kHalf = 0.2;
+constexpr double kTwice = 0.05, kHalf = 0.08;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
 struct Lengths {
@@ -244,14 +245,12 @@ double around_us(const BackwardShape& shape) {
 
 double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
-  const bool fused = mode.fused && !cut,
-             has_two = mode.segment_chunks > 0 && (mode.fused || mode.whole_tile != mode.value_tile);
-  double us = fused ? fused_forward_us(shape, s)
-                    : chunk_matrices_us(shape, s) + chunk_forward_us(shape, cut ? mode.value_tile : mode.whole_tile, s);
-  us += has_two ? kIdle : 0;
-  if (fused && mode.segment_chunks > 0) {
-    us += kIdle +
-          kIdleMatrices * s.H_v * s.total / static_cast<double>(heads_per_cta(shape, average_chunks(shape) * shape.N));
+  if (mode.fused && !cut) {
+    return fused_forward_us(shape, s) + (mode.segment_chunks > 0 ? kOffered : 0);
+  }
+  double us = chunk_matrices_us(shape, s) + chunk_forward_us(shape, cut ? mode.value_tile : mode.whole_tile, s);
+  if (mode.fused || mode.whole_tile != mode.value_tile) {
+    us += kOtherTile;
   }
   if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * s.H_v * ((1 + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);

@@ -45,13 +45,16 @@ class Forward {
     finish();
   }
 
-  // The part that needs no states.
+  // The part that needs no states. The fused kernel, which reads them, does not run in halves.
   void begin() {
     if (d_.clear_h) {
       Tensor h = out_.h;
       zero(h);
     }
     pass_.make_plan(states_, SegmentFlag::kLast);
+    if (d_.fused) {
+      fused_forward(d_.launches[0]);
+    }
     if (d_.is_only_fused()) {
       return;
     }
@@ -73,7 +76,9 @@ class Forward {
       pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false);
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {
-      d_.launches[i].fused ? fused_forward(d_.launches[i]) : chunk_forward(d_.launches[i]);
+      if (!d_.launches[i].fused) {
+        chunk_forward(d_.launches[i]);
+      }
     }
   }
 

@@ -121,14 +121,23 @@ def load_segment_early(segments, segment):
 
 
 @T.macro
+def leave_without_work(cta):
+    """Ends a CTA that has nothing to do, perhaps before pdl_sync. The first CTA stays until the kernels before this one
+    have ended, because what follows the call waits for its last kernel only."""
+    T.pdl_trigger()
+    if cta == 0:
+        T.pdl_sync()
+    extern("leave")
+
+
+@T.macro
 def leave_unless(only_if, cta, segments):
-    """Ends a CTA of one of two launches, if the first segment's flags are not the launch's `only_if`. 0 never ends it.
-    The launch for whole sequences comes first, so it lets the other one begin."""
+    """Ends a CTA of one of two ways to run a call, if the first segment's flags are not `only_if`. 0 never ends it. The
+    way for whole sequences is launched first, and lets the kernels of the other one begin, because they may have
+    nothing to do."""
     if only_if != 0:
         if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
-            if cta == 0:
-                T.pdl_sync()
-            extern("leave")
+            leave_without_work(cta)
         if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:
             T.pdl_trigger()
 

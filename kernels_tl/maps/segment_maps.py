@@ -27,7 +27,15 @@ from kernels_tl.core.common import (
     block_rows,
     extern,
 )
-from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import (
+    barriers,
+    clear_rows_after,
+    fetch,
+    leave_without_work,
+    load_segment_early,
+    locate_cta,
+    shared,
+)
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
@@ -141,24 +149,23 @@ def segment_maps(dtype, K, partial):
     @T.macro
     def first_chunk(segment, hv, which, gates, skips):
         """The first chunk of the recurrence; the number of chunks if there is nothing to compute."""
-        start = T.alloc_var("int32", init=0)
-        if segment.is_idle != 0:
-            start = segment.chunks
-        else:
-            start = extern(
+        start = T.alloc_var(
+            "int32",
+            init=extern(
                 "first_chunk_that_matters",
                 T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r"),
                 T.Cast("int64", H_v) * (ForwardGate.COUNT * C),
                 segment.chunks,
                 returns="int32",
-            )
-            if (which == MAP_M) & (T.get_thread_binding() == 0):
-                skips[segment.slot, hv] = T.Select(start < 0, 0, 1)
-            if start < 0:
-                start = 0
-            else:
-                if which == MAP_M:
-                    start = segment.chunks
+            ),
+        )
+        if (which == MAP_M) & (T.get_thread_binding() == 0):
+            skips[segment.slot, hv] = T.Select(start < 0, 0, 1)
+        if start < 0:
+            start = 0
+        else:
+            if which == MAP_M:
+                start = segment.chunks
         return start
 
     @T.prim_func
@@ -178,15 +185,12 @@ def segment_maps(dtype, K, partial):
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
             segment = load_segment_early(plan.segments, piece.slot)
-            idle = T.alloc_var(
-                "int32", init=T.Select((segment.flags >= SegmentFlag.LAST) | (segment.length == 0), 1, 0)
-            )
-            if (idle != 0) & (cta != 0):
-                extern("leave")
+            if (segment.flags >= SegmentFlag.LAST) | (segment.length == 0):  # it needs no map
+                leave_without_work(cta)
             T.pdl_sync()
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
-            segment = segment.and_also(slot=piece.slot, is_idle=idle)
+            segment = segment.and_also(slot=piece.slot)
             start = first_chunk(segment, piece.hv, which, matrices.gates, maps.skips)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)

@@ -31,7 +31,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
-from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.core.cta import barriers, fetch, leave_without_work, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
@@ -91,16 +91,16 @@ def segment_scan(dtype, K, reverse):
         return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
 
     @T.macro
-    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot, begin):
+    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot):
         """The consumers: S from segment to segment."""
-        about = T.alloc_var("int32", init=begin)
+        about = T.alloc_var("int32", init=0)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         S = T.alloc_fragment([K, COLUMNS], "float32")
         S_16 = T.alloc_fragment([K, COLUMNS], dtype)
         rest = T.alloc_fragment([K, COLUMNS], dtype)
         T.clear(S)
-        if (about < END) & (slot != NO_STATE):
+        if slot != NO_STATE:
             initial.read_columns(S, slot, hv, v0)
             if is_scanned:
                 for i, j in T.Parallel(K, COLUMNS):
@@ -123,10 +123,10 @@ def segment_scan(dtype, K, reverse):
             step = step + 1
 
     @T.macro
-    def load(tiles, ready, first_slot, hv, v0, segments, maps, begin):
+    def load(tiles, ready, first_slot, hv, v0, segments, maps):
         """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
         up."""
-        about = T.alloc_var("int32", init=begin)
+        about = T.alloc_var("int32", init=0)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
@@ -156,9 +156,9 @@ def segment_scan(dtype, K, reverse):
             flags = next_flags
 
     @T.macro
-    def store(tiles, ready, first_slot, hv, v0, states, begin):
+    def store(tiles, ready, first_slot, hv, v0, states):
         """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
-        about = T.alloc_var("int32", init=begin)
+        about = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
         step = T.alloc_var("int32", init=0)
         while about < END:
@@ -201,20 +201,19 @@ def segment_scan(dtype, K, reverse):
                     length = load_early(plan.sequences[n, SequenceColumn.LENGTH])
                     segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
                     first_slot += T.truncdiv(length - 1, segment_length)
-            if (first != SegmentFlag.FIRST) & (cta != 0):  # a sequence of one segment needs no scan
-                extern("leave")
+            if first != SegmentFlag.FIRST:  # a sequence of one segment needs no scan
+                leave_without_work(cta)
             if beside == 0:
                 T.pdl_sync()
             T.pdl_trigger()
-            begin = T.alloc_var("int32", init=T.if_then_else(first != SegmentFlag.FIRST, END, 0))
             if T.get_thread_binding() < CONSUMERS:
                 is_scanned = False if reverse else first_state == FROM_SCAN
-                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
+                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot)
             else:
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps, begin)
+                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps)
                 else:
-                    store(tiles, ready, first_slot, hv, v0, maps.states, begin)
+                    store(tiles, ready, first_slot, hv, v0, maps.states)
                     if reverse:
                         T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
 

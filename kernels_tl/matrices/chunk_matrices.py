@@ -57,7 +57,7 @@ from kernels_tl.core.common import (
     element_type,
     extern,
 )
-from kernels_tl.core.cta import Variables, barriers, clear_rows_after, shared
+from kernels_tl.core.cta import Variables, barriers, clear_rows_after, leave_unless, shared
 from kernels_tl.layout import (
     BLOCK,
     DIAGONAL_STRIDE,
@@ -66,13 +66,13 @@ from kernels_tl.layout import (
     PADDING,
     ChunkColumn,
     NamedBarrier,
-    SegmentColumn,
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # The first CTAs read these early. They write g_cumsum.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
+EARLY |= {"segments": after("chunk_plan", where="only_if")}
 PRELUDE = """
 #include "matrices/chunk_matrices.cuh"
 #include "plan/plan.cuh"
@@ -294,22 +294,20 @@ def chunk_matrices(dtype, K, normalize):
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg
-        only_if: T.int32,  # run only if the first segment has these flags, without early CTAs; 0: always
+        only_if: T.int32,  # run only if the first segment has these flags, after fused_forward; 0: always
         early_ctas: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             T.annotate_min_blocks_per_sm(TILE.ctas)
+            leave_unless(only_if, cta, plan.segments)
             share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs of a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
             leads = first == hk * sizes.group  # the first CTA of a chunk and query/key head
             chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
-            if only_if != 0:  # noqa: SIM102, early CTAs may not read the plan
-                if plan.segments[0, SegmentColumn.FLAGS] != only_if:
-                    extern("leave")
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))

@@ -423,6 +423,8 @@ def fused_forward(dtype, K, normalize, low_level):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
+            if only_if != 0:  # this kernel follows the plan
+                T.pdl_sync()
             leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
             if T.get_thread_binding() < CONSUMERS:
