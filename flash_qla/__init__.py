@@ -4,7 +4,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if any(Path(__file__).with_name("ops").glob("*/*.py")):  # this package has no folder in ops/, the published one has
+if Path(__file__).with_name("ops").joinpath("utils/__init__.py").exists():  # only the published package has this file
     raise ImportError(
         f"the published FlashQLA (flash-qla on PyPI) lies in {Path(__file__).parent} too, and its files are mixed with "
         "those of this package. `pip uninstall flash-qla flash-qla-aot`, then install this package again."
@@ -15,9 +15,10 @@ from flash_qla._version import __version__
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
+    chunk_gated_delta_rule_intermediates,
 )
 from flash_qla.ops import gated_delta_rule as _published_path  # noqa: F401  an attribute of ops without an import
+from flash_qla.published import chunk_gated_delta_rule_fwd
 from flash_qla.serving import (
     decode_gated_delta_rule,
     decode_gated_delta_rule_packed,
@@ -41,6 +42,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
+    "chunk_gated_delta_rule_intermediates",
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_packed",
     "prefill_gated_delta_rule",

@@ -16,18 +16,8 @@ from typing import Literal, TypeAlias, overload
 
 import torch
 
-from flash_qla.cp import CPContext, passes
-from flash_qla.ops.checks import check_offsets, check_state_dtype
-
-# Keywords of other implementations that callers pass on with None or False. This package supports no other value.
-_TOLERATED = frozenset(
-    {
-        "chunk_indices",
-        "cu_seqlens_cpu",
-        "head_first",
-        "transpose_state_layout",
-    }
-)
+from flash_qla.cp import CPContext, passes, published
+from flash_qla.ops.checks import check_ignored, check_offsets, check_state_dtype
 
 # Results of chunk_gated_delta_rule_bwd: dq, dk, dv, db, dg, dh0 and, with use_gate_in_kernel, dA_log, ddt_bias
 _Tensor: TypeAlias = torch.Tensor
@@ -35,17 +25,6 @@ _Gradients: TypeAlias = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tens
 _GradientsOfGate: TypeAlias = tuple[
     _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor | None, _Tensor, _Tensor | None
 ]
-
-
-def _refuse(keywords: dict[str, object]) -> None:
-    for name, value in keywords.items():
-        if name not in _TOLERATED:
-            raise TypeError(f"chunk_gated_delta_rule() got an unexpected keyword argument {name!r}")
-        if value is not None and value is not False:
-            raise TypeError(
-                f"chunk_gated_delta_rule() got {name} of type {type(value).__name__}, which it does not support; "
-                "expected None or False"
-            )
 
 
 def chunk_gated_delta_rule(
@@ -62,13 +41,16 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    enable_fwd_cp_cache: bool = True,
+    cp_context: CPContext | published.FlashQLACPContext | None = None,
+    force_intra_cp: bool = False,
+    *,
     state_dtype: torch.dtype | None = None,
     use_gate_in_kernel: bool = False,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    cp_context: CPContext | None = None,
     **ignored: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The Gated Delta Rule over whole sequences; the module has the formula and the paper.
@@ -113,6 +95,17 @@ def chunk_gated_delta_rule(
             few sequences and heads to fill the GPU. Where the gates decay a state, or in the backward the gradient of a
             state, to less than 2^-24 of its norm within a segment, the remainder is dropped; with auto_cp=False it
             never is. The CPU ignores this argument.
+        enable_fwd_cp_cache: without effect. The published FlashQLA keeps maps of segments for its backward; this
+            package computes them again.
+        cp_context: the tokens are this rank's part of sequences that are spread over a process group: the result of
+            flash_qla.cp.build_cp_context, or of the function of this name of FLA or of the published FlashQLA. All
+            ranks of the group make the call, and its backward, which runs if an input requires gradients and the loss
+            depends on a result. B is 1 and T the number of the rank's tokens. The context has the offsets, and
+            cu_seqlens is ignored; N is the number of the rank's own sequences. An initial state counts on the rank that
+            has the sequence's first token, and is ignored elsewhere. A final state is the state after the rank's own
+            tokens: on the rank with the sequence's last token, that of the sequence. Gradients of A_log and dt_bias are
+            those of the rank's tokens.
+        force_intra_cp: only False, unless auto_cp is False or cp_context is given, where it has no effect.
         state_dtype: dtype of final_state, bfloat16, float16, float32 or float64; by default that of the arithmetic. The
             state is rounded to it once, at the end. A gradient of final_state then arrives in state_dtype.
         use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias), computed in float32 (float64 for
@@ -124,14 +117,8 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed in float32 (float64 for float64 inputs).
         allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative
             eigenvalues; only with use_beta_sigmoid_in_kernel.
-        cp_context: the tokens are this rank's part of sequences that are spread over a process group: the result of
-            flash_qla.cp.build_cp_context, or of FLA's function of this name. All ranks of the group make the call, and
-            its backward, which runs if an input requires gradients and the loss depends on a result. B is 1 and T the
-            number of the rank's tokens. The context has the offsets, and cu_seqlens is ignored; N is the number of the
-            rank's own sequences. An initial state counts on the rank that has the sequence's first token, and is
-            ignored elsewhere. A final state is the state after the rank's own tokens: on the rank with the sequence's
-            last token, that of the sequence. Gradients of A_log and dt_bias are those of the rank's tokens.
-        **ignored: keywords of other implementations, such as chunk_indices; None or False only.
+        **ignored: keywords of other implementations that change no result: cu_seqlens_cpu, chunk_indices, chunk_size
+            of 64, transpose_state_layout of False.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q, contiguous.
@@ -143,13 +130,16 @@ def chunk_gated_delta_rule(
             names the argument, what was expected and what came.
         ValueError: the tokens are not those of cp_context.
         TypeError: a keyword in **ignored is unknown; it or head_first has another value; or cu_seqlens is a list.
-        NotImplementedError: gradients made with create_graph=True are differentiated again; forward-mode
-            differentiation; or, with cp_context, a transform of torch.func.
+        NotImplementedError: force_intra_cp is True; gradients made with create_graph=True are differentiated again;
+            forward-mode differentiation; or, with cp_context, a transform of torch.func.
     """
     check_offsets("chunk_gated_delta_rule", cu_seqlens)
     check_state_dtype("chunk_gated_delta_rule", state_dtype)
     if ignored or head_first is not False:
-        _refuse({"head_first": head_first, **ignored})
+        check_ignored("chunk_gated_delta_rule", {"head_first": head_first, **ignored})
+    if force_intra_cp and auto_cp and cp_context is None:
+        published.refuse_forced("chunk_gated_delta_rule")
+    cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
     args = (
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first,
         auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -161,7 +151,7 @@ def chunk_gated_delta_rule(
     return o, final_state if output_final_state else None
 
 
-def chunk_gated_delta_rule_fwd(
+def chunk_gated_delta_rule_intermediates(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -184,7 +174,10 @@ def chunk_gated_delta_rule_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The forward pass with its intermediate results, for each chunk of C = 64 tokens of a sequence.
 
-        g_cumsum, A, o, h, state = chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_h=True)
+        g_cumsum, A, o, h, state = chunk_gated_delta_rule_intermediates(q, k, v, g, beta, output_h=True)
+
+    This is the op chunk_gated_delta_rule_fwd. The function of that name (flash_qla.published) has the published
+    FlashQLA's arguments and a sixth result.
 
     Arguments, autocast and the gradients of o and final_state are those of chunk_gated_delta_rule. The results g, A and
     h do not require gradients.
@@ -211,8 +204,8 @@ def chunk_gated_delta_rule_fwd(
     Raises:
         RuntimeError, TypeError, NotImplementedError: as chunk_gated_delta_rule.
     """
-    check_offsets("chunk_gated_delta_rule_fwd", cu_seqlens)
-    check_state_dtype("chunk_gated_delta_rule_fwd", state_dtype)
+    check_offsets("chunk_gated_delta_rule_intermediates", cu_seqlens)
+    check_state_dtype("chunk_gated_delta_rule_intermediates", state_dtype)
     g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
         use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
@@ -236,6 +229,8 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    cp_cache: published.CPCache | None = None,
+    cp_context: CPContext | published.FlashQLACPContext | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: Literal[False] = False,
     A_log: torch.Tensor | None = None,
@@ -259,6 +254,8 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    cp_cache: published.CPCache | None = None,
+    cp_context: CPContext | published.FlashQLACPContext | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     *,
     use_gate_in_kernel: Literal[True],
@@ -283,6 +280,8 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    cp_cache: published.CPCache | None = None,
+    cp_context: CPContext | published.FlashQLACPContext | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: torch.Tensor | None = None,
@@ -305,6 +304,8 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    cp_cache: published.CPCache | None = None,
+    cp_context: CPContext | published.FlashQLACPContext | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: torch.Tensor | None = None,
@@ -337,6 +338,8 @@ def chunk_gated_delta_rule_bwd(
             if g_raw is given: the sums are then computed again, at no cost.
         A: [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
             read.
+        cp_cache: the last result of the forward call; required with a cp_context of ranks, and None without.
+        cp_context: as in the forward call. All ranks make the call.
         do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
         dht: gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
         g_raw: the g of the forward call, [B, T, H_v], any floating dtype; required with use_gate_in_kernel or without
@@ -359,13 +362,19 @@ def chunk_gated_delta_rule_bwd(
 
     Raises:
         RuntimeError: as chunk_gated_delta_rule; or g_raw is missing where it is required, or given where it is not.
-        TypeError: cu_seqlens is a list.
+        TypeError: cu_seqlens is a list; or cp_cache is not that of the forward call.
     """
     check_offsets("chunk_gated_delta_rule_bwd", cu_seqlens)
-    dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(
+    cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
+    published.check_cache(cp_cache, cp_context)
+    args = (
         q, k, v, g, beta, A, do, dht, scale, initial_state, cu_seqlens, state_v_first, auto_cp,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, g_raw
     )  # fmt: skip
+    if cp_context is None:
+        dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(*args)
+    else:
+        dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = passes.chunk_gated_delta_rule_bwd(cp_context, cp_cache, *args)
     gradients = (dq, dk, dv, db, dg, None if initial_state is None else dh0)
     if not use_gate_in_kernel:
         return gradients

@@ -302,7 +302,8 @@ def reference_gradients(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None
 
 def run_forward(inputs: dict, output_h: bool = True, output_final_state: bool = True):
     """The low-level function: (g_cumsum, A, o, h, final_state)."""
-    return flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=output_h, output_final_state=output_final_state)
+    outputs = {"output_h": output_h, "output_final_state": output_final_state}
+    return flash_qla.chunk_gated_delta_rule_intermediates(**inputs, **outputs)
 
 
 def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None, intermediates=None) -> dict:

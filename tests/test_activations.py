@@ -239,7 +239,7 @@ def test_gradcheck(fast_mode, case):
         return flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
 
     def low_level(*leaves):
-        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_fwd(
+        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_intermediates(
             **{**inputs, **dict(zip(TENSORS, leaves, strict=True))}
         )
         return o, final_state

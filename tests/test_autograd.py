@@ -31,7 +31,7 @@ def both_functions(inputs: dict):
 
     def low_level(*leaves):
         arguments = {**inputs, **dict(zip(GRADIENT_OF, leaves, strict=True))}
-        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_fwd(**arguments)
+        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_intermediates(**arguments)
         return o, final_state
 
     return high_level, low_level
@@ -79,7 +79,7 @@ def test_what_requires_a_gradient(device):
     inputs["k"].requires_grad_()
     o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     assert o.requires_grad and final_state.requires_grad
-    g_cumsum, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    g_cumsum, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, output_h=True)
     assert o.requires_grad and final_state.requires_grad
     assert not any(x.requires_grad for x in (g_cumsum, A, h))
     for mode in (torch.no_grad, torch.inference_mode):

@@ -407,7 +407,7 @@ def test_contexts_that_are_refused(offsets, layout, message):
     [
         (torch.tensor([0.0, 4.0]), ValueError, r"is torch.float32 of shape \[2\], expected \[N \+ 1\], int32 or int64"),
         (torch.tensor([[0, 4]]), ValueError, r"is torch.int64 of shape \[1, 2\], expected \[N \+ 1\]"),
-        ([0.0, 4.0], TypeError, r"is of type list, expected a tensor \[N \+ 1\], int32 or int64"),
+        ([0.0, 4.0], TypeError, r"is of type list; pass a tensor \[N \+ 1\], .* because the kernels read"),
     ],
 )
 def test_offsets_that_are_refused(name, wrong, error, message):

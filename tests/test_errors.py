@@ -367,27 +367,35 @@ def test_what_pytorch_says_is_passed_on():
 
 # The Python functions' keywords
 
-DEFAULT_KEYWORDS = {
-    "head_first": False,
-    "chunk_indices": None,
-    "cp_context": None,
-    "transpose_state_layout": False,
-}
+KEYWORDS_WITHOUT_EFFECT = (
+    ("head_first", False),
+    ("chunk_indices", None),
+    ("chunk_indices", torch.tensor([[0, 0]])),
+    ("chunk_size", None),
+    ("chunk_size", 64),
+    ("cu_seqlens_cpu", torch.tensor([0, 5])),
+    ("cp_context", None),
+    ("enable_fwd_cp_cache", False),
+    ("force_intra_cp", False),
+    ("transpose_state_layout", False),
+)
 
 
-@pytest.mark.parametrize("name", DEFAULT_KEYWORDS)
-def test_other_libraries_keywords_at_their_default(name):
+@pytest.mark.parametrize(("name", "value"), KEYWORDS_WITHOUT_EFFECT, ids=str)
+def test_other_libraries_keywords_that_change_nothing(name, value):
     inputs = good("chunk_gated_delta_rule", "cpu", T=5)
     expected = flash_qla.chunk_gated_delta_rule(**inputs)[0]
-    assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs, **{name: DEFAULT_KEYWORDS[name]})[0], expected)
+    assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs, **{name: value})[0], expected)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     (
         ("head_first", True),
-        ("chunk_indices", torch.tensor([[0, 0]])),
+        ("chunk_size", 32),
+        ("chunk_size", torch.tensor(64)),
         ("cp_context", ...),
+        ("force_intra_cp", True),
         ("transpose_state_layout", True),
         ("no_such_keyword", None),
         ("no_such_keyword", 1),

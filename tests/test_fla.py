@@ -35,10 +35,12 @@ import torch.nn.functional as F  # noqa: E402
 
 import flash_qla  # noqa: E402
 from flash_qla.cp import build_cp_context  # noqa: E402
-from flash_qla.integrations.fla import _Backend, restore, use_flash_qla  # noqa: E402
+from flash_qla.integrations._fla_backend import Backend  # noqa: E402
+from flash_qla.integrations.fla import restore, use_flash_qla  # noqa: E402
 
 HALVES = ("forward_begin", "forward_finish", "backward_begin", "backward_replay", "backward_finish")
-FORWARD, BACKWARD, INFERENCE = (f"chunk_gated_delta_rule{suffix}" for suffix in ("_fwd", "_bwd", ""))
+FORWARD = INFERENCE = "chunk_gated_delta_rule"  # autograd saves the inputs alone, so training has no op of its own
+BACKWARD = "chunk_gated_delta_rule_bwd"
 NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
 BARS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3}
 DOT_PRODUCT_BAR = 2e-2  # db, dg and what is a sum of them
@@ -216,7 +218,7 @@ def test_function_of_few_channels_beside_fla():
 
 
 def test_function_without_gradients(device):
-    """The same bits as without FLA, by the op that keeps nothing for a backward."""
+    """The same bits as without FLA."""
     inputs, _ = arguments_of(Case(lengths=(100, 0, 30)), device)
     with Ran() as ran:
         outputs = through_fla(inputs)
@@ -388,10 +390,41 @@ def test_activations_by_position(integration):
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
+def test_arguments_that_change_nothing(integration):
+    """torchtitan passes on the offsets on the CPU, others precomputed indices and the chunk size."""
+    inputs, _ = arguments_of(Case(lengths=(100, 0, 30)), "cpu")
+    expected = fla_gdr.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    given = {"cu_seqlens_cpu": inputs["cu_seqlens"], "chunk_indices": torch.tensor([[0, 0]]), "chunk_size": 64}
+    with Ran() as ran:
+        actual = fla_gdr.chunk_gated_delta_rule(**inputs, **given, output_final_state=True)
+    assert ran.ops == [INFERENCE]
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("v_first", (False, True))
+def test_older_name_of_the_layout(v_first, integration):
+    inputs, _ = arguments_of(Case(T=70, K=96, V=64, state_v_first=v_first), "cpu")
+    expected = fla_gdr.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    del inputs["state_v_first"]
+    with Ran() as ran, pytest.warns(DeprecationWarning, match="state_v_first"):
+        actual = fla_gdr.chunk_gated_delta_rule(**inputs, transpose_state_layout=v_first, output_final_state=True)
+    assert ran.ops == [INFERENCE]
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_integration_declines_other_chunks():
+    inputs, _ = arguments_of(Case(T=1), "cpu")
+    verify = Backend().chunk_gated_delta_rule_verifier
+    assert verify(**inputs, chunk_size=64) == (True, None)
+    assert verify(**inputs, chunk_size=32) == (False, "flash_qla requires chunk_size=64")
+    accepted, _ = verify(**inputs | {"state_v_first": True}, transpose_state_layout=True)
+    assert not accepted
+
+
 def test_integration_declines_other_gpus(monkeypatch):
     """FLA asks flash_qla on Blackwell too."""
     inputs, _ = arguments_of(Case(T=1), "cpu")
-    verify = _Backend().chunk_gated_delta_rule_verifier
+    verify = Backend().chunk_gated_delta_rule_verifier
     assert verify(**inputs) == (True, None)
 
     class OnGPU(torch.Tensor):
@@ -405,7 +438,7 @@ def test_integration_declines_other_gpus(monkeypatch):
 @pytest.mark.parametrize("head_dims", [{}, {"K": 96, "V": 192}], ids=str)
 def test_integration_keeps_the_other_conditions(head_dims, monkeypatch):
     """Whatever the head dimensions, the answer is that of FLA's backend to the same call with K = V = 128."""
-    ours, theirs = (backend().chunk_gated_delta_rule_verifier for backend in (_Backend, fla_backend.FlashQLABackend))
+    ours, theirs = (backend().chunk_gated_delta_rule_verifier for backend in (Backend, fla_backend.FlashQLABackend))
     inputs, square = (arguments_of(Case(T=1, **dims), "cpu")[0] for dims in (head_dims, {}))
 
     def check_declined(names=(), change=None, **options):
@@ -417,7 +450,6 @@ def test_integration_keeps_the_other_conditions(head_dims, monkeypatch):
     assert ours(**inputs) == theirs(**square) == (True, None)
     check_declined(("q", "k", "v"), torch.Tensor.float)
     check_declined(("k",), torch.Tensor.half)
-    check_declined(transpose_state_layout=False)
     check_declined(allow_neg_eigval=True)
     assert not ours(**inputs, use_gate_in_kernel=True)[0]  # without A_log
     monkeypatch.setattr(fla_backend, "IS_NVIDIA_HOPPER", False)

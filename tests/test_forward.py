@@ -165,7 +165,8 @@ def test_only_what_is_asked_for(device):
     expected = reference_of(inputs)
     check("o", o, expected.o, dtype=BF16, case="o alone")
     check("o", o_fwd, expected.o, dtype=BF16, case="o, g_cumsum and A")
-    assert flash_qla.chunk_gated_delta_rule_fwd(*(inputs[name] for name in ("q", "k", "v", "g", "beta")))[4] is not None
+    tensors = [inputs[name] for name in ("q", "k", "v", "g", "beta")]
+    assert flash_qla.chunk_gated_delta_rule_intermediates(*tensors)[4] is not None
 
 
 def test_inputs_are_left_alone_and_not_aliased(device):

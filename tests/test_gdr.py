@@ -211,7 +211,7 @@ class Step:
 def actual_outputs(inputs: dict, gradients: dict) -> dict:
     """Every output of the public function and of the low-level functions."""
     outputs = Step(flash_qla.chunk_gated_delta_rule, inputs, gradients)()
-    g_cumsum, A, _, h, _ = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    g_cumsum, A, _, h, _ = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, output_h=True)
     return {**outputs, "h": h, "A": A, "g_cumsum": g_cumsum}
 
 

@@ -61,7 +61,7 @@ def test_forward_of_more_than_2_31_elements():
     in the first h says from where to go on."""
     require_free(70)
     inputs = large_inputs()
-    _, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    _, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, output_h=True)
     assert h.numel() > 2**32
     assert o[0, -64:].isfinite().all() and A[0, -64:].isfinite().all()
     assert (o.abs().amax(-1) > 0).all()  # every row was written, and none with garbage
@@ -94,7 +94,7 @@ def test_backward_of_more_than_2_31_elements():
     generator = torch.Generator("cuda").manual_seed(1)
     do = randn(generator, 1, T, H_V, D)
     dht = DHT_SCALE * randn(generator, 2, H_V, D, D, dtype=torch.float32)
-    g_cumsum, A, _, h, _ = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    g_cumsum, A, _, h, _ = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, output_h=True)
     states = {chunk: h[0, chunk][None].clone() for chunk in CHUNKS}
     del h, _
     torch.cuda.empty_cache()

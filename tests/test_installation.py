@@ -204,8 +204,8 @@ def last_line(package: Path, *arguments: str) -> str:
 
 
 def test_the_published_package_beneath(copied):
-    (copied / "ops/gated_delta_rule").mkdir()
-    (copied / "ops/gated_delta_rule/__init__.py").touch()
+    (copied / "ops/utils").mkdir()
+    (copied / "ops/utils/__init__.py").touch()
     for arguments in (("-c", "import flash_qla"), ("-m", "flash_qla")):
         assert re.search(
             r"flash-qla on PyPI.* mixed.* `pip uninstall flash-qla flash-qla-aot`", last_line(copied, *arguments)

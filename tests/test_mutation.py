@@ -1,6 +1,7 @@
 """Autograd knows which ops write their arguments, and which ops have no derivatives."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from cases import Case, make_inputs
 from every_op import NAMES, at_offset, later_ops, make_call, op_of
 
 import flash_qla
+from flash_qla.integrations import fla
 
 WRITES = {
     name: [x.name for x in op_of(name)._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
@@ -207,7 +209,13 @@ def test_a_list_of_offsets(name):
     """Is explained, whichever function it is given to."""
     arguments = fresh(make_call(name, "cpu"))
     offsets = arguments["cu_seqlens"].tolist()
-    with pytest.raises(
-        TypeError, match=r"cu_seqlens is of type list, expected a tensor, int32 or int64, on the device"
-    ):
-        getattr(flash_qla, name)(**arguments | {"cu_seqlens": offsets})
+    functions = {getattr(flash_qla, name)}
+    if name.endswith("_fwd"):
+        functions.add(flash_qla.chunk_gated_delta_rule_intermediates)
+    if name == "chunk_gated_delta_rule":
+        functions.add(fla.chunk_gated_delta_rule)
+        arguments.pop("auto_cp", None)
+    for function, kind in itertools.product(functions, (list, tuple)):
+        message = f"cu_seqlens is of type {kind.__name__}; pass a tensor, int32 or int64, on the device of q, because"
+        with pytest.raises(TypeError, match=message):
+            function(**arguments | {"cu_seqlens": kind(offsets)})

@@ -20,8 +20,10 @@ OPS = (
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_packed",
 )
+# Functions of other names than their ops
+FUNCTIONS = {"chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule_intermediates"}
 # Parameters of the functions that the ops do not have
-EXTRA = ("head_first", "cp_context", "ignored")
+EXTRA = ("head_first", "cp_context", "ignored", "cp_cache", "enable_fwd_cp_cache", "force_intra_cp")
 HINTS = {
     "Tensor": torch.Tensor,
     "Optional[Tensor]": torch.Tensor | None,
@@ -36,15 +38,19 @@ def schema_of(op: str):
     return getattr(torch.ops.flash_qla, op).default._schema
 
 
+def function_of(op: str):
+    return getattr(flash_qla, FUNCTIONS.get(op, op))
+
+
 def parameters_of(op: str) -> list[inspect.Parameter]:
-    parameters = inspect.signature(getattr(flash_qla, op)).parameters.values()
+    parameters = inspect.signature(function_of(op)).parameters.values()
     return [x for x in parameters if x.name not in EXTRA]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_signatures(op):
     """Names, their order, defaults and types."""
-    hints = get_type_hints(getattr(flash_qla, op))
+    hints = get_type_hints(function_of(op))
     expected = [
         (x.name, x.default_value if x.has_default_value() else inspect.Parameter.empty, HINTS[str(x.real_type)])
         for x in schema_of(op).arguments
@@ -64,14 +70,14 @@ def test_functions_pass_their_arguments_on(op, monkeypatch):
         return results
 
     monkeypatch.setattr(torch.ops, "flash_qla", SimpleNamespace(**{op: record}))
-    assert getattr(flash_qla, op)(**given) == results
+    assert function_of(op)(**given) == results
     assert calls == [tuple(given.values())]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_arguments_are_documented(op):
     """The function documents its arguments, or names the function that documents them."""
-    documented = flash_qla.chunk_gated_delta_rule.__doc__ + getattr(flash_qla, op).__doc__
+    documented = flash_qla.chunk_gated_delta_rule.__doc__ + function_of(op).__doc__
     sections = re.findall(r"^    Args:\n(.*?)^    Returns:", documented, re.MULTILINE | re.DOTALL)
     entries = re.findall(r"^        (\w[\w, \n]*):", "".join(sections), re.MULTILINE)
     names = set(re.split(r"[,\s]+", ", ".join(entries)))

@@ -43,7 +43,7 @@ CASES = (
 def final_states(inputs: dict, **options) -> dict:
     """The final states of both functions, with o, which the dtype of the state must not change."""
     o, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, **options)
-    low_level = flash_qla.chunk_gated_delta_rule_fwd(**inputs, **options)
+    low_level = flash_qla.chunk_gated_delta_rule_intermediates(**inputs, **options)
     return {"o": o, "state": state, "low-level o": low_level[2], "low-level state": low_level[4]}
 
 
@@ -130,7 +130,7 @@ def test_gradient_of_the_final_state_arrives_in_its_dtype(device, dtype):
     leaves = {name: inputs[name].detach().requires_grad_() for name in GRADIENT_OF}
     arguments = {**inputs, **leaves, "state_dtype": dtype}
     high_level = flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
-    low_level = flash_qla.chunk_gated_delta_rule_fwd(**arguments)[2::2]
+    low_level = flash_qla.chunk_gated_delta_rule_intermediates(**arguments)[2::2]
     for outputs in (high_level, low_level):
         assert outputs[1].dtype == dtype and outputs[1].requires_grad
         actual = torch.autograd.grad(outputs, list(leaves.values()), tuple(gradients.values()))

@@ -8,15 +8,18 @@ import flash_qla
 import flash_qla.ops.gated_delta_rule
 from flash_qla import _C, chunk_gated_delta_rule_bwd, decode_gated_delta_rule, prefill_gated_delta_rule
 from flash_qla.cp import CPContext, build_cp_context, exchange_halo
-from flash_qla.integrations import sglang, vllm
+from flash_qla.integrations import fla, sglang, vllm
 from flash_qla.integrations.transformers import Switched, restore, use_flash_qla
 from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd as published_bwd
+from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context as published_context
 
 
 def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     assert_type(flash_qla.chunk_gated_delta_rule(x, x, x, x, x), tuple[Tensor, Tensor | None])
     o, _ = flash_qla.ops.gated_delta_rule.chunk_gated_delta_rule(x, x, x, x, x, state_dtype=torch.bfloat16)
-    _, A, _, h, _ = flash_qla.chunk_gated_delta_rule_fwd(x, x, x, x, x, output_h=True)
+    _, A, _, h, _ = flash_qla.chunk_gated_delta_rule_intermediates(x, x, x, x, x, output_h=True)
+    *_, cp_cache = flash_qla.chunk_gated_delta_rule_fwd(x, x, x, x, x, enable_fwd_cp_cache=True)
+    chunk_gated_delta_rule_bwd(x, x, x, x, x, A, x, cp_cache=cp_cache)
     chunk_gated_delta_rule(x, x, x, x)  # type: ignore[call-arg]
     return o, A, h
 
@@ -41,6 +44,9 @@ def serving(x: Tensor) -> None:
 
 def ranks(x: Tensor, cu_seqlens: Tensor) -> CPContext:
     context = build_cp_context(cu_seqlens, conv1d_kernel_size=4)
+    published = published_context(cu_seqlens, enable_inter=True, enable_intra=True)
+    chunk_gated_delta_rule(x, x, x, x, x, cp_context=published, enable_fwd_cp_cache=True)
+    fla.chunk_gated_delta_rule(x, x, x, x, x, cu_seqlens_cpu=x, chunk_size=64, cp_context=context)
     assert_type(exchange_halo(x, context), Tensor)
     chunk_gated_delta_rule(x, x, x, x, x, cp_context=context)
     build_cp_context([0, 4])  # type: ignore[arg-type]

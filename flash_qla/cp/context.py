@@ -34,9 +34,12 @@ _OF_PARTS = {
 }
 
 
-def _check_offsets(name: str, x: object) -> None:
+def check_offsets(name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is of type {type(x).__name__}, expected a tensor [N + 1], int32 or int64")
+        raise TypeError(
+            f"{name} is of type {type(x).__name__}; pass a tensor [N + 1], int32 or int64, because the kernels read "
+            "the offsets on the device"
+        )
     if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}, expected [N + 1], int32 or int64")
 
@@ -85,7 +88,7 @@ class CPContext:
                 "cp_context has no cu_seqlens_cpu, expected the offsets of the rank's sequences on the CPU"
             )
         for name in ("cu_seqlens", "cu_seqlens_cpu"):
-            _check_offsets(name, getattr(self, name))
+            check_offsets(name, getattr(self, name))
         offsets = self.cu_seqlens_cpu.tolist()
         self._tokens = offsets[-1]
         if self.layout == "contiguous":
@@ -152,9 +155,9 @@ def build_cp_context(
         ValueError: layout is another word; cu_seqlens is not as above; the tokens do not divide; or there is no group.
         TypeError: cu_seqlens or cu_seqlens_cpu is not a tensor.
     """
-    _check_offsets("cu_seqlens", cu_seqlens)
+    check_offsets("cu_seqlens", cu_seqlens)
     if cu_seqlens_cpu is not None:
-        _check_offsets("cu_seqlens_cpu", cu_seqlens_cpu)
+        check_offsets("cu_seqlens_cpu", cu_seqlens_cpu)
     group = torch.distributed.group.WORLD if group is None else group
     if group is None:
         raise ValueError("group is None, expected a process group, as there is no default group")

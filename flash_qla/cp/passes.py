@@ -11,8 +11,14 @@ from flash_qla.ops.autograd import only_once
 
 ops = torch.ops.flash_qla
 
-_OPTIONS = [x.name for x in ops.chunk_gated_delta_rule.default._schema.arguments[5:]]  # all but q, k, v, g, beta
+_OPTIONS, _LOW_LEVEL_OPTIONS = (
+    [x.name for x in op.default._schema.arguments[5:]]  # all but q, k, v, g, beta
+    for op in (ops.chunk_gated_delta_rule, ops.chunk_gated_delta_rule_fwd)
+)
+_BACKWARD_ARGUMENTS = [x.name for x in ops.chunk_gated_delta_rule_bwd.default._schema.arguments]
 _TENSORS = ("initial_state", "A_log", "dt_bias")  # the options that have gradients
+# The tensors of _backward, in its order
+_BACKWARD_TENSORS = ("q", "k", "v", "g", "beta", *_TENSORS, "do", "dht")
 
 
 def _by_name(op):
@@ -21,7 +27,9 @@ def _by_name(op):
     return lambda **arguments: op(**{name: arguments[name] for name in names if name in arguments})
 
 
-_op, _op_bwd = map(_by_name, (ops.chunk_gated_delta_rule, ops.chunk_gated_delta_rule_bwd))
+_op, _op_fwd, _op_bwd = map(
+    _by_name, (ops.chunk_gated_delta_rule, ops.chunk_gated_delta_rule_fwd, ops.chunk_gated_delta_rule_bwd)
+)
 _begin_forward, _finish_forward = map(
     _by_name, (ops.gated_delta_rule_forward_begin, ops.gated_delta_rule_forward_finish)
 )
@@ -60,6 +68,14 @@ class _Call:
                 states = self.with_row(states, part.first, self.zeros(self.states_shape[1:]))
         return states
 
+    def with_states_before(self, states: torch.Tensor | None, gathered: torch.Tensor) -> torch.Tensor | None:
+        """States with those that earlier parts leave in the rows of sequences that begin there."""
+        for part in self.context._parts:
+            if part.before:
+                state = self.fold(gathered[part.slot - part.before : part.slot], part.before)
+                states = self.with_row(states, part.first, state)
+        return states
+
     def fold(self, maps: torch.Tensor, parts: int) -> torch.Tensor:
         state = fold(maps, parts, self.V)
         return state if self.state_v_first else state.mT
@@ -88,10 +104,7 @@ def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dic
     gathered = start_gather(spread(maps, after), context, for_backward)
     if any(before):
         gathered = wait(gathered, context)
-        for part in parts:
-            if part.before:
-                state = call.fold(gathered[part.slot - part.before : part.slot], part.before)
-                states = call.with_row(states, part.first, state)
+        states = call.with_states_before(states, gathered)
     final_state = _finish_forward(**given | {"initial_state": states, "workspace": workspace, "o": o})
     if not any(before):
         wait(gathered, context)
@@ -154,6 +167,22 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *(dx if is_needed else None for dx, is_needed in needed)
 
 
+def _checked(context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """Our context, and q, k and v as torch.autocast casts them, because the halves of a pass have no autocast."""
+    context = as_ours(context)
+    for name, x in (("q", q), ("v", v)):
+        if hasattr(x, "device_mesh"):
+            raise TypeError(
+                f"{name} is a DTensor, expected with cp_context the rank's own tensor, such as its to_local()"
+            )
+        check_tokens(name, x, context)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has {x.dim()} dimensions, expected 4 ([B, T, heads, dimension])")
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    return context, q, k, v
+
+
 def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor, torch.Tensor]:
     """The op chunk_gated_delta_rule on this rank's tokens, from the states that earlier parts leave.
 
@@ -164,13 +193,8 @@ def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.T
     Returns:
         o, final_state: as the op.
     """
-    context, options = as_ours(context), dict(zip(_OPTIONS, options, strict=True))
-    for name, x in (("q", q), ("v", v)):
-        check_tokens(name, x, context)
-        if x.dim() != 4:
-            raise ValueError(f"{name} has {x.dim()} dimensions, expected 4 ([B, T, heads, dimension])")
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # the halves have no autocast
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    options = dict(zip(_OPTIONS, options, strict=True))
+    context, q, k, v = _checked(context, q, k, v)
     options["cu_seqlens"] = context.cu_seqlens
     tokens, tensors = (q, k, v, g, beta), [options[name] for name in _TENSORS]
     if context._world_size == 1 and not any(part.before for part in context._parts):
@@ -183,3 +207,56 @@ def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.T
     others = {name: x for name, x in options.items() if name not in _TENSORS} | {"state_dtype": None}
     o, final_state, _ = _Differentiable.apply(context, others, *tokens, *tensors)
     return o, final_state if state_dtype is None else final_state.to(state_dtype)
+
+
+@torch.no_grad()
+def chunk_gated_delta_rule_fwd(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor | None, ...]:
+    """The op chunk_gated_delta_rule_fwd on this rank's tokens, from the states that earlier parts leave.
+
+    The halves of a pass give no A. So the whole op runs from these states after the exchange.
+
+    Args:
+        context: the CPContext, or FLA's or the published FlashQLA's.
+        q, k, v, g, beta, *options: all arguments of the op, in its order.
+
+    Returns:
+        g_cumsum, A, o, h, final_state: as the op.
+        states: the initial states that it ran from; None if all are zero.
+    """
+    options = dict(zip(_LOW_LEVEL_OPTIONS, options, strict=True))
+    context, q, k, v = _checked(context, q, k, v)
+    refuse_transforms("chunk_gated_delta_rule_fwd with cp_context")
+    call = _Call(context, q, v, options["state_v_first"])
+    after = [bool(part.after) for part in context._parts]
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": context.cu_seqlens}
+    given["initial_state"] = call.with_zeros(options["initial_state"])
+    maps = call.zeros(call.maps_shape)
+    if any(after):
+        mapped = [part.last for part in context._parts if part.after]
+        maps = spread(_begin_forward(**given | {"map_sequences": mapped})[0], after)
+    gathered = wait(start_gather(maps, context), context)
+    given["initial_state"] = call.with_states_before(given["initial_state"], gathered)
+    return *_op_fwd(**given), given["initial_state"]
+
+
+@torch.no_grad()
+def chunk_gated_delta_rule_bwd(context, cp_cache, *args) -> tuple[torch.Tensor | None, ...]:
+    """The op chunk_gated_delta_rule_bwd on this rank's tokens, with the gradients that later parts leave.
+
+    Args:
+        context: the CPContext, or FLA's or the published FlashQLA's.
+        cp_cache: flash_qla.cp.published.CPCache, of the forward.
+        *args: all arguments of the op, in its order. The gates come from cp_cache, and g, A and g_raw do not count.
+
+    Returns:
+        As the op.
+    """
+    given = dict(zip(_BACKWARD_ARGUMENTS, args, strict=True))
+    context, given["q"], given["k"], given["v"] = _checked(context, given["q"], given["k"], given["v"])
+    refuse_transforms("chunk_gated_delta_rule_bwd with cp_context")
+    given["cu_seqlens"] = context.cu_seqlens
+    tensors = given | cp_cache._asdict()
+    options = {name: x for name, x in given.items() if name in _OPTIONS and name not in _TENSORS}
+    dq, dk, dv, dg, db, dh0, dA_log, ddt_bias = _backward(context, options, *(tensors[x] for x in _BACKWARD_TENSORS))
+    return dq, dk, dv, db, dg, None if given["initial_state"] is None else dh0, dA_log, ddt_bias

@@ -1,4 +1,10 @@
-"""Let flash-linear-attention (FLA) use flash_qla in its GatedDeltaNet layers too.
+"""The functions of flash-linear-attention (FLA) on flash_qla: in FLA's place, or inside FLA.
+
+chunk_gated_delta_rule and build_cp_context have FLA's arguments, in FLA's order. They need no FLA:
+
+    from flash_qla.integrations.fla import chunk_gated_delta_rule
+
+With FLA installed its GatedDeltaNet layers use flash_qla too:
 
     from flash_qla.integrations.fla import restore, use_flash_qla
 
@@ -16,91 +22,118 @@ use_flash_qla registers FLA's backend for flash_qla with other conditions:
 - flash_qla takes cp_context;
 - GPUs other than Hopper's run FLA's kernels. FLA's own backend would run flash_qla on Blackwell.
 
-FLA_FLASH_QLA=0 in the environment switches flash_qla off. Written for fla-core 0.6.0.
+FLA_FLASH_QLA=0 in the environment switches flash_qla off inside FLA. Written for fla-core 0.6.0.
 """
 
-import functools
-import inspect
+import warnings
 
 import torch
-from fla.backends import register
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 
 import flash_qla
-from flash_qla._binary import MOST_KEY_DIM
-from flash_qla._layout import HEAD_DIM_STEP, MOST_VALUE_DIM
+from flash_qla.cp import CPContext, build_cp_context as _build_cp_context
 
-_FLA_HEAD_DIM = 128  # the only K and V of FLA's own backend
-
-# Arguments that FLA's own backend refuses; flash_qla has them under the same names
-_ACTIVATIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-# Other arguments that FLA and flash_qla share
-_COMMON = (
-    "scale",
-    "initial_state",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "state_v_first",
-    "cu_seqlens",
-    "cp_context",
-)
+# Arguments that FLA takes by keyword only, and that flash_qla has under the same names
+_KEYWORDS = frozenset({"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "head_first"})
 
 
-@functools.cache
-def _names() -> list[str]:
-    """Names of FLA's arguments, in their order."""
-    *names, _ = inspect.signature(chunk_gated_delta_rule).parameters  # the last one is **kwargs
-    return names
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FLA's chunk_gated_delta_rule: flash_qla.chunk_gated_delta_rule with FLA's arguments, in FLA's order.
 
+        o, state = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.cpu())
 
-def _by_name(args: tuple, kwargs: dict) -> dict:
-    """All arguments of a call by name; FLA lets any of them be positional."""
-    return kwargs | dict(zip(_names(), args, strict=False)) if args else kwargs
+    The ranges of flash_qla hold for shapes and dtypes.
 
+    Args:
+        cu_seqlens_cpu, chunk_indices: without effect: the kernels read cu_seqlens on the device.
+        **kwargs: use_gate_in_kernel, A_log and dt_bias, as those of flash_qla.chunk_gated_delta_rule, but without
+            use_gate_in_kernel A_log and dt_bias have no effect, as in FLA; chunk_size, 64; head_first, False;
+            transpose_state_layout, the older name of state_v_first.
 
-def _is_head_dim(dim: int, most: int) -> bool:
-    return 0 < dim <= most and dim % HEAD_DIM_STEP == 0
+        The other arguments are those of flash_qla.chunk_gated_delta_rule.
 
+    Returns:
+        o, final_state: as flash_qla.chunk_gated_delta_rule.
 
-def _with_head_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A stand-in for x with another last dimension, for checks that read shapes and no elements."""
-    return x if x.shape[-1] == dim else x[..., :1].expand(*x.shape[:-1], dim)
-
-
-class _Backend(FlashQLABackend):
-    """FLA's backend for flash_qla, with all its head dimensions and with activations.
-
-    Both methods have the arguments of FLA's chunk_gated_delta_rule.
+    Raises:
+        ValueError: state_v_first and transpose_state_layout are both given.
+        TypeError: a keyword is unknown, or chunk_size or head_first has another value.
+        RuntimeError, NotImplementedError: as flash_qla.chunk_gated_delta_rule.
     """
-
-    def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
-        call = _by_name(args, kwargs)
-        q = call["q"]
-        if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
-            return False, "this flash_qla requires a Hopper GPU (sm_90)"
-        K, V = q.shape[-1], call["v"].shape[-1]
-        if not (_is_head_dim(K, MOST_KEY_DIM) and _is_head_dim(V, MOST_VALUE_DIM)):
-            return False, (
-                f"flash_qla requires multiples of {HEAD_DIM_STEP}, K up to {MOST_KEY_DIM} and V up to "
-                f"{MOST_VALUE_DIM}, got K={K} and V={V}"
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(
+                "chunk_gated_delta_rule: expected one of state_v_first and transpose_state_layout, got both"
             )
-        cp_context = call.pop("cp_context", None)
-        if cp_context is not None and cp_context.cu_seqlens_cpu is None:
-            return False, "flash_qla requires cu_seqlens_cpu in cp_context"
-        call |= {name: _with_head_dim(call[name], _FLA_HEAD_DIM) for name in ("q", "k", "v")}
-        if call.pop("use_gate_in_kernel", False) and call.get("A_log") is None:
-            return False, "use_gate_in_kernel requires A_log"
-        if call.pop("use_beta_sigmoid_in_kernel", False):
-            call.pop("allow_neg_eigval", None)  # FLA itself refuses it without the sigmoid
-        return super().chunk_gated_delta_rule_verifier(**call)
+        warnings.warn("transpose_state_layout is the older name of state_v_first", DeprecationWarning, stacklevel=2)
+        state_v_first = bool(kwargs.pop("transpose_state_layout"))
+    unknown = kwargs.keys() - _KEYWORDS
+    if unknown:
+        raise TypeError(f"chunk_gated_delta_rule() got an unexpected keyword argument {min(unknown)!r}")
+    if not kwargs.get("use_gate_in_kernel"):
+        kwargs |= {"A_log": None, "dt_bias": None}
+    return flash_qla.chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
+        **{name: x for name, x in kwargs.items() if x is not None},
+    )
 
-    def chunk_gated_delta_rule(self, *args, **kwargs):
-        call = _by_name(args, kwargs)
-        if not call.get("use_gate_in_kernel"):  # FLA then ignores these
-            call |= {"A_log": None, "dt_bias": None}
-        given = {name: call[name] for name in (*_COMMON, *_ACTIVATIONS) if call.get(name) is not None}
-        return flash_qla.chunk_gated_delta_rule(*(call[name] for name in ("q", "k", "v", "g", "beta")), **given)
+
+def build_cp_context(
+    cu_seqlens: torch.Tensor,
+    group: "torch.distributed.ProcessGroup",
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    use_tf32x3_affine_chain: bool = True,
+    layout: str = "contiguous",
+    **kwargs: object,
+) -> CPContext:
+    """FLA's build_cp_context: flash_qla.cp.build_cp_context with FLA's arguments, in FLA's order.
+
+    Args:
+        use_tf32x3_affine_chain: only True, as in FLA. The maps of ranks are folded in float64 here.
+        **kwargs: none.
+
+        The other arguments are those of flash_qla.cp.build_cp_context.
+
+    Raises:
+        ValueError: use_tf32x3_affine_chain is False; or as flash_qla.cp.build_cp_context.
+        TypeError: a keyword is unknown; or as flash_qla.cp.build_cp_context.
+    """
+    for name in kwargs:
+        raise TypeError(f"build_cp_context() got an unexpected keyword argument {name!r}")
+    if use_tf32x3_affine_chain is not True:
+        raise ValueError(f"build_cp_context: use_tf32x3_affine_chain is {use_tf32x3_affine_chain}, expected True")
+    return _build_cp_context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout)
 
 
 def use_flash_qla() -> None:
@@ -112,11 +145,18 @@ def use_flash_qla() -> None:
     head dimensions that are not multiples of 8, dtypes other than bf16 and fp16, and GPUs other than Hopper's.
 
     Raises:
-        ImportError: on import of this module, if FLA is not installed or has no backend for flash_qla.
+        ImportError: FLA is not installed, or has no backend for flash_qla.
     """
-    register("gated_delta_rule")(_Backend)
+    from fla.backends import register
+
+    from flash_qla.integrations._fla_backend import Backend
+
+    register("gated_delta_rule")(Backend)
 
 
 def restore() -> None:
     """Give FLA its own backend for flash_qla again."""
+    from fla.backends import register
+    from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+
     register("gated_delta_rule")(FlashQLABackend)

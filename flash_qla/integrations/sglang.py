@@ -40,7 +40,8 @@ def chunk_gated_delta_rule(
         o: [B, T, H_v, V], in the dtype of q.
         final_state: None; the states are in the pool.
         h: state at the start of each chunk of 64 tokens, [1, chunks, H_v, V, K], in the dtype of q: the chunks of the
-            first sequence, then those of the second and so on, then zeros; see flash_qla.chunk_gated_delta_rule_fwd.
+            first sequence, then those of the second and so on, then zeros; see
+            flash_qla.chunk_gated_delta_rule_intermediates.
 
     Raises:
         NotImplementedError: head_first is True; or initial_state or initial_state_indices is None.
@@ -53,7 +54,7 @@ def chunk_gated_delta_rule(
     )
     slots = initial_state_indices[: number_of_sequences(q, cu_seqlens)]
     is_real = (slots >= 0)[:, None, None, None]
-    _, _, o, h, states = flash_qla.chunk_gated_delta_rule_fwd(
+    _, _, o, h, states = flash_qla.chunk_gated_delta_rule_intermediates(
         q, k, v, g, beta, scale,
         initial_state=torch.where(is_real, initial_state[slots.clamp_min(0)], 0),
         cu_seqlens=cu_seqlens, output_final_state=inplace_update, output_h=True, state_v_first=True,

@@ -38,7 +38,7 @@ from collections.abc import Callable
 import torch
 
 import flash_qla
-from flash_qla.gated_delta_rule import _TOLERATED
+from flash_qla.ops.checks import IGNORED
 
 _ATTRIBUTE = "chunk_gated_delta_rule"
 _FUNCTION = "torch_chunk_gated_delta_rule"
@@ -57,7 +57,7 @@ _RECORD = "_flash_qla_replaced"
 _ORIGINAL = "_flash_qla_original"
 
 # Keywords that the operator reads, if only to refuse their value.
-_KEYWORDS = _TOLERATED | {
+_KEYWORDS = IGNORED.keys() | {
     name
     for name, parameter in inspect.signature(flash_qla.chunk_gated_delta_rule).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD

@@ -2,6 +2,8 @@
 
 import torch
 
+from flash_qla._layout import CHUNK
+
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -13,9 +15,36 @@ def check_offsets(function: str, cu_seqlens: object) -> None:
     """
     if isinstance(cu_seqlens, (list, tuple)):
         raise TypeError(
-            f"{function}: cu_seqlens is of type {type(cu_seqlens).__name__}, expected a tensor, int32 or int64, on the "
-            "device of q: the kernels read the offsets there, and the host never does"
+            f"{function}: cu_seqlens is of type {type(cu_seqlens).__name__}; pass a tensor, int32 or int64, on the "
+            "device of q, because the kernels read the offsets there and the host never does"
         )
+
+
+# Keywords of other implementations that change no result -> the values that have a meaning here; None: any value
+IGNORED = {
+    "chunk_indices": None,  # computed from cu_seqlens, on the device
+    "chunk_size": (CHUNK,),
+    "cu_seqlens_cpu": None,
+    "head_first": (False,),
+    "transpose_state_layout": (False,),
+}
+_INSTEAD = {"transpose_state_layout": "; state_v_first=True says the same"}
+
+
+def check_ignored(function: str, keywords: dict[str, object]) -> None:
+    """Refuse keywords that are unknown or would change the result.
+
+    Raises:
+        TypeError: a keyword is unknown, or has another value than None and those that change nothing.
+    """
+    for name, value in keywords.items():
+        if name not in IGNORED:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        accepted = IGNORED[name]
+        if value is None or accepted is None or any(value is x or (value == x) is True for x in accepted):
+            continue
+        came = repr(value) if isinstance(value, (bool, int, float, str)) else f"of type {type(value).__name__}"
+        raise TypeError(f"{function}: {name} is {came}, expected {accepted[0]}{_INSTEAD.get(name, '')}")
 
 
 def check_state_dtype(function: str, state_dtype: torch.dtype | None) -> None:

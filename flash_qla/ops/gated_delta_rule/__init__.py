@@ -3,5 +3,5 @@
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule as chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd as chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd as chunk_gated_delta_rule_fwd,
 )
+from flash_qla.published import chunk_gated_delta_rule_fwd as chunk_gated_delta_rule_fwd

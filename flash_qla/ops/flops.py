@@ -1,0 +1,91 @@
+"""FLOP counts of the ops, for torch.utils.flop_counter.FlopCounterMode.
+
+A multiplication with its addition is 2 FLOP, as in PyTorch's own counts, and only products of matrices count. The
+products are those of docs/design.md, per value head and chunk of C = 64 tokens, with a state K x V. G and F are the
+gradients of Q K^T and, up to beta, of K K^T (kernels_tl/gradients/chunk_backward.py):
+
+    forward     K S, Q S, K^T V_new                                           3 of C x K x V
+                K K^T, Q K^T                                                  2 of C x C x K
+                L residual, P V_new                                           2 of C x C x V
+
+    backward    K S, K^T V_new: the states again                              2 of C x K x V
+                K dS', Q^T dO, K^T U, dO S^T, U S^T, V_new dS'^T              6 of C x K x V
+                K K^T, Q K^T, G K, G^T Q, (diag(beta) F + F^T diag(beta)) K   5 of C x C x K
+                L residual, P^T dO, L^T dV_new, dO V_new^T, U V_new^T         5 of C x C x V
+                A^T dA A^T, the gradient through the inverse                  2 of C x C x C
+
+The last two are part of the formula, although the kernels take them from U and V_new. A token and value head takes
+
+    forward     2 (3 K V + 2 C (K + V))              164 kFLOP at K = V = 128
+    backward    2 (8 K V + 5 C (K + V) + 2 C^2)      442 kFLOP at K = V = 128
+    decoding    2 (3 K V): S k, S q and the product of the change with k
+
+A count has all tokens of the call. It includes tokens after the last offset of cu_seqlens, because the host never reads
+the offsets. Maps of segments and of ranks do not count, because their number depends on the lengths and on the card. If
+a pass comes in halves, the last op has the count of the whole pass.
+"""
+
+from flash_qla._layout import CHUNK
+from flash_qla.ops import schemas
+from flash_qla.ops.later import when_imported
+
+
+def forward_flop(K: int, V: int) -> int:
+    """Per token and value head; the module has the products."""
+    return 2 * (3 * K * V + 2 * CHUNK * (K + V))
+
+
+def backward_flop(K: int, V: int) -> int:
+    """Per token and value head; the module has the products."""
+    return 2 * (8 * K * V + 5 * CHUNK * (K + V) + 2 * CHUNK * CHUNK)
+
+
+def decode_flop(K: int, V: int) -> int:
+    """Per token and value head; the module has the products."""
+    return 2 * 3 * K * V
+
+
+def _of_tokens(op, flop):
+    """The count of an op with q [B, T, H_k, K] and v [B, T, H_v, V]."""
+    call_type = schemas.call_of(op)
+
+    def count(*args, out_shape=None, **kwargs):
+        call = call_type(*args, **kwargs)
+        B, T, H_v, V = call.v
+        return B * T * H_v * flop(call.q[-1], V)
+
+    return count
+
+
+def _of_packed(*args, out_shape=None, **kwargs):
+    call = schemas.DecodePackedCall(*args, **kwargs)
+    _, H_v, V, K = call.state_pool
+    tokens = 1
+    for size in call.mixed_qkv[:-1]:
+        tokens *= size
+    return tokens * H_v * decode_flop(K, V)
+
+
+def _nothing(*args, out_shape=None, **kwargs):
+    return 0
+
+
+def _register():
+    from torch.utils.flop_counter import register_flop_formula
+
+    for op, flop in (
+        (schemas.forward, forward_flop),
+        (schemas.forward_low_level, forward_flop),
+        (schemas.forward_finish, forward_flop),
+        (schemas.prefill, forward_flop),
+        (schemas.backward, backward_flop),
+        (schemas.backward_finish, backward_flop),
+        (schemas.decode, decode_flop),
+    ):
+        register_flop_formula(op.overloadpacket)(_of_tokens(op, flop))
+    register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed)
+    for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay):
+        register_flop_formula(op.overloadpacket)(_nothing)
+
+
+when_imported("torch.utils.flop_counter", _register)

@@ -1,0 +1,161 @@
+"""DTensor: how the ops run on tensors that are sharded over a device mesh.
+
+Heads, and the rows of a batch, do not depend on each other. So on each dimension of the mesh a call may be sharded over
+heads or over the batch, and exchanges nothing:
+
+    tensor                                              batch        heads
+    q, k, v, g, beta, A, do, o, ... [B, T, H, ...]      Shard(0)     Shard(2)
+    initial_state, final_state, dht, dh0 [N, H_v, ...]  Shard(0)     Shard(1)
+    A_log, dt_bias [H_v]                                Replicate    Shard(0)
+    dA_log, ddt_bias [H_v]                              Partial      Shard(0)
+    cu_seqlens and tables of indices                    -            Replicate
+
+If the tensors of a call are placed differently, DTensor redistributes some of them, as for PyTorch's own ops. Other
+placements are errors, because a gather of tokens is not what a caller wants.
+
+Value head h uses query/key head h // (H_v / H_k). So the number of shards of heads divides H_k, and a shard has whole
+groups. The ops on a pool are not sharded over the batch, because all sequences share the pool. Their tensors have to be
+placed as they are used, because DTensor redistributes a tensor into a copy, which the op would write.
+"""
+
+import math
+import warnings
+
+import torch
+
+from flash_qla.ops import schemas
+from flash_qla.ops.later import when_imported
+
+# Tensor -> (its dimension of the batch, that of the heads); None: it has no such dimension
+_TOKENS, _STATES, _OF_HEADS, _TABLE = (0, 2), (0, 1), (None, 0), (None, None)
+_DIMENSIONS = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b"), _TOKENS),
+    **dict.fromkeys(("o", "g_cumsum", "h", "dq", "dk", "dv", "db", "dg"), _TOKENS),
+    **dict.fromkeys(("initial_state", "dht", "final_state", "dh0"), _STATES),
+    **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _OF_HEADS),
+    **dict.fromkeys(("state_pool", "checkpoints"), (None, 1)),
+    "intermediate_states": (None, 2),
+    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
+    **dict.fromkeys(("num_accepted_tokens", "write_indices", "intermediate_indices", "parents"), _TABLE),
+    "mixed_qkv": _TABLE,  # q, k and v follow each other in its channels
+}
+_BATCH, _HEADS = 0, 1  # places in these pairs
+# Result -> the argument without which it is an empty tensor
+_NEEDS = {
+    "final_state": "output_final_state",
+    "h": "output_h",
+    "dh0": "initial_state",
+    "dA_log": "A_log",
+    "ddt_bias": "dt_bias",
+}
+
+
+def _register(op):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if not hasattr(propagator, "op_strategy_funcs") or not hasattr(propagator, "register_op_strategy"):
+        raise AttributeError("torch.distributed.tensor has another registry of strategies")
+
+    call_type = schemas.call_of(op)
+    results = [x.name for x in op._schema.returns]
+    is_written = any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments)
+
+    def placement_of(name, over):
+        dim = None if over is None else _DIMENSIONS[name][over]
+        return Replicate() if dim is None else Shard(dim)
+
+    def result_placement(call, name, over):
+        needed = getattr(call, _NEEDS[name]) if name in _NEEDS else True
+        if needed is None or needed is False:
+            return Replicate()  # an empty tensor
+        if over == _BATCH and _DIMENSIONS[name] is _OF_HEADS:
+            return Partial()  # a sum over tokens
+        return placement_of(name, over)
+
+    def refuse(name, spec, allowed, why=""):
+        placements = list(spec.placements)
+        raise ValueError(
+            f"flash_qla::{op._opname}: {name} is a DTensor placed {placements}, expected {' or '.join(allowed)}{why}"
+        )
+
+    def check(specs, choices):
+        """Raises if a tensor is sharded otherwise; returns on which dimensions of the mesh heads are."""
+        over_heads = set()
+        for name, spec in specs.items():
+            dims = {over: _DIMENSIONS[name][over] for over in choices if over is not None}
+            allowed = {over: Shard(dim) for over, dim in dims.items() if dim is not None}
+            for i, placement in enumerate(spec.placements):
+                if placement == allowed.get(_HEADS):
+                    over_heads.add(i)
+                elif placement != allowed.get(_BATCH) and not isinstance(placement, (Replicate, Partial)):
+                    words = {_BATCH: "over the batch", _HEADS: "over heads"}
+                    refuse(name, spec, ["Replicate()", *(f"{x!r} {words[over]}" for over, x in allowed.items())])
+        return over_heads
+
+    def check_heads(specs, over_heads):
+        mesh, H_k = specs["q"].mesh, specs["q"].shape[2]
+        shards = math.prod(mesh.size(i) for i in over_heads)
+        if H_k % shards:
+            raise ValueError(
+                f"flash_qla::{op._opname}: q has {H_k} heads, expected a multiple of {shards}, the number of shards"
+            )
+        if over_heads and H_k % mesh.size():  # a partial sum could become a shard of heads on all dimensions
+            for name, spec in specs.items():
+                for i, placement in enumerate(spec.placements):
+                    if isinstance(placement, Partial) and i not in over_heads:
+                        refuse(name, spec, ["Replicate()"], f" on dimension {i} of the mesh")
+
+    def check_unmoved(specs, over_heads):
+        for name, spec in specs.items():
+            for i, placement in enumerate(spec.placements):
+                wanted = placement_of(name, _HEADS if i in over_heads else None)
+                if placement != wanted:
+                    why = f" on dimension {i} of the mesh, like the other arguments: the op writes in place"
+                    refuse(name, spec, [repr(wanted)], why)
+
+    @register_sharding(op)
+    def strategies(*args, **kwargs):
+        call = call_type(*args, **kwargs)
+        specs = {name: x for name, x in call._asdict().items() if hasattr(x, "placements")}
+        choices = [None]
+        if not is_written and call.cu_seqlens is None:
+            choices.append(_BATCH)
+        if "mixed_qkv" not in specs:
+            choices.append(_HEADS)
+        over_heads = check(specs, choices)
+        if is_written:
+            check_unmoved(specs, over_heads)
+        if _HEADS in choices:
+            check_heads(specs, over_heads)
+            if not over_heads and specs["q"].shape[2] % specs["q"].mesh.size():
+                choices.remove(_HEADS)
+        names = [*call_type._fields[: len(args)], *kwargs]
+        return [
+            (
+                [result_placement(call, name, over) for name in results],
+                [placement_of(name, over) if name in specs else None for name in names],
+            )
+            for over in choices
+        ]
+
+    # DTensor keeps a strategy for the next calls of the same kind, and register_sharding lets it compare tensors alone.
+    # The flags and what is None decide about the results, so it has to compare all arguments from k on.
+    info = RuntimeSchemaInfo(static_argnum=1, needs_pytree=True)
+    propagator.register_op_strategy(op, propagator.op_strategy_funcs[op], info)
+
+
+def _register_all():
+    try:
+        for op in (
+            *(schemas.forward, schemas.forward_low_level, schemas.backward),
+            *(schemas.prefill, schemas.decode, schemas.decode_packed),
+        ):
+            _register(op)
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"flash_qla takes no DTensors under PyTorch {torch.__version__}: {error}", stacklevel=2)
+
+
+when_imported("torch.distributed.tensor", _register_all)

@@ -1,0 +1,70 @@
+"""The low-level forward with the arguments and results of the published FlashQLA (flash-qla 0.1.3 on PyPI).
+
+Its other functions have the same results as those of flash_qla.gated_delta_rule, which take its arguments too.
+"""
+
+import torch
+
+from flash_qla.cp import CPContext, passes
+from flash_qla.cp.published import CPCache, FlashQLACPContext, ranks_of
+from flash_qla.gated_delta_rule import chunk_gated_delta_rule_intermediates
+from flash_qla.ops.checks import check_offsets, check_state_dtype
+
+
+def chunk_gated_delta_rule_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    output_final_state: bool = True,
+    output_h: bool = False,
+    auto_cp: bool = True,
+    state_v_first: bool = False,
+    enable_fwd_cp_cache: bool = False,
+    cp_context: CPContext | FlashQLACPContext | None = None,
+    is_train: bool | None = None,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_dtype: torch.dtype | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, CPCache | None]:
+    """The published FlashQLA's low-level forward: chunk_gated_delta_rule_intermediates with a sixth result.
+
+        g_cumsum, A, o, h, state, cp_cache = chunk_gated_delta_rule_fwd(q, k, v, g, beta)
+        dq, dk, dv, db, dg, _ = chunk_gated_delta_rule_bwd(q, k, v, g_cumsum, beta, A, do, cp_cache=cp_cache)
+
+    Args:
+        enable_fwd_cp_cache, is_train: without effect. The published package keeps maps of segments for its backward,
+            and decides from is_train how to split sequences.
+        cp_context: as that of chunk_gated_delta_rule. With ranks o and final_state do not require gradients; all ranks
+            make the call, and its backward by chunk_gated_delta_rule_bwd.
+
+        The other arguments are those of chunk_gated_delta_rule_intermediates.
+
+    Returns:
+        g, A, o, h, final_state: as chunk_gated_delta_rule_intermediates.
+        cp_cache: None, or with ranks the states that the earlier ranks leave, for chunk_gated_delta_rule_bwd.
+
+    Raises:
+        RuntimeError, TypeError, NotImplementedError, ValueError: as chunk_gated_delta_rule.
+    """
+    check_offsets("chunk_gated_delta_rule_fwd", cu_seqlens)
+    check_state_dtype("chunk_gated_delta_rule_fwd", state_dtype)
+    cp_context, cu_seqlens, auto_cp = ranks_of(cp_context, cu_seqlens, auto_cp)
+    args = (
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
+        use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )  # fmt: skip
+    if cp_context is None:
+        return *chunk_gated_delta_rule_intermediates(*args), None
+    *results, h, final_state, states = passes.chunk_gated_delta_rule_fwd(cp_context, *args)
+    return *results, h if output_h else None, final_state if output_final_state else None, CPCache(g, states)

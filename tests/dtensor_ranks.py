@@ -1,0 +1,265 @@
+"""What test_dtensor.py runs on each rank of a group."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from cases import ALL_GRADIENTS_OF, Case, make_gradients, make_inputs
+from every_op import make_call, op_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flash_qla
+from flash_qla.cp import build_cp_context
+
+# Tensor -> (its dimension of the batch, that of the heads)
+DIMENSIONS = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "do", "o", "A", "g_cumsum", "h", "a", "b"), (0, 2)),
+    **dict.fromkeys(("initial_state", "dht", "final_state"), (0, 1)),
+    **dict.fromkeys(("A_log", "dt_bias"), (None, 0)),
+    **dict.fromkeys(("state_pool", "checkpoints"), (None, 1)),
+    "intermediate_states": (None, 2),
+}
+PLACEMENTS = ("replicas", "batch", "heads")
+OF_HEADS_ONLY = {"prefill_gated_delta_rule", "decode_gated_delta_rule", "decode_gated_delta_rule_packed"}
+
+
+def placements_of(name: str, placement: str) -> list:
+    batch, heads = DIMENSIONS.get(name, (None, None))
+    dims = {"replicas": (None,), "batch": (batch,), "heads": (heads,), "both": (batch, heads)}[placement]
+    return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+
+def make_mesh(placement: str):
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2) if placement == "both" else (dist.get_world_size(),))
+
+
+def distributed(tensors: dict, mesh, placement: str) -> dict:
+    """The tensors as DTensors, and everything else as it is."""
+    return {
+        name: distribute_tensor(x, mesh, placements_of(name, placement)) if torch.is_tensor(x) else x
+        for name, x in tensors.items()
+    }
+
+
+def step(inputs: dict, gradients: dict) -> dict:
+    """o, the final state and all gradients, by name."""
+    names = [name for name in ALL_GRADIENTS_OF if inputs.get(name) is not None]
+    leaves = {name: inputs[name].detach().requires_grad_() for name in names}
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs | leaves, output_final_state=True)
+    found = torch.autograd.grad((o, final_state), list(leaves.values()), (gradients["do"], gradients["dht"]))
+    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(leaves, found, strict=True)}
+    return {"o": o.detach(), "final_state": final_state.detach()} | named
+
+
+def training(cases: tuple[Case, ...], placement: str) -> int:
+    mesh = make_mesh(placement)
+    for case in cases:
+        inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+        gradients["do"] = gradients["do"].nan_to_num()  # that of padding
+        expected = step(inputs, gradients)
+        local, local_gradients = (distributed(x, mesh, placement) for x in (inputs, gradients))
+        with CommDebugMode() as communication:
+            found = step(local, local_gradients)
+        assert communication.get_total_counts() == 0
+        sources = {ALL_GRADIENTS_OF[name]: name for name in ALL_GRADIENTS_OF} | {"o": "o", "final_state": "final_state"}
+        for name, x in found.items():
+            wanted = placements_of(sources[name], placement)
+            if name in ("dA_log", "ddt_bias") and placement in ("batch", "both"):
+                wanted[0] = Partial()
+            assert list(x.placements) == wanted, name
+            whole = x.full_tensor()
+            if Partial() in wanted:
+                torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(whole, expected[name]), name
+        check_low_level(inputs, gradients, local, local_gradients, placement)
+    return len(cases)
+
+
+@torch.no_grad()
+def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients: dict, placement: str) -> None:
+    """Both low-level functions with all results; without states in the second round."""
+    for with_states in (True, False):
+        options = {"output_h": with_states, "output_final_state": with_states}
+        forward = flash_qla.chunk_gated_delta_rule_intermediates
+        results = [forward(**x, **options) for x in (inputs, local)]
+        names = ("g_cumsum", "A", "o", "h", "final_state")
+        for name, whole, x in zip(names, *results, strict=True):
+            if whole is None:
+                assert x is None
+            else:
+                assert list(x.placements) == placements_of(name, placement), (name, x.placements)
+                assert torch.equal(x.full_tensor(), whole), name
+        found = []
+        for x, dx, (g, A, *_) in zip((inputs, local), (gradients, local_gradients), results, strict=True):
+            g_raw = x["g"] if x.get("use_gate_in_kernel") else None
+            arguments = x | {"g": g, "A": A, "g_raw": g_raw, "do": dx["do"], "dht": dx["dht"] if with_states else None}
+            found.append(flash_qla.chunk_gated_delta_rule_bwd(**arguments))
+        for name, whole, x in zip(ALL_GRADIENTS_OF.values(), *found, strict=False):
+            if whole is None:
+                assert x is None
+            elif name in ("dA_log", "ddt_bias"):
+                torch.testing.assert_close(x.full_tensor(), whole, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(x.full_tensor(), whole), name
+
+
+def compiled(case: Case, placement: str) -> None:
+    """A step in one graph, the same as without."""
+
+    def function(**inputs):
+        o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        return o * 2, final_state
+
+    inputs, gradients = (
+        distributed(make(case, "cpu"), make_mesh(placement), placement) for make in (make_inputs, make_gradients)
+    )
+    leaves = {name: inputs[name].detach().requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    results = []
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        outputs = f(**inputs | leaves)
+        found = torch.autograd.grad(outputs, list(leaves.values()), (gradients["do"], gradients["dht"]))
+        results.append([x.full_tensor() for x in (*outputs, *found)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def partial_gradients(case: Case) -> None:
+    """A gradient of o that is a sum over the ranks, as of a projection that is parallel over its columns."""
+    mesh = make_mesh("replicas")
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    expected = step(inputs, gradients)
+    local, local_gradients = (distributed(x, mesh, "replicas") for x in (inputs, gradients))
+    own = gradients["do"] if mesh.get_local_rank() == 0 else torch.zeros_like(gradients["do"])
+    local_gradients["do"] = DTensor.from_local(own, mesh, [Partial()])
+    for name, x in step(local, local_gradients).items():
+        assert torch.equal(x.full_tensor(), expected[name]), name
+
+
+def partial_gradients_beside_heads(case: Case) -> str:
+    """The batch has no shards, heads have, and do is a sum over the other dimension of the mesh."""
+    mesh = make_mesh("both")
+    inputs = make_inputs(case, "cpu")
+    local = {
+        name: distribute_tensor(x, mesh, [Replicate(), *placements_of(name, "heads")]) if torch.is_tensor(x) else x
+        for name, x in inputs.items()
+    }
+    v = local["v"].requires_grad_()
+    o, _ = flash_qla.chunk_gated_delta_rule(**local)
+    do = DTensor.from_local(torch.ones_like(o.to_local()), mesh, [Partial(), Shard(2)])
+    try:
+        torch.autograd.grad(o, v, do)
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def without_derivatives(name: str) -> None:
+    mesh = make_mesh("heads")
+    kinds = ("replicas",) if name.endswith("packed") else ("replicas", "heads")
+    for placement in kinds:
+        call = make_call(name, "cpu", H_k=2, H_v=4)
+        expected = call()
+        arguments = {x: y.clone() if torch.is_tensor(y) else y for x, y in call.arguments.items()}
+        local = distributed(arguments, mesh, placement)
+        with CommDebugMode() as communication, torch.inference_mode():
+            o = op_of(name)(**local)
+        assert communication.get_total_counts() == 0
+        assert list(o.placements) == placements_of("o", placement)
+        assert torch.equal(o.full_tensor(), expected.pop("o"))
+        assert expected
+        for written, x in expected.items():
+            assert torch.equal(local[written].full_tensor(), x), written
+            assert not torch.equal(x, call.arguments[written])
+
+
+def refusals() -> dict[str, str]:
+    """What the errors say."""
+    mesh = make_mesh("heads")
+    messages = {}
+
+    def refused(what, function, *args, **kwargs):
+        try:
+            function(*args, **kwargs)
+            messages[what] = "nothing"
+        except Exception as error:
+            messages[what] = str(error)
+
+    def with_placement(x, placement):
+        return distribute_tensor(x, mesh, [placement])
+
+    def call_of(case: Case, **placements):
+        inputs = make_inputs(case, "cpu")
+        return distributed(inputs, mesh, "replicas") | {
+            name: with_placement(inputs[name], placement) for name, placement in placements.items()
+        }
+
+    case = Case(B=2, T=6, H_k=2, H_v=4, K=8, V=8)
+    packed = Case(lengths=(4, 2), H_k=2, H_v=4, K=8, V=8)
+    function = flash_qla.chunk_gated_delta_rule
+    refused("tokens", function, **call_of(case, q=Shard(1)))
+    refused("channels", function, **call_of(case, v=Shard(3)))
+    refused("packed batch", function, **call_of(packed, q=Shard(0)))
+    refused("odd heads", function, **call_of(Case(T=6, H_k=3, H_v=6, K=8, V=8), v=Shard(2)))
+    inputs = call_of(case, v=Shard(0))
+    inputs["v"].requires_grad_()
+    o, _ = function(**inputs)
+    do = with_placement(torch.ones(o.shape, dtype=o.dtype), Shard(1))
+    refused("backward", torch.autograd.grad, o, inputs["v"], do)
+
+    for name, what in (("decode_gated_delta_rule", "pool"), ("decode_gated_delta_rule_packed", "packed decode")):
+        call = make_call(name, "cpu", H_k=2, H_v=4)
+        arguments = distributed(call.arguments, mesh, "replicas")
+        if what == "pool":
+            arguments = distributed(call.arguments, mesh, "heads")
+            arguments["state_pool"] = with_placement(call.arguments["state_pool"], Replicate())
+        else:
+            arguments["state_pool"] = with_placement(call.arguments["state_pool"], Shard(1))
+        refused(what, op_of(name), **arguments)
+
+    inputs = call_of(Case(lengths=(6,), H_k=2, H_v=4, K=8, V=8))
+    inputs["cp_context"] = build_cp_context(torch.tensor([0, 12]))
+    del inputs["cu_seqlens"]
+    refused("cp_context", function, **inputs)
+    return messages
+
+
+class Block(nn.Module):
+    """Projections to q, k, v, the gate and beta, the Gated Delta Rule, and a projection back."""
+
+    def __init__(self, width: int, heads: int, dim: int):
+        super().__init__()
+        self.heads, self.dim = heads, dim
+        self.q, self.k, self.v = (nn.Linear(width, heads * dim, bias=False) for _ in range(3))
+        self.g, self.beta = (nn.Linear(width, heads, bias=False) for _ in range(2))
+        self.out = nn.Linear(heads * dim, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.dim)) for layer in (self.q, self.k, self.v))
+        g, beta = -self.g(x).sigmoid(), self.beta(x).sigmoid()
+        o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        return self.out(o.flatten(2))
+
+
+def with_context() -> None:
+    """Tensor parallelism as models have it: outputs of the projections stay DTensors."""
+    torch.manual_seed(0)
+    block, x = Block(32, 4, 16), torch.randn(2, 70, 32)
+    expected = block(x)
+    expected.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
+    block.zero_grad()
+    columns = ColwiseParallel(use_local_output=False)
+    plan = dict.fromkeys(("q", "k", "v", "g", "beta"), columns) | {"out": RowwiseParallel()}
+    parallelize_module(block, make_mesh("heads"), plan)
+    assert all(isinstance(x, DTensor) for x in itertools.islice(block.parameters(), 3))
+    found = block(x)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,80 @@
+"""What test_published.py runs on each rank of a group."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from cases import ALL_GRADIENTS_OF, Case, make_inputs
+from cp_ranks import LAYOUTS, local_case, run
+
+import flash_qla
+from flash_qla.cp import exchange_halo
+from flash_qla.cp.published import FlashQLACPContext, build_cp_context
+
+TENSORS = ("q", "k", "v", "g", "beta")
+
+
+def published_context_of(case: Case) -> FlashQLACPContext:
+    offsets = make_inputs(case, "cpu")["cu_seqlens"]
+    return build_cp_context(
+        offsets, enable_inter=True, enable_intra=True, num_v_heads=case.H_v, chunk_size=64,
+        conv1d_kernel_size=4, cu_seqlens_cpu=offsets,
+    )  # fmt: skip
+
+
+def low_level_on_ranks(cases: list[Case]) -> int:
+    """Both low-level functions give what the high-level function and its gradients are. Returns the number of cases."""
+    checked = 0
+    for case, layout in itertools.product(cases, LAYOUTS):
+        inputs, gradients = local_case(case, layout, "cpu")
+        expected = run(inputs, gradients)
+        context = inputs["cp_context"]
+        if layout == "contiguous":
+            inputs["cp_context"] = published_context_of(case)
+        *results, h, final_state, cp_cache = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+        g, A, o = results
+        torch.testing.assert_close(o, expected["o"], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(final_state, expected["final_state"], rtol=1e-10, atol=1e-10)
+        local = {name: x for name, x in inputs.items() if name not in ("cp_context", "initial_state")}
+        local |= {"cu_seqlens": context.cu_seqlens, "initial_state": cp_cache.initial_state}
+        again = flash_qla.chunk_gated_delta_rule_intermediates(**local, output_h=True)
+        for x, y in zip((*results, h, final_state), again, strict=True):
+            assert torch.equal(x, y)
+
+        with_gate = case.use_gate_in_kernel
+        arguments = inputs | {"g": g, "A": A, "do": gradients["do"], "dht": gradients["dht"], "cp_cache": cp_cache}
+        found = flash_qla.chunk_gated_delta_rule_bwd(**arguments, g_raw=inputs["g"] if with_gate else None)
+        names = list(ALL_GRADIENTS_OF.values())[: len(found)]
+        assert len(found) == (8 if with_gate else 6)
+        for name, x in zip(names, found, strict=True):
+            if x is None:
+                assert name not in expected
+            else:
+                # Autograd rounds to the dtype of each input
+                torch.testing.assert_close(x.to(expected[name].dtype), expected[name], rtol=1e-6, atol=1e-9)
+        checked += layout == "contiguous"
+    return checked
+
+
+def published_context_on_ranks(case: Case) -> None:
+    inputs, gradients = local_case(case, "contiguous", "cpu", 4)
+    context = published_context_of(case)
+    assert context.is_inter and context.is_intra and context.num_seqs == inputs["cp_context"].num_seqs
+    expected = run(inputs, gradients)
+    for published in (context, context.copy_for_backward()):
+        found = run(inputs | {"cp_context": published}, gradients)
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    halos = [exchange_halo(inputs["v"], x) for x in (context, inputs["cp_context"])]
+    assert torch.equal(*halos)
+
+
+def without_the_cache(case: Case) -> str:
+    inputs, gradients = local_case(case, "contiguous", "cpu")
+    inputs["cp_context"] = published_context_of(case)
+    g, A, *_ = flash_qla.chunk_gated_delta_rule_fwd(**inputs)
+    try:
+        flash_qla.chunk_gated_delta_rule_bwd(**inputs | {"g": g}, A=A, do=gradients["do"])
+    except TypeError as error:
+        return str(error)
+    return "nothing"

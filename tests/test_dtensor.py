@@ -1,0 +1,109 @@
+"""DTensor: calls that are sharded over heads or over the batch, on two gloo ranks, against the same call on one."""
+
+import pytest
+import torch.distributed.tensor
+from cases import Case
+from dtensor_ranks import (
+    OF_HEADS_ONLY,
+    PLACEMENTS,
+    compiled,
+    partial_gradients,
+    partial_gradients_beside_heads,
+    refusals,
+    training,
+    with_context,
+    without_derivatives,
+)
+from every_op import NAMES
+from ranks import run_on_ranks
+
+from flash_qla.ops import sharding
+
+SIZES = {"H_k": 2, "H_v": 4, "K": 16, "V": 8, "gate": "logsigmoid"}
+INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+BATCH = (
+    Case(B=4, T=70, **SIZES),
+    Case(B=3, T=5, **SIZES, initial_state=None),  # shards of two and one
+    Case(B=2, T=70, **SIZES, **INSIDE, state_v_first=True),
+)
+PACKED = (
+    Case(lengths=(70, 0, 3), **SIZES, use_qk_l2norm_in_kernel=True),
+    Case(lengths=(70, 0, 3), padding=2, **SIZES, **INSIDE, dt_bias=None),
+)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_training(placement):
+    """Results and gradients are the bits of one rank, and nothing is exchanged; sums over the batch are sums."""
+    cases = BATCH if placement == "batch" else BATCH + PACKED
+    assert run_on_ranks(2, training, cases, placement) == [len(cases)] * 2
+
+
+@pytest.mark.parametrize("placement", ("batch", "heads"))
+def test_compile(placement):
+    assert run_on_ranks(2, compiled, BATCH[0], placement) == [None] * 2
+
+
+def test_a_mesh_of_two_dimensions():
+    """The batch over one, heads over the other."""
+    case = Case(B=2, T=70, **SIZES, **INSIDE)
+    assert run_on_ranks(4, training, (case,), "both") == [1] * 4
+
+
+def test_partial_gradients():
+    """They are reduced first."""
+    assert run_on_ranks(2, partial_gradients, BATCH[0]) == [None] * 2
+
+
+@pytest.mark.parametrize("H_k", (4, 6))
+def test_partial_gradients_beside_heads(H_k):
+    """With 6 heads DTensor might cut them into 4 uneven shards, which have no whole groups."""
+    case = Case(B=2, T=5, **SIZES | {"H_k": H_k, "H_v": 2 * H_k})
+    for error in run_on_ranks(4, partial_gradients_beside_heads, case):
+        if H_k == 4:
+            assert error == "nothing"
+        else:
+            assert "do is a DTensor placed" in error and "expected Replicate() on dimension 0 of the mesh" in error
+
+
+@pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])
+def test_ops_on_a_pool(name):
+    """The shards of states are written in place."""
+    assert run_on_ranks(2, without_derivatives, name) == [None] * 2
+
+
+def test_every_op_is_here():
+    """The halves of a pass, whose ranks exchange, are not for DTensors."""
+    others = {x for x in NAMES if not x.endswith("_begin")}
+    assert others == OF_HEADS_ONLY | {f"chunk_gated_delta_rule{suffix}" for suffix in ("", "_fwd", "_bwd")}
+
+
+def test_refusals():
+    """Each message names the op, the argument, what it is and what is expected."""
+    for messages in run_on_ranks(2, refusals):
+        for words in (
+            ("tokens", "chunk_gated_delta_rule: q is", "Shard(dim=1)", "Replicate() or", "Shard(dim=2) over heads"),
+            ("channels", "chunk_gated_delta_rule: v is", "Shard(dim=3)", "over the batch"),
+            ("packed batch", "chunk_gated_delta_rule: q is", "Shard(dim=0)", "Shard(dim=2) over heads"),
+            ("odd heads", "q has 3 heads, expected a multiple of 2, the number of shards"),
+            ("backward", "chunk_gated_delta_rule_bwd: do is", "Shard(dim=1)", "expected"),
+            ("pool", "decode_gated_delta_rule: state_pool is", "expected", "writes in place"),
+            ("packed decode", "decode_gated_delta_rule_packed: state_pool is", "expected Replicate()"),
+            ("cp_context", "q is a DTensor, expected with cp_context the rank's own tensor, such as its to_local()"),
+        ):
+            assert all(word in messages[words[0]] for word in words[1:]), (words, messages[words[0]])
+
+
+def test_a_layer_with_heads_in_parallel():
+    """A layer whose projections are sharded by torch's tensor parallelism: its output and weight gradients."""
+    assert run_on_ranks(2, with_context) == [None] * 2
+
+
+def test_a_pytorch_with_another_registry(monkeypatch):
+    """It says so, and registers nothing: an import of DTensor does not fail."""
+    registered = []
+    monkeypatch.setattr(torch.distributed.tensor.experimental, "register_sharding", registered.append)
+    monkeypatch.setattr(torch.distributed.tensor.DTensor._op_dispatcher, "sharding_propagator", object())
+    with pytest.warns(UserWarning, match="takes no DTensors under PyTorch .* another registry"):
+        sharding._register_all()
+    assert not registered

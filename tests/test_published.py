@@ -1,0 +1,203 @@
+"""What programs for the published FlashQLA (flash-qla on PyPI) call: arguments by position, results, contexts."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from cases import Case, make_gradients, make_inputs
+from published_ranks import low_level_on_ranks, published_context_on_ranks, without_the_cache
+from ranks import run_on_ranks
+
+import flash_qla
+from flash_qla.cp.published import CPCache
+from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext, build_cp_context
+
+TENSORS = ("q", "k", "v", "g", "beta")
+PATHS = ("flash_qla", "flash_qla.ops.gated_delta_rule", "flash_qla.ops.gated_delta_rule.chunk")
+
+
+def inputs_of(case: Case) -> tuple[list[torch.Tensor], dict]:
+    inputs = make_inputs(case, "cpu")
+    del inputs["auto_cp"]
+    return [inputs.pop(name) for name in TENSORS], inputs
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_import_paths(path):
+    module = importlib.import_module(path)
+    for name in ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"):
+        assert getattr(module, name) is getattr(flash_qla, name)
+
+
+@pytest.mark.parametrize("case", (Case(B=2, T=70), Case(lengths=(70, 0, 3), state_v_first=True)), ids=str)
+def test_high_level_by_position(case):
+    tensors, options = inputs_of(case)
+    scale, h0, offsets = 0.3, options["initial_state"], options["cu_seqlens"]
+    expected = flash_qla.chunk_gated_delta_rule(
+        *tensors, scale=scale, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        cu_seqlens=offsets, state_v_first=case.state_v_first,
+    )  # fmt: skip
+    actual = flash_qla.chunk_gated_delta_rule(
+        *tensors, scale, h0, True, True, offsets, False, case.state_v_first, True, False, None, False
+    )
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", (Case(B=2, T=70), Case(lengths=(70, 0, 3), state_v_first=True)), ids=str)
+def test_low_level_by_position(case):
+    """Six results, and a backward that takes the sixth."""
+    tensors, options = inputs_of(case)
+    gradients = make_gradients(case, "cpu")
+    h0, offsets, v_first = options["initial_state"], options["cu_seqlens"], case.state_v_first
+    native = flash_qla.chunk_gated_delta_rule_intermediates(*tensors, **options, output_h=True)
+    found = flash_qla.chunk_gated_delta_rule_fwd(
+        *tensors, None, h0, offsets, True, True, True, v_first, True, None, True
+    )
+    *results, cp_cache = found
+    assert len(found) == 6 and cp_cache is None
+    assert all(torch.equal(x, y) for x, y in zip(results, native, strict=True))
+
+    q, k, v, _, beta = tensors
+    g, A, *_ = results
+    do, dht = gradients["do"], gradients["dht"]
+    expected = flash_qla.chunk_gated_delta_rule_bwd(
+        q, k, v, g, beta, A, do, dht, initial_state=h0, cu_seqlens=offsets, state_v_first=v_first
+    )
+    actual = flash_qla.chunk_gated_delta_rule_bwd(
+        q, k, v, g, beta, A, do, dht, None, h0, offsets, v_first, True, cp_cache, None
+    )
+    assert len(actual) == 6
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_low_level_defaults():
+    """h is None unless it is asked for; the final state is not."""
+    tensors, _ = inputs_of(Case(T=5))
+    g, A, o, h, final_state, cp_cache = flash_qla.chunk_gated_delta_rule_fwd(*tensors)
+    assert h is None and cp_cache is None and final_state is not None
+    assert flash_qla.chunk_gated_delta_rule_fwd(*tensors, output_final_state=False)[4] is None
+    assert len(flash_qla.chunk_gated_delta_rule_bwd(*tensors[:3], g, tensors[4], A, o)) == 6
+
+
+def test_low_level_has_gradients():
+    tensors, _ = inputs_of(Case(T=5))
+    leaves = [x.requires_grad_() for x in tensors]
+    _, _, o, _, final_state, _ = flash_qla.chunk_gated_delta_rule_fwd(*leaves)
+    assert o.requires_grad and final_state.requires_grad
+
+
+@pytest.mark.parametrize("enable_intra", (False, True))
+def test_context_of_one_card(enable_intra):
+    """It has the offsets, and decides in place of auto_cp."""
+    case = Case(lengths=(70, 0, 3))
+    tensors, options = inputs_of(case)
+    offsets = options.pop("cu_seqlens")
+    context = build_cp_context(
+        offsets, enable_intra=enable_intra, num_v_heads=case.H_v, chunk_size=64, g=tensors[3], is_train=True
+    )
+    assert context.is_intra == enable_intra and not context.is_inter and context.num_seqs == 3
+    expected = flash_qla.chunk_gated_delta_rule(*tensors, **options, cu_seqlens=offsets, auto_cp=enable_intra)
+    found = flash_qla.chunk_gated_delta_rule(*tensors, **options, cp_context=context, force_intra_cp=True)
+    assert torch.equal(found[0], expected[0])
+    *results, cp_cache = flash_qla.chunk_gated_delta_rule_fwd(*tensors, **options, cp_context=context)
+    assert cp_cache is None and torch.equal(results[2], expected[0])
+    q, k, v, _, beta = tensors
+    calls = [{"cp_context": context.copy_for_backward()}, {"cu_seqlens": offsets}]
+    found, expected = (
+        flash_qla.chunk_gated_delta_rule_bwd(q, k, v, results[0], beta, results[1], results[2], **options, **call)
+        for call in calls
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("enable_intra", (False, True))
+@pytest.mark.parametrize("auto_cp", (False, True))
+def test_auto_cp_of_a_context(enable_intra, auto_cp, monkeypatch):
+    """What reaches the op."""
+    tensors, _ = inputs_of(Case(lengths=(3,)))
+    calls = []
+    ops = dataclasses.make_dataclass("Ops", ["chunk_gated_delta_rule"])
+    monkeypatch.setattr(torch.ops, "flash_qla", ops(lambda *args: calls.append(args) or (None, None)))
+    context = build_cp_context(torch.tensor([0, 3]), enable_intra=enable_intra)
+    flash_qla.chunk_gated_delta_rule(*tensors, auto_cp=auto_cp, cp_context=context)
+    (call,) = calls
+    assert call[9] is context.cu_seqlens and call[11] is enable_intra
+
+
+def test_context_of_no_offsets():
+    """A batch of sequences of one length."""
+    tensors, options = inputs_of(Case(B=2, T=5))
+    context = build_cp_context(enable_intra=True)
+    assert context.num_seqs == 0
+    expected = flash_qla.chunk_gated_delta_rule(*tensors, **options)
+    assert torch.equal(flash_qla.chunk_gated_delta_rule(*tensors, **options, cp_context=context)[0], expected[0])
+
+
+CALLS = {
+    # LightLLM, --gdn_prefill_backend flashqla: (q, k, v, **kwargs) with these keywords
+    "LightLLM": {"output_final_state": True, "head_first": False, "use_qk_l2norm_in_kernel": True},
+    "FLA": {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "state_v_first": False, "auto_cp": True},
+    "VeOmni": {"output_final_state": False, "use_qk_l2norm_in_kernel": True},
+}
+
+
+@pytest.mark.parametrize("program", CALLS)
+def test_calls_of_programs(program):
+    """Their keywords, on packed sequences."""
+    tensors, options = inputs_of(Case(lengths=(70, 0, 3)))
+    given = {"g": tensors[3], "beta": tensors[4], "initial_state": options["initial_state"]}
+    given |= {"cu_seqlens": options["cu_seqlens"], "scale": None} | CALLS[program]
+    o, final_state = flash_qla.chunk_gated_delta_rule(q=tensors[0], k=tensors[1], v=tensors[2], **given)
+    expected = torch.ops.flash_qla.chunk_gated_delta_rule(
+        *tensors, None, options["initial_state"], CALLS[program]["output_final_state"], True, options["cu_seqlens"]
+    )
+    assert torch.equal(o, expected[0])
+    assert final_state is None if program == "VeOmni" else torch.equal(final_state, expected[1])
+
+
+def test_what_is_refused():
+    tensors, _ = inputs_of(Case(T=5))
+    with pytest.raises(NotImplementedError, match="force_intra_cp is True, expected False"):
+        flash_qla.chunk_gated_delta_rule(*tensors, force_intra_cp=True)
+    flash_qla.chunk_gated_delta_rule(*tensors, force_intra_cp=True, auto_cp=False)  # it has no effect there
+    offsets = torch.tensor([0, 5])
+    with pytest.raises(NotImplementedError, match="force_intra_cp is True, expected False"):
+        build_cp_context(offsets, enable_intra=True, force_intra_cp=True)
+    with pytest.raises(ValueError, match="chunk_size is 32, expected 64"):
+        build_cp_context(offsets, enable_intra=True, chunk_size=32)
+    with pytest.raises(TypeError, match="cu_seqlens is of type list; pass a tensor"):
+        build_cp_context([0, 5], enable_intra=True)
+    with pytest.raises(ValueError, match="group is None"):
+        build_cp_context(offsets, enable_inter=True)
+    q, k, v, g, beta = tensors
+    A = q.new_zeros(*beta.shape, 64)
+    with pytest.raises(TypeError, match="cp_cache is of type CPCache, expected the last result"):
+        flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, v, cp_cache=CPCache(g, None))
+    ranks = FlashQLACPContext(is_inter=True, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
+    with pytest.raises(TypeError, match="cp_cache is of type NoneType, expected the last result"):
+        flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, v, cp_context=ranks)
+
+
+CASES = (
+    Case(lengths=(100, 92), gate="logsigmoid", dtype=torch.float64, K=16, V=8, H_k=1, H_v=2),
+    Case(lengths=(30, 162), gate="logsigmoid", dtype=torch.float64, K=16, V=8, H_k=1, H_v=2, state_v_first=True),
+    Case(lengths=(96, 96), gate="logsigmoid", dtype=torch.float64, K=16, V=8, H_k=1, H_v=2, initial_state=None),
+    Case(lengths=(192,), gate="logsigmoid", dtype=torch.float64, K=16, V=8, H_k=1, H_v=2, scale=0.5,
+         use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True),
+)  # fmt: skip
+
+
+def test_low_level_over_ranks():
+    """g, A, o, h, the states and all gradients are those of the whole sequences."""
+    assert run_on_ranks(2, low_level_on_ranks, CASES) == [len(CASES)] * 2
+
+
+def test_published_context_over_ranks():
+    """High level, with autograd, as with flash_qla's own context."""
+    assert run_on_ranks(2, published_context_on_ranks, CASES[0]) == [None] * 2
+
+
+def test_missing_cache_on_ranks():
+    for error in run_on_ranks(2, without_the_cache, CASES[0]):
+        assert "cp_cache is of type NoneType, expected the last result of chunk_gated_delta_rule_fwd" in error
