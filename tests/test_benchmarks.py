@@ -98,11 +98,11 @@ def test_matrix_work_and_traffic():
     assert forward.flop(96, 192) == pytest.approx(2 * (2 * keys + 2 * values + 3 * states) / 64, rel=5e-3)
     step = 2 * (5 * keys + 5 * values + 8 * states + 2 * tokens) / 64
     assert backward.flop(96, 192) == pytest.approx(step, rel=5e-3)
-    assert backward.traffic(16, 32, 128, 128) == 8 * 128 * 16 + 6 * 128 * 32 + 128 * 32 + 16 * 32
+    assert backward.traffic(16, 32, 128, 128) == 8 * 128 * 16 + 6 * 128 * 32 + 16 * 32
 
-    size = {"keys": 2 * 96 * 16, "values": 2 * 192 * 32, "A": 2 * 64 * 32, "gates": 4 * 32}  # bytes of a token
+    size = {"keys": 2 * 96 * 16, "values": 2 * 192 * 32, "gates": 4 * 32}  # bytes of a token
     assert forward.traffic(16, 32, 96, 192) == 2 * size["keys"] + 2 * size["values"] + 2 * size["gates"]
-    expected = 4 * size["keys"] + 3 * size["values"] + size["A"] + 4 * size["gates"]
+    expected = 4 * size["keys"] + 3 * size["values"] + 4 * size["gates"]
     assert backward.traffic(16, 32, 96, 192) == expected
 
 

@@ -1,5 +1,6 @@
 // The backward of the plain recurrence on the CPU, one sequence of one query/key head with all its value heads at a
-// time. T is the storage type of q, k, v and their gradients, CT the compute type.
+// time. The formulas of a token's gradients are in reverse_tokens (cpu/chunk.cpp). T is the storage type of q, k, v and
+// their gradients, CT the compute type.
 #pragma once
 
 #include <numeric>
