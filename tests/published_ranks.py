@@ -1,16 +1,18 @@
-"""What test_published.py runs on each rank of a group."""
+"""What test_published.py and test_fla_function.py run on each rank of a group."""
 
 from __future__ import annotations
 
 import itertools
 
 import torch
+import torch.distributed as dist
 from cases import ALL_GRADIENTS_OF, Case, make_inputs
 from cp_ranks import LAYOUTS, local_case, run
 
 import flash_qla
 from flash_qla.cp import exchange_halo
 from flash_qla.cp.published import FlashQLACPContext, build_cp_context
+from flash_qla.integrations import fla
 
 TENSORS = ("q", "k", "v", "g", "beta")
 
@@ -78,3 +80,18 @@ def without_the_cache(case: Case) -> str:
     except TypeError as error:
         return str(error)
     return "nothing"
+
+
+def fla_contexts() -> tuple[bool, str, str]:
+    """FLA's build_cp_context on this rank: whether the context is flash_qla's, and two refusals."""
+    offsets = torch.tensor([0, 30, 64])
+    context = fla.build_cp_context(offsets, dist.group.WORLD, 4, offsets.cpu(), True, "zigzag")
+    expected = flash_qla.cp.build_cp_context(offsets, conv1d_kernel_size=4, layout="zigzag")
+    same = vars(context).keys() == vars(expected).keys() and context._parts == expected._parts
+    errors = []
+    for arguments in ({"use_tf32x3_affine_chain": False}, {"no_such_keyword": 1}):
+        try:
+            fla.build_cp_context(offsets, dist.group.WORLD, **arguments)
+        except (TypeError, ValueError) as error:
+            errors.append(str(error))
+    return same, *errors

@@ -1,5 +1,6 @@
 """FLA's functions on flash_qla, which programs import in FLA's place. They need no FLA."""
 
+import published_ranks
 import pytest
 import torch
 from cases import Case, make_inputs
@@ -7,7 +8,7 @@ from ranks import run_on_ranks
 from subprocesses import run_python
 
 import flash_qla
-from flash_qla.integrations.fla import build_cp_context, chunk_gated_delta_rule
+from flash_qla.integrations.fla import chunk_gated_delta_rule
 
 TENSORS = ("q", "k", "v", "g", "beta")
 PACKED = Case(lengths=(70, 0, 3), state_v_first=True)
@@ -81,25 +82,8 @@ def test_what_is_refused(arguments, error, message):
         chunk_gated_delta_rule(*tensors, **arguments)
 
 
-def contexts() -> tuple[bool, str, str]:
-    """Of this rank: whether the context is flash_qla's, and two refusals."""
-    import torch.distributed as dist
-
-    offsets = torch.tensor([0, 30, 64])
-    context = build_cp_context(offsets, dist.group.WORLD, 4, offsets.cpu(), True, "zigzag")
-    expected = flash_qla.cp.build_cp_context(offsets, conv1d_kernel_size=4, layout="zigzag")
-    same = vars(context).keys() == vars(expected).keys() and context._parts == expected._parts
-    errors = []
-    for arguments in ({"use_tf32x3_affine_chain": False}, {"no_such_keyword": 1}):
-        try:
-            build_cp_context(offsets, dist.group.WORLD, **arguments)
-        except (TypeError, ValueError) as error:
-            errors.append(str(error))
-    return same, *errors
-
-
 def test_context():
-    for same, chain, unknown in run_on_ranks(2, contexts):
+    for same, chain, unknown in run_on_ranks(2, published_ranks.fla_contexts):
         assert same
         assert "use_tf32x3_affine_chain is False, expected True" in chain
         assert "unexpected keyword argument 'no_such_keyword'" in unknown

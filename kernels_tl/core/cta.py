@@ -123,7 +123,8 @@ def load_segment_early(segments, segment):
 @T.macro
 def leave_without_work(cta):
     """Ends a CTA that has nothing to do, perhaps before pdl_sync. The first CTA stays until the kernels before this one
-    have ended, because what follows the call waits for its last kernel only."""
+    have ended, because what follows the call waits for its last kernel only. The next kernel may begin at once, so it
+    must not read early what the kernels before this one write."""
     T.pdl_trigger()
     if cta == 0:
         T.pdl_sync()

@@ -31,7 +31,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN as TILE
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
-from kernels_tl.core.cta import barriers, fetch, leave_without_work, shared
+from kernels_tl.core.cta import barriers, fetch, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
@@ -202,7 +202,9 @@ def segment_scan(dtype, K, reverse):
                     segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
                     first_slot += T.truncdiv(length - 1, segment_length)
             if first != SegmentFlag.FIRST:  # a sequence of one segment needs no scan
-                leave_without_work(cta)
+                if cta == 0:  # the next kernel reads early what the kernels before this one have written
+                    T.pdl_sync()
+                extern("leave")
             if beside == 0:
                 T.pdl_sync()
             T.pdl_trigger()
