@@ -139,7 +139,8 @@ def chunk_gated_delta_rule(
         check_ignored("chunk_gated_delta_rule", {"head_first": head_first, **ignored})
     if force_intra_cp and auto_cp and cp_context is None:
         published.refuse_forced("chunk_gated_delta_rule")
-    cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
+    if cp_context is not None:
+        cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
     args = (
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first,
         auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,

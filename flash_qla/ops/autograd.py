@@ -23,11 +23,13 @@ def _register_autograd(op, differentiable):
     for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
     """
     redispatch = op._handle.redispatch_boxed  # op.redispatch without its wrapper
+    is_grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+    after_autograd = torch._C._after_autograd_keyset
 
     def kernel(keyset, *args):
-        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+        if (is_grad_enabled() and any_requires_grad(*args)) or forward_ad._current_level >= 0:
             return differentiable(keyset, *args)
-        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return redispatch(keyset & after_autograd, *args)
 
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 

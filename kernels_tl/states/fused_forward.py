@@ -26,6 +26,8 @@ With the l2norm and r = diag(1 / |k_i|), K stays as it is, because
 
 so the inverse needs the norms of its own rows only. The other norms are factors of the gates (normalize in
 states/fused_forward.cuh).
+
+This file is long because it has all roles of a kernel that does the work of two.
 """
 
 import tilelang.language as T
