@@ -55,8 +55,7 @@ constexpr double kUnbalanced = 0.15;
 // benchmarks.
 constexpr double kExact = 0.25;
 // If only cu_seqlens say the lengths: the weight of batches whose longest sequence has twice the average, and of
-// batches whose longest has half of all tokens. These weights lose the least time over the measured batches
-// (benchmarks/notes/cost_model.md).
+// batches whose longest has half of all tokens (benchmarks/notes/cost_model.md).
 constexpr double kTwice = 0.05, kHalf = 0.08;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
