@@ -48,8 +48,8 @@ template <typename CT>
 class Buffer {
  public:
   explicit Buffer(int64_t size)
-      : data_(static_cast<CT*>(::operator new (size * sizeof(CT), std::align_val_t{kAlignment}))) {}
-  ~Buffer() { ::operator delete (data_, std::align_val_t{kAlignment}); }
+      : data_(static_cast<CT*>(::operator new(size * sizeof(CT), std::align_val_t{kAlignment}))) {}
+  ~Buffer() { ::operator delete(data_, std::align_val_t{kAlignment}); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   CT* data() const { return data_; }

@@ -6,8 +6,8 @@
 #include "core/tiles.cuh"
 #include "core/wgmma.cuh"
 #include "matrices/chunk_matrices.cuh"
-#include "states/fused_gates.cuh"
 #include "states/consumer_place.cuh"
+#include "states/fused_gates.cuh"
 
 namespace flash_qla::device {
 
