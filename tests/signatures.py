@@ -54,7 +54,7 @@ FUNCTIONS = {
 
 
 def parameters_of(source: str, name: str) -> list[str] | None:
-    """The parameters of a function, or the fields of a dataclass, without annotations; None if there is none.
+    """The parameters of a function, or the fields of a dataclass, without annotations; None without such a name.
 
     Such as ["q", "scale=None", "*", "layout='contiguous'", "**kwargs"]. If there are overloads, the last one counts.
     """
@@ -110,7 +110,7 @@ def of_wheel(wheel: Path) -> tuple[str, dict]:
 
 
 def of_installed(package: str) -> dict | None:
-    """The same of an installed release; None if there is none."""
+    """The signatures of the installed release; None if the package is not installed."""
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
