@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ context_parallelism = importlib.import_module("context_parallelism")
 decode = importlib.import_module("decode")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
+generation = importlib.import_module("generation")
 host = importlib.import_module("host")
 peer_errors = importlib.import_module("peer_errors")
 prefill = importlib.import_module("prefill")
@@ -663,3 +666,74 @@ def test_differences_by_blocks():
     other = x + 1e-2 * torch.randn(x.shape, generator=generator)
     sketches = [context_parallelism.sketches({"o": y}, range(64))["o"] for y in (other, x)]
     assert 5e-3 < context_parallelism.difference(*sketches) < 2e-2
+
+
+class StubLLM:
+    """An engine whose next token is the sum of a request's tokens, and whose layers make one call a token."""
+
+    def __init__(self, **arguments):
+        self.layers = sys.modules[f"{generation.GDN}.olmo_gdn_linear_attn"]
+        self.shift = int(arguments["seed"])
+        assert json.loads(Path(arguments["model"], "config.json").read_text())["model_type"] == "olmo_hybrid"
+        assert arguments["enforce_eager"]
+
+    def apply_model(self, function):
+        function(torch.nn.Linear(2, 2))
+
+    def generate(self, prompts, sampling, use_tqdm):
+        return [self.complete(x["prompt_token_ids"], sampling) for x in prompts]
+
+    def complete(self, prompt, sampling):
+        tokens = []
+        for i in range(sampling.max_tokens):
+            self.layers.chunk_gated_delta_rule()
+            tokens.append((sum(prompt) + self.shift * (i == 3)) % 100)
+        ranked = {i: SimpleNamespace(logprob=-0.25 * i) for i in range(sampling.logprobs or 0)}
+        completion = SimpleNamespace(token_ids=tokens, logprobs=[ranked] * len(tokens))
+        return SimpleNamespace(outputs=[completion], num_cached_tokens=64)
+
+
+@pytest.fixture
+def stub_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(
+        __version__="0.0", LLM=StubLLM, SamplingParams=lambda **given: SimpleNamespace(**given)
+    ))  # fmt: skip
+    layers = types.ModuleType(f"{generation.GDN}.olmo_gdn_linear_attn")
+    layers.chunk_gated_delta_rule = lambda: None
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    monkeypatch.setattr(generation, "LOADS", {"prefill": (2, 8, 1), "decode": (3, 2, 5)})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def measure_engine(feature, shift):
+    arguments = json.dumps({"seed": shift, "enforce_eager": True})
+    given = ["--architecture", "olmo_hybrid", "--samples", "2", "--engine-arguments", arguments]
+    return generation.measure(generation.make_parser().parse_args(given), feature, ours=False)
+
+
+def test_cells_of_an_engine(stub_vllm, capsys):
+    own = measure_engine("prefix", 0)
+    new_tokens = (24 + 24 + generation.ALONE) * generation.NEW_TOKENS + 3 * (2 * 1 + 3 * 5)
+    assert own["calls"] == {"total": new_tokens, "flash_qla": 0}
+    assert [len(own[x]) for x in ("batch", "again", "alone", "prefill")] == [24, 24, generation.ALONE, 2]
+
+    cell = generation.pair_of(own, measure_engine("prefix", 1))
+    assert cell["agreement"] == {"same": 0, "of": 24, "margins": [0.25] * 24}
+    assert cell["yardstick"] == cell["alone"] == {"same": generation.ALONE, "of": generation.ALONE, "margins": []}
+    assert cell["from_cache"]["cached_tokens"] == 24 * 64
+
+    generation.report([cell])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "vLLM 0.0, olmo_hybrid, float32 states, prefix:"
+    assert lines[2] == "  same tokens as the engine's own kernels: 0 of 24, margins up to 0.25"
+
+
+def test_an_engine_that_fails_is_reported(monkeypatch, capsys):
+    def fail(command, **_):
+        raise subprocess.CalledProcessError(3, command)
+
+    monkeypatch.setattr(sys, "argv", ["generation.py", "--features", "eager"])
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(SystemExit, match="failed: eager"):
+        generation.main()
+    assert "eager with flash_qla: exit status 3" in capsys.readouterr().out
