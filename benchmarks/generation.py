@@ -5,8 +5,8 @@
     python benchmarks/generation.py --architecture qwen3_next --layers 8
     python benchmarks/generation.py --report FILE.json
 
-The model has random weights, the same in every process, in the shape of a Qwen3.5, a Qwen3-Next or an OLMo-Hybrid
-without experts. Each feature runs twice, each time in a process of its own:
+The model has random weights, the same in every process, in the shape of a Qwen3.5, a Qwen3-Next with few experts, or an
+OLMo-Hybrid. Each feature runs twice, each time in a process of its own:
 
   eager     without CUDA graphs and torch.compile
   graphs    decoding in CUDA graphs
@@ -114,8 +114,10 @@ def model_config(architecture: str, layers: int, states: str) -> dict:
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",
             "full_attention_interval": 4,
-            "num_experts": 0,
-            "mlp_only_layers": list(range(layers)),
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
             "rope_parameters": rope,
         },
         "olmo_hybrid": {
@@ -365,9 +367,9 @@ def main() -> None:
             failed.append(feature)
             continue
         cells.append(pair_of(*runs))
+        report(cells[-1:])
         if options.out:
             Path(options.out).write_text(json.dumps({"environment": environment(), "cells": cells}, indent=1) + "\n")
-    report(cells)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
