@@ -67,8 +67,7 @@ class Forward:
     @staticmethod
     def modes(H_v: int, V: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
         """Modes of forced_dispatch."""
-        if V <= WIDE_TILE:  # the one kernel takes a single tile
-            yield {"fused": True}
+        yield {"fused": True}
         for value_tile in (NARROW_TILE, WIDE_TILE):
             for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
                 yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": False}

@@ -29,8 +29,7 @@ bool has_fused_kernel(const ForwardShape& shape) {
 }
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  const bool writes_all = shape.V <= kWideTile && !shape.output_h;
-  return writes_all && !shape.in_halves && !shape.batch_invariant && forced.fused != 0 && has_fused_kernel(shape);
+  return !shape.output_h && !shape.in_halves && !shape.batch_invariant && forced.fused != 0 && has_fused_kernel(shape);
 }
 
 // Adds the modes of a value tile with segments of this many chunks; 0: no segments. fuses: the fused kernel may take

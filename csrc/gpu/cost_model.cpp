@@ -156,9 +156,10 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
   const double chunk = kChunkFused + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
                        (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0);
   const double states = s.N * s.H_v * state_bytes(shape);
-  const double waits = kStateWait * std::max(0.0, s.N * s.H_v - s.sms) * state_bytes(shape);
+  const double waits = kStateWait * std::max(0.0, s.N * s.H_v * s.tiles - s.sms) * state_bytes(shape) / s.tiles;
   const double chunks = s.H_v * s.total;
-  const double bytes = chunks * (2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
+  const double bytes =
+      chunks * (s.tiles * 2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
   return kStartFused +
          std::max(cycles_us(shape, s.in_turns * chunk + (s.turns - 1) * kTurnFused) + bytes_us(shape, waits),
                   bytes_us(shape, bytes + states));

@@ -123,6 +123,7 @@ class Forward {
          .kept = states_.kept,
          .outputs = outputs(),
          .ctas = launch.ctas,
+         .value_tiles = value_tiles(call_.V),
          .only_if = launch.only_if,
          .early = d_.early,
          .scale = static_cast<float>(*call_.scale)},

@@ -7,8 +7,8 @@
     A         [tokens, H_v, C] 16-bit         with low_level
     g_cumsum  [tokens, H_v] fp32              with low_level
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v]. A CTA goes through several pieces of work, heads of
-segments, in turns as chunk_forward does. It counts chunks through all pieces: the last steps of one piece compute the
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A CTA goes through several pieces of work,
+tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. It counts chunks through all pieces: the last steps of one piece compute the
 matrices of the next piece's first chunks. With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan
 runs. Rows that no sequence covers get zeros. The kernel writes no h.
 
@@ -72,7 +72,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
 def fused_forward(dtype, K, normalize, low_level):
-    sizes = Sizes()  # value_dim is at most V: a CTA has all value rows of a head
+    sizes = Sizes()
     H_v = sizes.H_v
     V = TILE.tile
     assert K == 128, "begin_product has eight steps of 16 channels, and clear_rows_after two panels of 64"
@@ -180,7 +180,7 @@ def fused_forward(dtype, K, normalize, low_level):
             first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
             T.clear(r.S)
             if first != NO_STATE:
-                initial.read(r.S, first, piece.hv)
+                initial.read(r.S, first, piece.hv, piece.tile * V)
             T.copy(r.S, r.S_16)
 
             tiles.done[tx] = 0
@@ -214,7 +214,7 @@ def fused_forward(dtype, K, normalize, low_level):
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
                     if to >= 0:
                         states = chosen(written != CHECKPOINT, final, kept)
-                        states.write(r.S, to, end.hv)
+                        states.write(r.S, to, end.hv, end.tile * V)
                     written += 1
             tiles.turns[tx] += 1
 
@@ -232,6 +232,7 @@ def fused_forward(dtype, K, normalize, low_level):
         for turn in T.serial(turns):
             piece = walk.locate(turn)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            v0 = T.alloc_var("int32", init=piece.tile * V)
             read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
             row = T.alloc_var("int32", init=extent[0])
             length = T.alloc_var("int32", init=extent[1])
@@ -246,7 +247,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 value.wait_until_free(ready.released_v)
                 for w in T.unroll(WARPGROUPS):
                     fetch(
-                        tokens.v[t : t + C, piece.hv, w * ROWS : w * ROWS + ROWS],
+                        tokens.v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
                         tiles.V[u, w, :, :],
                         ready.loaded_v[u],
                     )
@@ -314,7 +315,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     T.float32(1) if normalize else scale,
                 )
                 tile.arrive(ready.gated)
-                if low_level:
+                if T.bool(low_level) & (piece.tile == 0):
                     extern(
                         "store_cumsum",
                         T.access_ptr(g_cumsum[row, piece.hv], "w"),
@@ -337,8 +338,8 @@ def fused_forward(dtype, K, normalize, low_level):
             ring = next_chunk(ring)
 
     @T.macro
-    def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, chunks: T.Ref):
-        """Moves row, rest and hv on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0."""
+    def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, tile: T.Ref, chunks: T.Ref):
+        """Moves row, rest, hv and tile on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0."""
         while chunks > 0:
             row += C
             rest -= C
@@ -346,6 +347,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 turn += 1
                 piece = walk.locate(turn)
                 hv = piece.hv  # noqa: F841, the caller's
+                tile = piece.tile  # noqa: F841, the caller's
                 row = segments[piece.segment, SegmentColumn.ROW]
                 rest = segments[piece.segment, SegmentColumn.LENGTH]
             chunks -= 1
@@ -360,6 +362,7 @@ def fused_forward(dtype, K, normalize, low_level):
             A_row = T.alloc_var("int32", init=0)
             A_rest = T.alloc_var("int32", init=0)
             A_hv = T.alloc_var("int32", init=0)
+            A_tile = T.alloc_var("int32", init=0)  # the first tile of a head stores A
             A_ahead = T.alloc_var("int32", init=1 + w)  # chunks; 0 where O is next
         for turn in T.serial(turns):
             piece = walk.locate(turn)
@@ -368,13 +371,14 @@ def fused_forward(dtype, K, normalize, low_level):
             while rest > 0:
                 if low_level:  # noqa: SIM102, this one is Python's
                     if A_ahead > 0:
-                        next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_ahead)
+                        next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_tile, A_ahead)
                         Stage(w, stores % 2).wait_for(ready.staged)
-                        store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
+                        if A_tile == 0:
+                            store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
                 Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
-                store_rows(tiles.O, w, outputs.o, row, piece.hv, w * ROWS, rest)
+                store_rows(tiles.O, w, outputs.o, row, piece.hv, piece.tile * V + w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
@@ -418,6 +422,7 @@ def fused_forward(dtype, K, normalize, low_level):
         kept: Checkpoints(sizes),
         outputs: Outputs(sizes, dtype),
         ctas: T.int32,
+        value_tiles: T.int32,  # tiles of V rows
         only_if: T.int32,  # run only if the first segment has these flags; 0: always
         early: T.int32,
         scale: T.float32,
@@ -428,7 +433,7 @@ def fused_forward(dtype, K, normalize, low_level):
             if only_if != 0:  # this kernel follows the plan
                 T.pdl_sync()
             leave_unless(only_if, cta, plan.segments)
-            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v)
+            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 ends = (states.initial(), states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
@@ -440,7 +445,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 ring = T.alloc_var("int32", init=0)  # the warp's own
                 extent = T.alloc_local([2], "int32")
                 if (early != 0) & ((warp == LOADER) | (warp == GATES)):
-                    segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v))
+                    segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
                     sequences.search("find_segment", extent.data, segment, sizes, slots)
                 else:
                     T.pdl_sync()
