@@ -8,9 +8,10 @@
     g_cumsum  [tokens, H_v] fp32              with low_level
 
 forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A CTA goes through several pieces of work,
-tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. It counts chunks through all pieces: the last steps of one piece compute the
-matrices of the next piece's first chunks. With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan
-runs. Rows that no sequence covers get zeros. The kernel writes no h.
+tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. It
+counts chunks through all pieces: the last steps of one piece compute the matrices of the next piece's first chunks.
+With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
+The kernel writes no h.
 
 Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
 steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
