@@ -81,7 +81,7 @@ SEGMENTED = {"lengths": (650, 0, 65, 1, 300), "padding": 9, "H_k": 1, "H_v": 2}
 @pytest.mark.parametrize("dims", ((96, 192), (64, 64), (128, 256), (40, 328), (56, 120)), ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_modes_of_the_forward(mode, dims, gate):
-    """Both value tiles, segments, and the one kernel, which does not take more than a tile of values."""
+    """Both value tiles, segments, and the one kernel."""
     (case,) = of_dims(dims, **SEGMENTED, gate=gate)
     with forward_mode(*mode):
         check_forward(case, "cuda")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, forward_mode
 from subprocesses import run_python
 from test_prefill import (
     BF16,
@@ -115,6 +115,27 @@ def test_misaligned_slots():
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)), device="cuda") | {"state_pool": pool}
     with pytest.raises(RuntimeError, match="state_pool has states that do not start at multiples of 16 bytes"):
         prefill_gated_delta_rule(**arguments)
+
+
+@pytest.mark.parametrize("offer", ({"fused": 1}, {"whole_tile": 64}), ids=str)
+@pytest.mark.parametrize("lengths", ((400, 300, 64), (400, 64, 100)), ids=str)
+def test_the_longest_sequence_has_no_slot(offer, lengths):
+    """The device cuts the others by their own lengths, and the launched kernels agree on what it does."""
+    arguments = make_arguments(Case(**SIZES | {"dtype": BF16, "K": 128, "V": 128}, lengths=lengths), device="cuda")
+    arguments["state_indices"][0] = -1
+
+    def run(**mode):
+        pool = copied(arguments["state_pool"])
+        with forward_mode(**mode):
+            o = prefill_gated_delta_rule(**arguments | {"state_pool": pool})
+        return o, pool
+
+    offered = run(value_tile=128, segment_chunks=2, cut_above=3, **offer)
+    if lengths[1] > 128:
+        expected = run(value_tile=128, segment_chunks=2)
+    else:
+        expected = run(fused=1) if "fused" in offer else run(value_tile=64, segment_chunks=0)
+    assert all(map(torch.equal, offered, expected))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,8 @@ clipped to [0, tokens] and replaced by their running maximum.
     segments  [segment_slots, 8]   every sequence, even an empty one, has at least one; longer ones are cut after every
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
-                                   sequences the longest come first. Unused slots have 0 tokens, no flags and no states.
+                                   sequences the longest come first. With cu_seqlens those without a slot come last,
+                                   because the first segment's flags tell whether any sequence is cut. Unused slots have 0 tokens, no flags and no states.
                                    Written if segment_slots > 0
     map_segments [map_slots, 8]    the same, but the sequences mapped_0 and mapped_1 lack the flag `dropped`: kernels
                                    that leave out the map of a sequence's last, or first, segment then compute it.
@@ -179,6 +180,7 @@ def chunk_plan(offset_dtype):
             begins = T.alloc_shared([THREADS], "int32")
             ends = T.alloc_shared([THREADS], "int32")
             counts = T.alloc_shared([THREADS], "int32")  # chunks
+            ranks = T.alloc_shared([THREADS], "int32")  # chunks, by which the table of segments is sorted
             sums = T.alloc_shared([THREADS], "int32")
             parts = T.alloc_shared([THREADS], "int32")  # segments
             owned = T.alloc_shared([THREADS], "int32")  # slots of the sequences' states
@@ -231,6 +233,7 @@ def chunk_plan(offset_dtype):
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
+                ranks[tx] = T.Select((own == NO_STATE) & (sequences.has_offsets != 0), 0, count)
                 sums[tx] = up_to
                 parts[tx] = part
                 owned[tx] = own
@@ -262,7 +265,7 @@ def chunk_plan(offset_dtype):
                 slot = segments_before
                 if sizes.segment_slots > 0:
                     for i in T.serial(T.min(N - step * THREADS, THREADS)):
-                        if extern("comes_first", counts[i], i, count, tx, returns="bool"):
+                        if extern("comes_first", ranks[i], i, ranks[tx], tx, returns="bool"):
                             slot += parts[i]
                         segments_before += parts[i]
                 if n < N:

@@ -18,7 +18,7 @@ __device__ __forceinline__ int clip_offset(int64_t offset, int tokens_before, in
 }
 
 // Whether sequence a comes before b in the table of segments. The longest come first, so that no long one is left for
-// the end.
+// the end. A sequence without a slot counts as one without chunks.
 __device__ __forceinline__ bool comes_first(int chunks_a, int a, int chunks_b, int b) {
   return chunks_a > chunks_b || (chunks_a == chunks_b && a < b);
 }
@@ -141,7 +141,8 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   }
   const int lane = threadIdx.x & 31;
   const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
-  const int chunks = chunks_of(extent.end - extent.begin);
+  const bool has_slot = lane < N && slots(lane) != kNoState;
+  const int chunks = has_slot ? chunks_of(extent.end - extent.begin) : 0;
   int before = 0;  // sequences before the lane's in the table
   for (int i = 0; i < N; ++i) {
     before += comes_first(__shfl_sync(~0u, chunks, i), i, chunks, lane);
