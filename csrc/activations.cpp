@@ -14,9 +14,10 @@ void check_of_tokens(const Tokens& tokens, const Tensor& q, const NamedTensor& a
 }
 
 // Checks A_log or dt_bias, if it was given.
-void check_of_heads(const Tokens& tokens, const Tensor& q, bool use_gate, const NamedTensor& argument) {
+void check_of_heads(const Tokens& tokens, const Tensor& q, const ActivationArguments& arguments,
+                    const NamedTensor& argument) {
   const auto& [name, tensor] = argument;
-  check(use_gate || !tensor, tokens.op, name, " is a tensor, expected None without use_gate_in_kernel");
+  check(arguments.use_gate || !tensor, tokens.op, name, " is a tensor, expected None without ", arguments.gate_flag);
   if (tensor) {
     check_device(tokens.op, name, *tensor, q);
     check_floating(tokens.op, name, *tensor);
@@ -31,8 +32,8 @@ void check_activations(const Tokens& tokens, const Tensor& q, const ActivationAr
   check_of_tokens(tokens, q, arguments.beta);
   check(!arguments.use_gate || arguments.A_log, tokens.op,
         "A_log is None, expected a tensor [H_v] with use_gate_in_kernel");
-  check_of_heads(tokens, q, arguments.use_gate, {"A_log", arguments.A_log});
-  check_of_heads(tokens, q, arguments.use_gate, {"dt_bias", arguments.dt_bias});
+  check_of_heads(tokens, q, arguments, {"A_log", arguments.A_log});
+  check_of_heads(tokens, q, arguments, {"dt_bias", arguments.dt_bias});
   check(arguments.use_beta_sigmoid || !arguments.allow_neg_eigval, tokens.op,
         "allow_neg_eigval is True, expected False without use_beta_sigmoid_in_kernel (a beta that is ready may be up "
         "to 2 by itself)");

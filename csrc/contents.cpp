@@ -81,19 +81,22 @@ class Checker {
   const char* op_;
 };
 
-// The slots of the sequences' first states, from tables on any device.
+// The slots of the sequences' first states, from tables on any device; the sequences' numbers without `indices`.
 class FirstSlots {
  public:
-  FirstSlots(const Tensor& indices, const std::optional<Tensor>& accepted, int64_t null_index, int64_t slots)
-      : tables_{to_cpu(indices), accepted ? std::optional(to_cpu(*accepted)) : std::nullopt},
+  FirstSlots(const std::optional<Tensor>& indices, const std::optional<Tensor>& accepted, int64_t null_index,
+             int64_t slots)
+      : tables_{on_cpu(indices), on_cpu(accepted)},
         indices_(tables_.indices),
         accepted_(tables_.accepted),
-        has_accepted_(accepted.has_value()),
         null_index_(null_index),
         slots_(slots) {}
 
   int64_t operator()(int64_t n) const {
-    const int64_t column = has_accepted_ ? std::clamp<int64_t>(accepted_(n), 1, indices_.columns) - 1 : 0;
+    if (!tables_.indices) {
+      return n;
+    }
+    const int64_t column = tables_.accepted ? std::clamp<int64_t>(accepted_(n), 1, indices_.columns) - 1 : 0;
     const int64_t slot = indices_(n, column);
     return slot > null_index_ && slot >= 0 && slot < slots_ ? slot : kNoState;
   }
@@ -102,9 +105,11 @@ class FirstSlots {
   struct Tables {
     std::optional<Tensor> indices, accepted;
   };
+  static std::optional<Tensor> on_cpu(const std::optional<Tensor>& table) {
+    return table ? std::optional(to_cpu(*table)) : std::nullopt;
+  }
   const Tables tables_;
   const cpu::Indices indices_, accepted_;
-  const bool has_accepted_;
   const int64_t null_index_, slots_;
 };
 
@@ -210,8 +215,8 @@ void check_contents(const DecodeCall& call) {
     const FirstSlots slots(call.state_indices, call.num_accepted_tokens, call.null_index, call.slots());
     const std::vector<bool> live = live_tokens_of_slots(checker, call, slots, [](int64_t) { return true; });
     check_common(checker, call, live);
-    checker.check("a", call.a, Allowed::kNotNan, live);
-    checker.check("b", call.b, Allowed::kNotNan, live);
+    checker.check("a", call.a, call.A_log ? Allowed::kNotNan : Allowed::kLogDecay, live);
+    checker.check("b", call.b, *call.use_beta_sigmoid ? Allowed::kNotNan : Allowed::kFinite, live);
   }
 }
 

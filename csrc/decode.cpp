@@ -14,12 +14,25 @@ namespace flash_qla {
 
 namespace {
 
-void check_tables(const DecodeCall& call) {
-  const int64_t rank = call.state_indices.dim();
-  check_indices(call.op, "state_indices", call.state_indices);
+// Returns the dimensions of state_indices; 0 if sequence n has state n.
+int64_t check_state_indices(const DecodeCall& call) {
+  if (!call.state_indices) {
+    check(call.slots() == call.N, call.op, "state_pool has ", call.slots(), " states, expected ", call.N,
+          ", the number of sequences, without state_indices");
+    check(!call.write_indices, call.op, "write_indices is a tensor, expected None without state_indices");
+    return 0;
+  }
+  const Tensor& indices = *call.state_indices;
+  const int64_t rank = indices.dim();
+  check_indices(call.op, "state_indices", indices);
   check(rank == 1 || rank == 2, call.op, "state_indices has ", rank, " dimensions, expected 1 or 2 ([N] or [N, S])");
-  check_table(call.op, "state_indices", call.state_indices, call.N, rank, rank == 1 ? "[N]" : "[N, S]");
-  check(rank == 1 || call.state_indices.size(1) >= 1, call.op, "state_indices has no columns, expected at least one");
+  check_table(call.op, "state_indices", indices, call.N, rank, rank == 1 ? "[N]" : "[N, S]");
+  check(rank == 1 || indices.size(1) >= 1, call.op, "state_indices has no columns, expected at least one");
+  return rank;
+}
+
+void check_tables(const DecodeCall& call) {
+  const int64_t rank = check_state_indices(call);
   if (call.num_accepted_tokens) {
     check(rank == 2, call.op, "num_accepted_tokens is a tensor, expected None unless state_indices is [N, S]");
     check_table(call.op, "num_accepted_tokens", *call.num_accepted_tokens, call.N, 1, "[N]");
@@ -47,22 +60,38 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
                 {{"k", &call.k},
                  {"v", &call.v},
                  {"state_pool", &call.state_pool},
-                 {"state_indices", &call.state_indices},
+                 {"state_indices", or_null(call.state_indices)},
                  {"cu_seqlens", or_null(call.cu_seqlens)},
                  {"num_accepted_tokens", or_null(call.num_accepted_tokens)},
                  {"write_indices", or_null(call.write_indices)},
                  {"intermediate_states", or_null(call.intermediate_states)},
                  {"intermediate_indices", or_null(call.intermediate_indices)},
-                 {"parents", or_null(call.parents)}});
+                 {"parents", or_null(call.parents)},
+                 {"out", or_null(call.out)}});
   read_tokens(call, call.q, call.k, call.v);
-  check_activations(
-      call, call.q,
-      {.g = {"a", &call.a}, .beta = {"b", &call.b}, .A_log = &call.A_log, .dt_bias = or_null(call.dt_bias)});
+  if (!call.use_beta_sigmoid) {
+    call.use_beta_sigmoid = call.A_log.has_value();
+  }
+  check_activations(call, call.q,
+                    {.g = {"a", &call.a},
+                     .beta = {"b", &call.b},
+                     .A_log = or_null(call.A_log),
+                     .dt_bias = or_null(call.dt_bias),
+                     .use_gate = call.A_log.has_value(),
+                     .use_beta_sigmoid = *call.use_beta_sigmoid,
+                     .allow_neg_eigval = call.allow_neg_eigval,
+                     .gate_flag = "A_log"});
   read_sequences(call, call.cu_seqlens);
-  check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
+  const bool v_first = call.state_v_first;
+  check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4,
+               v_first ? "[slots, H_v, V, K]" : "[slots, H_v, K, V]", v_first);
   if (call.intermediate_states) {
     check_states(op, "intermediate_states", *call.intermediate_states, call.H_v, call.V, call.K, 5,
-                 "[rows, steps, H_v, V, K]");
+                 v_first ? "[rows, steps, H_v, V, K]" : "[rows, steps, H_v, K, V]", v_first);
+  }
+  if (call.out) {
+    check_same_dtype(op, "out", *call.out, call.q);
+    check_shape(op, "out", *call.out, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V], like v");
   }
   check_tables(call);
   if (!call.scale) {
@@ -74,13 +103,15 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
 
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments) {
   check_defined(op, "mixed_qkv", mixed_qkv);
-  check_rank(op, "state_pool", arguments.state_pool, 4, "[slots, H_v, V, K]");
+  const bool v_first = arguments.state_v_first;
+  check_rank(op, "state_pool", arguments.state_pool, 4, v_first ? "[slots, H_v, V, K]" : "[slots, H_v, K, V]");
   const bool one_token = mixed_qkv.dim() == 2;
   if (!one_token) {
     check_rank(op, "mixed_qkv", mixed_qkv, 3, "[B, T, 2 H_k K + H_v V]");
   }
-  const int64_t last = mixed_qkv.dim() - 1, H_v = arguments.state_pool.size(1), V = arguments.state_pool.size(2),
-                K = arguments.state_pool.size(3), width = mixed_qkv.size(last), keys = width - H_v * V;
+  const int64_t last = mixed_qkv.dim() - 1, H_v = arguments.state_pool.size(1),
+                V = arguments.state_pool.size(v_first ? 2 : 3), K = arguments.state_pool.size(v_first ? 3 : 2),
+                width = mixed_qkv.size(last), keys = width - H_v * V;
   check(K > 0 && keys > 0 && keys % (2 * K) == 0, op, "mixed_qkv has ", width,
         " channels, expected 2 H_k K + H_v V, of "
         "state_pool K = ",
@@ -104,6 +135,23 @@ DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, Deco
     }
   }
   return make_decode_call(op, std::move(arguments));
+}
+
+Tensor allocate_output(const DecodeCall& call) {
+  return call.out && call.out->is_contiguous()
+             ? *call.out
+             : new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
+}
+
+Tensor output_as_returned(const DecodeCall& call, Tensor o) {
+  if (!call.out) {
+    return o;
+  }
+  if (!call.out->is_contiguous()) {
+    Tensor out = *call.out;
+    copy(out, o);
+  }
+  return new_empty(call.op, call.q, {0}, call.dtype);
 }
 
 }  // namespace flash_qla

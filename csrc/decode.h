@@ -13,16 +13,16 @@ namespace flash_qla {
 
 // Indices are int32 or int64. An index of at most null_index is null: the sequence has no slot.
 struct DecodeArguments {
-  Tensor q = undefined_tensor();              // [B, T, H_k, K], any strides
-  Tensor k = undefined_tensor();              // [B, T, H_k, K]
-  Tensor v = undefined_tensor();              // [B, T, H_v, V]
-  Tensor a = undefined_tensor();              // [B, T, H_v], raw gates, any floating dtype
-  Tensor b = undefined_tensor();              // [B, T, H_v], raw betas, any floating dtype
-  Tensor A_log = undefined_tensor();          // [H_v], any floating dtype
-  std::optional<Tensor> dt_bias;              // [H_v], any floating dtype
-  Tensor state_pool = undefined_tensor();     // [slots, H_v, V, K], any floating dtype; written
-  Tensor state_indices = undefined_tensor();  // [N] or [N, S]: the slot of the sequence's first state
-  std::optional<double> scale;                // K^-0.5 by default
+  Tensor q = undefined_tensor();           // [B, T, H_k, K], any strides
+  Tensor k = undefined_tensor();           // [B, T, H_k, K]
+  Tensor v = undefined_tensor();           // [B, T, H_v, V]
+  Tensor a = undefined_tensor();           // [B, T, H_v], any floating dtype: raw gates, or g without A_log
+  Tensor b = undefined_tensor();           // [B, T, H_v], any floating dtype: raw betas if use_beta_sigmoid, or beta
+  std::optional<Tensor> A_log;             // [H_v], any floating dtype
+  std::optional<Tensor> dt_bias;           // [H_v], any floating dtype; only with A_log
+  Tensor state_pool = undefined_tensor();  // [slots, H_v, V, K], any floating dtype; written
+  std::optional<Tensor> state_indices;     // [N] or [N, S]: the slot of the sequence's first state; n by default
+  std::optional<double> scale;             // K^-0.5 by default
   int64_t null_index = -1;
   bool use_qk_l2norm = true;
   std::optional<Tensor> cu_seqlens;            // [N + 1]
@@ -32,6 +32,10 @@ struct DecodeArguments {
   std::optional<Tensor> intermediate_indices;  // [N]: rows of intermediate_states; negative: no row
   std::optional<Tensor> parents;               // [N, S]: the token before each token; -1: the first state
   bool update_state = true;                    // the last state replaces the first in its slot
+  bool state_v_first = true;                   // false: all states are [.., K, V]
+  std::optional<bool> use_beta_sigmoid;        // as A_log is given by default; a DecodeCall always has it
+  bool allow_neg_eigval = false;               // beta = 2 sigmoid(b)
+  std::optional<Tensor> out;                   // [B, T, H_v, V], dtype of q: o is written there
 };
 
 // Tensors keep the caller's strides. The last three dimensions of the pool and of intermediate_states are contiguous.
@@ -53,7 +57,12 @@ DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, Deco
 // Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_decode_tables(const DecodeCall& call);
 
-// Returns o [B, T, H_v, V], dtype of q.
+// Memory for o [B, T, H_v, V], dtype of q, contiguous: `out`, if it is contiguous, or a new tensor.
+Tensor allocate_output(const DecodeCall& call);
+// What the op returns: o; or an empty tensor with `out`, which has o then.
+Tensor output_as_returned(const DecodeCall& call, Tensor o);
+
+// Returns output_as_returned.
 Tensor decode_cpu(DecodeCall call);
 Tensor decode_cuda(DecodeCall call);
 

@@ -1,6 +1,7 @@
 // The ops of torch.ops.flash_qla: their schemas, implementations and devices. An output that was not asked for (h,
-// final_state, dh0, dA_log, ddt_bias) is an empty tensor of shape [0], because not all of TorchScript, export and
-// functionalization can represent an optional return.
+// final_state, dh0, dA_log, ddt_bias), or that the caller has already (o in `out`), is an empty tensor of shape [0],
+// because not all of TorchScript, export and functionalization can represent an optional return, or one that aliases an
+// argument.
 #include <torch/csrc/stable/library.h>
 
 #include <new>
@@ -252,18 +253,20 @@ void prefill_gated_delta_rule(const Stack& stack) {
 }
 
 constexpr const char* kDecodeGatedDeltaRule =
-    "decode_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, "
-    "Tensor(a!) state_pool, Tensor state_indices, float? scale=None, int null_index=-1, "
+    "decode_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor(a!) state_pool, Tensor? state_indices=None, float? scale=None, int null_index=-1, "
     "bool use_qk_l2norm_in_kernel=True, Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
     "Tensor? write_indices=None, Tensor(b!)? intermediate_states=None, Tensor? intermediate_indices=None, "
-    "Tensor? parents=None, bool update_state=True) "
+    "Tensor? parents=None, bool update_state=True, bool state_v_first=True, bool? use_beta_sigmoid_in_kernel=None, "
+    "bool allow_neg_eigval=False, Tensor(c!)? out=None) "
     "-> Tensor o";
 
 // Takes the arguments of an op of decoding. `first`: its arguments before a.
 void take_decode(const Stack& stack, DecodeArguments& a, auto&... first) {
   stack.take(first..., a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
              a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
-             a.intermediate_indices, a.parents, a.update_state);
+             a.intermediate_indices, a.parents, a.update_state, a.state_v_first, a.use_beta_sigmoid, a.allow_neg_eigval,
+             a.out);
 }
 
 template <auto Decode>
@@ -274,11 +277,12 @@ void decode_gated_delta_rule(const Stack& stack) {
 }
 
 constexpr const char* kDecodeGatedDeltaRulePacked =
-    "decode_gated_delta_rule_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, "
-    "Tensor(a!) state_pool, Tensor state_indices, float? scale=None, int null_index=-1, "
+    "decode_gated_delta_rule_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor(a!) state_pool, Tensor? state_indices=None, float? scale=None, int null_index=-1, "
     "bool use_qk_l2norm_in_kernel=True, Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
     "Tensor? write_indices=None, Tensor(b!)? intermediate_states=None, Tensor? intermediate_indices=None, "
-    "Tensor? parents=None, bool update_state=True) "
+    "Tensor? parents=None, bool update_state=True, bool state_v_first=True, bool? use_beta_sigmoid_in_kernel=None, "
+    "bool allow_neg_eigval=False, Tensor(c!)? out=None) "
     "-> Tensor o";
 
 template <auto Decode>

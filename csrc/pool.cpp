@@ -39,21 +39,22 @@ bool overlaps(const Tensor& tensor, int64_t dimensions, int64_t size) {
 }  // namespace
 
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
-                  int64_t rank, const char* symbols) {
+                  int64_t rank, const char* symbols, bool v_first) {
   check_floating(op, name, tensor);
   check_rank(op, name, tensor, rank, symbols);
   const auto shape = tensor.sizes(), strides = tensor.strides();
   const int64_t heads = rank - 3;
-  if (shape[heads] != H_v || shape[heads + 1] != V || shape[heads + 2] != K) [[unlikely]] {
-    fail(op, name, " has shape ", shape_string(shape), ", expected H_v = ", H_v, ", V = ", V, ", K = ", K,
-         " at its end (", symbols, ")");
+  const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
+  if (shape[heads] != H_v || shape[heads + 1] != rows || shape[heads + 2] != columns) [[unlikely]] {
+    fail(op, name, " has shape ", shape_string(shape), ", expected H_v = ", H_v, v_first ? ", V = " : ", K = ", rows,
+         v_first ? ", K = " : ", V = ", columns, " at its end (", symbols, ")");
   }
   if (tensor.numel() == 0) {
     return;
   }
   const auto is_step = [&](int64_t i, int64_t step) { return shape[i] == 1 || strides[i] == step; };
-  if (!(is_step(heads, V * K) && is_step(heads + 1, K) && is_step(heads + 2, 1))) [[unlikely]] {
-    fail(op, name, " has strides ", shape_string(strides), ", expected [.., ", V * K, ", ", K,
+  if (!(is_step(heads, V * K) && is_step(heads + 1, columns) && is_step(heads + 2, 1))) [[unlikely]] {
+    fail(op, name, " has strides ", shape_string(strides), ", expected [.., ", V * K, ", ", columns,
          ", 1]: each state has to be contiguous");
   }
   if (overlaps(tensor, heads, H_v * V * K)) [[unlikely]] {

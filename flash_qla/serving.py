@@ -89,10 +89,10 @@ def decode_gated_delta_rule(
     v: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    A_log: torch.Tensor,
+    A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     state_pool: torch.Tensor,
-    state_indices: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
     scale: float | None = None,
     null_index: int = -1,
     use_qk_l2norm_in_kernel: bool = True,
@@ -103,13 +103,21 @@ def decode_gated_delta_rule(
     intermediate_indices: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
     update_state: bool = True,
+    state_v_first: bool = True,
+    use_beta_sigmoid_in_kernel: bool | None = None,
+    allow_neg_eigval: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The Gated Delta Rule over one or a few tokens of each sequence, on states in a pool.
+    """The Gated Delta Rule over one or a few tokens of each sequence, on states that it reads and writes in place.
 
         pool = torch.zeros(slots, H_v, V, K, device="cuda")
         o = decode_gated_delta_rule(q, k, v, a, b, A_log, dt_bias, pool, state_indices)  # q [B, 1, H_k, K]
 
-    The log decay is g = -exp(A_log) * softplus(a + dt_bias), the step size beta = sigmoid(b), and with a state S:
+        states = torch.zeros(B, H_v, K, V, device="cuda")  # no pool: a state for each sequence
+        o = decode_gated_delta_rule(q, k, v, g, beta, None, None, states, state_v_first=False)
+
+    The log decay is g = -exp(A_log) * softplus(a + dt_bias), the step size beta = sigmoid(b). Without A_log a and b are
+    g and beta. With a state S:
 
         S_t = exp(g_t) S_p + beta_t k_t (v_t - exp(g_t) S_p^T k_t)^T        o_t = scale * S_t^T q_t
 
@@ -120,12 +128,13 @@ def decode_gated_delta_rule(
     Args:
         q, k: queries and keys, [B, T, H_k, K], T tokens of B sequences; or [1, T, H_k, K] with cu_seqlens.
         v: values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
-        a, b: inputs of the gate and of the step size, [B, T, H_v], any floating dtype.
-        A_log, dt_bias: [H_v], any floating dtype; dt_bias may be None.
+        a, b: [B, T, H_v], any floating dtype. With A_log the inputs of the gate and of the step size; without it the
+            log decay g (-inf forgets the state) and the step size beta.
+        A_log, dt_bias: parameters of the gate, [H_v], any floating dtype; dt_bias may be None. None: a is g.
         state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
             contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
         state_indices: slot from which each sequence starts, [N], or [N, S] with num_accepted_tokens; int32 or int64,
-            as all indices.
+            as all indices. By default sequence n starts from state n, and state_pool has N states.
         scale: factor on the output; K ** -0.5 by default.
         null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
             holds for an entry of write_indices.
@@ -142,9 +151,13 @@ def decode_gated_delta_rule(
             -1 for the initial state. Needs update_state=False or write_indices, because a tree has no last state.
         update_state: write the state after the last token to the slot that was read. With write_indices this is
             ignored.
+        state_v_first: False: all states are [.., H_v, K, V]. The GPU then takes tokens one by one.
+        use_beta_sigmoid_in_kernel: whether beta is sigmoid(b) or b. By default sigmoid(b) with A_log, and b without.
+        allow_neg_eigval: beta is 2 * sigmoid(b).
+        out: memory for o, [B, T, H_v, V], in the dtype of q, any strides. A copy fills it if it is not contiguous.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence.
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence; `out` if that is given.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
@@ -155,20 +168,22 @@ def decode_gated_delta_rule(
         NotImplementedError: a gradient is asked for.
     """
     check_offsets("decode_gated_delta_rule", cu_seqlens)
-    return torch.ops.flash_qla.decode_gated_delta_rule(
+    o = torch.ops.flash_qla.decode_gated_delta_rule(
         q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
-        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state
+        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents,
+        update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
     )  # fmt: skip
+    return o if out is None else out
 
 
 def decode_gated_delta_rule_packed(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    A_log: torch.Tensor,
+    A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     state_pool: torch.Tensor,
-    state_indices: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
     scale: float | None = None,
     null_index: int = -1,
     use_qk_l2norm_in_kernel: bool = True,
@@ -179,6 +194,10 @@ def decode_gated_delta_rule_packed(
     intermediate_indices: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
     update_state: bool = True,
+    state_v_first: bool = True,
+    use_beta_sigmoid_in_kernel: bool | None = None,
+    allow_neg_eigval: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """decode_gated_delta_rule with q, k and v in one tensor, as a convolution returns them.
 
@@ -192,15 +211,18 @@ def decode_gated_delta_rule_packed(
         null_index, use_qk_l2norm_in_kernel, cu_seqlens: as those of decode_gated_delta_rule.
         num_accepted_tokens, write_indices, parents, update_state: as those of decode_gated_delta_rule.
         intermediate_states, intermediate_indices: as those of decode_gated_delta_rule.
+        state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out: as those of decode_gated_delta_rule.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 for one token of each sequence.
+        o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 for one token of each sequence; `out` if that is given.
 
     Raises:
         RuntimeError, TypeError, NotImplementedError: as decode_gated_delta_rule.
     """
     check_offsets("decode_gated_delta_rule_packed", cu_seqlens)
-    return torch.ops.flash_qla.decode_gated_delta_rule_packed(
+    o = torch.ops.flash_qla.decode_gated_delta_rule_packed(
         mixed_qkv, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
-        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents, update_state
+        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents,
+        update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
     )  # fmt: skip
+    return o if out is None else out

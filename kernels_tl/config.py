@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kernels_tl.layout import (
     DECODE_CTAS_BLOCKS,
+    DECODE_CTAS_KEY_FIRST,
     DECODE_CTAS_MMA,
     DECODE_CTAS_ONE_16,
     DECODE_CTAS_ROWS,
@@ -113,4 +114,5 @@ DECODE = {
     "rows": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS, spills=128),
     "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
     "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
+    "key_first": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_KEY_FIRST),
 }

@@ -18,8 +18,8 @@ def decode_paths(dtype, state_dtype):
     """The paths of decode that are compiled for these dtypes. `tensor_cores` needs tokens and states in bf16, because
     they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none."""
     if dtype == state_dtype == "bfloat16":
-        return ("one_token", "tensor_cores")
-    return ("one_token", "rows", "blocks") if state_dtype == "float32" else ("one_token", "rows")
+        return ("one_token", "tensor_cores", "key_first")
+    return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")
 
 
 INSTANCES = [

@@ -49,7 +49,7 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
-DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_ONE_16 = 7, 3, 4, 8
+DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST, DECODE_CTAS_ONE_16 = 7, 3, 4, 5, 8
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
 # from one diagonal block of K K^T to the next. Two blocks' rows are read together, so they lie in different banks.

@@ -139,7 +139,7 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
         lengths = (70,) * len(LENGTHS)
     shape = {"lengths": lengths} if "cu_seqlens" in schema else {"B": len(lengths), "T": lengths[0]}
     sizes = {"H_k": 1, "H_v": 2, "K": 64, "V": 96, "dtype": dtype, "gate": "logsigmoid", "seed": seed}
-    sizes["state_v_first"] = "state_v_first" not in schema
+    sizes["state_v_first"] = "state_v_first" not in schema or name.startswith("decode")
     case = Case(**shape | sizes | options)
     known = make_inputs(case, device) | make_gradients(case, device)
     inputs = {x: value for x, value in known.items() if x not in ("do", "dht")}

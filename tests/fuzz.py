@@ -92,7 +92,7 @@ def draw(seed: int, number: int, device: str) -> Trial:
     most_heads = max(1, (16384 if gpu else 1024) // max(1, N * (longest + CHUNK)))
     H_k = r.randint(1, min(8, most_heads))
     keys, beta = r.choice(KEYS_AND_BETAS)
-    l2norm, inside = keys not in ("long",) and r.random() < 0.4, r.random() < 0.5 or decodes
+    l2norm, inside = keys not in ("long",) and r.random() < 0.4, r.random() < 0.5
     if inside and keys == "long":
         keys, beta = "unit", "sigmoid"
     case = Case(
@@ -113,22 +113,20 @@ def draw(seed: int, number: int, device: str) -> Trial:
         initial_state=r.choice((None, BF16, FP16, FP32, FP64)),
         state_scale=r.choice((0.5, 0.5, 30)),
         cu_dtype=r.choice((torch.int32, torch.int64)),
-        state_v_first=op != "chunk" or r.random() < 0.5,
+        state_v_first=op == "prefill" or r.random() < 0.5,
         scale=r.choice((None, None, 1.0, 0.25)),
         use_qk_l2norm_in_kernel=l2norm,
-        use_gate_in_kernel=r.random() < 0.4 or decodes,
+        use_gate_in_kernel=r.random() < 0.4,
         A_log=r.choice((BF16, FP16, FP32, FP64)),
         dt_bias=r.choice((None, BF16, FP16, FP32, FP64)),
         use_beta_sigmoid_in_kernel=inside,
-        allow_neg_eigval=inside and not decodes and (beta in ("two", "2") or r.random() < 0.3),
+        allow_neg_eigval=inside and (beta in ("two", "2") or r.random() < 0.3),
         auto_cp=r.random() < 0.8,
         strides=r.choice(("contiguous", "contiguous", "heads_first", "packed", "reversed_dims")),
         do_strides=r.choice(("contiguous", "heads_first", "packed", "reversed_dims", "expanded")),
         dht=r.choice((None, BF16, FP16, FP32, FP64)),
         seed=r.randrange(2**31),
     )
-    if decodes and beta in ("two", "2"):  # it has no negative eigenvalues
-        case = dataclasses.replace(case, beta="1")
     segments = {"segment_chunks": r.choice((0, 1, 2, 5, 16))}
     tiles = {"value_tile": r.choice((64, 128)), **segments}
     if segments["segment_chunks"] and r.random() < 0.5:
@@ -211,7 +209,7 @@ class Pool:
 
     def __init__(self, trial: Trial, slots: int, device: str, r: random.Random):
         case, generator = trial.case, torch.Generator().manual_seed(trial.case.seed)
-        self.shape = (case.H_v, case.V, case.K)
+        self.shape = (case.H_v, *((case.V, case.K) if case.state_v_first else (case.K, case.V)))
         self.size = case.H_v * case.V * case.K
         states = case.state_scale * torch.randn(slots, self.size, generator=generator, dtype=FP64)
         gap = r.choice((0, 0, 8, 104 if device == "cuda" else 100))  # slots on a GPU begin at multiples of 16 bytes
@@ -347,16 +345,23 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
     lengths = lengths_of(case)
     style = r.choice([x for x in STYLES if STYLES[x] or not trial.empty])
     empty = r.choice(STYLES[style]) if trial.empty else ""
+    plain = style != "slots" and r.random() < 0.3  # a state for each sequence, and no pool
     N, S = len(lengths), max(1, *lengths, 1)
-    null, index_dtype = r.choice((-1, 0)), r.choice((torch.int32, torch.int64))
-    pool = Pool(trial, N * S + 3, device, r)
+    null, index_dtype = -1 if plain else r.choice((-1, 0)), r.choice((torch.int32, torch.int64))
+    pool = Pool(trial, N if plain else N * S + 3, device, r)
     pools = {"state_pool": pool}
-    slots = torch.tensor(r.sample(range(null + 1, len(pool.rows)), N * S)).reshape(N, S)
-    slots[torch.rand(N, S, generator=torch.Generator().manual_seed(case.seed)) < 0.1] = null
-    for n, slot in padding_rows(trial, slots[:, 0].tolist(), null).items():
-        slots[n] = slot
-    arguments = {name: inputs[name] for name in ("A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel", "cu_seqlens")}
-    arguments |= {"a": inputs["g"], "b": inputs["beta"], "null_index": null, "state_indices": slots[:, 0]}
+    if plain:
+        slots = torch.arange(N)[:, None].expand(N, S)
+    else:
+        slots = torch.tensor(r.sample(range(null + 1, len(pool.rows)), N * S)).reshape(N, S)
+        slots[torch.rand(N, S, generator=torch.Generator().manual_seed(case.seed)) < 0.1] = null
+        for n, slot in padding_rows(trial, slots[:, 0].tolist(), null).items():
+            slots[n] = slot
+    arguments = {name: inputs[name] for name in ("scale", "use_qk_l2norm_in_kernel", "cu_seqlens")}
+    arguments |= {"a": inputs["g"], "b": inputs["beta"], "null_index": null}
+    arguments |= {name: inputs.get(name) for name in ("A_log", "dt_bias")}
+    arguments |= {name: getattr(case, name) for name in ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")}
+    arguments |= {"state_indices": None if plain else slots[:, 0], "state_v_first": case.state_v_first}
     starts = slots[:, 0].tolist()
     parents = [[t - 1 if style != "tree" else r.randint(-1, t - 1) for t in range(S)] for _ in lengths]
     rows, rows_of_steps = list(range(N)), None
@@ -381,7 +386,7 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
         elif style == "tree":
             arguments["parents"] = torch.tensor(parents, dtype=index_dtype).reshape(N, S)
     for name in ("state_indices", "write_indices", "num_accepted_tokens", "intermediate_indices", "parents"):
-        if name in arguments:
+        if arguments.get(name) is not None:
             arguments[name] = arguments[name].to(device, index_dtype)
 
     paths, ends, offset = [], [], 0  # rows of tokens; (sequence, token, row)
@@ -397,7 +402,8 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
     tokens = {name: inputs[name].flatten(0, 1)[gathered][None] for name in ("q", "k", "v", "g", "beta")}
     states = pool.states(pool.rows)[[starts[n] for n, _, _ in ends]].double()
     offsets = torch.tensor([0, *map(len, paths)]).cumsum(0)
-    runs = expect(inputs | tokens | {"initial_state": states, "state_v_first": True, "cu_seqlens": offsets}, *noises)
+    states = {"initial_state": states, "state_v_first": case.state_v_first}
+    runs = expect(inputs | tokens | states | {"cu_seqlens": offsets}, *noises)
 
     o = runs["o"].new_zeros(len(runs["o"]), *inputs["v"].shape)
     o.flatten(1, 2)[:, [row for _, _, row in ends]] = runs["o"][:, 0, offsets[1:] - 1]
@@ -411,11 +417,27 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
             kept.write(rows[n] * S + t, state, n, t + 1)
     if trial.op == "decode":
         arguments |= {name: inputs[name] for name in ("q", "k", "v")}
-        return on_pools(trial, flash_qla.decode_gated_delta_rule, arguments, pools, o, rows_of_steps)
+        function = into_memory(trial, flash_qla.decode_gated_delta_rule, inputs["v"], r)
+        return on_pools(trial, function, arguments, pools, o, rows_of_steps)
     arguments["mixed_qkv"] = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
     if case.lengths is None and case.T == 1 and r.random() < 0.5:
         arguments |= {name: arguments[name][:, 0] for name in ("mixed_qkv", "a", "b")}
-    return on_pools(trial, flash_qla.decode_gated_delta_rule_packed, arguments, pools, o, rows_of_steps)
+    function = into_memory(trial, flash_qla.decode_gated_delta_rule_packed, inputs["v"], r)
+    return on_pools(trial, function, arguments, pools, o, rows_of_steps)
+
+
+def into_memory(trial: Trial, function, like: torch.Tensor, r: random.Random):
+    """The function, perhaps with `out`: memory at some offset, contiguous or with the heads last."""
+    if r.random() < 0.6:
+        return function
+    offset, heads_last = r.choice((0, *OFFSETS)), r.random() < 0.3
+
+    def run(**arguments):
+        out = at_offset(torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device), offset)
+        out = out.movedim(2, -1).contiguous().movedim(-1, 2) if heads_last else out
+        return function(**arguments, out=out)
+
+    return run
 
 
 # A NaN in one token

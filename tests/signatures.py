@@ -31,6 +31,7 @@ FUNCTIONS = {
     },
     "fla-core": {
         "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
+        "fla/ops/gated_delta_rule/fused_recurrent.py": ("fused_recurrent_gated_delta_rule",),
         "fla/ops/cp/context.py": ("build_cp_context",),
     },
     "vllm": {

@@ -37,6 +37,10 @@ class Case:
     bias: bool = True
     l2norm: bool = True
     scale: float | None = None
+    ready: str = ""  # which of the gates are ready: "", "g", "beta", "g beta"
+    neg_eigval: bool = False
+    v_first: bool = True
+    plain: bool = False  # a state for each sequence instead of a pool
 
     def __str__(self):
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
@@ -56,11 +60,13 @@ def for_device(case: Case, device: str) -> Case:
 
 
 def make_pool(case: Case, *outer: int, device: str = "cpu") -> torch.Tensor:
-    """States [*outer, H_v, V, K], the slots of the first dimension `gap` elements apart; NaN in the gaps."""
-    size = torch.Size([*outer[1:], case.H_v, case.V, case.K]).numel()
+    """States [*outer, H_v, V, K] or [*outer, H_v, K, V], the slots of the first dimension `gap` elements apart; NaN in
+    the gaps."""
+    state = (case.H_v, case.V, case.K) if case.v_first else (case.H_v, case.K, case.V)
+    size = torch.Size([*outer[1:], *state]).numel()
     rows = torch.full((outer[0], size + case.gap), float("nan"), dtype=case.state_dtype)
     rows[:, :size] = torch.randn(outer[0], size, generator=torch.Generator().manual_seed(1)).to(case.state_dtype)
-    return rows.to(device)[:, :size].unflatten(1, (*outer[1:], case.H_v, case.V, case.K))
+    return rows.to(device)[:, :size].unflatten(1, (*outer[1:], *state))
 
 
 def make_inputs(case: Case, device: str = "cpu") -> dict:
@@ -87,16 +93,41 @@ def make_inputs(case: Case, device: str = "cpu") -> dict:
         "use_qk_l2norm_in_kernel": case.l2norm,
         "cu_seqlens": offsets,
     }
+    if "g" in case.ready.split():
+        inputs |= {"a": F.logsigmoid(inputs["a"]), "A_log": None, "dt_bias": None}
+    if "beta" in case.ready.split():
+        inputs["b"] = inputs["b"].sigmoid() * (1.9 if case.neg_eigval else 1)
+    if case.ready in ("g", "beta"):  # or both of neither is ready, which is the default
+        inputs["use_beta_sigmoid_in_kernel"] = case.ready == "g"
+    if case.neg_eigval and "beta" not in case.ready:
+        inputs["allow_neg_eigval"] = True
+    if not case.v_first:
+        inputs["state_v_first"] = False
+    if case.plain:
+        inputs["state_indices"] = None
     if case.padding:
         for name in ("q", "k", "v", "a", "b"):
             inputs[name][:, T - case.padding :] = float("nan")
     if not case.l2norm:
         inputs["k"] = F.normalize(inputs["k"].double(), dim=-1).to(case.dtype)
-    return moved(inputs, device) | {"state_pool": make_pool(case, case.slots, device=device)}
+    slots = N if case.plain else case.slots
+    return moved(inputs, device) | {"state_pool": make_pool(case, slots, device=device)}
 
 
 def moved(inputs: dict, device: str) -> dict:
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+def as_v_first(inputs: dict, states: torch.Tensor) -> torch.Tensor:
+    """States of a call as [.., V, K]."""
+    return states if inputs.get("state_v_first", True) else states.transpose(-2, -1)
+
+
+def slots_of(inputs: dict) -> list[int]:
+    """The slot of each sequence's state."""
+    if inputs["state_indices"] is None:
+        return list(range(inputs["state_pool"].shape[0]))
+    return inputs["state_indices"].tolist()
 
 
 def extents(inputs: dict) -> list[tuple[int, int, int]]:
@@ -112,9 +143,14 @@ def states_after_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Ten
     """o and the states of each sequence [H_v, V, K], in fp64, if none is null; the first state is the one at the
     start. On the CPU."""
     inputs = moved(inputs, "cpu")
-    q, k, v, a, b, A_log = (inputs[name].double() for name in ("q", "k", "v", "a", "b", "A_log"))
-    dt_bias = 0 if inputs["dt_bias"] is None else inputs["dt_bias"].double()
-    gates, betas = (-A_log.exp() * F.softplus(a + dt_bias)).exp(), b.sigmoid()
+    q, k, v, a, b = (inputs[name].double() for name in ("q", "k", "v", "a", "b"))
+    if inputs["A_log"] is None:
+        gates = a.exp()
+    else:
+        dt_bias = 0 if inputs["dt_bias"] is None else inputs["dt_bias"].double()
+        gates = (-inputs["A_log"].double().exp() * F.softplus(a + dt_bias)).exp()
+    sigmoid = inputs.get("use_beta_sigmoid_in_kernel", inputs["A_log"] is not None)
+    betas = b.sigmoid() * (2 if inputs.get("allow_neg_eigval") else 1) if sigmoid else b
     if inputs["use_qk_l2norm_in_kernel"]:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     group = v.shape[2] // q.shape[2]
@@ -123,11 +159,11 @@ def states_after_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Ten
     o, all_states = torch.zeros_like(v), []
     parents = inputs.get("parents")
     for n, (row, begin, end) in enumerate(extents(inputs)):
-        index = inputs["state_indices"][n]
+        index = torch.tensor(n) if inputs["state_indices"] is None else inputs["state_indices"][n]
         if index.dim():
             accepted = inputs.get("num_accepted_tokens")
             index = index[0 if accepted is None else accepted[n] - 1]
-        states = [inputs["state_pool"][index].double()]
+        states = [as_v_first(inputs, inputs["state_pool"][index].double())]
         for t in range(begin, end):
             parent = t - begin - 1 if parents is None else parents[n, t - begin].item()
             S = gates[row, t][:, None, None] * states[parent + 1]
@@ -149,9 +185,28 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
         assert not o.any()
     for slot, state in enumerate(pool):
         if slot in written:
-            assert relative_error(state, written[slot]) <= max(BARS[pool.dtype], BARS[FP32])
+            assert relative_error(as_v_first(inputs, state), written[slot]) <= max(BARS[pool.dtype], BARS[FP32])
         else:
             assert torch.equal(state, before[slot])
+
+
+# States and gates as other packages have them
+ARRANGED = (
+    *(Case(v_first=False, state_dtype=state_dtype, T=T) for state_dtype in (FP32, BF16, FP16) for T in (1, 3)),
+    Case(v_first=False, K=128, V=136, T=2, gap=8),
+    Case(v_first=False, K=96, V=40, dtype=FP16, state_dtype=BF16, H_k=1),
+    Case(v_first=False, K=128, V=128, lengths=(1, 0, 12, 2), padding=2, dtype=BF16),
+    Case(v_first=False, T=2, dtype=FP64, state_dtype=FP64, gate_dtype=FP64),
+    Case(v_first=False, plain=True, ready="g beta", gate_dtype=FP32, K=128, V=128, dtype=BF16),
+    *(Case(ready=ready, T=T) for ready in ("g", "beta", "g beta") for T in (1, 3)),
+    Case(ready="g beta", T=3, dtype=BF16, state_dtype=BF16, gate_dtype=BF16),
+    Case(ready="g beta", dtype=FP64, state_dtype=FP64, gate_dtype=FP64, neg_eigval=True),
+    Case(neg_eigval=True, T=2),
+    Case(neg_eigval=True, ready="g", T=2, dtype=BF16, state_dtype=BF16),
+    *(Case(plain=True, T=T, v_first=v_first) for T in (1, 4) for v_first in (True, False)),
+    Case(plain=True, lengths=(2, 0, 1), padding=1, index_dtype=torch.int64),
+    Case(plain=True, lengths=(2, 9, 3), dtype=BF16, state_dtype=BF16),
+)
 
 
 @parametrize(
@@ -172,6 +227,7 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
     Case(lengths=(), padding=2),
     Case(B=0),
     Case(T=0),
+    *ARRANGED,
 )
 def test_last_state_goes_back(case, device):
     case = for_device(case, device)
@@ -180,7 +236,7 @@ def test_last_state_goes_back(case, device):
     expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
     assert o.dtype == case.dtype and o.is_contiguous() and o.shape == inputs["v"].shape
-    found = zip(inputs["state_indices"].tolist(), states, strict=True)
+    found = zip(slots_of(inputs), states, strict=True)
     check(inputs, {slot: s[-1] for slot, s in found if len(s) > 1}, o, expected, before)
 
 
@@ -245,10 +301,12 @@ def test_as_the_prefill():
     assert torch.equal(at_once, o) and torch.equal(pools[0][slots], final_state)
 
 
+@pytest.mark.parametrize("v_first", (True, False))
 @pytest.mark.parametrize("null_index", (-1, 0))
-def test_no_slot(null_index, device):
+def test_no_slot(null_index, v_first, device):
     """Null slots: zeros, and nothing is written; also among the indices to write to."""
-    inputs = make_inputs(for_device(Case(B=5, T=3), device), device) | {"null_index": null_index}
+    case = for_device(Case(B=5, T=3, v_first=v_first), device)
+    inputs = make_inputs(case, device) | {"null_index": null_index}
     slots = torch.tensor([null_index, 3, null_index - 4, 7, 5])
     writes = torch.tensor([[11, 12, 13], [14, null_index, 15], [16, 17, 18], [null_index] * 3, [19, 20, 5]])
     before = inputs["state_pool"].clone()
@@ -272,11 +330,13 @@ def test_no_slot(null_index, device):
         check(inputs, written, o, expected, before)
 
 
+@pytest.mark.parametrize("v_first", (True, False))
 @pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
-def test_drafts_in_slots(index_dtype, device):
+def test_drafts_in_slots(index_dtype, v_first, device):
     """Drafts as vLLM verifies them: from the slot of the last accepted token, the state after each token to its own
     slot."""
-    case = for_device(Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16), device)
+    case = Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16, v_first=v_first)
+    case = for_device(case, device)
     inputs = make_inputs(case, device)
     table = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2))[:16].reshape(4, 4).to(index_dtype)
     accepted = torch.tensor([2, 1, 4, 3], dtype=index_dtype)
@@ -291,9 +351,10 @@ def test_drafts_in_slots(index_dtype, device):
 @pytest.mark.parametrize("with_tree", (False, True))
 @pytest.mark.parametrize("with_rows", (False, True))
 @pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, device):
+@pytest.mark.parametrize("v_first", (True, False))
+def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, v_first, device):
     """Drafts as SGLang verifies them: the pool is unchanged, the states go to a buffer; perhaps of a tree."""
-    case = for_device(Case(T=5, V=40, gap=8, state_dtype=state_dtype), device)
+    case = for_device(Case(T=5, V=40, gap=8, state_dtype=state_dtype, v_first=v_first), device)
     kept = make_pool(case, 6, 5, device=device)
     inputs = make_inputs(case, device) | {"update_state": False, "intermediate_states": kept}
     rows = torch.tensor([4, -1, 2]) if with_rows else torch.arange(3)
@@ -309,15 +370,16 @@ def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, device):
     for row in range(6):
         for t in range(5):
             if row in written:
-                assert relative_error(kept[row, t].cpu(), written[row][t + 1]) <= BARS[state_dtype]
+                assert relative_error(as_v_first(inputs, kept[row, t]).cpu(), written[row][t + 1]) <= BARS[state_dtype]
             else:
                 assert torch.equal(kept[row, t], kept_before[row, t])
 
 
+@pytest.mark.parametrize("v_first", (True, False))
 @pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-def test_tree_in_slots(state_dtype, device):
+def test_tree_in_slots(state_dtype, v_first, device):
     """The slot at the start is overwritten by the first token, and still is where the third one starts from."""
-    inputs = make_inputs(for_device(Case(B=2, T=4, state_dtype=state_dtype), device), device)
+    inputs = make_inputs(for_device(Case(B=2, T=4, state_dtype=state_dtype, v_first=v_first), device), device)
     slots, others = inputs["state_indices"].cpu(), [(n + 20) % 40 for n in range(6)]
     writes = torch.tensor([[slots[0], *others[:3]], [slots[1], *others[3:]]])
     inputs |= moved({"write_indices": writes, "parents": torch.tensor([[-1, 0, -1, 2], [-1, -1, 1, 0]])}, device)
@@ -378,6 +440,7 @@ PACKED = [
         Case(dtype=BF16, gate_dtype=BF16, state_dtype=BF16, K=128, V=128),
         Case(T=3, H_k=1, H_v=3, gap=5),
         Case(lengths=(2, 0, 3), padding=1),
+        Case(v_first=False, plain=True, ready="g beta", H_k=1),
     )
     for one_token in (False, True)
     if not one_token or (case.T == 1 and case.lengths is None)
@@ -414,6 +477,69 @@ def test_packed_opcheck(one_token):
     torch.library.opcheck(torch.ops.flash_qla.decode_gated_delta_rule_packed.default, (), arguments)
 
 
+@pytest.mark.parametrize("T", (1, 5))
+@pytest.mark.parametrize("with_rows", (False, True))
+def test_layouts_have_the_same_bits(T, with_rows, device):
+    """With fp32 states, if tokens go through the state one by one."""
+    first, second = (for_device(Case(T=T, K=64, V=40, plain=True, v_first=x), device) for x in (True, False))
+    inputs, others = make_inputs(first, device), make_inputs(second, device)
+    if with_rows or device == "cuda":  # or a GPU takes a V-first state through several tokens together
+        for case, x in ((first, inputs), (second, others)):
+            x["intermediate_states"] = make_pool(case, 3, T, device=device)
+    others["state_pool"].copy_(inputs["state_pool"].transpose(-2, -1))
+    assert torch.equal(decode_gated_delta_rule(**inputs), decode_gated_delta_rule(**others))
+    assert torch.equal(inputs["state_pool"], others["state_pool"].transpose(-2, -1))
+    if with_rows:
+        assert torch.equal(inputs["intermediate_states"], others["intermediate_states"].transpose(-2, -1))
+
+
+@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("v_first", (True, False))
+@pytest.mark.parametrize("T", (1, 4))
+def test_ready_gates_that_forget(T, v_first, state_dtype, device):
+    """g = -inf: the state before the token does not matter, whatever finite numbers it has."""
+    case = for_device(Case(T=T, state_dtype=state_dtype, v_first=v_first, ready="g beta", plain=True), device)
+    results = []
+    for factor in (1, 1e4):
+        inputs = make_inputs(case, device)
+        inputs["a"][:, 0] = -torch.inf
+        inputs["state_pool"] *= factor
+        expected, states = states_after_tokens(inputs)
+        before = inputs["state_pool"].clone()
+        o = decode_gated_delta_rule(**inputs)
+        check(inputs, {n: s[-1] for n, s in enumerate(states)}, o, expected, before)
+        results.append((o, inputs["state_pool"]))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("one_tensor", (False, True))
+@pytest.mark.parametrize("lengths", (None, (2, 0, 1)), ids=str)
+def test_out(lengths, one_tensor, device):
+    """o in the caller's memory, contiguous or not: the same bits. Nothing around it changes."""
+    case = for_device(Case(lengths=lengths, padding=1 if lengths else 0), device)
+    inputs = make_inputs(case, device)
+    pool = inputs["state_pool"].clone()
+    expected_pool = pool.clone()
+    expected = decode_gated_delta_rule(**inputs | {"state_pool": expected_pool})
+    function = decode_gated_delta_rule_packed if one_tensor else decode_gated_delta_rule
+    arguments = packed(inputs, lengths is None) if one_tensor else inputs
+    B, T, H_v, V = expected.shape
+    for shape, part in (
+        ((B, T, H_v, V), lambda x: x),
+        ((3, B, T, H_v, V), lambda x: x[1]),
+        ((B, T, H_v + 1, V + 8), lambda x: x[:, :, :H_v, :V]),
+        ((B, T, V, H_v), lambda x: x.transpose(2, 3)),
+    ):
+        memory = torch.full(shape, torch.nan, dtype=case.dtype, device=device)
+        out = part(memory)
+        given = pool.clone()
+        assert function(**arguments | {"state_pool": given, "out": out}) is out
+        assert torch.equal(out, expected) and torch.equal(given, expected_pool)
+        out.fill_(torch.nan)
+        assert memory.isnan().all()
+
+
 def test_a_sequence_does_not_depend_on_the_others(device):
     """The bits are the same alone, in another place, and beside a sequence without a slot."""
     inputs = make_inputs(for_device(Case(B=4, T=3, dtype=BF16, state_dtype=BF16), device), device)
@@ -439,6 +565,8 @@ OPTIONS = {
     "packed": {"case": Case(lengths=(2, 0, 1), padding=1)},
     "slots": {"write_indices": torch.tensor([[1, 2], [3, 4], [5, 6]]), "case": Case(T=2)},
     "beside": {"update_state": False, "case": Case(T=2, state_dtype=BF16)},
+    "ready": {"case": Case(ready="g beta", v_first=False, plain=True)},
+    "out": {"case": Case(ready="beta", T=2, plain=True)},
 }
 
 
@@ -449,6 +577,8 @@ def registered_arguments(name: str, device: str) -> dict:
     if name == "beside":
         inputs["intermediate_states"] = make_pool(case, 3, 2, device=device)
         inputs["parents"] = torch.tensor([[-1, 0]] * 3, device=device)
+    if name == "out":
+        inputs["out"] = torch.zeros_like(inputs["v"])
     return inputs
 
 
@@ -473,8 +603,8 @@ def test_compile(name, backend, device):
     pointer = pool.data_ptr()
     assert torch.equal(compiled(**arguments), twice(**others))
     assert pool.data_ptr() == pointer and torch.equal(pool, others["state_pool"])
-    if name == "beside":
-        assert torch.equal(arguments["intermediate_states"], others["intermediate_states"])
+    for written in ("intermediate_states", "out"):
+        assert written not in arguments or torch.equal(arguments[written], others[written])
 
 
 # Errors
@@ -490,6 +620,9 @@ def check_raises(change: dict, *texts: str) -> None:
 
 def states(*shape: int, **options) -> torch.Tensor:
     return torch.zeros(*shape, **options)
+
+
+TWO_COLUMNS = torch.zeros(3, 2, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -514,6 +647,21 @@ def states(*shape: int, **options) -> torch.Tensor:
         ({"intermediate_states": states(3, 4, 24, 16)}, ("intermediate_states has 4 dimensions", "5")),
         ({"parents": states(3, 2, dtype=torch.int32)}, ("update_state is True", "parents")),
         ({"cu_seqlens": states(4, dtype=torch.int32)}, ("q has batch size 3", "1 with cu_seqlens")),
+        ({"A_log": None}, ("dt_bias is a tensor", "None without A_log")),
+        ({"A_log": None, "dt_bias": None, "allow_neg_eigval": True}, ("allow_neg_eigval is",)),
+        ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, ("allow_neg_eigval is",)),
+        ({"state_v_first": False}, ("state_pool has shape [40, 4, 24, 16]",)),
+        ({"state_indices": None}, ("state_pool has 40 states", "3, the number of sequences")),
+        (
+            {"state_indices": None, "state_pool": states(3, 4, 24, 16), "write_indices": TWO_COLUMNS},
+            ("write_indices is a tensor", "None without state_indices"),
+        ),
+        (
+            {"state_indices": None, "state_pool": states(3, 4, 24, 16), "num_accepted_tokens": TWO_COLUMNS[:, 0]},
+            ("num_accepted_tokens is a tensor", "None"),
+        ),
+        ({"out": states(3, 2, 4, 16)}, ("out has shape [3, 2, 4, 16]", "[3, 2, 4, 24]")),
+        ({"out": states(3, 2, 4, 24, dtype=BF16)}, ("out has dtype bfloat16", "float32")),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

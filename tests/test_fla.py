@@ -31,16 +31,22 @@ fla_backend = pytest.importorskip("fla.ops.gated_delta_rule.backends.flash_qla",
 import fla.ops.cp.context as fla_cp  # noqa: E402
 import fla.ops.gated_delta_rule as fla_gdr  # noqa: E402
 import fla.ops.gated_delta_rule.chunk as fla_chunk  # noqa: E402
+import fla.ops.gated_delta_rule.fused_recurrent as fla_recurrent  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import flash_qla  # noqa: E402
 from flash_qla.cp import build_cp_context  # noqa: E402
 from flash_qla.integrations._fla_backend import Backend  # noqa: E402
-from flash_qla.integrations.fla import restore, use_flash_qla  # noqa: E402
+from flash_qla.integrations.fla import (  # noqa: E402
+    fused_recurrent_gated_delta_rule,
+    restore,
+    use_flash_qla,
+)
 
 HALVES = ("forward_begin", "forward_finish", "backward_begin", "backward_replay", "backward_finish")
 FORWARD = INFERENCE = "chunk_gated_delta_rule"  # autograd saves the inputs alone, so training has no op of its own
 BACKWARD = "chunk_gated_delta_rule_bwd"
+DECODING = "decode_gated_delta_rule"
 NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
 BARS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3}
 DOT_PRODUCT_BAR = 2e-2  # db, dg and what is a sum of them
@@ -458,6 +464,88 @@ def test_integration_keeps_the_other_conditions(head_dims, monkeypatch):
     check_declined(("q",), torch.Tensor.requires_grad_)
 
 
+# Decoding
+
+DECODED = {
+    "K-first": Case(T=1),
+    "V-first": Case(T=3, state_v_first=True),
+    "packed": Case(lengths=(3, 0, 1), K=96, V=192),
+    "activations": Case(T=2),
+}
+NOT_DECODED = {
+    "K=256": Case(T=1, K=256),
+    "fp32": Case(T=1, dtype=torch.float32),
+    "gk": Case(T=1),
+    "switched off": Case(T=1),
+}
+
+
+@pytest.mark.parametrize("name", (*DECODED, *NOT_DECODED))
+@pytest.mark.parametrize("integrated", [False, True], ids=["", "integration"])
+def test_decoding_that_goes_to_fla(name, integrated, monkeypatch):
+    """The call reaches FLA's own function unless flash_qla supports it and the integration is used, whatever module of
+    FLA it comes from."""
+    layers = pytest.importorskip("fla.layers.gated_deltanet", reason="FLA's layers are not installed")
+    reached = []
+
+    class StandIn:
+        @staticmethod
+        def apply(q, k, v, *_):
+            reached.append(True)
+            return torch.zeros_like(v), None
+
+    monkeypatch.setattr(fla_recurrent, "FusedRecurrentFunction", StandIn)
+    if integrated:
+        use_flash_qla()
+    if name == "switched off":
+        monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    case = (DECODED | NOT_DECODED)[name]
+    inputs, _ = arguments_of(case, "cpu")
+    inputs |= activations(case.H_v, "cpu") if name == "activations" else {}
+    inputs |= {"gk": torch.zeros(1)} if name == "gk" else {}
+    inside = integrated and name in DECODED
+    for function in (
+        fla_gdr.fused_recurrent_gated_delta_rule,
+        fla_gdr.fused_recurrent_gdn,
+        layers.fused_recurrent_gated_delta_rule,
+    ):
+        reached.clear()
+        with Ran() as ran:
+            o, final_state = function(**inputs, output_final_state=True)
+        assert (ran.ops, reached) == (([DECODING], []) if inside else ([], [True]))
+        if inside:
+            ours = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+            assert torch.equal(o, ours[0]) and torch.equal(final_state, ours[1])
+
+
+def test_decoding_is_restored():
+    theirs = fla_gdr.fused_recurrent_gated_delta_rule
+    for _ in range(2):
+        use_flash_qla()
+        assert fla_gdr.fused_recurrent_gated_delta_rule is not theirs
+    restore()
+    assert fla_gdr.fused_recurrent_gated_delta_rule is theirs is fla_gdr.fused_recurrent_gdn
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [x for x in DECODED if x != "packed"])
+@torch.no_grad()
+def test_decoding_beside_fla(name):
+    """FLA's own kernel, and flash_qla."""
+    case = DECODED[name]
+    inputs, _ = arguments_of(case, "cuda")
+    inputs |= activations(case.H_v, "cuda") if name == "activations" else {}
+    expected = reference.gated_delta_rule(**inputs)
+    theirs = fla_gdr.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+    use_flash_qla()
+    with Ran() as ran:
+        ours = fla_gdr.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+    assert ran.ops == [DECODING]
+    for x, y, wanted in zip(ours, theirs, (expected.o, expected.final_state), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert relative_error(x, wanted) <= 5e-3 and relative_error(y, wanted) < FLA_BAR
+
+
 # FLA's layer by its K/V; its default for V is twice K.
 LAYERS = {
     "128/128": {"num_v_heads": 4, "head_dim": 128, "expand_v": 1},
@@ -598,15 +686,14 @@ def test_layer_beside_fla(name):
 
 @pytest.mark.parametrize("name", ["128/128", "96/192, allow_neg_eigval"])
 def test_layer_continues(name, integration, device):
-    """A prefill in two pieces; on the GPU the second is FLA's decoding kernel, from the state that flash_qla left."""
+    """A prefill in two pieces; the second is a decoding, because it has no more than 64 tokens."""
     utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
     layer = build_layer(name, device).eval()
     x, _ = layer_inputs("batch", device)
     cache = utils.Cache()
-    # FLA without gradients decodes pieces of up to 64 tokens with a Triton kernel.
-    with torch.set_grad_enabled(device == "cpu"), Ran() as ran:
+    with torch.no_grad(), Ran() as ran:
         pieces = [layer(piece, past_key_values=cache, use_cache=True)[0] for piece in x.split([70, 10], dim=1)]
-    assert ran.ops == ([FORWARD, FORWARD] if device == "cpu" else [INFERENCE])
+    assert ran.ops == [INFERENCE, DECODING]
     whole = run_layer_naively(layer, x)["y"]
     exact = run_layer_naively(copy.deepcopy(layer).float(), x.float())["y"].double()
     error = relative_error(torch.cat(pieces, 1), exact)

@@ -25,6 +25,7 @@ OURS = {
     },
     "fla-core": {
         "chunk_gated_delta_rule": "integrations/fla.py",
+        "fused_recurrent_gated_delta_rule": "integrations/fla.py",
         "build_cp_context": "integrations/fla.py",
     },
     "vllm": {

@@ -201,18 +201,20 @@ void store_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, bo
             [&](int64_t k, int64_t v, CT s) { matrix[v_first ? v * K + k : k * V + v] = static_cast<T>(s); });
 }
 
-// Copies between a V-first state of a pool, from element `at` on, and a packed state.
+// Copies between a state of a pool, from element `at` on, and a packed state.
 template <typename CT>
 void load_pool_state(const PackedDims<CT>& dims, const WritableFloats& pool, int64_t at, int64_t K, int64_t V,
-                     CT* state) {
+                     bool v_first, CT* state) {
   std::fill_n(state, dims.state_size(), CT(0));
-  for_state(dims, state, K, V, [&](int64_t k, int64_t v, CT& s) { s = pool.get<CT>(at + v * K + k); });
+  for_state(dims, state, K, V,
+            [&](int64_t k, int64_t v, CT& s) { s = pool.get<CT>(at + (v_first ? v * K + k : k * V + v)); });
 }
 
 template <typename CT>
-void store_pool_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, const WritableFloats& pool,
-                      int64_t at) {
-  for_state(dims, state, K, V, [&](int64_t k, int64_t v, CT s) { pool.set(at + v * K + k, s); });
+void store_pool_state(const PackedDims<CT>& dims, CT* state, int64_t K, int64_t V, bool v_first,
+                      const WritableFloats& pool, int64_t at) {
+  for_state(dims, state, K, V,
+            [&](int64_t k, int64_t v, CT s) { pool.set(at + (v_first ? v * K + k : k * V + v), s); });
 }
 
 }  // namespace flash_qla::cpu

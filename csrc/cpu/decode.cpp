@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/forward.h"
@@ -63,9 +64,12 @@ class Planner {
     if (call_.num_accepted_tokens) {
       column = checked(entry("num_accepted_tokens", n), accepted_(n), 1, state_indices_.columns) - 1;
     }
-    const std::string name =
-        call_.state_indices.dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
-    p.slot = slots_.checked(name, state_indices_(n, column));
+    std::string name = "the sequence's number";
+    p.slot = n;
+    if (const std::optional<Tensor>& indices = call_.state_indices) {
+      name = indices->dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
+      p.slot = slots_.checked(name, state_indices_(n, column));
+    }
     if (p.slot == kNoState || p.begin == p.end) {  // the state stays without tokens
       return p;
     }
@@ -109,9 +113,9 @@ class Decoder {
       : call_(call),
         pool_(writable_floats_of(call.state_pool)),
         intermediate_(call.intermediate_states ? writable_floats_of(*call.intermediate_states) : cpu::WritableFloats{}),
-        in_(inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = true,
-                                                        .use_beta_sigmoid = true,
-                                                        .beta_factor = 1,
+        in_(inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = call.A_log.has_value(),
+                                                        .use_beta_sigmoid = *call.use_beta_sigmoid,
+                                                        .beta_factor = CT(call.allow_neg_eigval ? 2 : 1),
                                                         .g = floats_of(call.a),
                                                         .beta = floats_of(call.b),
                                                         .A_log = floats_of(call.A_log),
@@ -123,7 +127,7 @@ class Decoder {
     const cpu::Buffer<CT> states((tokens + 1) * size);
     const cpu::HeadActivations<CT> gates(in_.gates, head);
     const int64_t first = p.slot * call_.state_pool.stride(0);
-    cpu::load_pool_state(scratch.dims, pool_, first + of_head(head), in_.K, in_.V, states.data());
+    cpu::load_pool_state(scratch.dims, pool_, first + of_head(head), in_.K, in_.V, call_.state_v_first, states.data());
     for (int64_t t = 0; t < tokens; ++t) {
       CT* const S = states.data() + (t + 1) * size;
       std::copy_n(states.data() + (p.parents[t] + 1) * size, size, S);
@@ -151,7 +155,7 @@ class Decoder {
   }
 
   void store(CT* S, const cpu::Scratch<CT>& scratch, const cpu::WritableFloats& to, int64_t at, int64_t head) const {
-    cpu::store_pool_state(scratch.dims, S, in_.K, in_.V, to, at + of_head(head));
+    cpu::store_pool_state(scratch.dims, S, in_.K, in_.V, call_.state_v_first, to, at + of_head(head));
   }
   int64_t of_head(int64_t head) const { return head * in_.V * in_.K; }
 
@@ -166,9 +170,8 @@ class Decoder {
 void check_decode_tables(const DecodeCall& call) {
   DecodeCall on_cpu = call;
   const auto fetch = [](Tensor& tensor) { tensor = to_cpu(tensor); };
-  fetch(on_cpu.state_indices);
-  for (std::optional<Tensor>* table : {&on_cpu.cu_seqlens, &on_cpu.num_accepted_tokens, &on_cpu.write_indices,
-                                       &on_cpu.intermediate_indices, &on_cpu.parents}) {
+  for (std::optional<Tensor>* table : {&on_cpu.state_indices, &on_cpu.cu_seqlens, &on_cpu.num_accepted_tokens,
+                                       &on_cpu.write_indices, &on_cpu.intermediate_indices, &on_cpu.parents}) {
     if (*table) {
       fetch(**table);
     }
@@ -178,13 +181,15 @@ void check_decode_tables(const DecodeCall& call) {
 
 Tensor decode_cpu(DecodeCall call) {
   say_once_that_this_is_slow(call.op);
-  for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b, &call.A_log}) {
+  for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b}) {
     make_contiguous(call.op, *tensor, tensor->scalar_type());
   }
-  if (call.dt_bias) {
-    make_contiguous(call.op, *call.dt_bias, call.dt_bias->scalar_type());
+  for (std::optional<Tensor>* tensor : {&call.A_log, &call.dt_bias}) {
+    if (*tensor) {
+      make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
+    }
   }
-  Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
+  Tensor o = allocate_output(call);
   zero(o);
   const std::vector<Plan> plans = Planner(call).plans();
   with_types(call.dtype, [&]<typename T, typename CT>() {
@@ -198,7 +203,7 @@ Tensor decode_cpu(DecodeCall call) {
       }
     });
   });
-  return o;
+  return output_as_returned(call, std::move(o));
 }
 
 }  // namespace flash_qla

@@ -55,7 +55,8 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   }
   const int64_t place = to.places[sequence.index][tokens / to.every - 1];
   if (place >= 0) {
-    store_pool_state(scratch.dims, scratch.state(), p.in.K, p.in.V, to.to, place + head * p.in.V * p.in.K);
+    store_pool_state(scratch.dims, scratch.state(), p.in.K, p.in.V, /*v_first=*/true, to.to,
+                     place + head * p.in.V * p.in.K);
   }
 }
 

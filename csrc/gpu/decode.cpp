@@ -2,6 +2,7 @@
 #include "decode.h"
 
 #include <cstdint>
+#include <utility>
 
 #include "checks.h"
 #include "chunks.h"
@@ -89,6 +90,10 @@ kernels::DecodeParams instance_of(const DecodeCall& call) {
                                  .K = instance_K(call.K),
                                  .state_dtype = instance_dtype(call.state_pool.scalar_type()),
                                  .path = Path::kOneToken};
+  if (!call.state_v_first) {
+    found.path = Path::kKeyFirst;
+    return found;
+  }
   if (call.T == 1 && !call.cu_seqlens) {
     return found;
   }
@@ -117,6 +122,8 @@ Limits limits_of(const kernels::DecodeParams& instance) {
       return {kDecodeCtasRows, false};
     case Path::kBlocks:
       return {kDecodeCtasBlocks, true};
+    case Path::kKeyFirst:
+      return {kDecodeCtasKeyFirst, false};
     default:
       return {kDecodeCtasMma, true};
   }
@@ -195,6 +202,15 @@ class Grid {
   const bool has_fp32_states_;
 };
 
+// The Activation (layout.py) of the gates and betas, raw or ready.
+int64_t activations_of(const DecodeCall& call) {
+  const int64_t gates =
+      call.A_log ? gate_activation(call.a, *call.A_log, call.dt_bias) : dtype_code(call.a) << Activation::kG;
+  const int64_t betas =
+      *call.use_beta_sigmoid ? beta_activation(call.b, call.allow_neg_eigval) : dtype_code(call.b) << Activation::kBeta;
+  return gates | betas;
+}
+
 void launch(DecodeCall& call, const Tensor& o) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
     make_readable_rows(call.op, *tensor);
@@ -202,14 +218,14 @@ void launch(DecodeCall& call, const Tensor& o) {
   for (Tensor* tensor : {&call.a, &call.b}) {
     make_readable_gates(call.op, *tensor);
   }
-  make_contiguous(call.op, call.A_log, call.A_log.scalar_type());
-  if (call.dt_bias) {
-    make_contiguous(call.op, *call.dt_bias, call.dt_bias->scalar_type());
+  for (std::optional<Tensor>* tensor : {&call.A_log, &call.dt_bias}) {
+    if (*tensor) {
+      make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
+    }
   }
-  std::optional<Tensor> state_indices = call.state_indices;
   int64_t kinds = 0;
   const void* const offsets = table(call.op, call.cu_seqlens, DecodeTable::kOffsets, kinds);
-  const void* const states = table(call.op, state_indices, DecodeTable::kStates, kinds);
+  const void* const states = table(call.op, call.state_indices, DecodeTable::kStates, kinds);
   const void* const accepted = table(call.op, call.num_accepted_tokens, DecodeTable::kAccepted, kinds);
   const void* const writes = table(call.op, call.write_indices, DecodeTable::kWrites, kinds);
   const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, kinds);
@@ -221,10 +237,9 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .v = call.v.const_data_ptr(),
                    .gates = {.a = call.a.const_data_ptr(),
                              .b = call.b.const_data_ptr(),
-                             .A_log = call.A_log.const_data_ptr(),
+                             .A_log = data(call.A_log),
                              .dt_bias = data(call.dt_bias),
-                             .activations = gate_activation(call.a, call.A_log, call.dt_bias) |
-                                            beta_activation(call.b, /*allow_neg_eigval=*/false)},
+                             .activations = activations_of(call)},
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
@@ -235,7 +250,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                                .state_rows = state_rows,
                                .parents = parents,
                                .tables = kinds,
-                               .state_columns = columns(state_indices),
+                               .state_columns = columns(call.state_indices),
                                .write_columns = columns(call.write_indices),
                                .parent_columns = columns(call.parents),
                                .null_index = call.null_index},
@@ -273,13 +288,13 @@ void launch(DecodeCall& call, const Tensor& o) {
 Tensor decode_cuda(DecodeCall call) {
   check_supported(call);
   const DeviceGuard guard = make_current(call.q);
-  Tensor o = new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
+  Tensor o = allocate_output(call);
   if (call.N == 0 || call.tokens() == 0) {
     zero(o);
   } else {
     launch(call, o);
   }
-  return o;
+  return output_as_returned(call, std::move(o));
 }
 
 }  // namespace flash_qla

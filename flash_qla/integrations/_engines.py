@@ -101,11 +101,11 @@ def packed_decode(module: str, null_index: int) -> Callable:
         Returns:
             out and initial_state.
         """
-        o = flash_qla.decode_gated_delta_rule_packed(
+        flash_qla.decode_gated_delta_rule_packed(
             mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, scale, null_index,
-            use_qk_l2norm_in_kernel,
+            use_qk_l2norm_in_kernel, out=out,
         )  # fmt: skip
-        return out.copy_(o), initial_state
+        return out, initial_state
 
     function = fused_recurrent_gated_delta_rule_packed_decode
     function.__module__, function.__qualname__ = module, function.__name__

@@ -2,10 +2,14 @@
 
 import functools
 import inspect
+import sys
+from collections.abc import Callable
 
 import torch
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.backends import dispatch, register
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule
 
 from flash_qla._binary import MOST_KEY_DIM
 from flash_qla._layout import CHUNK, HEAD_DIM_STEP, MOST_VALUE_DIM
@@ -15,15 +19,15 @@ _FLA_HEAD_DIM = 128  # the only K and V of FLA's own backend
 
 
 @functools.cache
-def _names() -> list[str]:
-    """Names of FLA's arguments, in their order."""
-    *names, _ = inspect.signature(chunk_gated_delta_rule).parameters  # the last one is **kwargs
+def _names(function: Callable) -> list[str]:
+    """Names of the arguments of FLA's function, in their order."""
+    *names, _ = inspect.signature(function).parameters  # the last one is **kwargs
     return names
 
 
-def _by_name(args: tuple, kwargs: dict) -> dict:
+def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict:
     """All arguments of a call by name; FLA lets any of them be positional."""
-    return kwargs | dict(zip(_names(), args, strict=False)) if args else kwargs
+    return kwargs | dict(zip(_names(function), args, strict=False)) if args else kwargs
 
 
 def _is_head_dim(dim: int, most: int) -> bool:
@@ -36,13 +40,13 @@ def _with_head_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class Backend(FlashQLABackend):
-    """FLA's backend for flash_qla, with all its head dimensions and with activations.
+    """FLA's backend for flash_qla, with all its head dimensions and with activations, and for decoding.
 
-    Both methods have the arguments of FLA's chunk_gated_delta_rule.
+    The methods have the arguments of FLA's functions.
     """
 
     def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
-        call = _by_name(args, kwargs)
+        call = _by_name(chunk_gated_delta_rule, args, kwargs)
         q = call["q"]
         if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
             return False, "this flash_qla requires a Hopper GPU (sm_90)"
@@ -67,4 +71,36 @@ class Backend(FlashQLABackend):
         return super().chunk_gated_delta_rule_verifier(**call)
 
     def chunk_gated_delta_rule(self, *args, **kwargs):
-        return fla.chunk_gated_delta_rule(**_by_name(args, kwargs))
+        return fla.chunk_gated_delta_rule(**_by_name(chunk_gated_delta_rule, args, kwargs))
+
+    def fused_recurrent_gated_delta_rule_verifier(self, *args, **kwargs):
+        call = _by_name(fused_recurrent_gated_delta_rule, args, kwargs)
+        for name in ("gk", "gv"):
+            if call.pop(name, None) is not None:
+                return False, f"flash_qla requires {name}=None"
+        return self.chunk_gated_delta_rule_verifier(**{"g": None, "beta": None} | call)
+
+    def fused_recurrent_gated_delta_rule(self, *args, **kwargs):
+        return fla.fused_recurrent_gated_delta_rule(**_by_name(fused_recurrent_gated_delta_rule, args, kwargs))
+
+
+# FLA's function for decoding, which asks the registry
+_dispatched = dispatch("gated_delta_rule")(fused_recurrent_gated_delta_rule)
+
+
+def _replace(old: Callable, new: Callable) -> None:
+    """Replaces a function in those of FLA's modules that have it; later modules take it from fla.ops."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.") and name != fused_recurrent_gated_delta_rule.__module__:
+            for attribute in [x for x, value in vars(module).items() if value is old]:
+                setattr(module, attribute, new)
+
+
+def use() -> None:
+    register("gated_delta_rule")(Backend)
+    _replace(fused_recurrent_gated_delta_rule, _dispatched)
+
+
+def restore() -> None:
+    register("gated_delta_rule")(FlashQLABackend)
+    _replace(_dispatched, fused_recurrent_gated_delta_rule)

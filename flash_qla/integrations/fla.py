@@ -1,8 +1,9 @@
 """The functions of flash-linear-attention (FLA) on flash_qla: in FLA's place, or inside FLA.
 
-chunk_gated_delta_rule and build_cp_context have FLA's arguments, in FLA's order. They need no FLA:
+chunk_gated_delta_rule, fused_recurrent_gated_delta_rule and build_cp_context have FLA's arguments, in FLA's order. They
+need no FLA:
 
-    from flash_qla.integrations.fla import chunk_gated_delta_rule
+    from flash_qla.integrations.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 With FLA installed its GatedDeltaNet layers use flash_qla too:
 
@@ -20,6 +21,8 @@ use_flash_qla registers FLA's backend for flash_qla with other conditions:
 - K may be any multiple of 8 up to 128, V any multiple of 8 up to 512;
 - flash_qla's kernels compute the activations, and gradients reach A_log, dt_bias and the inputs of the activations;
 - flash_qla takes cp_context;
+- flash_qla also takes fused_recurrent_gated_delta_rule, which FLA's layers call without gradients for 64 tokens or
+  fewer, and which FLA dispatches to no backend;
 - GPUs other than Hopper's run FLA's kernels. FLA's own backend would run flash_qla on Blackwell.
 
 FLA_FLASH_QLA=0 in the environment switches flash_qla off inside FLA. Written for fla-core 0.6.0.
@@ -77,16 +80,7 @@ def chunk_gated_delta_rule(
         TypeError: a keyword is unknown, or chunk_size or head_first has another value.
         RuntimeError, NotImplementedError: as flash_qla.chunk_gated_delta_rule.
     """
-    if "transpose_state_layout" in kwargs:
-        if state_v_first:
-            raise ValueError(
-                "chunk_gated_delta_rule: expected one of state_v_first and transpose_state_layout, got both"
-            )
-        warnings.warn("transpose_state_layout is the older name of state_v_first", DeprecationWarning, stacklevel=2)
-        state_v_first = bool(kwargs.pop("transpose_state_layout"))
-    unknown = kwargs.keys() - _KEYWORDS
-    if unknown:
-        raise TypeError(f"chunk_gated_delta_rule() got an unexpected keyword argument {min(unknown)!r}")
+    state_v_first = _layout("chunk_gated_delta_rule", state_v_first, kwargs, _KEYWORDS)
     if not kwargs.get("use_gate_in_kernel"):
         kwargs |= {"A_log": None, "dt_bias": None}
     return flash_qla.chunk_gated_delta_rule(
@@ -106,6 +100,118 @@ def chunk_gated_delta_rule(
         cp_context=cp_context,
         **{name: x for name, x in kwargs.items() if x is not None},
     )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FLA's fused_recurrent_gated_delta_rule: flash_qla.decode_gated_delta_rule with FLA's arguments, in FLA's order.
+
+        o, state = fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+
+    For decoding: one or a few tokens. chunk_gated_delta_rule is faster for many. Like FLA's function it has no
+    derivative. The ranges of flash_qla hold for shapes and dtypes.
+
+    Args:
+        g: log decay, [B, T, H_v], any floating dtype; its input with use_gate_in_kernel. None: no decay.
+        gk, gv: only None. Decays of single channels need another kernel.
+        beta: step size, [B, T, H_v], any floating dtype; its input with use_beta_sigmoid_in_kernel. None: ones.
+        initial_state: [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, any floating dtype. It is not written.
+        **kwargs: transpose_state_layout, the older name of state_v_first.
+
+        The other arguments are those of flash_qla.chunk_gated_delta_rule, but without use_gate_in_kernel A_log and
+        dt_bias have no effect, as in FLA.
+
+    Returns:
+        o: [B, T, H_v, V], in the dtype of q.
+        final_state: in the shape of initial_state, float32, or float64 for float64 inputs; None unless
+            output_final_state.
+
+    Raises:
+        NotImplementedError: gk or gv is given, or a gradient is asked for.
+        ValueError: use_gate_in_kernel is True without g or A_log; state_v_first and transpose_state_layout are both
+            given.
+        TypeError: a keyword is unknown.
+        RuntimeError: as flash_qla.decode_gated_delta_rule.
+    """
+    function = "fused_recurrent_gated_delta_rule"
+    for name, x in (("gk", gk), ("gv", gv)):
+        if x is not None:
+            raise NotImplementedError(f"{function}: {name} is a tensor, expected None: flash_qla decays whole heads")
+    state_v_first = _layout(function, state_v_first, kwargs)
+    if use_gate_in_kernel and (g is None or A_log is None):
+        missing = "g" if g is None else "A_log"
+        raise ValueError(f"{function}: {missing} is None, expected a tensor with use_gate_in_kernel")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    gates = v.shape[:3]
+    K, V, N = q.shape[-1], v.shape[-1], q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    one_token = q.shape[1] == 1 and cu_seqlens is None
+    final_state, kept, in_place = None, None, output_final_state
+    if initial_state is None:
+        states = final_state = q.new_zeros(N, v.shape[2], *((V, K) if state_v_first else (K, V)), dtype=dtype)
+    elif output_final_state and not one_token:
+        states = final_state = initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    else:  # the kernel reads one tensor and, if wanted, writes another
+        states = initial_state.to(dtype).contiguous()
+        in_place = False
+        if output_final_state:
+            final_state = torch.empty_like(states)
+            kept = final_state[:, None]
+    o = flash_qla.decode_gated_delta_rule(
+        q, k, v,
+        v.new_zeros(gates, dtype=dtype) if g is None else g,
+        v.new_ones(gates, dtype=dtype) if beta is None else beta,
+        A_log if use_gate_in_kernel else None,
+        dt_bias if use_gate_in_kernel else None,
+        states,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        intermediate_states=kept,
+        update_state=in_place,
+        state_v_first=state_v_first,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+    return o, final_state if output_final_state else None
+
+
+def _layout(function: str, state_v_first: bool, kwargs: dict, keywords: frozenset = frozenset()) -> bool:
+    """state_v_first, perhaps by its older name, which is then removed from kwargs.
+
+    Raises:
+        ValueError: both names are given.
+        TypeError: kwargs has others than `keywords`.
+    """
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(f"{function}: expected one of state_v_first and transpose_state_layout, got both")
+        warnings.warn("transpose_state_layout is the older name of state_v_first", DeprecationWarning, stacklevel=3)
+        state_v_first = bool(kwargs.pop("transpose_state_layout"))
+    unknown = kwargs.keys() - keywords
+    if unknown:
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+    return state_v_first
 
 
 def build_cp_context(
@@ -138,25 +244,23 @@ def build_cp_context(
 
 def use_flash_qla() -> None:
     """Have FLA's chunk_gated_delta_rule, and so its layers, run calls with activations, other head dimensions than 128
-    and context parallelism on flash_qla.
+    and context parallelism on flash_qla; also fused_recurrent_gated_delta_rule, with which the layers decode.
 
-    FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process. FLA's
-    kernels run the other calls, as before: K above 128, which is the default of FLA's GatedDeltaNet layer, V above 512,
-    head dimensions that are not multiples of 8, dtypes other than bf16 and fp16, and GPUs other than Hopper's.
+    FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process.
+    FLA does not ask it for fused_recurrent_gated_delta_rule, so FLA's modules get a function that does. FLA's kernels
+    run the other calls, as before: K above 128, which is the default of FLA's GatedDeltaNet layer, V above 512, head
+    dimensions that are not multiples of 8, dtypes other than bf16 and fp16, and GPUs other than Hopper's.
 
     Raises:
         ImportError: FLA is not installed, or has no backend for flash_qla.
     """
-    from fla.backends import register
+    from flash_qla.integrations import _fla_backend
 
-    from flash_qla.integrations._fla_backend import Backend
-
-    register("gated_delta_rule")(Backend)
+    _fla_backend.use()
 
 
 def restore() -> None:
     """Give FLA its own backend for flash_qla again."""
-    from fla.backends import register
-    from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+    from flash_qla.integrations import _fla_backend
 
-    register("gated_delta_rule")(FlashQLABackend)
+    _fla_backend.restore()

@@ -300,20 +300,21 @@ def _fake_backward_finish(call):
     return _fake_sums(call, *_check_backward_inputs(call, "initial_state", "dht"))
 
 
-def _check_pool(call, N, states, tables):
+def _check_pool(call, N, states, tables, v_first=True):
     """Checks states [.., H_v, V, K] and tables of indices with a row a sequence.
 
     Args:
         N: the number of sequences.
         states, tables: name of the argument -> symbols of its dimensions, such as "[slots, H_v, V, K]".
+        v_first: False if the states are [.., H_v, K, V].
     """
-    _, _, H_v, V = call.v.shape
+    K, (_, _, H_v, V) = call.q.shape[-1], call.v.shape
     for name, symbols in states.items():
         x = getattr(call, name)
         if x is not None:
             _check_floating(call, name)
             _check_rank(call, name, len(symbols.split()), symbols)
-            _check_shape(call, name, (*x.shape[:-3], H_v, V, call.q.shape[-1]), symbols)
+            _check_shape(call, name, (*x.shape[:-3], H_v, *((V, K) if v_first else (K, V))), symbols)
     for name, symbols in tables.items():
         table = getattr(call, name)
         if table is not None:
@@ -361,16 +362,29 @@ def _fake_prefill(call):
 
 def _fake_decode(call):
     N = _check_tokens(call, "a", "b")
-    for name in ("A_log", "dt_bias"):
-        if getattr(call, name) is not None:
-            _check_floating(call, name)
-            _check_shape(call, name, call.v.shape[2:3], "[H_v]")
-    states = {"state_pool": "[slots, H_v, V, K]", "intermediate_states": "[rows, steps, H_v, V, K]"}
-    rank = call.state_indices.dim()
-    _check(call, rank in (1, 2), lambda: f"state_indices has {rank} dimensions, expected 1 or 2 ([N] or [N, S])")
+    _check_gates_of_decoding(call)
+    state = "H_v, V, K]" if call.state_v_first else "H_v, K, V]"
+    states = {"state_pool": f"[slots, {state}", "intermediate_states": f"[rows, steps, {state}"}
+    rank = 0 if call.state_indices is None else call.state_indices.dim()
+    if call.state_indices is not None:
+        _check(call, rank in (1, 2), lambda: f"state_indices has {rank} dimensions, expected 1 or 2 ([N] or [N, S])")
     tables = {"state_indices": "[N]" if rank == 1 else "[N, S]", "num_accepted_tokens": "[N]"}
     tables |= {"write_indices": "[N, S]", "intermediate_indices": "[N]", "parents": "[N, S]"}
-    _check_pool(call, N, states, tables)
+    _check_pool(call, N, states, tables, call.state_v_first)
+    if call.state_indices is None:
+        _check(
+            call,
+            call.state_pool.shape[0] == N,
+            lambda: (
+                f"state_pool has {call.state_pool.shape[0]} states, expected {N}, the number of sequences, without "
+                "state_indices"
+            ),
+        )
+        _check(
+            call,
+            call.write_indices is None,
+            lambda: "write_indices is a tensor, expected None without state_indices",
+        )
     if rank == 2:
         _check(call, call.state_indices.shape[1] >= 1, lambda: "state_indices has no columns, expected at least one")
     _check(
@@ -388,7 +402,25 @@ def _fake_decode(call):
         call.parents is None or call.write_indices is not None or not call.update_state,
         lambda: "update_state is True, expected False with parents: a tree of tokens has no last state",
     )
-    return call.q.new_empty(call.v.shape)
+    if call.out is None:
+        return call.q.new_empty(call.v.shape)
+    _check_dtype(call, "out", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
+    _check_shape(call, "out", call.v.shape, "[B, T, H_v, V], like v")
+    return call.q.new_empty((0,))  # o is in `out`
+
+
+def _check_gates_of_decoding(call):
+    for name in ("A_log", "dt_bias"):
+        if getattr(call, name) is not None:
+            _check(call, call.A_log is not None, lambda: "dt_bias is a tensor, expected None without A_log")
+            _check_floating(call, name)
+            _check_shape(call, name, call.v.shape[2:3], "[H_v]")
+    sigmoid = call.use_beta_sigmoid_in_kernel
+    _check(
+        call,
+        (call.A_log is not None if sigmoid is None else sigmoid) or not call.allow_neg_eigval,
+        lambda: "allow_neg_eigval is expected with use_beta_sigmoid_in_kernel only",
+    )
 
 
 def _fake_decode_packed(call):
@@ -398,7 +430,8 @@ def _fake_decode_packed(call):
     _check(call, call.state_pool.dim() == 4, lambda: f"state_pool has {call.state_pool.dim()} dimensions, expected 4")
     if x.dim() == 2:
         x, a, b = (y.unsqueeze(1) for y in (x, a, b))
-    _, H_v, V, K = call.state_pool.shape
+    _, H_v, *state = call.state_pool.shape
+    V, K = state if call.state_v_first else reversed(state)
     keys = x.shape[-1] - H_v * V
     _check(call, keys > 0 and keys % (2 * K) == 0, lambda: "mixed_qkv is expected to have 2 H_k K + H_v V channels")
     q, k, v = x.split([keys // 2, keys // 2, H_v * V], -1)

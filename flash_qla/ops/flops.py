@@ -59,11 +59,11 @@ def _of_tokens(op, flop):
 
 def _of_packed(*args, out_shape=None, **kwargs):
     call = schemas.DecodePackedCall(*args, **kwargs)
-    _, H_v, V, K = call.state_pool
+    _, H_v, *state = call.state_pool  # [V, K] or [K, V]
     tokens = 1
     for size in call.mixed_qkv[:-1]:
         tokens *= size
-    return tokens * H_v * decode_flop(K, V)
+    return tokens * H_v * decode_flop(*state)
 
 
 def _nothing(*args, out_shape=None, **kwargs):

@@ -30,7 +30,7 @@ from flash_qla.ops.later import when_imported
 _TOKENS, _STATES, _OF_HEADS, _TABLE = (0, 2), (0, 1), (None, 0), (None, None)
 _DIMENSIONS = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b"), _TOKENS),
-    **dict.fromkeys(("o", "g_cumsum", "h", "dq", "dk", "dv", "db", "dg"), _TOKENS),
+    **dict.fromkeys(("o", "out", "g_cumsum", "h", "dq", "dk", "dv", "db", "dg"), _TOKENS),
     **dict.fromkeys(("initial_state", "dht", "final_state", "dh0"), _STATES),
     **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _OF_HEADS),
     **dict.fromkeys(("state_pool", "checkpoints"), (None, 1)),
@@ -69,7 +69,7 @@ def _register(op):
 
     def result_placement(call, name, over):
         needed = getattr(call, _NEEDS[name]) if name in _NEEDS else True
-        if needed is None or needed is False:
+        if needed is None or needed is False or (name == "o" and getattr(call, "out", None) is not None):
             return Replicate()  # an empty tensor
         if over == _BATCH and _DIMENSIONS[name] is _OF_HEADS:
             return Partial()  # a sum over tokens

@@ -141,4 +141,12 @@ __device__ __forceinline__ float activated_beta_slope(float x, int activations) 
   return beta_factor(activations) * sigmoid_slope(x);
 }
 
+// The log decay and the step size of a head's token, from numbers that are raw or ready.
+__device__ __forceinline__ float log_decay(float x, const GateBits& bits, int activations) {
+  return activations & Activation::kGate ? HeadGate(bits, activations)(x) : limit_decay(x);
+}
+__device__ __forceinline__ float step_size(float x, int activations) {
+  return activations & Activation::kSigmoid ? activated_beta(x, activations) : x;
+}
+
 }  // namespace flash_qla::device

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "decode/decode_blocks.cuh"
+#include "decode/decode_key_first.cuh"
 #include "decode/decode_mma.cuh"
 #include "decode/decode_rows.cuh"
 
@@ -15,6 +16,7 @@ enum class DecodePath {
   kRows,         // one token after the other, whichever states are kept
   kBlocks,       // blocks of tokens together; only the last state is kept
   kTensorCores,  // all tokens together, whichever states are kept
+  kKeyFirst,     // as kRows, on states [K, V]
 };
 
 // The work of one CTA. o points to the head's row of token 0; tokens are `o_stride` elements apart.
@@ -35,9 +37,9 @@ class Decode {
     const int count = kPath == DecodePath::kOneToken ? 1 : plan.count(share.n);
     if (slot == kNoState) {
       clear(begin, begin + count);
-    } else if (count == 1) {
+    } else if (!kIsKeyFirst && count == 1) {
       one_token(begin, slot);
-    } else if (count > 1) {
+    } else if (count >= (kIsKeyFirst ? 1 : 2)) {
       several_tokens(begin, count, slot);
     }
     if (kPath != DecodePath::kOneToken && plan.offsets && share.n == N - 1) {  // rows after the last sequence
@@ -46,10 +48,10 @@ class Decode {
   }
 
  private:
-  using Rows = StateRows<State, K>;
-  using Raw = RawToken<Element, State, K>;
+  static constexpr bool kIsKeyFirst = kPath == DecodePath::kKeyFirst;
+  using Rows = std::conditional_t<kIsKeyFirst, KeyFirstRows<State, K>, StateRows<State, K>>;
   template <int kTileRows>
-  using Prepared = PreparedTokens<Element, State, K, kTileRows>;
+  using Prepared = PreparedTokens<Element, State, typename Rows::L, kTileRows>;
   struct Blocks {
     typename Prepared<kDecodeTile>::Shared tokens;
     Relations relations;
@@ -106,24 +108,26 @@ class Decode {
 
   // Warps share nothing: each prepares the token for itself, while its first rows are loaded.
   __device__ __forceinline__ void one_token(int64_t begin, int64_t slot) const {
-    const State* const state = state_of(slot);
-    typename Rows::Raw next;
-    rows_of(0).load(next, state);
-    Raw raw;
-    raw.load(tokens, begin, K_);
-    float next_v = value_of(begin, 0);
-    const auto token = raw.prepare(tokens);
+    if constexpr (!kIsKeyFirst) {
+      const State* const state = state_of(slot);
+      typename Rows::Raw next;
+      rows_of(0).load(next, state);
+      RawToken<Element, typename Rows::L> raw;
+      raw.load(tokens, begin, K_);
+      float next_v = value_of(begin, 0);
+      const auto token = raw.prepare(tokens);
 #pragma unroll 1
-    for (int group = 0; group < groups(); ++group) {
-      Rows rows = rows_of(group);
-      rows.set(next);
-      const float v = next_v;
-      if (group + 1 < groups()) {
-        rows_of(group + 1).load(next, state);
-        next_v = value_of(begin, group + 1);
+      for (int group = 0; group < groups(); ++group) {
+        Rows rows = rows_of(group);
+        rows.set(next);
+        const float v = next_v;
+        if (group + 1 < groups()) {
+          rows_of(group + 1).load(next, state);
+          next_v = value_of(begin, group + 1);
+        }
+        rows.write_output(o + begin * o_stride, rows.step(token, v));
+        states.template places<State>(plan, share.n, 0, 1, slot).for_each([&](State* to) { rows.write(to); });
       }
-      rows.write_output(o + begin * o_stride, rows.step(token, v));
-      states.template places<State>(plan, share.n, 0, 1, slot).for_each([&](State* to) { rows.write(to); });
     }
   }
   // v of the lane's own row.
@@ -137,13 +141,13 @@ class Decode {
 #pragma unroll 1
     for (int group = 0; group < groups(); ++group) {
       Rows rows = rows_of(group);
-      auto& at_start = static_cast<typename Rows::Tile*>(tiles)[warp()];
+      auto& at_start = Rows::tile(tiles);
       rows.fetch(at_start, state_of(slot));
       commit_copies();
       Prepared<kDecodeGroupRows> prepared(shared, plan, tokens, states, share.n, begin, count, slot,
                                           first_row_of(group), K_, V_);
       prepared.want(0);
-      wait_for_copies<0>();
+      Rows::await();
       rows.set(at_start);
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
@@ -160,7 +164,13 @@ class Decode {
           out = rows.step(prepared.token(token), prepared.v(token, warp() * kDecodeWarpRows + Rows::own_row()));
         }
         rows.write_output(o + (begin + t) * o_stride, out);
-        prepared.places(t).for_each([&](State* to) { rows.write(to); });
+        prepared.places(t).for_each([&](State* to) {
+          if constexpr (kIsKeyFirst) {
+            rows.write(to, tiles);
+          } else {
+            rows.write(to);
+          }
+        });
       }
     }
   }

@@ -1,17 +1,17 @@
 """The recurrence over one or a few tokens of each sequence, on states that lie in a pool: with gamma = exp(g),
 
-    g, beta  = the activations of a and b
+    g, beta  = a and b or, as activations say, their activations
     change   = beta (v - gamma S k)
     o        = scale (gamma S q + change (k^T q))
     S'       = gamma S + change k^T
 
 Sums are in fp32. S [V, K] is written to each requested slot. q and k are normalised if the l2norm is inside.
 
-    q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], raw, of the dtypes that activations say
-    v, o           [tokens, H_v, value_dim]         A_log        [H_v]; dt_bias, too, if there is one
+    q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], of the dtypes that activations say
+    v, o           [tokens, H_v, value_dim]         A_log        [H_v] if a is raw; dt_bias, too, if there is one
     state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
     offsets        [N + 1]                          tables of indices: int32, int64 or absent, as `tables` says
-    state_indices  [N, columns]                     (DecodeTable)
+    state_indices  [N, columns]                     (DecodeTable); without state_indices a sequence's slot is its number
     accepted       [N]
     write_indices  [N, columns]
     state_rows     [N]
@@ -23,7 +23,7 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are four paths, each a kernel:
+There are five paths, each a kernel:
 
 - one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
   between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
@@ -37,9 +37,12 @@ There are four paths, each a kernel:
 - tensor_cores, with tokens and states in bf16: two to eight tokens together, whichever states are kept
   (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
   queries. A later state takes one more product: the changes, in two parts of 16 bits, with the keys.
+- key_first, on states [.., key_dim, value_dim]: as rows, also for one token (decode/decode_key_first.cuh). Value rows
+  lie side by side in memory, so a CTA moves its 32 together, through shared memory: 128 neighbouring bytes of a key in
+  fp32. The registers, and so the sums, are those of rows on fp32 states.
 
-Every path takes a sequence of one token as one_token does, and a sequence of more than eight tokens as rows does. Sums
-are over the same numbers in the same order wherever a sequence lies in a batch.
+Every other path takes a sequence of one token as one_token does, and a sequence of more than eight tokens as rows does.
+Sums are over the same numbers in the same order wherever a sequence lies in a batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -63,17 +66,18 @@ PRELUDE = """
 assert DECODE_TILE % GROUP == 0
 
 # Keyed by path: its name in decode/decode.cuh, and the rows of a state in shared memory. `blocks` has two groups that
-# are fetched and one that is written.
+# are fetched and one that is written, `key_first` one of each.
 PATHS = {
     "one_token": ("kOneToken", 0),
     "rows": ("kRows", GROUP),
     "blocks": ("kBlocks", 3 * GROUP),
     "tensor_cores": ("kTensorCores", DECODE_TILE),
+    "key_first": ("kKeyFirst", 2 * GROUP),
 }
 
 
 class DecodeGates(Bundle):
-    """Raw gates and betas. `activations`, an Activation, holds their dtypes."""
+    """Gates and betas, raw or ready. `activations`, an Activation, says which, and holds their dtypes."""
 
     def __init__(self, tokens, H_v, strides):
         super().__init__(
@@ -187,7 +191,7 @@ def decode(dtype, K, state_dtype, path):
                 tiles = T.alloc_shared([TILE_BYTES], "uint8")
             if place < shares.early:
                 extern(
-                    f"prefetch_state<{state_element}>",
+                    f"{'prefetch_key_first_state' if path == 'key_first' else 'prefetch_state'}<{state_element}>",
                     indices.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],

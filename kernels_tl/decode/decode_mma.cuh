@@ -89,9 +89,9 @@ struct MmaTokens {
         next = next >= 0 ? grandparent : next;
       }
     }
-    const float g = there ? HeadGate(bits, activations)(from_bits(a, activations, Activation::kG)) : 0.f;
+    const float g = there ? log_decay(from_bits(a, activations, Activation::kG), bits, activations) : 0.f;
     Own own;
-    own.beta = there ? activated_beta(from_bits(b, activations, Activation::kBeta), activations) : 0.f;
+    own.beta = there ? step_size(from_bits(b, activations, Activation::kBeta), activations) : 0.f;
     float gates[kTokens], since = 0.f;
 #pragma unroll
     for (int s = 0; s < kTokens; ++s) {

@@ -15,14 +15,17 @@ __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most)
   return x < least ? least : x > most ? most : x;
 }
 
-// The slot of sequence n's initial state: indices[n][0], or indices[n][accepted[n] - 1] if `accepted` is given. The
-// column is clamped to the table. An index that is no slot gives kNoState.
+// The slot of sequence n's initial state: indices[n][0], or indices[n][accepted[n] - 1] if `accepted` is given; n
+// without `indices`. The column is clamped to the table. An index that is no slot gives kNoState.
 struct FirstSlots {
   Table indices, accepted;
   int64_t null_index, slots;
 
   __device__ __forceinline__ int64_t checked(int64_t index) const { return checked_slot(index, null_index, slots); }
   __device__ __forceinline__ int64_t operator()(int n) const {
+    if (!indices) {
+      return n;
+    }
     const int column = accepted ? static_cast<int>(clamp(accepted.fresh(n), 1, indices.columns)) - 1 : 0;
     return checked(indices.fresh(n, column));
   }

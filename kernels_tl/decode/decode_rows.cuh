@@ -43,6 +43,8 @@ class StateRows {
       raw[r] = is_there(r) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(r))) : uint4{};
     }
   }
+  // The warp's tile among those of the CTA.
+  __device__ __forceinline__ static Tile& tile(void* tiles) { return static_cast<Tile*>(tiles)[threadIdx.x / kWarp]; }
   // Starts asynchronous copies. A lane copies its own part, so it waits for its own copies only.
   __device__ __forceinline__ void fetch(Tile& tile, const State* state) const {
 #pragma unroll
@@ -50,6 +52,7 @@ class StateRows {
       copy_async(&tile[r][threadIdx.x % kWarp], state + (is_there(r) ? offset(r) : 0), is_there(r));
     }
   }
+  __device__ __forceinline__ static void await() { wait_for_copies<0>(); }
   __device__ __forceinline__ void set(const Tile& tile) {
     Raw raw;
 #pragma unroll
@@ -127,14 +130,15 @@ class StateRows {
     }
   }
 
+ protected:
+  const int row_, K_, V_;
+  float S_[L::kRows][L::kChannels];
+
  private:
   static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // lanes that get the same sum
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
   __device__ __forceinline__ int offset(int r) const { return row(r) * K_ + L::channel(); }
   __device__ __forceinline__ bool is_there(int r) const { return row(r) < V_ && L::channel() < K_; }
-
-  const int row_, K_, V_;
-  float S_[L::kRows][L::kChannels];
 };
 
 }  // namespace flash_qla::device

@@ -9,6 +9,7 @@ namespace flash_qla::device {
 // are kTogether rows apart. Channels after a head's last one count as zeros.
 template <typename State, int K>
 struct RowLanes {
+  static constexpr int kDim = K;
   static constexpr int kChannels = 16 / sizeof(State);  // channels of a lane
   static constexpr int kLanes = K / kChannels;          // lanes of a row
   static constexpr int kTogether = kWarp / kLanes, kRows = kDecodeWarpRows / kTogether;
@@ -43,12 +44,10 @@ struct LaneToken {
   float decay, beta, qk;
 };
 
-// A loaded token, before it is normalised and activated. All loads are in flight before the first use.
-template <typename Element, typename State, int K>
+// A loaded token, before it is normalised and activated. All loads are in flight before the first use. L is a RowLanes.
+template <typename Element, typename L>
 class RawToken {
  public:
-  using L = RowLanes<State, K>;
-
   __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at, int key_dim) {
     if (L::channel() < key_dim) {
       q_ = load_channels(tokens.q, at * tokens.q_stride);
@@ -77,8 +76,8 @@ class RawToken {
       token.k[i] *= k_factor;
     }
     const int activations = tokens.activations;
-    token.decay = expf(HeadGate(gate_, activations)(from_bits(a_, activations, Activation::kG)));
-    token.beta = activated_beta(from_bits(b_, activations, Activation::kBeta), activations);
+    token.decay = expf(log_decay(from_bits(a_, activations, Activation::kG), gate_, activations));
+    token.beta = step_size(from_bits(b_, activations, Activation::kBeta), activations);
     return token;
   }
 
@@ -106,10 +105,10 @@ class RawToken {
 
 // The prepared tokens of a sequence in shared memory, kDecodeTokens at a time. Each warp of the CTA prepares some of
 // them for all warps, because q, k and the gates are the same for all value rows. v has the CTA's kTileRows rows.
-template <typename Element, typename State, int K, int kTileRows>
+template <typename Element, typename State, typename L, int kTileRows>
 class PreparedTokens {
  public:
-  using L = RowLanes<State, K>;
+  static constexpr int K = L::kDim;
   using Places = DecodeStates::Places<State>;
   static constexpr int kRowsOfLane = kTileRows / kWarp;  // neighbouring rows of v that a lane loads
 
@@ -117,7 +116,7 @@ class PreparedTokens {
     Element of_row[kRowsOfLane];
   };
   struct Raw {
-    RawToken<Element, State, K> token;
+    RawToken<Element, L> token;
     Values v = {};
   };
   struct Shared {
