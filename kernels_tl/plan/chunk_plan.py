@@ -11,8 +11,8 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
                                    sequences the longest come first. With cu_seqlens those without a slot come last,
-                                   because the first segment's flags tell whether any sequence is cut. Unused slots have 0 tokens, no flags and no states.
-                                   Written if segment_slots > 0
+                                   because the first segment's flags tell whether any sequence is cut. Unused slots have
+                                   0 tokens, no flags and no states. Written if segment_slots > 0
     map_segments [map_slots, 8]    the same, but the sequences mapped_0 and mapped_1 lack the flag `dropped`: kernels
                                    that leave out the map of a sequence's last, or first, segment then compute it.
                                    Written if map_slots > 0, which then is segment_slots
