@@ -1,6 +1,6 @@
 """Signatures of the functions of other packages that flash_qla stands in for, read from their sources without imports.
 
-    pip download --no-deps --dest wheels flash-qla fla-core vllm sglang
+    pip download --no-deps --dest wheels flash-qla fla-core vllm sglang megatron-core
     python tests/signatures.py wheels/*.whl             # writes tests/signatures.json
 
 tests/test_signatures.py compares flash_qla's functions with this file, and with the releases that are installed.
@@ -43,6 +43,9 @@ FUNCTIONS = {
             "fused_sigmoid_gating_delta_rule_update",
         ),
         "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": ("fi_chunk_gated_delta_rule",),
+    },
+    "megatron-core": {
+        "megatron/core/ssm/gated_delta_net/common.py": ("torch_chunk_gated_delta_rule",),
     },
     "sglang": {
         "sglang/kernels/ops/attention/fla/chunk.py": ("chunk_gated_delta_rule",),

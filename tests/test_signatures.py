@@ -34,6 +34,9 @@ OURS = {
         "fused_sigmoid_gating_delta_rule_update": "integrations/vllm.py",
         "fused_recurrent_gated_delta_rule_packed_decode": "integrations/_engines.py",
     },
+    "megatron-core": {
+        "torch_chunk_gated_delta_rule": "integrations/megatron.py",
+    },
     "sglang": {
         "chunk_gated_delta_rule": "integrations/sglang.py",
         "fused_sigmoid_gating_delta_rule_update": "integrations/sglang.py",

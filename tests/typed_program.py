@@ -8,7 +8,7 @@ import flash_qla
 import flash_qla.ops.gated_delta_rule
 from flash_qla import _C, chunk_gated_delta_rule_bwd, decode_gated_delta_rule, prefill_gated_delta_rule
 from flash_qla.cp import CPContext, build_cp_context, exchange_halo
-from flash_qla.integrations import fla, sglang, vllm
+from flash_qla.integrations import fla, megatron, sglang, vllm
 from flash_qla.integrations.transformers import Switched, restore, use_flash_qla
 from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd as published_bwd
 from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context as published_context
@@ -61,6 +61,8 @@ def integrations(model: torch.nn.Module) -> None:
     restore(model)
     vllm.use_flash_qla()
     sglang.use_flash_qla()
+    megatron.use_flash_qla()
+    megatron.restore()
 
 
 def forced(x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the integrations of inference engines."""
+"""Shared by the integrations whose functions replace those of other packages."""
 
 import importlib
 import inspect
@@ -8,6 +8,8 @@ import torch
 
 import flash_qla
 
+_NOTHING = object()  # a module has no such name
+
 
 class Replacement:
     """Functions that replace an engine's own in the modules whose layers call them.
@@ -15,37 +17,54 @@ class Replacement:
     Args:
         release: the engine and the release that the functions were written for; messages name it.
         functions: {module: {name there: function}}. use() imports the modules.
+        unchecked: the same, for functions that the engine takes from another package, of any release or not installed.
+            Only the name must be there.
+        absent: {module: {name there: value}}, for names that are None or False because the package of their functions
+            is not installed. use() leaves other values as they are.
     """
 
-    def __init__(self, release: str, functions: dict[str, dict[str, Callable]]):
+    def __init__(
+        self,
+        release: str,
+        functions: dict[str, dict[str, Callable]],
+        unchecked: dict[str, dict[str, Callable]] | None = None,
+        absent: dict[str, dict[str, object]] | None = None,
+    ):
         self._release = release
         self._functions = functions
+        self._unchecked = unchecked or {}
+        self._absent = absent or {}
         self._originals = {}
 
     def use(self) -> None:
-        """Put all functions in place, or none.
+        """Put everything in place, or nothing.
 
         Raises:
             ImportError: the engine cannot be imported.
-            RuntimeError: the engine lacks one of the functions, or its arguments are others.
+            RuntimeError: the engine lacks one of the names, or the arguments of a function are others.
         """
         found = {}
-        for path, functions in self._functions.items():
-            module = importlib.import_module(path)
-            for name, ours in functions.items():
-                theirs = getattr(module, name, None)
-                if theirs is ours:
-                    continue
-                if theirs is None or _parameters(theirs) != _parameters(ours):
-                    came = "nothing" if theirs is None else inspect.signature(theirs)
-                    raise RuntimeError(
-                        f"{path}.{name} is {came}, expected {inspect.signature(ours)}; flash_qla's function was "
-                        f"written for {self._release}"
-                    )
-                found[module, name] = theirs, ours
+        for group in (self._functions, self._unchecked, self._absent):
+            for path, values in group.items():
+                module = importlib.import_module(path)
+                for name, ours in values.items():
+                    theirs = getattr(module, name, _NOTHING)
+                    if theirs is ours or (group is self._absent and theirs and theirs is not _NOTHING):
+                        continue
+                    checked = group is self._functions
+                    if theirs is _NOTHING or (checked and (theirs is None or _parameters(theirs) != _parameters(ours))):
+                        raise self._unknown(f"{path}.{name}", theirs, ours)
+                    found[module, name] = theirs, ours
         for (module, name), (theirs, ours) in found.items():
             self._originals[module, name] = theirs
             setattr(module, name, ours)
+
+    def _unknown(self, name: str, theirs: object, ours: object) -> RuntimeError:
+        came = inspect.signature(theirs) if callable(theirs) else "nothing"
+        expected = inspect.signature(ours) if callable(ours) else "a value"
+        return RuntimeError(
+            f"{name} is {came}, expected {expected}; flash_qla's function was written for {self._release}"
+        )
 
     def restore(self) -> None:
         """Give the modules their own functions again."""

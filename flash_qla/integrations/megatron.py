@@ -1,0 +1,115 @@
+"""Let Megatron-core train its Gated DeltaNet layers through flash_qla.
+
+    from flash_qla.integrations.megatron import restore, use_flash_qla
+
+    use_flash_qla()                 # in every process, before the model is built
+    restore()                       # as it was, for models that are built from here on
+
+A layer keeps the function that it finds when it is built: FLA's chunk_gated_delta_rule, or Megatron's
+torch_chunk_gated_delta_rule with `deterministic_mode`. use_flash_qla puts flash_qla's function in place of both. Its
+kernels give the same bits in every run, so deterministic mode needs no other function.
+
+Megatron's layer also takes its l2norm and its convolution from FLA, and refuses to be built without FLA. If FLA is not
+installed, use_flash_qla supplies both: the l2norm in torch, the convolution by the package causal-conv1d, which
+deterministic mode does not call. If FLA is installed, any release of it, both remain FLA's.
+
+Megatron asserts that sequences are packed only without `deterministic_mode`. Head dimensions are as in flash_qla: K any
+multiple of 8 up to 128, V any multiple of 8 up to 512.
+
+Written for Megatron-core 0.19.2.
+"""
+
+import torch
+
+import flash_qla
+from flash_qla.integrations import fla
+from flash_qla.integrations._engines import Replacement, require
+
+
+def torch_chunk_gated_delta_rule(
+    q, k, v, g, beta, chunk_size=64, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+):  # fmt: skip
+    """Megatron's function of deterministic mode.
+
+    Args:
+        q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as those of
+            flash_qla.chunk_gated_delta_rule.
+        chunk_size: only 64.
+
+    Returns:
+        o, final_state: as flash_qla.chunk_gated_delta_rule.
+
+    Raises:
+        NotImplementedError: chunk_size has another value.
+    """
+    require("torch_chunk_gated_delta_rule", chunk_size=(chunk_size, 64))
+    return flash_qla.chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in the dtype of x, computed in fp32."""
+    y = x.float()
+    return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
+    """The convolution of FLA that Megatron's layer calls, by the package causal-conv1d.
+
+    Args:
+        x: [B, T, D]; B is 1 with cu_seqlens.
+        weight: [D, W], W from 2 to 4.
+        bias: [D], or None.
+        activation: "silu", "swish" or None.
+        initial_state: only None.
+        output_final_state: only False.
+        cu_seqlens: [N + 1], offsets of packed sequences, whose last is T; or None.
+
+    Returns:
+        y: [B, T, D], in the dtype of x.
+        final_state: None.
+
+    Raises:
+        ImportError: causal-conv1d is not installed.
+        NotImplementedError: initial_state or output_final_state has another value.
+    """
+    from causal_conv1d import causal_conv1d_fn
+
+    require("causal_conv1d", initial_state=(initial_state, None), output_final_state=(output_final_state, False))
+    seq_idx = None
+    if cu_seqlens is not None:
+        tokens = torch.arange(x.shape[1], dtype=cu_seqlens.dtype, device=x.device)
+        seq_idx = torch.bucketize(tokens, cu_seqlens[1:], out_int32=True, right=True)[None]
+    y = causal_conv1d_fn(x.contiguous().transpose(1, 2), weight, bias, seq_idx=seq_idx, activation=activation)
+    return y.transpose(1, 2), None
+
+
+_LAYERS = "megatron.core.ssm.gated_delta_net"
+_replacement = Replacement(
+    "Megatron-core 0.19.2",
+    {f"{_LAYERS}.gdn": {"torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule}},
+    unchecked={f"{_LAYERS}.gdn": {"chunk_gated_delta_rule": fla.chunk_gated_delta_rule}},
+    absent={
+        f"{_LAYERS}.gdn": {"causal_conv1d": causal_conv1d},
+        f"{_LAYERS}.common": {"l2norm": l2norm, "HAVE_FLA": True},
+    },
+)
+
+
+def use_flash_qla() -> None:
+    """Have Megatron's Gated DeltaNet layers that are built from here on call flash_qla, in this process.
+
+    Raises:
+        ImportError: Megatron-core cannot be imported, or its release has no module for these layers.
+        RuntimeError: Megatron-core lacks one of the functions, or its arguments are others. Nothing has been changed
+            then.
+    """
+    _replacement.use()
+
+
+def restore() -> None:
+    """Give Megatron's modules their own functions again. Layers that exist keep what they were built with."""
+    _replacement.restore()
