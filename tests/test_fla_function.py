@@ -1,11 +1,13 @@
 """FLA's functions on flash_qla, which programs import in FLA's place. They need no FLA."""
 
+import accuracy
 import published_ranks
 import pytest
 import torch
-from cases import Case, make_inputs
+from cases import GRADIENT_OF, Case, cumulative_gates, make_gradients, make_inputs, reference_gradients, reference_of
 from ranks import run_on_ranks
 from subprocesses import run_python
+from torch.utils.checkpoint import checkpoint
 
 import flash_qla
 from flash_qla.integrations.fla import chunk_gated_delta_rule
@@ -80,6 +82,44 @@ def test_what_is_refused(arguments, error, message):
     tensors, _ = inputs_of(Case(T=5))
     with pytest.raises(error, match=message):
         chunk_gated_delta_rule(*tensors, **arguments)
+
+
+def call_of_torchtitan(q, k, v, g, beta, cu_seqlens):
+    """The block of Qwen3.5 in torchtitan 0.3.0, around FLA's function: it repeats the key heads, and passes the offsets
+    on both devices."""
+    cu_seqlens_cpu = None if cu_seqlens is None else cu_seqlens.cpu()
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
+    )[0]
+
+
+# Betas are the sigmoid of a projection in bf16.
+OF_TORCHTITAN = {
+    "keys": "raw", "use_qk_l2norm_in_kernel": True, "initial_state": None, "dht": None, "beta_dtype": torch.bfloat16
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ("eager", "checkpoint", "compile"))
+@pytest.mark.parametrize("lengths", ((70, 1, 65), None), ids=("documents", "one stream"))
+def test_call_of_torchtitan(lengths, how, device):
+    """Output and gradients beside the fp64 recurrence, in one graph under torch.compile."""
+    case = Case(lengths=lengths, T=130, **OF_TORCHTITAN)
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    leaves = {name: inputs[name].detach().requires_grad_() for name in TENSORS}
+    arguments = (*leaves.values(), inputs["cu_seqlens"])
+    if how == "checkpoint":
+        o = checkpoint(call_of_torchtitan, *arguments, use_reentrant=False)
+    elif how == "compile":
+        torch._dynamo.reset()
+        o = torch.compile(call_of_torchtitan, fullgraph=True, backend="aot_eager")(*arguments)
+    else:
+        o = call_of_torchtitan(*arguments)
+    found = torch.autograd.grad(o, list(leaves.values()), gradients["do"])
+    accuracy.check("o", o, reference_of(inputs).o, dtype=case.dtype, case=case)
+    found = {GRADIENT_OF[name]: x for name, x in zip(leaves, found, strict=True)}
+    expected = reference_gradients(inputs, **gradients)
+    accuracy.check_gradients(found, expected, dtype=case.dtype, case=case, g_cumsum=cumulative_gates(inputs))
 
 
 def test_context():
