@@ -1,4 +1,4 @@
-"""What test_dtensor.py runs on each rank of a group."""
+"""What test_dtensor.py runs on each rank of a group, on the CPU with gloo and on the GPU with NCCL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from accuracy import BARS, CUMSUM_BARS, GRADIENT_BF16_BARS, relative_error
 from cases import ALL_GRADIENTS_OF, Case, make_gradients, make_inputs
 from every_op import make_call, op_of
 from torch import nn
@@ -35,8 +36,25 @@ def placements_of(name: str, placement: str) -> list:
     return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
 
+def device_of_ranks() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def make_mesh(placement: str):
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2) if placement == "both" else (dist.get_world_size(),))
+    shape = (2, dist.get_world_size() // 2) if placement == "both" else (dist.get_world_size(),)
+    return init_device_mesh(device_of_ranks(), shape)
+
+
+def assert_same(name: str, found: torch.Tensor, expected: torch.Tensor, is_sum: bool = False) -> None:
+    """The same bits on the CPU, but for sums over ranks. The GPU's kernels are chosen by the numbers of heads and
+    sequences, so either result may be a bar away from the truth."""
+    if found.is_cuda:
+        bar = CUMSUM_BARS[found.dtype] if name == "g_cumsum" else GRADIENT_BF16_BARS.get(name, BARS[torch.bfloat16])
+        assert relative_error(found, expected.double()) < 2 * bar, name
+    elif is_sum:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(found, expected), name
 
 
 def distributed(tensors: dict, mesh, placement: str) -> dict:
@@ -58,9 +76,9 @@ def step(inputs: dict, gradients: dict) -> dict:
 
 
 def training(cases: tuple[Case, ...], placement: str) -> int:
-    mesh = make_mesh(placement)
+    mesh, device = make_mesh(placement), device_of_ranks()
     for case in cases:
-        inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+        inputs, gradients = make_inputs(case, device), make_gradients(case, device)
         gradients["do"] = gradients["do"].nan_to_num()  # that of padding
         expected = step(inputs, gradients)
         local, local_gradients = (distributed(x, mesh, placement) for x in (inputs, gradients))
@@ -73,11 +91,7 @@ def training(cases: tuple[Case, ...], placement: str) -> int:
             if name in ("dA_log", "ddt_bias") and placement in ("batch", "both"):
                 wanted[0] = Partial()
             assert list(x.placements) == wanted, name
-            whole = x.full_tensor()
-            if Partial() in wanted:
-                torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-5)
-            else:
-                assert torch.equal(whole, expected[name]), name
+            assert_same(name, x.full_tensor(), expected[name], is_sum=Partial() in wanted)
         check_low_level(inputs, gradients, local, local_gradients, placement)
     return len(cases)
 
@@ -95,7 +109,7 @@ def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients:
                 assert x is None
             else:
                 assert list(x.placements) == placements_of(name, placement), (name, x.placements)
-                assert torch.equal(x.full_tensor(), whole), name
+                assert_same(name, x.full_tensor(), whole)
         found = []
         for x, dx, (g, A, *_) in zip((inputs, local), (gradients, local_gradients), results, strict=True):
             g_raw = x["g"] if x.get("use_gate_in_kernel") else None
@@ -104,10 +118,8 @@ def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients:
         for name, whole, x in zip(ALL_GRADIENTS_OF.values(), *found, strict=False):
             if whole is None:
                 assert x is None
-            elif name in ("dA_log", "ddt_bias"):
-                torch.testing.assert_close(x.full_tensor(), whole, rtol=1e-5, atol=1e-5)
             else:
-                assert torch.equal(x.full_tensor(), whole), name
+                assert_same(name, x.full_tensor(), whole, is_sum=name in ("dA_log", "ddt_bias"))
 
 
 def compiled(case: Case, placement: str) -> None:
@@ -118,7 +130,8 @@ def compiled(case: Case, placement: str) -> None:
         return o * 2, final_state
 
     inputs, gradients = (
-        distributed(make(case, "cpu"), make_mesh(placement), placement) for make in (make_inputs, make_gradients)
+        distributed(make(case, device_of_ranks()), make_mesh(placement), placement)
+        for make in (make_inputs, make_gradients)
     )
     leaves = {name: inputs[name].detach().requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")}
     results = []
@@ -132,13 +145,14 @@ def compiled(case: Case, placement: str) -> None:
 def partial_gradients(case: Case) -> None:
     """A gradient of o that is a sum over the ranks, as of a projection that is parallel over its columns."""
     mesh = make_mesh("replicas")
-    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    device = device_of_ranks()
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     expected = step(inputs, gradients)
     local, local_gradients = (distributed(x, mesh, "replicas") for x in (inputs, gradients))
     own = gradients["do"] if mesh.get_local_rank() == 0 else torch.zeros_like(gradients["do"])
     local_gradients["do"] = DTensor.from_local(own, mesh, [Partial()])
     for name, x in step(local, local_gradients).items():
-        assert torch.equal(x.full_tensor(), expected[name]), name
+        assert_same(name, x.full_tensor(), expected[name])
 
 
 def partial_gradients_beside_heads(case: Case) -> str:
@@ -163,7 +177,7 @@ def without_derivatives(name: str) -> None:
     mesh = make_mesh("heads")
     kinds = ("replicas",) if name.endswith("packed") else ("replicas", "heads")
     for placement in kinds:
-        call = make_call(name, "cpu", H_k=2, H_v=4)
+        call = make_call(name, device_of_ranks(), H_k=2, H_v=4)
         expected = call()
         arguments = {x: y.clone() if torch.is_tensor(y) else y for x, y in call.arguments.items()}
         local = distributed(arguments, mesh, placement)
@@ -171,10 +185,10 @@ def without_derivatives(name: str) -> None:
             o = op_of(name)(**local)
         assert communication.get_total_counts() == 0
         assert list(o.placements) == placements_of("o", placement)
-        assert torch.equal(o.full_tensor(), expected.pop("o"))
+        assert_same("o", o.full_tensor(), expected.pop("o"))
         assert expected
         for written, x in expected.items():
-            assert torch.equal(local[written].full_tensor(), x), written
+            assert_same(written, local[written].full_tensor(), x)
             assert not torch.equal(x, call.arguments[written])
 
 

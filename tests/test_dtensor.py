@@ -1,4 +1,7 @@
-"""DTensor: calls that are sharded over heads or over the batch, on two gloo ranks, against the same call on one."""
+"""DTensor: calls that are sharded over heads or over the batch, on two ranks, against the same call on one.
+
+Ranks have gloo on the CPU, and NCCL on two GPUs.
+"""
 
 import pytest
 import torch.distributed.tensor
@@ -107,3 +110,41 @@ def test_a_pytorch_with_another_registry(monkeypatch):
     with pytest.warns(UserWarning, match="takes no DTensors under PyTorch .* another registry"):
         sharding._register_all()
     assert not registered
+
+
+# Two GPUs
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPU_BATCH = (
+    Case(B=4, T=300, gate="logsigmoid"),
+    Case(B=2, T=300, gate="logsigmoid", K=96, V=192, **INSIDE, state_v_first=True),
+)
+GPU_PACKED = (Case(lengths=(300, 0, 129), gate="logsigmoid", keys="raw", use_qk_l2norm_in_kernel=True, **INSIDE),)
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_two_gpus(placement):
+    cases = GPU_BATCH if placement == "batch" else GPU_BATCH + GPU_PACKED
+    assert run_on_ranks(2, training, cases, placement, backend="nccl") == [len(cases)] * 2
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("placement", ("batch", "heads"))
+def test_two_gpus_compiled(placement):
+    assert run_on_ranks(2, compiled, GPU_BATCH[0], placement, backend="nccl") == [None] * 2
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_partial_gradients():
+    assert run_on_ranks(2, partial_gradients, GPU_BATCH[0], backend="nccl") == [None] * 2
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])
+def test_two_gpus_ops_on_a_pool(name):
+    assert run_on_ranks(2, without_derivatives, name, backend="nccl") == [None] * 2
