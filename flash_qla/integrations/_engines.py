@@ -49,12 +49,10 @@ class Replacement:
                 module = importlib.import_module(path)
                 for name, ours in values.items():
                     theirs = getattr(module, name, _NOTHING)
-                    if theirs is ours or (group is self._absent and theirs and theirs is not _NOTHING):
-                        continue
-                    checked = group is self._functions
-                    if theirs is _NOTHING or (checked and (theirs is None or _parameters(theirs) != _parameters(ours))):
+                    if theirs is _NOTHING or (group is self._functions and not _have_same_parameters(theirs, ours)):
                         raise self._unknown(f"{path}.{name}", theirs, ours)
-                    found[module, name] = theirs, ours
+                    if theirs is not ours and not (group is self._absent and theirs):
+                        found[module, name] = theirs, ours
         for (module, name), (theirs, ours) in found.items():
             self._originals[module, name] = theirs
             setattr(module, name, ours)
@@ -76,6 +74,10 @@ class Replacement:
 def _parameters(function: Callable) -> list[tuple]:
     """Name, kind and default of each argument; annotations may differ."""
     return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
+
+
+def _have_same_parameters(theirs: Callable | None, ours: Callable) -> bool:
+    return theirs is not None and _parameters(theirs) == _parameters(ours)
 
 
 def require(function: str, **arguments: tuple[object, object]) -> None:
