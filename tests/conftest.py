@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import shlex
@@ -24,6 +25,22 @@ def no_gpu_reason() -> str | None:
 CARD = pytest.StashKey[Card]()
 LOCKS = pytest.StashKey[tempfile.TemporaryDirectory]()
 ENDED_EARLY = pytest.StashKey[list[str]]()  # workers whose errors are lost
+NOT_LONG = "not long"
+
+# Workers take these files first, so that none of them ends late.
+COSTLY = (
+    "test_emulator.py",
+    "test_wheel.py",
+    "test_build.py",
+    "test_cp.py",
+    "test_train_example.py",
+    "test_torchscript.py",
+    "test_fuzz.py",
+    "test_benchmarks.py",
+    "test_transformers.py",
+    "test_op_registration.py",
+    "test_dtensor.py",
+)
 
 
 def pytest_configure(config):
@@ -39,7 +56,12 @@ def pytest_unconfigure(config):
         config.stash[LOCKS].cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("build"):
+            item.add_marker("long")
+    items.sort(key=lambda item: COSTLY.index(item.path.name) if item.path.name in COSTLY else len(COSTLY))
     reason = no_gpu_reason()
     if reason is not None:
         for item in items:
@@ -49,16 +71,19 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """The whole suite runs on all cores, a worker of pytest-xdist each, unless -n or --pdb says otherwise.
+    """The whole suite leaves out the tests marked long, unless -m or -k selects tests. It runs on all cores, a worker
+    of pytest-xdist each, unless -n or --pdb says otherwise.
 
     Workers share a GPU's memory, so on a machine with a GPU -n stays the caller's choice.
     """
     option = config.option
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if not is_whole or not config.pluginmanager.hasplugin("xdist") or not no_gpu_reason():
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and not option.markexpr and not option.keyword:
+        option.markexpr = NOT_LONG  # in the workers, too
+    if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist") or not no_gpu_reason():
         return
-    if option.numprocesses is None and not option.usepdb:
-        option.numprocesses, option.dist = len(os.sched_getaffinity(0)), "loadscope"
+    if is_whole and option.numprocesses is None and not option.usepdb:
+        option.numprocesses, option.dist, option.loadscopereorder = len(os.sched_getaffinity(0)), "loadfile", False
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -76,27 +101,34 @@ def device(request):
     return request.param
 
 
-@pytest.fixture(scope="session")
+def filled_once(tmp_path_factory, name: str, fill) -> Path:
+    """A folder that fill(folder) has filled, in one worker of the session for all of them."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    folder, filled = root / name, root / f"{name}.filled"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not filled.exists():
+            folder.mkdir(exist_ok=True)
+            fill(folder)
+            filled.touch()
+    return folder
+
+
+@pytest.fixture
 def cpp_program(tmp_path_factory) -> Path:
     """The program of examples/cpp, built."""
     import cpp_example  # it imports flash_qla, which not every test here needs
 
-    return cpp_example.build_program(tmp_path_factory.mktemp("cpp_program"))
-
-
-@pytest.fixture(scope="session")
-def saved_blocks(tmp_path_factory) -> dict:
-    return {}
+    return filled_once(tmp_path_factory, "cpp_program", cpp_example.build_program) / "flash_qla_run"
 
 
 @pytest.fixture
-def saved_block(device, saved_blocks, tmp_path_factory) -> Path:
-    """The folder with the block of examples/cpp, saved for the device by another process, once."""
+def saved_block(device, tmp_path_factory) -> Path:
+    """The folder with the block of examples/cpp, saved for the device by another process."""
     import cpp_example
 
-    if device not in saved_blocks:
-        saved_blocks[device] = cpp_example.save_block(tmp_path_factory.mktemp("saved_block"), device)
-    return saved_blocks[device]
+    return filled_once(tmp_path_factory, f"saved_block_{device}", lambda x: cpp_example.save_block(x, device))
 
 
 def pytest_addoption(parser):
@@ -134,6 +166,8 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("markexpr") == NOT_LONG:
+        terminalreporter.write_line("left out: the tests marked long, which `pytest -m long` runs")
     rows = accuracy.worst_errors()
     if rows:
         terminalreporter.section("worst relative L2 error against fp64")

@@ -17,6 +17,8 @@ import torch
 
 from flash_qla import _C
 
+pytestmark = pytest.mark.long
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 all_figures = importlib.import_module("all")

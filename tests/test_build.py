@@ -270,8 +270,6 @@ class TestCache:
 
 @pytest.mark.build
 @needs_tilelang
-@pytest.mark.build
-@needs_tilelang
 def test_bundles(tmp_path):
     """One struct for both kernels, whose tensor is not const as one of them writes it; and enumerators for strings."""
     package = write_package(tmp_path, BUNDLES)
@@ -289,6 +287,8 @@ def test_bundles(tmp_path):
     assert "if (params.which == Which::kFirst) return launch_read_first(args, stream);" in registry
 
 
+@pytest.mark.build
+@needs_tilelang
 def test_only_kernels_that_wait_overlap_their_predecessor(built):
     launchers = (built.parent / "out/launchers.cpp").read_text()
     functions = re.findall(r"^void launch_(\w+)\((.*?)^}", launchers, re.MULTILINE | re.DOTALL)

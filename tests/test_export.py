@@ -129,6 +129,7 @@ def run_package(package: Path, inputs: list[tuple], folder: Path, device: str) -
     return [[x.to(device) for x in outputs] for outputs in torch.load(paths["outputs"])]
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_aoti_package_in_python(device, saved_block, tmp_path):
     block = export_block.make_block(device)
@@ -139,6 +140,7 @@ def test_aoti_package_in_python(device, saved_block, tmp_path):
         assert_close(outputs, block(*arguments))
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_aoti_package_in_the_cpp_program(device, saved_block, cpp_program, tmp_path):
     """The same bits as in Python."""
@@ -153,6 +155,7 @@ def test_aoti_package_in_the_cpp_program(device, saved_block, cpp_program, tmp_p
 # A model
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_compiled_qwen3_next(device):
     """The whole model with its cache in one graph, the op in it, for prompts of several lengths (on a GPU the one made

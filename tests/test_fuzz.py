@@ -15,6 +15,8 @@ from cases import Case
 
 import flash_qla
 
+pytestmark = pytest.mark.long
+
 TRIAL = fuzz.Trial(
     "chunk",
     Case(lengths=(100, 0, 65), padding=3, H_k=1, H_v=2, K=8, V=12, dtype=torch.float32, gate="logsigmoid"),

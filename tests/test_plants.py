@@ -36,12 +36,14 @@ def run(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("flash_qla") is None, reason="needs the package")
 def test_a_fault_is_killed():
     result = run("--only", "^cp_negligible$")
     assert result.returncode == 0 and "1 of 1 killed" in result.stdout, result.stdout
 
 
+@pytest.mark.long
 def test_a_fault_survives(tmp_path):
     """The command ends with status 1, and prints the reason."""
     path = tmp_path / "comment.patch"

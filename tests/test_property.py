@@ -56,15 +56,25 @@ def cases(draw):
 SETTINGS = {"deadline": 5000, "derandomize": True, "database": None}
 
 
-@hypothesis.settings(max_examples=200, **SETTINGS)
-@hypothesis.given(cases())
-def test_any_shape(case):
+def search(check, examples: int) -> None:
+    hypothesis.settings(max_examples=examples, **SETTINGS)(hypothesis.given(cases())(check))()
+
+
+def any_shape(case: Case) -> None:
     check_forward(case, "cpu")
 
 
-@hypothesis.settings(max_examples=80, **SETTINGS)
-@hypothesis.given(cases())
-def test_any_shape_backward(case):
+def any_shape_backward(case: Case) -> None:
     # Normalizing a single number leaves its sign: the gradient is what rounding leaves of zero.
     hypothesis.assume(case.K > 1 or not case.use_qk_l2norm_in_kernel)
     check_backward(case, "cpu")
+
+
+@pytest.mark.parametrize("examples", (40, pytest.param(200, marks=pytest.mark.long)))
+def test_any_shape(examples):
+    search(any_shape, examples)
+
+
+@pytest.mark.parametrize("examples", (20, pytest.param(80, marks=pytest.mark.long)))
+def test_any_shape_backward(examples):
+    search(any_shape_backward, examples)

@@ -8,7 +8,7 @@ from cases import GRADIENT_OF, Case, make_gradients, make_inputs, run_autograd
 from cpp_example import LIBRARY, assert_close, equal, export_block, run_program, try_run
 from subprocesses import run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]
 INPUTS = ("q", "k", "v", "g", "beta")
 
 

@@ -193,6 +193,7 @@ def train(model, tokens, autocast, steps=5):
     return losses, torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "autocast"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 )
@@ -252,6 +253,7 @@ def test_gradients_of_a_left_padded_batch(name):
     assert_same_gradients(gradients(model, tokens, attention_mask=mask), own)
 
 
+@pytest.mark.long
 @all_models
 def test_gradients_under_torch_compile(name):
     torch._dynamo.reset()  # all models share a decorator, and it compiles a function a few times only
@@ -515,6 +517,7 @@ print(len(calls))
 """
 
 
+@pytest.mark.long
 def test_layers_that_fsdp_has_sharded():
     """fully_shard makes a class of its own too, before or after; on the CPU."""
     assert run_python(FSDP.format(tests=str(Path(__file__).parent)), FLASH_QLA_QUIET="1").split()[-1] == "2"
@@ -612,6 +615,7 @@ def test_importing_flash_qla_does_not_import_transformers(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)  # not in the checkout, which would hide it
 
 
+@pytest.mark.long
 def test_transformers_example():
     command = [sys.executable, "-W", "error::FutureWarning", EXAMPLES / "transformers_model.py", "--device=cpu"]
     command += ["--model=qwen3_5"]
