@@ -122,14 +122,16 @@ def all_cases(cases: list[Case], device: str) -> dict:
     return outputs
 
 
-def compiled(case: Case, layout: str, device: str, backend: str) -> None:
-    """A compiled call is one graph, with the results of an eager call."""
+def compiled(case: Case, device: str, backend: str) -> None:
+    """A compiled call is one graph, with the results of an eager call, in each layout."""
     if device == "cuda":
         device = f"cuda:{dist.get_rank()}"
-    inputs, gradients = local_case(case, layout, device)
-    function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
-    found, expected = run(inputs, gradients, function), run(inputs, gradients)
-    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    for layout in LAYOUTS:
+        torch._dynamo.reset()
+        inputs, gradients = local_case(case, layout, device)
+        function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
+        found, expected = run(inputs, gradients, function), run(inputs, gradients)
+        assert all(torch.equal(x, expected[name]) for name, x in found.items()), layout
 
 
 def compiled_for_other_lengths(cases: list[Case], device: str, backend: str) -> None:
@@ -145,18 +147,20 @@ def compiled_for_other_lengths(cases: list[Case], device: str, backend: str) -> 
         assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
-def compiled_halo(case: Case, layout: str, backend: str) -> None:
+def compiled_halo(case: Case, backend: str) -> None:
     """The same of exchange_halo, in the middle of other things."""
-    inputs, _ = local_case(case, layout, "cpu", 4)
+    for layout in LAYOUTS:
+        torch._dynamo.reset()
+        inputs, _ = local_case(case, layout, "cpu", 4)
 
-    def function(x):
-        halo = exchange_halo(x * 2, inputs["cp_context"])
-        return (x * 3).sum() + halo.square().sum()
+        def function(x, context=inputs["cp_context"]):
+            halo = exchange_halo(x * 2, context)
+            return (x * 3).sum() + halo.square().sum()
 
-    x = inputs["v"].requires_grad_()
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    (found,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, function))
-    torch.testing.assert_close(found, expected)
+        x = inputs["v"].requires_grad_()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        (found,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, function))
+        torch.testing.assert_close(found, expected)
 
 
 def captured(case: Case, layout: str) -> None:
@@ -242,8 +246,14 @@ class WithoutGradient(torch.autograd.Function):
         return None
 
 
-def gradients_that_are_none(case: Case, layout: str, backend: str | None) -> None:
+def gradients_that_are_none(cases: list[Case], backend: str | None) -> None:
     """Rank 0 has a gradient of o, rank 1 has none, rank 2 has one of the final state: the same as with zeros."""
+    for case, layout in itertools.product(cases, LAYOUTS):
+        torch._dynamo.reset()
+        check_gradients_that_are_none(case, layout, backend)
+
+
+def check_gradients_that_are_none(case: Case, layout: str, backend: str | None) -> None:
     inputs, gradients = local_case(case, layout, "cpu", 4)
     context = inputs["cp_context"]
     weights = {"o": gradients["do"], "state": gradients["dht"], "halo": torch.ones(len(context._parts), 1, 1, 1)}

@@ -42,9 +42,9 @@ def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", t
 
     The function is one of a module that can be imported; results are what torch.save takes.
     """
-    # All processes are forked from one that has imported PyTorch and does nothing else: imports cost a second each.
+    # All processes are forked from one that has imported PyTorch and does nothing else: imports cost seconds each.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "flash_qla"])
+    context.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "flash_qla"])
     deadline = time.monotonic() + LIMIT
     with tempfile.TemporaryDirectory() as folder:
         processes = [

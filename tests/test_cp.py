@@ -148,34 +148,31 @@ def test_what_may_be_left_out():
 BACKEND = "aot_eager_decomp_partition"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("world_size", "case"),
-    # One of three ranks has a sequence of its own
-    [(2, CASES[2]), (3, Case(lengths=(160, 80), **SMALL))],
-    ids=str,
-)
-def test_compiled(world_size, case, layout):
-    run_on_ranks(world_size, cp_ranks.compiled, case, layout, "cpu", BACKEND)
+# One of three ranks has a sequence of its own.
+OF_ITS_OWN = Case(lengths=(160, 80), **SMALL)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("world_size", "case"), [(2, CASES[2]), (3, OF_ITS_OWN)], ids=str)
+def test_compiled(world_size, case):
+    run_on_ranks(world_size, cp_ranks.compiled, case, "cpu", BACKEND)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [BACKEND, "inductor"])
 def test_compiled_for_other_lengths(backend):
     cases = [Case(lengths=(total // 4, total - total // 4), **SMALL) for total in (240, 480, 100)]
     run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, "cpu", backend)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", [ONE, Case(lengths=(160, 80), **SMALL)], ids=str)
-@pytest.mark.parametrize("backend", [None, BACKEND])
-def test_gradients_that_are_none(backend, case, layout):
+@pytest.mark.parametrize("backend", [None, pytest.param(BACKEND, marks=pytest.mark.long)])
+def test_gradients_that_are_none(backend):
     """No rank leaves the others waiting."""
-    run_on_ranks(3, cp_ranks.gradients_that_are_none, case, layout, backend, timeout=20)
+    run_on_ranks(3, cp_ranks.gradients_that_are_none, [ONE, OF_ITS_OWN], backend, timeout=20)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_halo(layout):
-    run_on_ranks(2, cp_ranks.compiled_halo, ONE, layout, BACKEND)
+def test_compiled_halo():
+    run_on_ranks(2, cp_ranks.compiled_halo, ONE, BACKEND)
 
 
 @pytest.mark.parametrize("world_size", (1, 3, 8))
@@ -573,9 +570,8 @@ def test_two_gpus(case, layout):
 
 @pytest.mark.gpu
 @two_gpus
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_gpus_compiled(layout):
-    run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], layout, "cuda", BACKEND, backend="nccl")
+def test_two_gpus_compiled():
+    run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], "cuda", BACKEND, backend="nccl")
 
 
 @pytest.mark.gpu
