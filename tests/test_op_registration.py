@@ -8,7 +8,7 @@ import accuracy
 import pytest
 import torch
 from cases import ALL_INSIDE, Case, make_gradients, make_inputs, run_forward
-from subprocesses import run_python
+from subprocesses import run_forks, run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,6 +29,8 @@ CASES = (
     Case(T=70, K=16, V=8, dtype=torch.float64, use_gate_in_kernel=True, dt_bias=None, A_log=torch.float64),
     Case(T=70, K=16, V=8, dtype=torch.float32, use_beta_sigmoid_in_kernel=True, beta_dtype=torch.float16),
 )
+
+EACH_CASE = [case if i in (0, 3, 7) else pytest.param(case, marks=pytest.mark.long) for i, case in enumerate(CASES)]
 
 OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 
@@ -66,7 +68,7 @@ def for_device(case: Case, device: str):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH_CASE, ids=str)
 def test_opcheck(device, op, case):
     for_device(case, device)
     args, kwargs = op_arguments(op, case, device)
@@ -75,7 +77,7 @@ def test_opcheck(device, op, case):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("_bwd")])
-@pytest.mark.parametrize("case", CASES[1::2], ids=str)
+@pytest.mark.parametrize("case", EACH_CASE[1::2], ids=str)
 def test_opcheck_with_inputs_that_require_gradients(device, op, case):
     for_device(case, device)
     args, kwargs = op_arguments(op, case, device)
@@ -250,31 +252,34 @@ with warnings.catch_warnings(record=True) as found:
 for warning in found:
     print(warning.category.__name__, warning.message)
 """
-    for action, call, beginning in (
+    cases = (
         ("always", "call", "UserWarning flash_qla: the tensors are on the CPU"),
         ("always", "call_in_a_thread", "UserWarning flash_qla: the tensors are on the CPU"),
         ("error", "call", "error: UserWarning: flash_qla: the tensors are on the CPU"),
         ("ignore", "call", ""),
-    ):
-        output = run_python(code.format(action=action, call=call), FLASH_QLA_QUIET="")
+    )
+    outputs = run_forks([code.format(action=action, call=call) for action, call, _ in cases], FLASH_QLA_QUIET="")
+    for (_, _, beginning), output in zip(cases, outputs, strict=True):
         assert output.startswith(beginning) and len(output.splitlines()) == bool(beginning), output
 
 
 def test_slow_path_notice_points_at_the_callers_line(tmp_path):
     """Whichever function or op is called, compiled or not."""
-    program = tmp_path / "program.py"
-    for call in (
+    calls = (
         "flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])",
         "torch.ops.flash_qla.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])",
         "flash_qla.chunk_gated_delta_rule(y, x, x, x[..., 0], x[..., 0])[0].sum().backward()",
         "torch.compile(flash_qla.chunk_gated_delta_rule, backend='eager')(x, x, x, x[..., 0], x[..., 0])",
         "torch.compile(flash_qla.chunk_gated_delta_rule, backend='aot_eager')(x, x, x, x[..., 0], x[..., 0])",
         "torch.compile(flash_qla.chunk_gated_delta_rule)(x, x, x, x[..., 0], x[..., 0])",
-    ):
+    )
+    programs = [tmp_path / f"program{i}.py" for i in range(len(calls))]
+    for program, call in zip(programs, calls, strict=True):
         program.write_text(
             "import torch, flash_qla\nx = torch.zeros(1, 3, 1, 4)\ny = x.clone().requires_grad_()\n" + call
         )
-        output = run_python(f"import runpy; runpy.run_path({str(program)!r})", FLASH_QLA_QUIET="")
+    outputs = run_forks([f"import runpy; runpy.run_path({str(x)!r})" for x in programs], FLASH_QLA_QUIET="")
+    for program, output in zip(programs, outputs, strict=True):
         assert f"{program}:4: UserWarning: flash_qla" in output, output
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.long
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train.py"
 STEPS = 32  # enough to learn the text
@@ -60,35 +61,30 @@ def test_a_missing_gradient_is_noticed(tmp_path):
 
 
 def over_ranks(folder, world_size, *options):
-    """The losses under torchrun, over ranks and in one process."""
+    """The losses under torchrun, over ranks and in one process, and what is printed."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}")
     result = run(*torchrun, TRAIN, "--out", folder, *options)
     assert result.returncode == 0, result.stdout + result.stderr
     results = json.loads((folder / "train.json").read_text())
     assert results["failures"] == []
-    return [run["losses"] for run in results["runs"].values()][:2]
+    return *[run["losses"] for run in results["runs"].values()][:2], result.stdout
 
 
 def test_sequences_over_ranks(tmp_path):
-    """Two sequences, each over two ranks."""
+    """Two sequences, each over two ranks. Few steps need not learn."""
     options = ("--device=cpu", f"--steps={FEW_STEPS}", "--length=512", "--context-ranks=2")
-    ours, one_process = over_ranks(tmp_path, 4, *options)
+    ours, one_process, output = over_ranks(tmp_path, 4, *options)
     assert len(ours) == len(one_process) == FEW_STEPS
     assert max(abs(a - b) for a, b in zip(ours, one_process, strict=True)) < 1e-5
+    assert "fewer than 30 steps: not asked whether the text has been learned" in output
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_long_sequence_over_two_gpus(tmp_path):
     """The example itself compares the curves, with a margin for what bf16 does."""
-    ours, _ = over_ranks(tmp_path, 2, "--device=cuda", "--length=131072")
+    ours, *_ = over_ranks(tmp_path, 2, "--device=cuda", "--length=131072")
     assert ours[-1] < ours[0]
-
-
-def test_few_steps_need_not_learn():
-    result = run(TRAIN, "--device=cpu", "--steps=2")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "fewer than 30 steps: not asked whether the text has been learned" in result.stdout
 
 
 @pytest.mark.parametrize(("steps", "names"), ((29, []), (30, ["flash_qla", "torch", "torch, perturbed"])))
@@ -104,10 +100,14 @@ def test_what_has_not_learned(steps, names, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("script", ("examples/train.py", "examples/transformers_model.py", "tests/test_gdr.py"))
-def test_no_gpu_is_said_in_one_line(script):
-    result = run(TRAIN.parent.parent / script, "--device=cuda", *(["--set=develop"] if "gdr" in script else []))
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].endswith("error: --device cuda: torch sees no CUDA device")
+def test_no_gpu_is_said_in_one_line(script, monkeypatch, capsys):
+    path = TRAIN.parent.parent / script
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.setattr(sys, "argv", [str(path), "--device=cuda", *(["--set=develop"] if "gdr" in script else [])])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: --device cuda: torch sees no CUDA device")
 
 
 def test_figure(tmp_path):
