@@ -91,11 +91,11 @@ class Compiler:
     """
 
     def __init__(self, root: Path, out: Path, include: list[Path], system_include: list[Path], options: list[str]):
-        self.root, self.objects = root, out / "objects"
-        self.command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w"]
+        self.root, self.out, self.objects, self.headers = root, out, out / "objects", {}
+        self.command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]
         self.command += ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
         self.command += ['-DFLASH_QLA_VERSION="emulated"', '-DFLASH_QLA_TORCH_TARGET="2.10"', *options]
-        for folder in include:
+        for folder in (self.objects, *include):
             self.command += ["-I", self.name_of(folder)]
         for folder in (TORCH / "include", *system_include):
             self.command += ["-isystem", str(folder)]
@@ -103,10 +103,18 @@ class Compiler:
     def name_of(self, path: Path) -> str:
         return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
 
+    def precompile(self, header: str, *options: str) -> tuple[str, ...]:
+        """The options with which sources include the header first, without parsing it."""
+        source = write(self.objects / "precompiled" / header, f"#include <{header}>\n")
+        command = [*self.command, *options, "-x", "c++-header", self.name_of(source)]
+        self.headers[f"precompiled/{header}"] = self._make(source.with_name(f"{header}.gch"), command)
+        return (*options, "-include", f"precompiled/{header}")
+
     def compile(self, source: Path, *options: str) -> Path:
         name = self.name_of(source)
-        command = [*self.command, *options, "-c", name]
-        target = self.objects / f"{name.replace('/', '_')}.o"
+        return self._make(self.objects / f"{name.replace('/', '_')}.o", [*self.command, *options, "-c", name])
+
+    def _make(self, target: Path, command: list[str]) -> Path:
         record, headers = target.with_suffix(".sha256"), target.with_suffix(".d")
         made = [target, record, headers]
         if not (all(path.is_file() for path in made) and record.read_text() == self._made_of(command, headers)):
@@ -118,36 +126,38 @@ class Compiler:
         return target
 
     def _made_of(self, command: list[str], headers: Path) -> str:
-        """A hash of the command and of the tree's files that the compiler has listed in `headers`."""
+        """A hash of the command, of its precompiled headers, and of the tree's files that the compiler has listed in
+        `headers`."""
         digest = hashlib.sha256("\0".join(command).encode())
+        for header in filter(None, map(self.headers.get, command)):
+            digest.update(header.with_suffix(".sha256").read_bytes())
         for name in headers.read_text().replace("\\\n", " ").partition(":")[2].split():
             path = self.root / name
             digest.update(b"\0" + name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
         return digest.hexdigest()
 
 
-def sources(out: Path, races: bool) -> list[tuple]:
+def sources(compiler: Compiler, races: bool) -> list[tuple]:
     """All sources of the library, each with its options."""
     registry, launchers = KERNELS / "registry.cpp", KERNELS / "launchers.cpp"
     seen = ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")
     if races:
         seen = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-g1")
-    kernels = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
-    found = [
-        (write(out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")), "-include", "emulator.h", *seen)
-        for name in kernels
-    ]
-    found += [(registry,), (launchers, f"-Wa,-I{KERNELS.relative_to(ROOT)}")]
+    names = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
+    kernels = [write(compiler.out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")) for name in names]
+    of_kernels, of_host = compiler.precompile("emulator.h", "-O2", *seen), compiler.precompile("torch.h", "-O1")
+    as_gpu = (*of_host, "-include", "host.h")
+    found = [(path, *of_kernels) for path in kernels]
+    found += [(registry, "-O1"), (launchers, "-O1", f"-Wa,-I{KERNELS.relative_to(ROOT)}")]
     found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
-    found += [(path,) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
-    as_gpu = ("-include", "host.h")
+    found += [(path, *of_host) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").rglob("*.cpp")]
-    found.remove((ROOT / "csrc/call.cpp",))
-    found.remove((ROOT / "csrc/ops.cpp",))
+    found.remove((ROOT / "csrc/call.cpp", *of_host))
+    found.remove((ROOT / "csrc/ops.cpp", *of_host))
     halves = [f"{half}_{name}" for half in ("begin", "finish") for name in ("forward", "backward")]
     passes = ("forward", "backward", *halves, "replay_backward", "prefill", "decode")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
-    return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *renamed)]
+    return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]
 
 
 def build(out: Path, races: bool = False) -> Path:
@@ -162,7 +172,7 @@ def build(out: Path, races: bool = False) -> Path:
     options = ["-Wno-psabi", "-fno-strict-aliasing", *(["-DEMULATOR_RACES"] if races else [])]
     compiler = Compiler(ROOT, out, include, find_toolkit().include, options)
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
-        objects = list(pool.map(lambda source: compiler.compile(*source), sources(out, races)))
+        objects = list(pool.map(lambda source: compiler.compile(*source), sources(compiler, races)))
     package = out / "package/flash_qla"
     shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
     libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so")]

@@ -216,7 +216,8 @@ def build_library(tree: Path) -> None:
     from build_tools.toolchain import find_toolkit, max_jobs
 
     toolkit, kernels = find_toolkit(), tree / "build/kernels"
-    compiler = Compiler(tree, tree / LIBRARY, [tree / "csrc", kernels], toolkit.include, ["-Wa,-Ibuild/kernels"])
+    options = ["-O2", "-Wa,-Ibuild/kernels"]
+    compiler = Compiler(tree, tree / LIBRARY, [tree / "csrc", kernels], toolkit.include, options)
     folders = ("csrc", "csrc/cpu", "csrc/gpu", "csrc/gpu/runtime")
     sources = [path for folder in folders for path in sorted((tree / folder).glob("*.cpp"))]
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:

@@ -1,9 +1,7 @@
 // Included before the library's sources: code for GPU tensors then takes CPU tensors.
 #pragma once
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+#include "torch.h"
 
 namespace torch::stable::accelerator {
 struct NoGuard {
