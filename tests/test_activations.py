@@ -372,7 +372,7 @@ def layer_inputs(lengths: tuple[int, ...], seed: int, device: str) -> tuple:
     return (x, *(inputs[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens")))
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.long)))
 def test_compile_training_once_for_all_lengths(device, backend):
     torch.manual_seed(0)
     layer = Layer(4, device)

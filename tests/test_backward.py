@@ -57,6 +57,7 @@ def test_varlen_lengths(device, case):
     check_backward(case, device)
 
 
+@pytest.mark.long
 @parametrize(
     Case(T=4095, H_k=1, H_v=2),
     Case(T=2000, H_k=1, H_v=1, gate="logsigmoid", dtype=FP16, state_v_first=True),

@@ -153,6 +153,7 @@ def run_session(folder: Path, code: str, *options: str) -> tuple[str, list[dict]
     return result.stdout, json.loads((folder / "errors.json").read_text())["worst"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", (0, 2))
 def test_the_table_has_what_every_worker_measured(tmp_path, workers):
     options = []
@@ -181,6 +182,7 @@ def test_the_table_has_what_every_worker_measured(tmp_path, workers):
     assert f"cpu    float32  float32  o           {by_tensor['o']['error']:.2e} 1.00e-05 number 7" in lines
 
 
+@pytest.mark.long
 def test_the_table_says_what_a_crash_took(tmp_path):
     pytest.importorskip("xdist")
     crash = "\ndef test_crash():\n    os._exit(1)\n"

@@ -35,6 +35,7 @@ def test_varlen_lengths(device, case):
     check_forward(case, device)
 
 
+@pytest.mark.long
 @parametrize(
     Case(T=4095, H_k=1, H_v=2),
     Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True),

@@ -1,0 +1,45 @@
+"""`pytest` leaves out the tests marked long, in its workers, too, unless they are asked for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = """
+import pytest
+
+def test_quick():
+    pass
+
+@pytest.mark.long
+def test_long():
+    pass
+
+@pytest.mark.build
+def test_build():
+    pass
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "passed", "said"),
+    (([], 1, True), (["-m", "long"], 2, False), (["-k", "quick or build"], 2, False), (["test_checks.py"], 3, False)),
+    ids=str,
+)
+def test_what_runs(tmp_path, options, passed, said):
+    (tmp_path / "test_checks.py").write_text(CHECKS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = test_checks.py\nmarkers =\n  long:\n  build:\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parent)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert f" {passed} passed" in result.stdout, result.stdout
+    assert ("left out: the tests marked long" in result.stdout) == said, result.stdout
