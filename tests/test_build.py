@@ -350,7 +350,7 @@ from build_tools import tilelang_patches as patches
 from build_tools.lower import lower
 from kernels_tl.instances import INSTANCES
 
-(instance,) = [each for each in INSTANCES if each.name == "backward_maps_bf16_K128"]
+(instance,) = [each for each in INSTANCES if each.name == "segment_scan_bf16_K128_no_reverse"]
 configs = patches.pass_configs
 
 def lowered():
