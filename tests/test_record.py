@@ -31,6 +31,7 @@ def test_error(broken):
 """
 
 
+@pytest.mark.long
 def test_a_session_is_recorded(tmp_path):
     """Once, with workers too. A second session is a second record."""
     (tmp_path / "test_checks.py").write_text(CHECKS)

@@ -77,12 +77,14 @@ def test_the_program_imports():
     assert typed_program.published_bwd is flash_qla.chunk_gated_delta_rule_bwd
 
 
+@pytest.mark.long
 def test_mypy(programs):
     """Errors in the package itself are not a user's; an `ignore` without an error is one."""
     options = ("--strict", "--follow-imports=silent", "--cache-dir=/dev/null")
     check("mypy", *options, *programs, folder=programs[0].parent)
 
 
+@pytest.mark.long
 def test_pyright(programs):
     settings = {"typeCheckingMode": "strict", "reportUnnecessaryTypeIgnoreComment": True, "include": ["*.py"]}
     settings |= {"reportUnusedExpression": False, "reportPrivateUsage": False}
