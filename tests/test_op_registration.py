@@ -206,6 +206,7 @@ def test_inference_mode(device):
         assert torch.equal(flash_qla.chunk_gated_delta_rule(**inputs)[0], expected)
 
 
+@pytest.mark.long
 def test_import_time():
     """The import takes at most 0.3 s more than importing torch."""
     code = "import time, torch; start = time.perf_counter(); import flash_qla; print(time.perf_counter() - start)"
