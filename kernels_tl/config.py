@@ -114,5 +114,5 @@ DECODE = {
     "rows": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS, spills=128),
     "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
     "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
-    "key_first": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_KEY_FIRST),
+    "key_first": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_KEY_FIRST, spills=28),
 }

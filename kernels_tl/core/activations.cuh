@@ -141,12 +141,15 @@ __device__ __forceinline__ float activated_beta_slope(float x, int activations) 
   return beta_factor(activations) * sigmoid_slope(x);
 }
 
-// The log decay and the step size of a head's token, from numbers that are raw or ready.
+// The log decay and the step size of a head's token, from numbers that are raw or ready. Both ways are computed, without
+// a branch: the compiler then computes the activations while other results are on their way.
 __device__ __forceinline__ float log_decay(float x, const GateBits& bits, int activations) {
-  return activations & Activation::kGate ? HeadGate(bits, activations)(x) : limit_decay(x);
+  const float activated = HeadGate(bits, activations)(x);
+  return activations & Activation::kGate ? activated : limit_decay(x);
 }
 __device__ __forceinline__ float step_size(float x, int activations) {
-  return activations & Activation::kSigmoid ? activated_beta(x, activations) : x;
+  const float activated = activated_beta(x, activations);
+  return activations & Activation::kSigmoid ? activated : x;
 }
 
 }  // namespace flash_qla::device
