@@ -3,6 +3,7 @@
     python benchmarks/decode.py --out benchmarks/results/decode_h200.json
     python benchmarks/decode.py --tokens 4 --heads 16x32 --batches 64,256 --packages flash_qla,sglang
     python benchmarks/decode.py --tokens 1,4 --keep every --packages flash_qla,sglang,vllm
+    python benchmarks/decode.py --keep lagging --steps 8,16,32 --packages flash_qla,sglang
 
 Raw bf16 gates and betas, the l2norm inside. Sequences are at random slots of a pool with twice as many slots. A sample
 is the replay of a CUDA graph. Its calls take several pools in turn, so that no state is in the L2 cache when its turn
@@ -10,6 +11,8 @@ comes; q, k, v and the gates may be. Medians over samples, in microseconds a cal
 
   --keep last    the state after the last token goes back to its slot: a sequence reads one state and writes one
   --keep every   the state after each token is kept: by vLLM in slots, by SGLang in a buffer, by flash_qla in both ways
+  --keep lagging every --steps-th state goes back, and steps in between to a backlog (flash_qla, SGLang). A sample is
+                 whole cycles, so times and bytes are those of an average step. The functions of --keep last run, too
 
 All functions of a package run, and the fastest one counts. FLA's function takes no slots: states are gathered before it
 and scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The
@@ -36,6 +39,8 @@ K = V = 128
 ROTATED_BYTES = 200e6  # a sample touches states of so many bytes before it returns to one: four times the L2 cache
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
+REPLAY_MODULE = "sglang.kernels.ops.attention.linear.fused_recurrent_linear_replayssm"
+REPLAY = "fused_recurrent_linear_replayssm_decode"
 PACKED, UPDATE = "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update"
 
 
@@ -45,8 +50,9 @@ class Case:
     H_v: int
     batch: int
     tokens: int  # tokens of a sequence
-    keep: str  # last, every
+    keep: str  # last, every, lagging
     state_dtype: torch.dtype
+    steps: tuple[int, ...] = ()  # with lagging: lengths of a cycle
     pools: int = 0  # 0: as many as ROTATED_BYTES needs
 
     def __post_init__(self):
@@ -97,7 +103,52 @@ def keep_every(case) -> bool:
     return case.keep == "every" and case.tokens > 1
 
 
-# The functions of each package by name: (number of a pool) -> o.
+@dataclass
+class Lagging:
+    """Decoding that writes a state at the last of `steps` steps: (number of a pool, step) -> o.
+
+    function takes the state pool and, by name, d_cache, k_cache, g_cache and write_pos.
+    """
+
+    function: Callable
+    case: Case
+    steps: int
+    change_dtype: torch.dtype
+    key_dtype: torch.dtype
+
+    def __post_init__(self):
+        case, L = self.case, self.steps
+        pools, slots = case.pool.shape[:2]
+
+        def backlogs(dtype, *shape):
+            return torch.zeros(pools, slots, *shape, device=common.DEVICE, dtype=dtype)
+
+        self.backlogs = {
+            "d_cache": backlogs(self.change_dtype, case.H_v, L, V),
+            "k_cache": backlogs(self.key_dtype, case.H_k, L, K),
+            "g_cache": backlogs(torch.float32, case.H_v, L),
+        }
+        self.positions = torch.arange(L, device=common.DEVICE, dtype=torch.int32)[:, None].expand(L, case.batch)
+        self.positions = self.positions.contiguous()
+
+    def __call__(self, i: int, step: int = 0) -> torch.Tensor:
+        own = {name: x[i] for name, x in self.backlogs.items()}
+        return self.function(self.case.pool[i], **own, write_pos=self.positions[step])
+
+    @property
+    def keep(self) -> str:
+        return f"L={self.steps}"
+
+    @property
+    def bytes(self) -> float:
+        """Of an average step: (L - 1) / 2 steps of a backlog are read, (L - 1) / L of a step is written."""
+        case, L = self.case, self.steps
+        state = case.H_v * V * K * case.state_dtype.itemsize
+        step = case.H_v * V * self.change_dtype.itemsize + case.H_k * K * self.key_dtype.itemsize + 4 * case.H_v
+        return case.io_bytes() + case.batch * (state * (1 + 1 / L) + step * ((L - 1) / 2 + (L - 1) / L))
+
+
+# The functions of each package by name: (number of a pool) -> o, or a Lagging.
 
 
 def flash_qla_calls(case: Case) -> dict[str, Callable]:
@@ -116,7 +167,17 @@ def flash_qla_calls(case: Case) -> dict[str, Callable]:
     if case.tokens == 1:
         gates = (case.packed("a"), case.packed("b"), case.A_log, case.dt_bias)
         calls["packed"] = lambda i: decode_gated_delta_rule_packed(case.mixed, *gates, case.pool[i], case.slots)
+    for steps in case.steps:
+        function = partial(buffered, case)
+        calls[f"buffered {steps}"] = Lagging(function, case, steps, torch.float32, torch.bfloat16)
     return calls
+
+
+def buffered(case: Case, pool: torch.Tensor, **backlog) -> torch.Tensor:
+    from flash_qla import decode_gated_delta_rule_buffered
+
+    gates = (case.a, case.b, case.A_log, case.dt_bias)
+    return decode_gated_delta_rule_buffered(case.q, case.k, case.v, *gates, pool, case.slots, **backlog)
 
 
 def fla_calls(case: Case) -> dict[str, Callable]:
@@ -147,8 +208,9 @@ def fla_calls(case: Case) -> dict[str, Callable]:
     return {"gathered": gathered}
 
 
-def packed_call(function: Callable, case: Case) -> Callable:
-    """One token, as both engines' layers call it."""
+def packed_call(function: Callable, case: Case, pools=None) -> Callable:
+    """One token, as both engines' layers call it. `pools` are those of the case by default."""
+    pools = case.pool if pools is None else pools
     options = {
         "mixed_qkv": case.mixed,
         "a": case.packed("a"),
@@ -160,7 +222,13 @@ def packed_call(function: Callable, case: Case) -> Callable:
         "ssm_state_indices": case.slots,
         "use_qk_l2norm_in_kernel": True,
     }
-    return lambda i: function(initial_state=case.pool[i], **options)[0]
+    return lambda i: function(initial_state=pools[i], **options)[0]
+
+
+def replay(case: Case, pool: torch.Tensor, **backlog) -> torch.Tensor:
+    """SGLang's function for states that lag. Its caches have the dtype of the states."""
+    function = getattr(importlib.import_module(REPLAY_MODULE), REPLAY)
+    return packed_call(partial(function, **backlog), case, [pool])(0)
 
 
 def update_options(case: Case) -> dict:
@@ -185,6 +253,9 @@ def sglang_calls(case: Case) -> dict[str, Callable]:
     if case.tokens == 1:
         packed = getattr(importlib.import_module(f"{ops}.fla.fused_recurrent"), PACKED)
         calls["packed"] = packed_call(packed, case)
+    for steps in case.steps:
+        dtypes = (case.state_dtype, case.state_dtype)
+        calls[f"replay {steps}"] = Lagging(partial(replay, case), case, steps, *dtypes)
     return calls
 
 
@@ -260,15 +331,17 @@ def measure(package: str, options):
     sizes = itertools.product(parse_heads(options.heads), options.state_dtypes.split(","), options.tokens)
     for (H_k, H_v), state_dtype, tokens in sizes:
         of_case = {"H_k": H_k, "H_v": H_v, "tokens": tokens, "keep": options.keep}
-        of_case["state_dtype"] = STATE_DTYPES[state_dtype]
+        of_case |= {"state_dtype": STATE_DTYPES[state_dtype], "steps": steps_of(options, tokens)}
         errors = check(calls_of, **of_case)
         for batch in options.batches:
             case = Case(batch=batch, **of_case)
             for name, call in calls_of(case).items():
+                steps = range(call.steps) if isinstance(call, Lagging) else (0,)
 
-                def round_of_calls(call=call, case=case):
-                    for i in range(case.pools):
-                        call(i)
+                def round_of_calls(call=call, case=case, steps=steps):
+                    for step in steps:
+                        for i in range(case.pools):
+                            call(i, step) if isinstance(call, Lagging) else call(i)
 
                 ms = time_graph(round_of_calls, options.samples, options.sample_ms)
                 cell = {
@@ -278,16 +351,25 @@ def measure(package: str, options):
                     "heads": f"{H_k}x{H_v}",
                     "batch": batch,
                     "tokens": tokens,
-                    "keep": options.keep,
+                    "keep": call.keep if isinstance(call, Lagging) else keep_of(options),
                     "state_dtype": state_dtype,
-                    **{key.replace("ms", "us"): 1e3 * x / case.pools for key, x in spread(ms).items()},
-                    "bytes": case.bytes,
+                    **{key.replace("ms", "us"): 1e3 * x / case.pools / len(steps) for key, x in spread(ms).items()},
+                    "bytes": call.bytes if isinstance(call, Lagging) else case.bytes,
                     "relative_error": errors[name],
                 }
                 print(f"{package:>10} {name:>11} {key_text(cell)} {cell['us']:8.2f} us", flush=True)
                 yield cell
             call = None  # it holds the states
             del case
+
+
+def keep_of(options) -> str:
+    """The states that functions keep which are no Lagging."""
+    return "last" if options.keep == "lagging" else options.keep
+
+
+def steps_of(options, tokens: int) -> tuple[int, ...]:
+    return tuple(options.steps) if options.keep == "lagging" and tokens == 1 else ()
 
 
 KEY = ("heads", "state_dtype", "tokens", "keep", "batch")
@@ -307,6 +389,7 @@ def report(cells: list[dict]) -> None:
             best[cell["package"]] = cell
     ratios: dict[str, list[float]] = {}
     bandwidth = ceilings()["bandwidth"]
+    written = {key: best["flash_qla"]["us"] for key, best in found.items() if "flash_qla" in best and "last" in key}
     for best in found.values():
         if (ours := best.pop("flash_qla", None)) is None:
             continue
@@ -314,6 +397,9 @@ def report(cells: list[dict]) -> None:
         line = (
             f"{key_text(ours)} {ours['us']:8.2f} us ({ours['function']}) {rate / 1e9:6.0f} GB/s {rate / bandwidth:4.0%}"
         )
+        each_step = written.get(tuple("last" if name == "keep" else ours[name] for name in KEY))
+        if ours["keep"].startswith("L=") and each_step is not None:
+            line += f", {each_step / ours['us']:.2f}x as fast as a write at each step"
         if best:
             peer = min(best.values(), key=lambda cell: cell["us"])
             ratios.setdefault(ours["state_dtype"], []).append(peer["us"] / ours["us"])
@@ -333,7 +419,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
     parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
     parser.add_argument("--tokens", type=numbers, default="1", help="tokens of a sequence")
-    parser.add_argument("--keep", choices=("last", "every"), default="last", help="which states are kept")
+    parser.add_argument("--keep", choices=("last", "every", "lagging"), default="last", help="which states are kept")
+    parser.add_argument("--steps", type=numbers, default="8,16,32", help="steps of a cycle, with --keep lagging")
     parser.add_argument("--state-dtypes", default="fp32,bf16")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--sample-ms", type=float, default=2.0, help="length of a sample")

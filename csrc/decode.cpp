@@ -7,6 +7,7 @@
 #include "activations.h"
 #include "checks.h"
 #include "contents.h"
+#include "layout.h"
 #include "pool.h"
 #include "tensors.h"
 
@@ -50,6 +51,20 @@ void check_tables(const DecodeCall& call) {
     check(!call.writes_back(), call.op,
           "update_state is True, expected False with parents: a tree of tokens has no last state");
   }
+}
+
+// Checks a tensor of backlogs, [slots, heads, L, ..], which is written in place: its dtype is that of q or, in any
+// case, the compute dtype.
+void check_backlog(const DecodeCall& call, const char* name, const Tensor& backlog, bool in_dtype_of_q,
+                   std::initializer_list<int64_t> slot, const char* symbols) {
+  const ScalarType compute_dtype = call.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType dtype = backlog.scalar_type();
+  if (dtype != compute_dtype && !(in_dtype_of_q && dtype == call.dtype)) [[unlikely]] {
+    const bool either = in_dtype_of_q && call.dtype != compute_dtype;
+    fail(call.op, name, " has dtype ", dtype_string(dtype), ", expected ", dtype_string(compute_dtype),
+         either ? " or " : "", either ? dtype_string(call.dtype) : "");
+  }
+  check_slots(call.op, name, backlog, call.slots(), slot, symbols);
 }
 
 }  // namespace
@@ -152,6 +167,32 @@ Tensor output_as_returned(const DecodeCall& call, Tensor o) {
     copy(out, o);
   }
   return new_empty(call.op, call.q, {0}, call.dtype);
+}
+
+BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arguments, Backlog backlog) {
+  if (arguments.state_indices) {
+    check_rank(op, "state_indices", *arguments.state_indices, 1, "[N]");
+  }
+  BufferedDecodeCall call{make_decode_call(op, std::move(arguments)), std::move(backlog)};
+  check(call.T == 1, op, "q has ", call.T, " tokens of each sequence, expected 1 ([B, 1, H_k, K])");
+  check_devices(op, call.q,
+                {{"d_cache", &call.d_cache},
+                 {"k_cache", &call.k_cache},
+                 {"g_cache", &call.g_cache},
+                 {"write_pos", &call.write_pos},
+                 {"force_flush", or_null(call.force_flush)}});
+  check_rank(op, "d_cache", call.d_cache, 4, "[slots, H_v, L, V]");
+  const int64_t L = call.length();
+  check(L >= 1 && L <= kDecodeBacklog, op, "d_cache has backlogs of ", L, " steps, expected 1 to ", kDecodeBacklog,
+        " ([slots, H_v, L, V])");
+  check_backlog(call, "d_cache", call.d_cache, true, {call.H_v, L, call.V}, "[slots, H_v, L, V]");
+  check_backlog(call, "k_cache", call.k_cache, true, {call.H_k, L, call.K}, "[slots, H_k, L, K]");
+  check_backlog(call, "g_cache", call.g_cache, false, {call.H_v, L}, "[slots, H_v, L]");
+  check_table(op, "write_pos", call.write_pos, call.N, 1, "[N]");
+  if (call.force_flush) {
+    check_table(op, "force_flush", *call.force_flush, call.N, 1, "[N]");
+  }
+  return call;
 }
 
 }  // namespace flash_qla

@@ -46,6 +46,19 @@ struct DecodeCall : DecodeArguments, Tokens {
   bool writes_back() const { return update_state && !write_indices; }
 };
 
+// The backlog of decode_gated_delta_rule_buffered: the steps that the state of a slot lacks, oldest first. A sequence's
+// backlog holds write_pos[n] of them. Step i decays the state by e^g and adds d k^T to it.
+struct Backlog {
+  Tensor d_cache = undefined_tensor();    // [slots, H_v, L, V], dtype of q or the compute dtype; written
+  Tensor k_cache = undefined_tensor();    // [slots, H_k, L, K], as d_cache; written
+  Tensor g_cache = undefined_tensor();    // [slots, H_v, L], compute dtype; written
+  Tensor write_pos = undefined_tensor();  // [N]
+  std::optional<Tensor> force_flush;      // [N]: not 0: the sequence's state catches up
+
+  int64_t length() const { return d_cache.size(2); }
+};
+struct BufferedDecodeCall : DecodeCall, Backlog {};
+
 // Throws std::runtime_error unless the call can run. The text names the argument, what was expected and what came. No
 // data is read.
 DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
@@ -54,8 +67,12 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
 // mixed_qkv, a and b may lack the dimension T if each sequence has one token. Sets the arguments q, k, v, a and b.
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments);
 
+// make_decode_call for one token of each sequence, on states that lag.
+BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arguments, Backlog backlog);
+
 // Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_decode_tables(const DecodeCall& call);
+void check_decode_tables(const BufferedDecodeCall& call);
 
 // Memory for o [B, T, H_v, V], dtype of q, contiguous: `out`, if it is contiguous, or a new tensor.
 Tensor allocate_output(const DecodeCall& call);
@@ -65,5 +82,7 @@ Tensor output_as_returned(const DecodeCall& call, Tensor o);
 // Returns output_as_returned.
 Tensor decode_cpu(DecodeCall call);
 Tensor decode_cuda(DecodeCall call);
+Tensor decode_buffered_cpu(BufferedDecodeCall call);
+Tensor decode_buffered_cuda(BufferedDecodeCall call);
 
 }  // namespace flash_qla

@@ -293,8 +293,27 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
 }
 
+constexpr const char* kDecodeGatedDeltaRuleBuffered =
+    "decode_gated_delta_rule_buffered(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, "
+    "Tensor? dt_bias, Tensor(a!) state_pool, Tensor? state_indices, Tensor(b!) d_cache, Tensor(c!) k_cache, "
+    "Tensor(d!) g_cache, Tensor write_pos, Tensor? force_flush=None, float? scale=None, int null_index=-1, "
+    "bool use_qk_l2norm_in_kernel=True, bool? use_beta_sigmoid_in_kernel=None, bool allow_neg_eigval=False, "
+    "Tensor(e!)? out=None) "
+    "-> Tensor o";
+
+template <auto DecodeBuffered>
+void decode_gated_delta_rule_buffered(const Stack& stack) {
+  DecodeArguments a;
+  Backlog backlog;
+  stack.take(a.q, a.k, a.v, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, backlog.d_cache,
+             backlog.k_cache, backlog.g_cache, backlog.write_pos, backlog.force_flush, a.scale, a.null_index,
+             a.use_qk_l2norm, a.use_beta_sigmoid, a.allow_neg_eigval, a.out);
+  stack.give(DecodeBuffered(
+      make_buffered_decode_call("flash_qla::decode_gated_delta_rule_buffered", std::move(a), std::move(backlog))));
+}
+
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
-          auto FinishBackward, auto Prefill, auto Decode>
+          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
   m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
@@ -307,6 +326,7 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   m.impl("prefill_gated_delta_rule", boxed<prefill_gated_delta_rule<Prefill>>);
   m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
   m.impl("decode_gated_delta_rule_packed", boxed<decode_gated_delta_rule_packed<Decode>>);
+  m.impl("decode_gated_delta_rule_buffered", boxed<decode_gated_delta_rule_buffered<DecodeBuffered>>);
 }
 
 }  // namespace
@@ -325,18 +345,19 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kPrefillGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRulePacked);
+  m.def(flash_qla::kDecodeGatedDeltaRuleBuffered);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
   flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
                                  flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
                                  flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
-                                 flash_qla::decode_cpu>(m);
+                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
   flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda,
                                  flash_qla::finish_forward_cuda, flash_qla::begin_backward_cuda,
                                  flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
-                                 flash_qla::prefill_cuda, flash_qla::decode_cuda>(m);
+                                 flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda>(m);
 }

@@ -63,4 +63,25 @@ void check_states(const char* op, const char* name, const Tensor& tensor, int64_
   }
 }
 
+void check_slots(const char* op, const char* name, const Tensor& tensor, int64_t slots,
+                 torch::headeronly::IntHeaderOnlyArrayRef slot, const char* symbols) {
+  std::vector<int64_t> expected = {slots};
+  expected.insert(expected.end(), slot.begin(), slot.end());
+  check_shape(op, name, tensor, expected, symbols);
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto strides = tensor.strides();
+  int64_t size = 1;
+  for (int64_t i = tensor.dim() - 1; i > 0; size *= expected[i--]) {
+    if (expected[i] > 1 && strides[i] != size) [[unlikely]] {
+      fail(op, name, " has strides ", shape_string(strides), ", expected contiguous slots (", symbols, ")");
+    }
+  }
+  if (overlaps(tensor, 1, size)) [[unlikely]] {
+    fail(op, name, " has strides ", shape_string(strides), ", expected slots that do not overlap, of ", size,
+         " elements each");
+  }
+}
+
 }  // namespace flash_qla

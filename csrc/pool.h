@@ -16,4 +16,8 @@ void check_table(const char* op, const char* name, const Tensor& tensor, int64_t
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols, bool v_first = true);
 
+// Checks a tensor [slots, *slot] that is written in place: each slot must be contiguous, and no two may share memory.
+void check_slots(const char* op, const char* name, const Tensor& tensor, int64_t slots,
+                 torch::headeronly::IntHeaderOnlyArrayRef slot, const char* symbols);
+
 }  // namespace flash_qla

@@ -155,7 +155,7 @@ def sources(compiler: Compiler, races: bool) -> list[tuple]:
     found.remove((ROOT / "csrc/call.cpp", *of_host))
     found.remove((ROOT / "csrc/ops.cpp", *of_host))
     halves = [f"{half}_{name}" for half in ("begin", "finish") for name in ("forward", "backward")]
-    passes = ("forward", "backward", *halves, "replay_backward", "prefill", "decode")
+    passes = ("forward", "backward", *halves, "replay_backward", "prefill", "decode", "decode_buffered")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]
 

@@ -21,6 +21,7 @@ from flash_qla.ops import gated_delta_rule as _published_path  # noqa: F401  an 
 from flash_qla.published import chunk_gated_delta_rule_fwd
 from flash_qla.serving import (
     decode_gated_delta_rule,
+    decode_gated_delta_rule_buffered,
     decode_gated_delta_rule_packed,
     prefill_gated_delta_rule,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "chunk_gated_delta_rule_fwd",
     "chunk_gated_delta_rule_intermediates",
     "decode_gated_delta_rule",
+    "decode_gated_delta_rule_buffered",
     "decode_gated_delta_rule_packed",
     "prefill_gated_delta_rule",
 ]

@@ -226,3 +226,90 @@ def decode_gated_delta_rule_packed(
         update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
     )  # fmt: skip
     return o if out is None else out
+
+
+def decode_gated_delta_rule_buffered(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor | None,
+    d_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    write_pos: torch.Tensor,
+    force_flush: torch.Tensor | None = None,
+    scale: float | None = None,
+    null_index: int = -1,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool | None = None,
+    allow_neg_eigval: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """decode_gated_delta_rule for one token of each sequence, which writes a state only every L-th time.
+
+        d_cache = torch.empty(slots, H_v, L, V, device="cuda")
+        k_cache = torch.empty(slots, H_k, L, K, device="cuda", dtype=k.dtype)
+        g_cache = torch.empty(slots, H_v, L, device="cuda")
+        write_pos = torch.zeros(B, device="cuda", dtype=torch.int32)
+        for q, k, v, a, b in tokens:
+            o = decode_gated_delta_rule_buffered(
+                q, k, v, a, b, A_log, dt_bias, pool, state_indices, d_cache, k_cache, g_cache, write_pos
+            )
+            write_pos = (write_pos + 1) % L  # 0 after force_flush
+
+    Reading and writing states bounds decoding. Here a state in the pool lags: its slot has a backlog of up to L steps,
+    and outputs are computed from both. With j = write_pos[n] steps in the backlog, the state of sequence n is
+
+        S = exp(g_1 + ... + g_j) S_pool + sum over i of exp(g_{i+1} + ... + g_j) k_i d_i^T
+
+    The call goes on from S as decode_gated_delta_rule does. If j = L - 1, or with force_flush, it writes the new state
+    to the pool, and the backlog is empty: pass write_pos[n] = 0 next. Otherwise it writes the token as the next step of
+    the backlog: pass j + 1 next. The call does not change write_pos, because all layers of a model share it. Flush a
+    slot before another function reads it. Only the device reads write_pos and force_flush, so one captured call serves
+    every step.
+
+    With d_cache in float32, results differ from those of decode_gated_delta_rule by the rounding of float32. A pool in
+    16 bits rounds a state once in L steps, instead of at each step.
+
+    Args:
+        q, k: queries and keys, [B, 1, H_k, K].
+        v: values, [B, 1, H_v, V], H_v a multiple of H_k, in the dtype of q.
+        a, b: raw or ready gates and step sizes, [B, 1, H_v], as those of decode_gated_delta_rule.
+        A_log, dt_bias, scale: as those of decode_gated_delta_rule.
+        state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule. It is written.
+        state_indices: slot of each sequence, [B], int32 or int64, as all indices. None: sequence n has slot n, and
+            there are B slots.
+        d_cache: changes of the backlogs, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times the
+            factor of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds them. Each
+            slot is contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is
+            written. Steps from write_pos on may have any contents.
+        k_cache: their keys, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache. Keys are exact in
+            each of the dtypes. It is written.
+        g_cache: their log decays, [slots, H_v, L], float32 (float64 for float64 inputs), strides as for d_cache. It is
+            written.
+        write_pos: number of steps in the backlog of each sequence, [B], 0 to L - 1.
+        force_flush: [B]; where it is not 0, the call writes the state. None: nowhere.
+        null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written.
+        use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, out: as those of decode_gated_delta_rule.
+
+    Returns:
+        o, [B, 1, H_v, V], in the dtype of q; `out` if that is given.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; slots share memory; or, on the CPU or
+            with FLASH_QLA_CHECK=1, an index or write_pos is out of range, or two sequences have the same slot. The
+            message names the argument, what was expected and what came. Unchecked, the GPU treats an index out of range
+            as no slot, and takes the nearest valid write_pos.
+        NotImplementedError: a gradient is asked for.
+    """
+    o = torch.ops.flash_qla.decode_gated_delta_rule_buffered(
+        q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, d_cache, k_cache, g_cache, write_pos, force_flush,
+        scale, null_index, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
+    )  # fmt: skip
+    return o if out is None else out

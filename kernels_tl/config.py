@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kernels_tl.layout import (
     DECODE_CTAS_BLOCKS,
+    DECODE_CTAS_BUFFERED,
     DECODE_CTAS_KEY_FIRST,
     DECODE_CTAS_MMA,
     DECODE_CTAS_ONE_16,
@@ -116,3 +117,6 @@ DECODE = {
     "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
     "key_first": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_KEY_FIRST, spills=28),
 }
+
+# Spilled registers are stored and loaded once a CTA.
+DECODE_BUFFERED = Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED, spills=64)

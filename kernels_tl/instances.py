@@ -54,4 +54,9 @@ INSTANCES = [
         for dtype in STATE_DTYPES
         for path in decode_paths(types["dtype"], dtype)
     ),
+    *(
+        Instance("decode.decode_buffered", types | {"state_dtype": dtype}, spill_budget=config.DECODE_BUFFERED.spills)
+        for types in TYPES
+        for dtype in STATE_DTYPES
+    ),
 ]

@@ -46,10 +46,12 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # - tokens prepared at a time; tokens of a block; most value rows of a CTA if tokens go through a state together
 # - path `blocks`: lanes that share a value row; value rows of a lane
 # - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits
+# - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST, DECODE_CTAS_ONE_16 = 7, 3, 4, 5, 8
+DECODE_BACKLOG, DECODE_CTAS_BUFFERED = 32, 7
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
 # from one diagonal block of K K^T to the next. Two blocks' rows are read together, so they lie in different banks.
@@ -164,6 +166,12 @@ class DecodeTable:
     """The kinds of decode's tables of indices, as one number: each name is the first of two bits of a TableKind."""
 
     OFFSETS, STATES, ACCEPTED, WRITES, ROWS, PARENTS = range(0, 12, 2)
+
+
+class BufferedTable:
+    """The same for decode_buffered's tables."""
+
+    STATES, POSITIONS, FLUSHES = range(0, 6, 2)
 
 
 class TokenSum:

@@ -23,11 +23,16 @@ DIMENSIONS = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "do", "o", "A", "g_cumsum", "h", "a", "b"), (0, 2)),
     **dict.fromkeys(("initial_state", "dht", "final_state"), (0, 1)),
     **dict.fromkeys(("A_log", "dt_bias"), (None, 0)),
-    **dict.fromkeys(("state_pool", "checkpoints"), (None, 1)),
+    **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     "intermediate_states": (None, 2),
 }
 PLACEMENTS = ("replicas", "batch", "heads")
-OF_HEADS_ONLY = {"prefill_gated_delta_rule", "decode_gated_delta_rule", "decode_gated_delta_rule_packed"}
+OF_HEADS_ONLY = {
+    "prefill_gated_delta_rule",
+    "decode_gated_delta_rule",
+    "decode_gated_delta_rule_packed",
+    "decode_gated_delta_rule_buffered",
+}
 
 
 def placements_of(name: str, placement: str) -> list:

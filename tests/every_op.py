@@ -29,6 +29,8 @@ SLOTS = 9  # of the pool
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
 BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "db", "dg"}
 BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
+BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
+OF_SLOTS = {"state_pool", "d_cache", "k_cache", "g_cache"}
 OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias"}
 
 
@@ -107,7 +109,7 @@ class Call:
             mapped = self.arguments["map_sequences"]
             i = mapped.index(n) if n in mapped else len(mapped)
             return x[i : i + 1]
-        if name == "state_pool":
+        if name in OF_SLOTS:
             slot = self.arguments["state_indices"][n]
             return x[slot : slot + 1]
         assert name in OF_ALL or not x.is_floating_point(), name
@@ -121,11 +123,11 @@ class Call:
             if name == "cu_seqlens":
                 offsets = list(itertools.accumulate(lengths, initial=0))
                 arguments[name] = torch.tensor(offsets, dtype=x.dtype).to(x.device)
-            elif name == "state_indices":
+            elif name in BY_NUMBER:
                 arguments[name] = x[list(order)]
             elif name == "map_sequences":
                 arguments[name] = [order.index(n) for n in x if n in order]
-            elif torch.is_tensor(x) and name != "state_pool" and self.part(name, x, 0) is not None:
+            elif torch.is_tensor(x) and name not in OF_SLOTS and self.part(name, x, 0) is not None:
                 along = 1 if name in BY_TOKEN and "cu_seqlens" in self.arguments else 0
                 arguments[name] = torch.cat([self.part(name, x, n) for n in order], along)
         return Call(self.name, lengths, arguments)
@@ -136,7 +138,7 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
     schema = names_of_arguments(name)
     lengths = DECODED if name.startswith("decode") else LENGTHS
     if "cu_seqlens" not in schema:
-        lengths = (70,) * len(LENGTHS)
+        lengths = (1 if name.startswith("decode") else 70,) * len(LENGTHS)
     shape = {"lengths": lengths} if "cu_seqlens" in schema else {"B": len(lengths), "T": lengths[0]}
     sizes = {"H_k": 1, "H_v": 2, "K": 64, "V": 96, "dtype": dtype, "gate": "logsigmoid", "seed": seed}
     sizes["state_v_first"] = "state_v_first" not in schema or name.startswith("decode")
@@ -164,6 +166,12 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
         known |= {"a": gates[0], "b": gates[1], "A_log": rates[0], "dt_bias": rates[1]}
         known |= {"intermediate_states": states(N, max(lengths)), "use_qk_l2norm_in_kernel": True}
         known["mixed_qkv"] = torch.cat([known[x].flatten(2) for x in ("q", "k", "v")], -1)
+        backlog = {"d_cache": (case.H_v, 4, case.V), "k_cache": (case.H_k, 4, case.K), "g_cache": (case.H_v, 4)}
+        for x, shape in backlog.items():
+            known[x] = 0.1 * torch.randn(SLOTS, *shape, generator=generator).to(device)
+        known["g_cache"] = -known["g_cache"].abs()
+        known |= {"write_pos": torch.tensor((1, 3, 0, 2)[:N]).to(device)}
+        known |= {"force_flush": torch.tensor((0, 0, 1, 0)[:N]).to(device)}
     call = Call(name, lengths, {x: known[x] for x in schema if known.get(x) is not None})
     try:
         call()

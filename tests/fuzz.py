@@ -47,7 +47,7 @@ from rounded_runs import HEAD_AXIS, Bars, Noise, expect
 import flash_qla
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-OPS = ("chunk", "prefill", "decode", "decode_packed")
+OPS = ("chunk", "prefill", "decode", "decode_packed", "decode_buffered")
 RUNS = 5  # exact, rounded, and three at random
 BATCHES = 8  # batches of runs before an error counts
 OFFSETS = (1, 2, 3, 4, 8)  # elements before a tensor in its storage
@@ -77,7 +77,7 @@ class Trial:
 
 def draw(seed: int, number: int, device: str) -> Trial:
     r = random.Random(f"{seed}/{number}")
-    op = r.choices(OPS, (6, 2, 1, 1))[0]
+    op = r.choices(OPS, (6, 2, 1, 1, 1))[0]
     gpu, decodes = device == "cuda", op.startswith("decode")
     floats = (BF16, FP16) if gpu else (BF16, FP16, FP32, FP64)
 
@@ -113,7 +113,7 @@ def draw(seed: int, number: int, device: str) -> Trial:
         initial_state=r.choice((None, BF16, FP16, FP32, FP64)),
         state_scale=r.choice((0.5, 0.5, 30)),
         cu_dtype=r.choice((torch.int32, torch.int64)),
-        state_v_first=op == "prefill" or r.random() < 0.5,
+        state_v_first=op in ("prefill", "decode_buffered") or r.random() < 0.5,
         scale=r.choice((None, None, 1.0, 0.25)),
         use_qk_l2norm_in_kernel=l2norm,
         use_gate_in_kernel=r.random() < 0.4,
@@ -338,14 +338,55 @@ STYLES = {
 }
 
 
+class Buffered:
+    """decode_gated_delta_rule by decode_gated_delta_rule_buffered, step by step. A sequence that has ended has no slot.
+    The states that are written on the way are not rounded, so that only the last one counts."""
+
+    def __init__(self, trial: Trial, slots: int, r: random.Random):
+        case, lengths = trial.case, lengths_of(trial.case)
+        self.lengths = torch.tensor(lengths, dtype=torch.int64)
+        exact = FP64 if case.dtype == FP64 else FP32
+        self.steps = r.choice((1, 2, 3, 5, 32)) if trial.state_dtype == exact else 32
+        self.flushes = torch.zeros(len(lengths), max(lengths, default=0), dtype=torch.int64)
+        for n, length in enumerate(lengths):
+            for t in range(length):
+                self.flushes[n, t] = t == length - 1 or (trial.state_dtype == exact and r.random() < 0.2)
+        dtypes = {"d_cache": exact, "k_cache": r.choice((exact, case.dtype)), "g_cache": exact}
+        heads = {"d_cache": (case.H_v, case.V), "k_cache": (case.H_k, case.K), "g_cache": (case.H_v,)}
+        self.backlog = {name: ((slots, head, self.steps, *dim), dtypes[name]) for name, (head, *dim) in heads.items()}
+
+    def __call__(self, q, k, v, a, b, state_indices, cu_seqlens, **others) -> torch.Tensor:
+        device, o = q.device, v.new_zeros(v.shape)
+        backlog = {
+            name: torch.full(shape, torch.nan, dtype=dtype, device=device)
+            for name, (shape, dtype) in self.backlog.items()
+        }
+        lengths = self.lengths.to(device)
+        starts = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)[:-1]
+        write_pos = torch.zeros_like(lengths, dtype=state_indices.dtype)
+        for t, flushes in enumerate(self.flushes.to(device).unbind(1)):
+            live = lengths > t
+            rows = torch.where(live, starts + t, 0)
+            token = {name: x.flatten(0, 1)[rows, None] for name, x in zip("qkvab", (q, k, v, a, b), strict=True)}
+            slots = torch.where(live, state_indices, -1)
+            step = {"write_pos": write_pos, "force_flush": flushes if flushes.any() else None}
+            found = flash_qla.decode_gated_delta_rule_buffered(
+                **token, state_indices=slots, **backlog, **step, **others
+            )
+            o.flatten(0, 1)[rows[live]] = found[live, 0]
+            write_pos = torch.where(flushes != 0, 0, (write_pos + 1) % self.steps)
+        return o
+
+
 def decode(trial: Trial, device: str, noises: tuple) -> Call:
     """Each token as the last one of a sequence of its own, after its ancestors if it is in a tree."""
     case, r = trial.case, random.Random(trial.case.seed)
     inputs = make_inputs(case, device)
     lengths = lengths_of(case)
-    style = r.choice([x for x in STYLES if STYLES[x] or not trial.empty])
-    empty = r.choice(STYLES[style]) if trial.empty else ""
-    plain = style != "slots" and r.random() < 0.3  # a state for each sequence, and no pool
+    buffered = trial.op == "decode_buffered"
+    style = "last" if buffered else r.choice([x for x in STYLES if STYLES[x] or not trial.empty])
+    empty = r.choice(STYLES[style]) if STYLES[style] and trial.empty else ""
+    plain = style != "slots" and not buffered and r.random() < 0.3  # a state for each sequence, and no pool
     N, S = len(lengths), max(1, *lengths, 1)
     null, index_dtype = -1 if plain else r.choice((-1, 0)), r.choice((torch.int32, torch.int64))
     pool = Pool(trial, N if plain else N * S + 3, device, r)
@@ -415,8 +456,11 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
             pool.write(slots[n, t].item(), state, n, t + 1)
         elif style in ("rows", "tree") and empty != "steps" and rows[n] >= 0:
             kept.write(rows[n] * S + t, state, n, t + 1)
-    if trial.op == "decode":
+    if trial.op != "decode_packed":
         arguments |= {name: inputs[name] for name in ("q", "k", "v")}
+        if buffered:
+            del arguments["state_v_first"]
+            return on_pools(trial, Buffered(trial, len(pool.rows), r), arguments, pools, o)
         function = into_memory(trial, flash_qla.decode_gated_delta_rule, inputs["v"], r)
         return on_pools(trial, function, arguments, pools, o, rows_of_steps)
     arguments["mixed_qkv"] = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
@@ -492,7 +536,10 @@ def may_change(trial: Trial, call: Call, name: str, x: torch.Tensor, token: Toke
         key, values = token.head, slice(token.head * group, (token.head + 1) * group)
     else:
         key, values = token.head // group, token.head
-    shared = 1 if device == "cpu" else max(1, *lengths_of(case)) if trial.op.startswith("decode") else CHUNK
+    if device == "cpu" or trial.op == "decode_buffered":
+        shared = 1
+    else:
+        shared = max(1, *lengths_of(case)) if trial.op.startswith("decode") else CHUNK
     least = token.place // shared * shared  # the first token that may be another
     begin = token.t - token.place
     end = begin + lengths_of(case)[token.n]

@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import test_decode
+import test_decode_buffered
 import test_halves
 import test_prefill
 import torch
@@ -138,6 +139,14 @@ for dtype, state_dtype, T in itertools.product((torch.bfloat16, torch.float16), 
     for change in ({}, wrong | {"write_indices": torch.full((3, 2), 99).cuda()}):
         assert finite([flash_qla.decode_gated_delta_rule(**inputs | change)]), (case, change)
     print("done:", case, flush=True)
+
+# Decoding on states that lag, from an empty backlog to a flush
+for dtype, state_dtype in itertools.product((torch.bfloat16, torch.float16), test_decode.BARS):
+    if state_dtype == torch.float64:
+        continue
+    case = test_decode.Case(T=4, K=96, V=136, dtype=dtype, state_dtype=state_dtype, gap=8)
+    test_decode_buffered.check_steps(test_decode_buffered.make_call(case, 3, "cuda"))
+    print("done: buffered", case, flush=True)
 
 # Prefill on a pool: some checkpoints, indices that are outside, and a sequence without a slot
 for dtype, pool_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):

@@ -50,6 +50,9 @@ FUNCTIONS = {
     "sglang": {
         "sglang/kernels/ops/attention/fla/chunk.py": ("chunk_gated_delta_rule",),
         "sglang/kernels/ops/attention/fla/fused_recurrent.py": ("fused_recurrent_gated_delta_rule_packed_decode",),
+        "sglang/kernels/ops/attention/linear/fused_recurrent_linear_replayssm.py": (
+            "fused_recurrent_linear_replayssm_decode",
+        ),
         "sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py": (
             "fused_sigmoid_gating_delta_rule_update",
         ),

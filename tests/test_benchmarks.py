@@ -314,6 +314,23 @@ def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
         assert cell["bytes"] == moved * state + tokens + 2 * 2 * 4 + 4
 
 
+def test_cells_of_lagging_states(on_cpu, monkeypatch):
+    """A sample goes through the steps of a cycle, and at each step through all pools, here two."""
+    monkeypatch.setattr(decode, "ROTATED_BYTES", 2 * 2 * 128 * 128 * 4)
+    sizes = {"batches": [1], "tokens": [1], "keep": "lagging", "steps": [1, 4], "state_dtypes": "fp32"}
+    cells = {cell["function"]: cell for cell in decode.measure("flash_qla", options(**sizes))}
+    assert {name: cell["keep"] for name, cell in cells.items()} == {
+        **dict.fromkeys(("decode", "packed"), "last"),
+        "buffered 1": "L=1",
+        "buffered 4": "L=4",
+    }
+    assert max(cell["relative_error"]["o"] for cell in cells.values()) < 5e-3
+    assert cells["buffered 4"]["us"] == 2000 / 2 / 4
+    assert cells["buffered 1"]["bytes"] == cells["decode"]["bytes"]
+    state, step = 2 * 128 * 128 * 4, 2 * 128 * 4 + 128 * 2 + 2 * 4  # of d, k and g
+    assert cells["buffered 4"]["bytes"] - cells["decode"]["bytes"] == state * (1 / 4 - 1) + step * (3 / 2 + 3 / 4)
+
+
 def test_report_of_decoding(capsys):
     def cell(package, function, us, **more):
         key = {"heads": "2x8", "state_dtype": "fp32", "tokens": 1, "keep": "last", "batch": 64}

@@ -18,6 +18,7 @@ KERNELS = TESTS.parent / "build/kernels"
 SELECTED = {
     "test_every_op.py": "(order and not mode) or (outside and not prefill)",
     "test_decode.py": "not (opcheck or compile)",
+    "test_decode_buffered.py": "not (opcheck or compile or graph)",
     "test_decode_gpu.py": "not (graph or reported or many)",
     "test_prefill.py": "test_new_requests or test_checkpoints or (test_kernels and 64-64) or a_warp_sorts",
     "test_prefill_gpu.py": "not (graph or reported or many)",

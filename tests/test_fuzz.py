@@ -285,7 +285,7 @@ def in_the_middle(trial: fuzz.Trial, call: fuzz.Call) -> bool:
     return token.n == 0 and token.place > 0 and live
 
 
-@pytest.mark.parametrize("op", ("chunk", "prefill", "decode", "decode_packed"))
+@pytest.mark.parametrize("op", fuzz.OPS)
 @pytest.mark.parametrize("name", fuzz.NAN_IN)
 def test_a_nan_comes_out_where_it_went_in(op, name):
     trial = {"chunk": TRIAL, "prefill": POOL}.get(op, dataclasses.replace(DECODING, op=op))

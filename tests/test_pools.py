@@ -11,8 +11,13 @@ from test_prefill import check_pool, copied, of_modes
 
 import flash_qla
 
-POOLED = ("prefill_gated_delta_rule", "decode_gated_delta_rule", "decode_gated_delta_rule_packed")
-STATES = ("state_pool", "checkpoints", "intermediate_states")
+POOLED = (
+    "prefill_gated_delta_rule",
+    "decode_gated_delta_rule",
+    "decode_gated_delta_rule_packed",
+    "decode_gated_delta_rule_buffered",
+)
+STATES = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache", "g_cache")
 
 
 def arguments_of(name: str, device: str, **options) -> dict:
@@ -93,7 +98,7 @@ def test_states_that_overlap(device, name, states):
         wrong.append(x[:, :1].expand_as(x))
     assert wrong
     for overlapping in wrong:
-        with pytest.raises(RuntimeError, match=f"{states} has strides .* states that do not overlap"):
+        with pytest.raises(RuntimeError, match=f"{states} has strides .* (states|slots) that do not overlap"):
             run(name, arguments | {states: overlapping})
 
 

@@ -19,6 +19,7 @@ OPS = (
     "prefill_gated_delta_rule",
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_packed",
+    "decode_gated_delta_rule_buffered",
 )
 # Functions of other names than their ops
 FUNCTIONS = {"chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule_intermediates"}

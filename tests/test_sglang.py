@@ -16,8 +16,9 @@ FUNCTIONS = {
     "chunk_gated_delta_rule": f"{KERNELS}.fla.chunk",
     "fused_recurrent_gated_delta_rule_packed_decode": f"{KERNELS}.fla.fused_recurrent",
     "fused_sigmoid_gating_delta_rule_update": f"{KERNELS}.linear.fused_sigmoid_gating_recurrent",
+    "fused_recurrent_linear_replayssm_decode": f"{KERNELS}.linear.fused_recurrent_linear_replayssm",
 }
-CHUNK, PACKED, UPDATE = FUNCTIONS
+CHUNK, PACKED, UPDATE, REPLAY = FUNCTIONS
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -46,6 +47,89 @@ def test_packed_decode_beside(state_dtype, name):
     function = engines.theirs(FUNCTIONS[PACKED], PACKED)
     ours = sglang.fused_recurrent_gated_delta_rule_packed_decode
     engines.check_packed_decode_beside(ours, function, "cuda", arguments)
+
+
+# One token of each sequence on states that lag
+
+PACKED_ARGUMENTS = (
+    *("mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "initial_state", "out", "ssm_state_indices"),
+    "use_qk_l2norm_in_kernel",
+)
+
+
+def replay_call(slots: list[int], dtype: torch.dtype, state_dtype: torch.dtype, l2norm: bool, L: int) -> dict:
+    """The arguments as SGLang's layers pass them; caches have the dtype of the states."""
+    inputs, arguments = engines.packed_call(slots, dtype, state_dtype, l2norm=l2norm)
+    (pool_slots, H_v, V, K), H_k = inputs["state_pool"].shape, inputs["k"].shape[2]
+    return arguments | {
+        "d_cache": torch.zeros(pool_slots, H_v, L, V, dtype=state_dtype),
+        "k_cache": torch.zeros(pool_slots, H_k, L, K, dtype=state_dtype),
+        "g_cache": torch.zeros(pool_slots, H_v, L),
+        "write_pos": torch.zeros(len(slots), dtype=torch.int32),
+    }
+
+
+def next_token(call: dict, step: int) -> dict:
+    """Inputs of a step; without the l2norm its keys have unit length."""
+    generator = torch.Generator().manual_seed(step)
+    token = {x: torch.randn(call[x].shape, generator=generator) for x in ("mixed_qkv", "a", "b")}
+    if not call["use_qk_l2norm_in_kernel"]:
+        _, H_k, _, K = call["k_cache"].shape
+        keys = token["mixed_qkv"][:, H_k * K : 2 * H_k * K].unflatten(1, (H_k, K))
+        keys /= keys.norm(dim=-1, keepdim=True)
+    return {name: x.to(call[name].device, call[name].dtype) for name, x in token.items()}
+
+
+@pytest.mark.parametrize(("name", "l2norm"), [*((name, True) for name in ONE_TOKEN), ("plain", False)])
+@DTYPES
+def test_replay(device, dtype, state_dtype, name, l2norm):
+    """As SGLang's packed decode in its tests: other tokens at each step, and a flush within the cycle."""
+    L, steps, forced = 3, 8, 4
+    call = engines.moved(replay_call(ONE_TOKEN[name], dtype, state_dtype, l2norm, L), device)
+    packed = {x: y.clone() if torch.is_tensor(y) else y for x, y in call.items() if x in PACKED_ARGUMENTS}
+    slots = [slot for slot in ONE_TOKEN[name] if slot >= 0]
+    bar = 2 * max(decoding.BARS[dtype], decoding.BARS[state_dtype])  # each may be a bar away from the truth
+    for step in range(steps):
+        token = next_token(call, step)
+        flush = torch.full_like(call["write_pos"], step == forced)
+        out, pool = sglang.fused_recurrent_linear_replayssm_decode(
+            **call | token | {"force_flush": flush if step == forced else None}
+        )
+        assert out is call["out"] and pool is call["initial_state"]
+        expected, expected_pool = sglang.fused_recurrent_gated_delta_rule_packed_decode(**packed | token)
+        if slots:
+            assert relative_error(out, expected.double()) < bar
+        else:
+            assert not out.any()
+        if slots and (call["write_pos"][0] == L - 1 or step == forced):
+            assert relative_error(pool[slots], expected_pool[slots].double()) < bar
+        call["write_pos"] = torch.where(flush != 0, 0, (call["write_pos"] + 1) % L)
+
+
+@pytest.mark.gpu
+@STATE_DTYPES
+def test_replay_beside(state_dtype):
+    """Each function with caches of its own."""
+    function = engines.theirs(FUNCTIONS[REPLAY], REPLAY)
+    arguments = replay_call([5, 0, 7], BF16, state_dtype, True, 4)
+    arguments["initial_state"] = arguments["initial_state"].contiguous()
+    calls = [engines.moved(arguments, "cuda") for _ in range(2)]
+    for step in range(6):
+        token = next_token(calls[0], step)
+        write_pos = {"write_pos": torch.full((3,), step % 4, dtype=torch.int32, device="cuda")}
+        (o, _), (their_o, _) = (
+            f(**call | token | write_pos)
+            for f, call in zip((sglang.fused_recurrent_linear_replayssm_decode, function), calls, strict=True)
+        )
+        assert relative_error(o, their_o.double()) < APART
+        if step == 3:
+            engines.check_beside(*(call["initial_state"] for call in calls), arguments["initial_state"])
+
+
+def test_replay_refuses():
+    arguments = replay_call([5, 0, 7], FP32, FP32, True, 4)
+    function = sglang.fused_recurrent_linear_replayssm_decode
+    engines.check_refuses(function, arguments, arguments["initial_state"], {"is_kda": True})
 
 
 # Tokens and drafts

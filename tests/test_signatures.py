@@ -39,6 +39,7 @@ OURS = {
     },
     "sglang": {
         "chunk_gated_delta_rule": "integrations/sglang.py",
+        "fused_recurrent_linear_replayssm_decode": "integrations/sglang.py",
         "fused_sigmoid_gating_delta_rule_update": "integrations/sglang.py",
         "fused_recurrent_gated_delta_rule_packed_decode": "integrations/_engines.py",
     },

@@ -105,6 +105,17 @@ class Planner {
   int64_t before_ = 0;
 };
 
+template <typename T, typename CT>
+cpu::Inputs<T, CT> inputs_of_decoding(const DecodeCall& call) {
+  return inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = call.A_log.has_value(),
+                                                     .use_beta_sigmoid = *call.use_beta_sigmoid,
+                                                     .beta_factor = CT(call.allow_neg_eigval ? 2 : 1),
+                                                     .g = floats_of(call.a),
+                                                     .beta = floats_of(call.b),
+                                                     .A_log = floats_of(call.A_log),
+                                                     .dt_bias = floats_of(call.dt_bias)});
+}
+
 // Decodes one sequence of one value head. It keeps the first S and S after every token, because parents need them.
 template <typename T, typename CT>
 class Decoder {
@@ -113,13 +124,7 @@ class Decoder {
       : call_(call),
         pool_(writable_floats_of(call.state_pool)),
         intermediate_(call.intermediate_states ? writable_floats_of(*call.intermediate_states) : cpu::WritableFloats{}),
-        in_(inputs_of<T, CT>(call, cpu::Activations<CT>{.use_gate = call.A_log.has_value(),
-                                                        .use_beta_sigmoid = *call.use_beta_sigmoid,
-                                                        .beta_factor = CT(call.allow_neg_eigval ? 2 : 1),
-                                                        .g = floats_of(call.a),
-                                                        .beta = floats_of(call.b),
-                                                        .A_log = floats_of(call.A_log),
-                                                        .dt_bias = floats_of(call.dt_bias)})),
+        in_(inputs_of_decoding<T, CT>(call)),
         o_(o.mutable_data_ptr<T>()) {}
 
   void run(const Plan& p, int64_t head, const cpu::Scratch<CT>& scratch) const {
@@ -165,6 +170,106 @@ class Decoder {
   T* const o_;
 };
 
+// The steps in the backlog of each sequence that has a slot.
+std::vector<int64_t> backlog_steps(const BufferedDecodeCall& call, const std::vector<Plan>& plans) {
+  const cpu::Indices positions(call.write_pos);
+  std::vector<int64_t> found(call.N);
+  for (int64_t n = 0; n < call.N; ++n) {
+    if (plans[n].slot != kNoState) {
+      found[n] = cpu::checked_index(call.op, entry("write_pos", n), positions(n), 0, call.length() - 1);
+    }
+  }
+  return found;
+}
+
+// Decodes a token of one value head on a state that lags.
+template <typename T, typename CT>
+class BufferedDecoder {
+ public:
+  BufferedDecoder(const BufferedDecodeCall& call, const Tensor& o)
+      : call_(call),
+        pool_(writable_floats_of(call.state_pool)),
+        d_(writable_floats_of(call.d_cache)),
+        k_(writable_floats_of(call.k_cache)),
+        g_(writable_floats_of(call.g_cache)),
+        in_(inputs_of_decoding<T, CT>(call)),
+        o_(o.mutable_data_ptr<T>()) {}
+
+  void run(int64_t n, int64_t slot, int64_t steps, bool flush, int64_t head, const cpu::Scratch<CT>& scratch) const {
+    CT* const S = scratch.state();
+    const int64_t in_pool = slot * call_.state_pool.stride(0) + head * in_.V * in_.K;
+    cpu::load_pool_state(scratch.dims, pool_, in_pool, in_.K, in_.V, /*v_first=*/true, S);
+    for (int64_t i = 0; i < steps; ++i) {
+      const Step step = step_of(slot, head, i);
+      const CT decay = std::exp(g_.get<CT>(step.g));
+      cpu::for_state(scratch.dims, S, in_.K, in_.V, [&](int64_t k, int64_t v, CT& s) {
+        s = decay * s + d_.get<CT>(step.d + v) * k_.get<CT>(step.k + k);
+      });
+    }
+    const cpu::HeadActivations<CT> gates(in_.gates, head);
+    CT g = 0;
+    const cpu::PackedChunk<CT> token =
+        cpu::load_chunk(in_, gates, head, n, 1, scratch, [&](int64_t at) { return std::exp(g = gates.g(at)); });
+    if (!flush) {
+      append(step_of(slot, head, steps), n, head, token, g, scratch);
+    }
+    cpu::advance_chunk(in_, token, n * in_.H_v + head, scratch, S, o_);
+    if (flush) {
+      cpu::store_pool_state(scratch.dims, S, in_.K, in_.V, /*v_first=*/true, pool_, in_pool);
+    }
+  }
+
+ private:
+  // The places of a step of a backlog.
+  struct Step {
+    int64_t d, k, g;
+  };
+  Step step_of(int64_t slot, int64_t head, int64_t i) const {
+    const int64_t L = call_.length();
+    return {.d = slot * call_.d_cache.stride(0) + (head * L + i) * in_.V,
+            .k = slot * call_.k_cache.stride(0) + (in_.k_head(head) * L + i) * in_.K,
+            .g = slot * call_.g_cache.stride(0) + head * L + i};
+  }
+
+  // Writes the token as a step of the backlog, with S as the state before it. The backlog has the key as it came, so
+  // the change takes the factor of the l2norm.
+  void append(const Step& to, int64_t n, int64_t head, const cpu::PackedChunk<CT>& token, CT g,
+              const cpu::Scratch<CT>& scratch) const {
+    const T* const key = in_.k + (n * in_.H_k + in_.k_head(head)) * in_.K;
+    const CT factor = cpu::load_row(key, in_.K, in_.use_qk_l2norm, scratch.k());
+    std::vector<CT> recalled(in_.V);
+    cpu::for_state(scratch.dims, scratch.state(), in_.K, in_.V,
+                   [&](int64_t k, int64_t v, CT s) { recalled[v] += s * token.k[k]; });
+    for (int64_t v = 0; v < in_.V; ++v) {
+      const CT value = static_cast<CT>(in_.v[(n * in_.H_v + head) * in_.V + v]);
+      d_.set(to.d + v, factor * token.beta[0] * (value - token.decay[0] * recalled[v]));
+    }
+    g_.set(to.g, g);
+    if (head % call_.group() == 0) {
+      for (int64_t k = 0; k < in_.K; ++k) {
+        k_.set(to.k + k, static_cast<CT>(key[k]));
+      }
+    }
+  }
+
+  const BufferedDecodeCall& call_;
+  const cpu::WritableFloats pool_, d_, k_, g_;  // initialized before in_: see writable_floats_of
+  const cpu::Inputs<T, CT> in_;
+  T* const o_;
+};
+
+// Makes the tensors of a call contiguous that the recurrence reads as such.
+void make_inputs_contiguous(DecodeCall& call) {
+  for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b}) {
+    make_contiguous(call.op, *tensor, tensor->scalar_type());
+  }
+  for (std::optional<Tensor>* tensor : {&call.A_log, &call.dt_bias}) {
+    if (*tensor) {
+      make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
+    }
+  }
+}
+
 }  // namespace
 
 void check_decode_tables(const DecodeCall& call) {
@@ -181,14 +286,7 @@ void check_decode_tables(const DecodeCall& call) {
 
 Tensor decode_cpu(DecodeCall call) {
   say_once_that_this_is_slow(call.op);
-  for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b}) {
-    make_contiguous(call.op, *tensor, tensor->scalar_type());
-  }
-  for (std::optional<Tensor>* tensor : {&call.A_log, &call.dt_bias}) {
-    if (*tensor) {
-      make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
-    }
-  }
+  make_inputs_contiguous(call);
   Tensor o = allocate_output(call);
   zero(o);
   const std::vector<Plan> plans = Planner(call).plans();
@@ -199,6 +297,39 @@ Tensor decode_cpu(DecodeCall call) {
       for (int64_t i = begin; i < end; ++i) {
         if (const Plan& plan = plans[i / call.H_v]; plan.slot != kNoState) {
           decoder.run(plan, i % call.H_v, scratch);
+        }
+      }
+    });
+  });
+  return output_as_returned(call, std::move(o));
+}
+
+void check_decode_tables(const BufferedDecodeCall& call) {
+  BufferedDecodeCall on_cpu = call;
+  if (call.state_indices) {
+    on_cpu.state_indices = to_cpu(*call.state_indices);
+  }
+  on_cpu.write_pos = to_cpu(call.write_pos);
+  backlog_steps(on_cpu, Planner(on_cpu).plans());
+}
+
+Tensor decode_buffered_cpu(BufferedDecodeCall call) {
+  say_once_that_this_is_slow(call.op);
+  make_inputs_contiguous(call);
+  Tensor o = allocate_output(call);
+  zero(o);
+  const std::vector<Plan> plans = Planner(call).plans();
+  const std::vector<int64_t> steps = backlog_steps(call, plans);
+  const cpu::Indices forced(call.force_flush);
+  with_types(call.dtype, [&]<typename T, typename CT>() {
+    const BufferedDecoder<T, CT> decoder(call, o);
+    in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {
+      const cpu::Scratch<CT> scratch(call.K, call.V, false);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t n = i / call.H_v;
+        const bool flush = steps[n] == call.length() - 1 || (call.force_flush && forced(n) != 0);
+        if (plans[n].slot != kNoState) {
+          decoder.run(n, plans[n].slot, steps[n], flush, i % call.H_v, scratch);
         }
       }
     });

@@ -49,7 +49,8 @@ void make_readable_gates(const char* op, Tensor& tensor) {
   }
 }
 
-void check_supported(const DecodeCall& call) {
+// Checks all but the contents.
+void check_shapes(const DecodeCall& call) {
   check_supported_on_gpu(call, call.q);
   check(call.N <= kMostSequences, call.op, "q has ", call.N, " sequences, expected at most ", kMostSequences,
         " on a GPU");
@@ -62,6 +63,19 @@ void check_supported(const DecodeCall& call) {
     check_same_dtype(call.op, "intermediate_states", *call.intermediate_states, call.state_pool);
     check_states_on_gpu(call.op, "intermediate_states", *call.intermediate_states);
   }
+}
+
+void check_supported(const DecodeCall& call) {
+  check_shapes(call);
+  if (contents_are_checked()) {
+    check_decode_tables(call);
+  }
+}
+
+void check_supported(const BufferedDecodeCall& call) {
+  check_shapes(call);
+  check_slots_on_gpu(call.op, "d_cache", call.d_cache);
+  check_slots_on_gpu(call.op, "k_cache", call.k_cache);
   if (contents_are_checked()) {
     check_decode_tables(call);
   }
@@ -136,6 +150,12 @@ struct Shares {
   int64_t groups, whole, places;
 };
 
+// The first of the grid's places, of so many CTAs each. Their CTAs may begin before the grid ahead has ended, and then
+// bring their states to L2. Calls of more turns take 2 % more time with it (benchmarks/notes/decode.md).
+int64_t first_places(int64_t places, int64_t ctas, int64_t turns, int64_t at_a_time) {
+  return places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
+}
+
 // The grid of a call on its instance.
 class Grid {
  public:
@@ -188,12 +208,9 @@ class Grid {
 
   int64_t half_turns(int64_t ctas) const { return 0 < ctas && ctas <= sm_count_ ? 1 : 2 * ceil_div(ctas, at_a_time_); }
 
-  // The first places. Their CTAs may begin before the grid ahead has ended, and then bring their states to L2. Longer
-  // calls take 2 % more time with it (benchmarks/notes/decode.md).
   int64_t early_places(const Shares& shares) const {
     const int64_t turns = has_fp32_states_ && !limits_.has_groups ? 1 : 2;
-    const int64_t ctas = ctas_of(shares.groups);
-    return shares.places * ctas <= turns * at_a_time_ ? ceil_div(at_a_time_, ctas) : 0;
+    return first_places(shares.places, ctas_of(shares.groups), turns, at_a_time_);
   }
 
   const DecodeCall& call_;
@@ -211,7 +228,8 @@ int64_t activations_of(const DecodeCall& call) {
   return gates | betas;
 }
 
-void launch(DecodeCall& call, const Tensor& o) {
+// Copies the tokens and gates that the kernels cannot read as they are.
+void make_readable(DecodeCall& call) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
     make_readable_rows(call.op, *tensor);
   }
@@ -223,6 +241,18 @@ void launch(DecodeCall& call, const Tensor& o) {
       make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
     }
   }
+}
+
+kernels::DecodeGates gates_of(const DecodeCall& call) {
+  return {.a = call.a.const_data_ptr(),
+          .b = call.b.const_data_ptr(),
+          .A_log = data(call.A_log),
+          .dt_bias = data(call.dt_bias),
+          .activations = activations_of(call)};
+}
+
+void launch(DecodeCall& call, const Tensor& o) {
+  make_readable(call);
   int64_t kinds = 0;
   const void* const offsets = table(call.op, call.cu_seqlens, DecodeTable::kOffsets, kinds);
   const void* const states = table(call.op, call.state_indices, DecodeTable::kStates, kinds);
@@ -235,11 +265,7 @@ void launch(DecodeCall& call, const Tensor& o) {
   kernels::decode({.q = call.q.const_data_ptr(),
                    .k = call.k.const_data_ptr(),
                    .v = call.v.const_data_ptr(),
-                   .gates = {.a = call.a.const_data_ptr(),
-                             .b = call.b.const_data_ptr(),
-                             .A_log = data(call.A_log),
-                             .dt_bias = data(call.dt_bias),
-                             .activations = activations_of(call)},
+                   .gates = gates_of(call),
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
@@ -283,9 +309,66 @@ void launch(DecodeCall& call, const Tensor& o) {
                   instance, current_stream(call.q));
 }
 
-}  // namespace
+int64_t early_sequences(const BufferedDecodeCall& call) {
+  const int64_t turns = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
+  return first_places(call.N, call.H_v * ceil_div(call.V, kGroupRows), turns,
+                      gpu_of(call.q).card.sm_count * kDecodeCtasBuffered);
+}
 
-Tensor decode_cuda(DecodeCall call) {
+void launch(BufferedDecodeCall& call, const Tensor& o) {
+  make_readable(call);
+  std::optional<Tensor> write_pos = call.write_pos;
+  int64_t kinds = 0;
+  const void* const states = table(call.op, call.state_indices, BufferedTable::kStates, kinds);
+  const void* const positions = table(call.op, write_pos, BufferedTable::kPositions, kinds);
+  const void* const flushes = table(call.op, call.force_flush, BufferedTable::kFlushes, kinds);
+  kernels::decode_buffered({.q = call.q.const_data_ptr(),
+                            .k = call.k.const_data_ptr(),
+                            .v = call.v.const_data_ptr(),
+                            .gates = gates_of(call),
+                            .state_pool = call.state_pool.mutable_data_ptr(),
+                            .backlog = {.d_cache = call.d_cache.mutable_data_ptr(),
+                                        .k_cache = call.k_cache.mutable_data_ptr(),
+                                        .g_cache = call.g_cache.mutable_data_ptr(),
+                                        .state_indices = states,
+                                        .write_pos = positions,
+                                        .force_flush = flushes,
+                                        .tables = kinds,
+                                        .null_index = call.null_index,
+                                        .fp32_changes = has_dtype(call.d_cache, ScalarType::Float),
+                                        .fp32_keys = has_dtype(call.k_cache, ScalarType::Float)},
+                            .o = o.mutable_data_ptr(),
+                            .group = call.group(),
+                            .scale = static_cast<float>(*call.scale),
+                            .normalize = call.use_qk_l2norm,
+                            .early = early_sequences(call),
+                            .N = call.N,
+                            .H_k = call.H_k,
+                            .key_dim = call.K,
+                            .q_token = token_stride(call.q),
+                            .q_head = call.q.stride(2),
+                            .k_token = token_stride(call.k),
+                            .k_head = call.k.stride(2),
+                            .H_v = call.H_v,
+                            .value_dim = call.V,
+                            .v_token = token_stride(call.v),
+                            .v_head = call.v.stride(2),
+                            .a_token = token_stride(call.a),
+                            .b_token = token_stride(call.b),
+                            .slots = call.slots(),
+                            .slot_stride = call.state_pool.stride(0),
+                            .length = call.length(),
+                            .d_slot = call.d_cache.stride(0),
+                            .k_slot = call.k_cache.stride(0),
+                            .g_slot = call.g_cache.stride(0)},
+                           {.dtype = instance_dtype(call.dtype),
+                            .K = instance_K(call.K),
+                            .state_dtype = instance_dtype(call.state_pool.scalar_type())},
+                           current_stream(call.q));
+}
+
+template <typename Call>
+Tensor decode_on_gpu(Call& call) {
   check_supported(call);
   const DeviceGuard guard = make_current(call.q);
   Tensor o = allocate_output(call);
@@ -296,5 +379,10 @@ Tensor decode_cuda(DecodeCall call) {
   }
   return output_as_returned(call, std::move(o));
 }
+
+}  // namespace
+
+Tensor decode_cuda(DecodeCall call) { return decode_on_gpu(call); }
+Tensor decode_buffered_cuda(BufferedDecodeCall call) { return decode_on_gpu(call); }
 
 }  // namespace flash_qla

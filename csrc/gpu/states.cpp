@@ -12,6 +12,17 @@ namespace {
 
 constexpr int64_t kPieceBytes = 16;  // a lane or TMA takes that much at a time
 
+// Throws unless the parts, one for each index of the first dimensions, start at whole pieces.
+void check_pieces(const char* op, const char* name, const Tensor& tensor, int64_t dimensions, const char* parts) {
+  bool pieces = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0;
+  for (int64_t i = 0; i < dimensions; ++i) {
+    const int64_t bytes = tensor.stride(i) * static_cast<int64_t>(tensor.element_size());
+    pieces = pieces && (tensor.size(i) == 1 || bytes % kPieceBytes == 0);
+  }
+  check(tensor.numel() == 0 || pieces, op, name, " has ", parts,
+        " that do not start at multiples of 16 bytes, which they have to on a GPU");
+}
+
 }  // namespace
 
 int64_t table_kind(const Tensor& tensor) {
@@ -68,13 +79,11 @@ void check_states_on_gpu(const char* op, const char* name, const Tensor& tensor)
   if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) [[unlikely]] {
     fail(op, name, " has dtype ", dtype_string(dtype), ", expected float32, bfloat16 or float16 on a GPU");
   }
-  bool pieces = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0;
-  for (int64_t i = 0; i < tensor.dim() - 3; ++i) {
-    const int64_t bytes = tensor.stride(i) * static_cast<int64_t>(tensor.element_size());
-    pieces = pieces && (tensor.size(i) == 1 || bytes % kPieceBytes == 0);
-  }
-  check(tensor.numel() == 0 || pieces, op, name,
-        " has states that do not start at multiples of 16 bytes, which they have to on a GPU");
+  check_pieces(op, name, tensor, tensor.dim() - 3, "states");
+}
+
+void check_slots_on_gpu(const char* op, const char* name, const Tensor& tensor) {
+  check_pieces(op, name, tensor, 1, "slots");
 }
 
 }  // namespace flash_qla

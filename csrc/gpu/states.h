@@ -38,6 +38,8 @@ std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tens
 
 // Throws, with the argument's name, unless kernels can take the states of the pool.
 void check_states_on_gpu(const char* op, const char* name, const Tensor& tensor);
+// Throws unless the slots of a tensor [slots, ..] start at multiples of 16 bytes.
+void check_slots_on_gpu(const char* op, const char* name, const Tensor& tensor);
 
 // Runs the forward of a checked call that has tokens. It writes o, and the other outputs that are defined.
 void run_forward(const Call& call, const States& states, const ForwardOutputs& out);

@@ -79,6 +79,43 @@ def _write(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> Non
 fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, _NULL_INDEX)
 
 
+def fused_recurrent_linear_replayssm_decode(
+    mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, d_cache, k_cache, g_cache, out, ssm_state_indices, write_pos,
+    force_flush=None, use_qk_l2norm_in_kernel=False, is_kda=False, block_v=None, num_warps=1, num_stages=3, nk=2,
+):  # fmt: skip
+    """SGLang's decoding of one token of each sequence with --enable-linear-replayssm.
+
+    The caches hold what flash_qla.decode_gated_delta_rule_buffered says, which is not what SGLang's own function keeps
+    there. So use one of the two functions from a slot's first step to its next flush.
+
+    Args:
+        mixed_qkv, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel: as those of
+            flash_qla.decode_gated_delta_rule_packed, for one token of each sequence.
+        initial_state: the pool, [slots, H_v, V, K], written in place at a flush.
+        d_cache, k_cache, g_cache, write_pos, force_flush: as those of flash_qla.decode_gated_delta_rule_buffered: at
+            most 32 steps, d_cache and k_cache in float32 or in the dtype of mixed_qkv.
+        out: the result, [B, 1, H_v, V], written.
+        ssm_state_indices: slot of each sequence, [B].
+        is_kda: only False.
+        block_v, num_warps, num_stages, nk: ignored; they tune SGLang's kernel.
+
+    Returns:
+        out and initial_state.
+
+    Raises:
+        NotImplementedError: is_kda is True.
+    """
+    require("fused_recurrent_linear_replayssm_decode", is_kda=(is_kda, False))
+    (_, H_k, _, K), (_, H_v, V, _) = k_cache.shape, initial_state.shape
+    q, k, v = mixed_qkv.unsqueeze(1).split([H_k * K, H_k * K, H_v * V], -1)
+    flash_qla.decode_gated_delta_rule_buffered(
+        q.unflatten(-1, (H_k, K)), k.unflatten(-1, (H_k, K)), v.unflatten(-1, (H_v, V)), a.unsqueeze(1), b.unsqueeze(1),
+        A_log, dt_bias, initial_state, ssm_state_indices, d_cache, k_cache, g_cache, write_pos, force_flush, scale,
+        _NULL_INDEX, use_qk_l2norm_in_kernel, out=out,
+    )  # fmt: skip
+    return out, initial_state
+
+
 def fused_sigmoid_gating_delta_rule_update(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices,
     scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None,
@@ -151,6 +188,7 @@ _replacement = Replacement(
         "sglang.srt.layers.attention.linear.kernels.gdn_triton": {
             "chunk_gated_delta_rule": chunk_gated_delta_rule,
             "fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
+            "fused_recurrent_gdn_replayssm_decode": fused_recurrent_linear_replayssm_decode,
             "fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
         },
     },

@@ -28,7 +28,10 @@ def _register_autocast(op, device_type, dispatch_key, cast_arguments, dtype_of=N
 
 _DTYPE_OF_BACKWARD = schemas.BackwardCall._fields.index("A")
 for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
-    for _op in (schemas.forward, schemas.forward_low_level, schemas.prefill, schemas.decode):
+    for _op in (
+        *(schemas.forward, schemas.forward_low_level),
+        *(schemas.prefill, schemas.decode, schemas.decode_buffered),
+    ):
         _register_autocast(_op, _device_type, _dispatch_key, 3)
     _register_autocast(schemas.decode_packed, _device_type, _dispatch_key, 1)
     _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_of=_DTYPE_OF_BACKWARD)

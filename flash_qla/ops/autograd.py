@@ -221,6 +221,6 @@ for _op in (
     schemas.backward,
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
-    *(schemas.prefill, schemas.decode, schemas.decode_packed),
+    *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
 ):
     _register_without_derivative(_op)

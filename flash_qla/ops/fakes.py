@@ -7,7 +7,7 @@ The library checks everything again on real tensors.
 import torch
 
 from flash_qla import _binary
-from flash_qla._layout import CHUNK, HEAD_DIM_STEP, MOST_VALUE_DIM
+from flash_qla._layout import CHUNK, DECODE_BACKLOG, HEAD_DIM_STEP, MOST_VALUE_DIM
 from flash_qla.ops import schemas
 from flash_qla.ops.checks import FLOATING, check_state_dtype
 
@@ -96,7 +96,7 @@ def _check_tokens(call, *gates):
     for name in gates:
         _check_floating(call, name)
         _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
-    if call.cu_seqlens is None:
+    if getattr(call, "cu_seqlens", None) is None:
         return B
     _check_dtype(call, "cu_seqlens", _INDICES, None)
     _check_rank(call, "cu_seqlens", 1, "[N + 1]")
@@ -360,9 +360,34 @@ def _fake_prefill(call):
     return call.q.new_empty(call.v.shape)
 
 
-def _fake_decode(call):
+def _check_decode_tokens(call):
     N = _check_tokens(call, "a", "b")
     _check_gates_of_decoding(call)
+    return N
+
+
+def _check_a_state_each(call, N):
+    _check(
+        call,
+        call.state_pool.shape[0] == N,
+        lambda: (
+            f"state_pool has {call.state_pool.shape[0]} states, expected {N}, the number of sequences, without "
+            "state_indices"
+        ),
+    )
+
+
+def _check_output(call):
+    """The fake result of decoding."""
+    if call.out is None:
+        return call.q.new_empty(call.v.shape)
+    _check_dtype(call, "out", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
+    _check_shape(call, "out", call.v.shape, "[B, T, H_v, V], like v")
+    return call.q.new_empty((0,))  # o is in `out`
+
+
+def _fake_decode(call):
+    N = _check_decode_tokens(call)
     state = "H_v, V, K]" if call.state_v_first else "H_v, K, V]"
     states = {"state_pool": f"[slots, {state}", "intermediate_states": f"[rows, steps, {state}"}
     rank = 0 if call.state_indices is None else call.state_indices.dim()
@@ -372,14 +397,7 @@ def _fake_decode(call):
     tables |= {"write_indices": "[N, S]", "intermediate_indices": "[N]", "parents": "[N, S]"}
     _check_pool(call, N, states, tables, call.state_v_first)
     if call.state_indices is None:
-        _check(
-            call,
-            call.state_pool.shape[0] == N,
-            lambda: (
-                f"state_pool has {call.state_pool.shape[0]} states, expected {N}, the number of sequences, without "
-                "state_indices"
-            ),
-        )
+        _check_a_state_each(call, N)
         _check(
             call,
             call.write_indices is None,
@@ -402,11 +420,7 @@ def _fake_decode(call):
         call.parents is None or call.write_indices is not None or not call.update_state,
         lambda: "update_state is True, expected False with parents: a tree of tokens has no last state",
     )
-    if call.out is None:
-        return call.q.new_empty(call.v.shape)
-    _check_dtype(call, "out", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
-    _check_shape(call, "out", call.v.shape, "[B, T, H_v, V], like v")
-    return call.q.new_empty((0,))  # o is in `out`
+    return _check_output(call)
 
 
 def _check_gates_of_decoding(call):
@@ -441,6 +455,33 @@ def _fake_decode_packed(call):
     )
 
 
+def _fake_decode_buffered(call):
+    N = _check_decode_tokens(call)
+    _, T, H_k, K = call.q.shape
+    _, _, H_v, V = call.v.shape
+    _check(call, T == 1, lambda: f"q has {T} tokens of each sequence, expected 1 ([B, 1, H_k, K])")
+    tables = dict.fromkeys(("state_indices", "write_pos", "force_flush"), "[N]")
+    _check_pool(call, N, {"state_pool": "[slots, H_v, V, K]"}, tables)
+    _check_rank(call, "d_cache", 4, "[slots, H_v, L, V]")
+    if call.state_indices is None:
+        _check_a_state_each(call, N)
+    slots, L = call.state_pool.shape[0], call.d_cache.shape[2]
+    _check(
+        call,
+        1 <= L <= DECODE_BACKLOG,
+        lambda: f"d_cache has backlogs of {L} steps, expected 1 to {DECODE_BACKLOG} ([slots, H_v, L, V])",
+    )
+    compute_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    for name, shape, symbols, dtypes in (
+        ("d_cache", (H_v, L, V), "[slots, H_v, L, V]", (compute_dtype, call.q.dtype)),
+        ("k_cache", (H_k, L, K), "[slots, H_k, L, K]", (compute_dtype, call.q.dtype)),
+        ("g_cache", (H_v, L), "[slots, H_v, L]", (compute_dtype,)),
+    ):
+        _check_dtype(call, name, tuple(dict.fromkeys(dtypes)), None)
+        _check_shape(call, name, (slots, *shape), symbols)
+    return _check_output(call)
+
+
 _register_fake(schemas.forward, schemas.ForwardCall, _fake_forward)
 _register_fake(schemas.forward_low_level, schemas.LowLevelCall, _fake_low_level)
 _register_fake(schemas.backward, schemas.BackwardCall, _fake_backward)
@@ -452,3 +493,4 @@ _register_fake(schemas.backward_finish, schemas.BackwardFinishCall, _fake_backwa
 _register_fake(schemas.prefill, schemas.PrefillCall, _fake_prefill)
 _register_fake(schemas.decode, schemas.DecodeCall, _fake_decode)
 _register_fake(schemas.decode_packed, schemas.DecodePackedCall, _fake_decode_packed)
+_register_fake(schemas.decode_buffered, schemas.DecodeBufferedCall, _fake_decode_buffered)

@@ -18,7 +18,7 @@ The last two are part of the formula, although the kernels take them from U and 
 
     forward     2 (3 K V + 2 C (K + V))              164 kFLOP at K = V = 128
     backward    2 (8 K V + 5 C (K + V) + 2 C^2)      442 kFLOP at K = V = 128
-    decoding    2 (3 K V): S k, S q and the product of the change with k
+    decoding    2 (3 K V): S k, S q and the product of the change with k, which buffered decoding puts off
 
 A count has all tokens of the call. It includes tokens after the last offset of cu_seqlens, because the host never reads
 the offsets. Maps of segments and of ranks do not count, because their number depends on the lengths and on the card. If
@@ -81,6 +81,7 @@ def _register():
         (schemas.backward, backward_flop),
         (schemas.backward_finish, backward_flop),
         (schemas.decode, decode_flop),
+        (schemas.decode_buffered, decode_flop),
     ):
         register_flop_formula(op.overloadpacket)(_of_tokens(op, flop))
     register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed)

@@ -17,6 +17,7 @@ backward_finish = torch.ops.flash_qla.gated_delta_rule_backward_finish.default
 prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
 decode = torch.ops.flash_qla.decode_gated_delta_rule.default
 decode_packed = torch.ops.flash_qla.decode_gated_delta_rule_packed.default
+decode_buffered = torch.ops.flash_qla.decode_gated_delta_rule_buffered.default
 
 
 def call_of(op):
@@ -34,3 +35,4 @@ ForwardBeginCall, ForwardFinishCall = map(call_of, (forward_begin, forward_finis
 BackwardBeginCall, BackwardReplayCall = map(call_of, (backward_begin, backward_replay))
 BackwardFinishCall = call_of(backward_finish)
 PrefillCall, DecodeCall, DecodePackedCall = map(call_of, (prefill, decode, decode_packed))
+DecodeBufferedCall = call_of(decode_buffered)

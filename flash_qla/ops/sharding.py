@@ -33,10 +33,11 @@ _DIMENSIONS = {
     **dict.fromkeys(("o", "out", "g_cumsum", "h", "dq", "dk", "dv", "db", "dg"), _TOKENS),
     **dict.fromkeys(("initial_state", "dht", "final_state", "dh0"), _STATES),
     **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _OF_HEADS),
-    **dict.fromkeys(("state_pool", "checkpoints"), (None, 1)),
+    **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     "intermediate_states": (None, 2),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
     **dict.fromkeys(("num_accepted_tokens", "write_indices", "intermediate_indices", "parents"), _TABLE),
+    **dict.fromkeys(("write_pos", "force_flush"), _TABLE),
     "mixed_qkv": _TABLE,  # q, k and v follow each other in its channels
 }
 _BATCH, _HEADS = 0, 1  # places in these pairs
@@ -151,7 +152,7 @@ def _register_all():
     try:
         for op in (
             *(schemas.forward, schemas.forward_low_level, schemas.backward),
-            *(schemas.prefill, schemas.decode, schemas.decode_packed),
+            *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
         ):
             _register(op)
     except (ImportError, AttributeError) as error:

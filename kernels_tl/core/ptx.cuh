@@ -167,6 +167,11 @@ __device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// Prefetches the line of an address into L2.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Announces `bytes` bytes to the barrier, a tl::Barrier.
 template <typename Barrier>
 __device__ __forceinline__ void expect_bytes(Barrier& barrier, int bytes) {

@@ -64,16 +64,20 @@ class StateRows {
   __device__ __forceinline__ void set(const Raw& raw) {
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
-      const uint32_t words[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
+      unpack_row(S_[r], raw[r]);
+    }
+  }
+  // A lane's part of a row.
+  __device__ __forceinline__ static void unpack_row(float (&row)[L::kChannels], const uint4& raw) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(State) == 4) {
-          S_[r][i] = __uint_as_float(words[i]);
-        } else {
-          const float2 pair = unpack(State(), words[i]);
-          S_[r][2 * i] = pair.x;
-          S_[r][2 * i + 1] = pair.y;
-        }
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(State) == 4) {
+        row[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 pair = unpack(State(), words[i]);
+        row[2 * i] = pair.x;
+        row[2 * i + 1] = pair.y;
       }
     }
   }
@@ -131,11 +135,11 @@ class StateRows {
   }
 
  protected:
+  static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // lanes that get the same sum
   const int row_, K_, V_;
   float S_[L::kRows][L::kChannels];
 
  private:
-  static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // lanes that get the same sum
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
   __device__ __forceinline__ int offset(int r) const { return row(r) * K_ + L::channel(); }
   __device__ __forceinline__ bool is_there(int r) const { return row(r) < V_ && L::channel() < K_; }

@@ -56,6 +56,7 @@ inline void commit_copies() {}
 template <int kInFlight>
 void wait_for_copies() {}
 inline void prefetch_bytes(const void* from, int bytes) { emulator::check_pieces(from, bytes); }
+inline void prefetch_line(const void*) {}
 
 template <typename Barrier>
 void expect_bytes(Barrier& barrier, int bytes) {

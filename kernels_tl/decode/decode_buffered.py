@@ -1,0 +1,190 @@
+"""One token of each sequence, on states that lag. A state S_0 in the pool lacks the last steps of its slot, whose
+changes d_i, keys k_i and log decays g_i are in a backlog. With c_i the product of exp(g) of the token and of all steps
+after step i, c_0 that of all steps,
+
+    g, beta  = the activations of a and b
+    change   = beta (v - c_0 S_0 k - sum of c_i d_i (k_i^T k))
+    o        = scale (c_0 S_0 q + sum of c_i d_i (k_i^T q) + change (k^T q))
+
+If the backlog has room, change, k and g become its next step, and S_0 stays. Otherwise, and if the caller forces it,
+the state is written, and the backlog is empty afterwards:
+
+    S_0'     = c_0 S_0 + sum of c_i d_i k_i^T + change k^T
+
+Sums are in fp32. A backlog has keys before the l2norm, so 16-bit keys are exact, and d_i has the factor of the l2norm
+of its key.
+
+    q, k           [N, H_k, key_dim]                    a, b        [N, H_v], raw, of the dtypes that activations say
+    v, o           [N, H_v, value_dim]                  A_log       [H_v]; dt_bias, too, if there is one
+    state_pool     [slots, H_v, value_dim, key_dim]
+    d_cache        [slots, H_v, length, value_dim]      k_cache     [slots, H_k, length, key_dim]
+    g_cache        [slots, H_v, length]
+    state_indices, write_pos, force_flush [N]           int32, int64 or absent, as `tables` says (BufferedTable)
+
+d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [groups of value rows, H_v, N] CTAs.
+
+- A warp copies eight value rows of S_0 to shared memory, a lane 16 bytes of each of its rows, and waits for its own
+  copies. A CTA's warps share the backlog's keys, k and q.
+- Each warp multiplies the keys with k and q by tensor cores: a left factor is 16 keys, the right factor has k and q as
+  columns.
+- A lane has a step of the backlog. It adds the step's share to its own part of the sums S_0 k and S_0 q. So the sums
+  over the steps cost no reduction of their own.
+
+The states of the first sequences are prefetched into L2 while the preceding grid still runs.
+"""
+
+import tilelang.language as T
+
+from build_tools.bundle import Bundle
+from kernels_tl.config import DECODE_BUFFERED, DECODE_GROUP as GROUP
+from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
+from kernels_tl.decode.decode import DecodeGates
+from kernels_tl.layout import BufferedTable
+
+# prefetch_state, prefetch_backlog
+EARLY = {name: after(HINT) for name in ("state_indices", "state_pool", "write_pos", "d_cache", "k_cache", "g_cache")}
+PRELUDE = """
+#include "decode/decode_buffered.cuh"
+"""
+
+
+class DecodeBacklog(Bundle):
+    """The backlogs of all slots, and the tables that say which steps of them a call uses. The flags say whether d_cache
+    and k_cache are in fp32."""
+
+    def __init__(self, sizes, strides):
+        N, slots, H_k, key_dim, H_v, value_dim, length = sizes
+        super().__init__(
+            d_cache=T.StridedTensor(
+                [slots, H_v, length, value_dim], (strides["d_slot"], length * value_dim, value_dim, 1), "float32"
+            ),
+            k_cache=T.StridedTensor(
+                [slots, H_k, length, key_dim], (strides["k_slot"], length * key_dim, key_dim, 1), "float32"
+            ),
+            g_cache=T.StridedTensor([slots, H_v, length], (strides["g_slot"], length, 1), "float32"),
+            state_indices=T.Tensor([N], "int32"),
+            write_pos=T.Tensor([N], "int32"),
+            force_flush=T.Tensor([N], "int32"),
+            tables=T.int32,
+            null_index=T.int64,
+            fp32_changes=T.int32,
+            fp32_keys=T.int32,
+        )
+
+    def table(self, which, numbers):
+        return extern("Table", T.access_ptr(numbers, "r"), self.tables >> which & 3, 1)
+
+    def first_slots(self, slots):
+        states = self.table(BufferedTable.STATES, self.state_indices[0])
+        return extern("FirstSlots", states, extern("no_table"), self.null_index, T.Cast("int64", slots))
+
+    def of_head(self, strides, hv, group, length):
+        return extern(
+            "DecodeBacklog",
+            T.access_ptr(self.d_cache[0, 0, 0, 0], "rw"),
+            T.access_ptr(self.k_cache[0, 0, 0, 0], "rw"),
+            T.access_ptr(self.g_cache[0, hv, 0], "rw"),
+            *(strides[name] for name in ("d_slot", "k_slot", "g_slot")),
+            self.table(BufferedTable.POSITIONS, self.write_pos[0]),
+            self.table(BufferedTable.FLUSHES, self.force_flush[0]),
+            T.Cast("int32", length),
+            T.truncdiv(hv, group),
+            T.truncmod(hv, group) == 0,
+            self.fp32_changes != 0,
+            self.fp32_keys != 0,
+        )
+
+
+def decode_buffered(dtype, K, state_dtype):
+    N, slots, H_k, key_dim, H_v, value_dim, length = sizes = dims(
+        "N", "slots", "H_k", "key_dim", "H_v", "value_dim", "length"
+    )
+    strides = {
+        name: T.dynamic(name, "int64")
+        for name in (
+            *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token"),
+            *("slot_stride", "d_slot", "k_slot", "g_slot"),
+        )
+    }
+    element, state_element = element_type(dtype), element_type(state_dtype)
+
+    def of_heads(heads, channels, name):
+        return T.StridedTensor([N, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
+
+    @T.prim_func
+    def main(
+        q: of_heads(H_k, key_dim, "q"),
+        k: of_heads(H_k, key_dim, "k"),
+        v: of_heads(H_v, value_dim, "v"),
+        gates: DecodeGates(N, H_v, strides),
+        state_pool: T.StridedTensor(
+            [slots, H_v, value_dim, key_dim],
+            (strides["slot_stride"], value_dim * key_dim, key_dim, 1),
+            state_dtype,
+        ),
+        backlog: DecodeBacklog(sizes, strides),
+        o: T.Tensor([N, H_v, value_dim], dtype),
+        group: T.int32,  # H_v / H_k
+        scale: T.float32,
+        normalize: T.int32,
+        early: T.int32,  # sequences whose CTAs may begin before the preceding grid has ended
+    ):
+        with T.Kernel(T.ceildiv(value_dim, GROUP), H_v, N, threads=DECODE_BUFFERED.threads, prelude=PRELUDE) as (
+            tile,
+            hv,
+            n,
+        ):
+            T.annotate_min_blocks_per_sm(DECODE_BUFFERED.ctas)
+            if n < early:
+                extern(
+                    f"prefetch_state<{state_element}>",
+                    backlog.first_slots(slots),
+                    T.access_ptr(state_pool[0, hv, 0, 0], "r"),
+                    strides["slot_stride"],
+                    extern("DecodeShare", n, tile * GROUP, 1),
+                    T.Cast("int32", key_dim),
+                    T.Cast("int32", value_dim),
+                )
+                if tile == 0:
+                    extern(
+                        f"prefetch_backlog<{element}>",
+                        backlog.first_slots(slots),
+                        backlog.of_head(strides, hv, group, length),
+                        hv,
+                        n,
+                        T.Cast("int32", key_dim),
+                        T.Cast("int32", value_dim),
+                    )
+            T.pdl_sync()
+            T.pdl_trigger()
+
+            extern(
+                f"decode_buffered<{element}, {state_element}, {K}>",
+                backlog.first_slots(slots),
+                extern(
+                    "DecodeTokens",
+                    T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
+                    T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
+                    T.access_ptr(v[0, hv, 0], "r"),
+                    T.access_ptr(gates.a[0, 0], "r"),
+                    T.access_ptr(gates.b[0, 0], "r"),
+                    *(strides[f"{name}_token"] for name in "qkvab"),
+                    hv,
+                    T.access_ptr(gates.A_log[0], "r"),
+                    T.access_ptr(gates.dt_bias[0], "r"),
+                    gates.activations,
+                    scale,
+                    normalize != 0,
+                ),
+                backlog.of_head(strides, hv, group, length),
+                T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
+                strides["slot_stride"],
+                T.access_ptr(o[0, hv, 0], "w"),
+                T.Cast("int64", H_v) * value_dim,
+                n,
+                tile * GROUP,
+                T.Cast("int32", key_dim),
+                T.Cast("int32", value_dim),
+            )
+
+    return main
