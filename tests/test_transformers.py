@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dispatched import Ran
 from subprocesses import run_python
 
 import flash_qla
@@ -276,8 +277,9 @@ def test_decoding_continues_like_one_prefill(name, calls):
     out, _ = example.prefill(model, prompt)
     assert len(calls) == 1
     assert calls[0]["output_final_state"]
-    decoded = example.decode(model, example.cache_of(model, out), rest)
-    assert len(calls) == 1  # decoding is the model's own
+    with Ran() as ran:
+        decoded = example.decode(model, example.cache_of(model, out), rest)
+    assert len(calls) == 1 and ran.ops == ["decode_gated_delta_rule"] * 10
     longer, _ = example.prefill(model, torch.cat([prompt, rest], dim=1))
     assert example.relative_error(decoded, longer.logits[:, 100:]) < FP32_TOLERANCE
 
