@@ -583,6 +583,20 @@ def test_packed_sequences(calls):
     assert calls[0]["cu_seqlens"] is offsets
 
 
+@all_models
+@torch.no_grad()
+def test_positions_that_restart_do_not_separate_sequences(name):
+    """The model's own layers do not see position_ids. This notices a release whose layers do."""
+    model = small_model(name)
+    first, second = text(60).split([30, 30], dim=1)
+    packed = {"input_ids": torch.cat([first, second], 1), "position_ids": torch.arange(30).repeat(2)[None]}
+    own = model(**packed, use_cache=False).logits
+    with use_flash_qla(model):
+        ours = model(**packed, use_cache=False).logits
+    assert example.relative_error(ours, own) < FP32_TOLERANCE
+    assert example.relative_error(own[:, 30:], model(second).logits) > 1e-2
+
+
 def test_keywords_that_ask_for_something_else_are_refused():
     x, gate = torch.randn(1, 4, 1, 8), torch.zeros(1, 4, 1)
     with pytest.raises(TypeError, match="transpose_state_layout"):
