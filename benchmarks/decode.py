@@ -4,6 +4,7 @@
     python benchmarks/decode.py --tokens 4 --heads 16x32 --batches 64,256 --packages flash_qla,sglang
     python benchmarks/decode.py --tokens 1,4 --keep every --packages flash_qla,sglang,vllm
     python benchmarks/decode.py --keep lagging --steps 8,16,32 --packages flash_qla,sglang
+    python benchmarks/decode.py --tokens 1,4 --keep plain --state-dtypes fp32 --packages flash_qla,fla
 
 Raw bf16 gates and betas, the l2norm inside. Sequences are at random slots of a pool with twice as many slots. A sample
 is the replay of a CUDA graph. Its calls take several pools in turn, so that no state is in the L2 cache when its turn
@@ -13,6 +14,8 @@ comes; q, k, v and the gates may be. Medians over samples, in microseconds a cal
   --keep every   the state after each token is kept: by vLLM in slots, by SGLang in a buffer, by flash_qla in both ways
   --keep lagging every --steps-th state goes back, and steps in between to a backlog (flash_qla, SGLang). A sample is
                  whole cycles, so times and bytes are those of an average step. The functions of --keep last run, too
+  --keep plain   no pool: a state for each sequence, [V, K] or [K, V], and ready gates, as FLA's and transformers'
+                 functions have them; the last state goes to a new tensor, in flash_qla also to where it came from
 
 All functions of a package run, and the fastest one counts. FLA's function takes no slots: states are gathered before it
 and scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The
@@ -32,6 +35,7 @@ from functools import partial
 import common
 import reference
 import torch
+import torch.nn.functional as F
 from accuracy import relative_error
 from common import FLA_TRITON, argument_parser, ceilings, geometric_mean, parse_heads, run, spread, time_graph
 
@@ -50,7 +54,7 @@ class Case:
     H_v: int
     batch: int
     tokens: int  # tokens of a sequence
-    keep: str  # last, every, lagging
+    keep: str  # last, every, plain, lagging
     state_dtype: torch.dtype
     steps: tuple[int, ...] = ()  # with lagging: lengths of a cycle
     pools: int = 0  # 0: as many as ROTATED_BYTES needs
@@ -68,11 +72,15 @@ class Case:
         self.q, self.k, self.v = (x.view(B, T, n, K) for x, n in zip(parts, heads.values(), strict=True))
         self.a, self.b = randn(B, T, self.H_v), randn(B, T, self.H_v)
         self.A_log, self.dt_bias = randn(2, self.H_v, dtype=torch.float32).unbind()
+        self.g, self.beta = F.logsigmoid(self.a.float()), self.b.float().sigmoid()
         self.cu_seqlens = torch.arange(B + 1, device=common.DEVICE, dtype=torch.int32) * T
         # vLLM does not use slot 0. A sequence has a slot for each token, and starts from the first one.
-        slots = 2 * B * self.slots_of_sequence + 1
-        shuffled = torch.randperm(slots - 1, generator=torch.Generator().manual_seed(slots)) + 1
-        table = shuffled[: B * self.slots_of_sequence].view(B, -1).int()
+        slots = B if self.keep == "plain" else 2 * B * self.slots_of_sequence + 1
+        if self.keep == "plain":
+            table = torch.arange(B)[:, None].int()
+        else:
+            shuffled = torch.randperm(slots - 1, generator=torch.Generator().manual_seed(slots)) + 1
+            table = shuffled[: B * self.slots_of_sequence].view(B, -1).int()
         self.table = table.to(common.DEVICE)
         self.slots = self.table[:, 0].contiguous()
         state_bytes = B * self.H_v * V * K * self.state_dtype.itemsize
@@ -90,8 +98,9 @@ class Case:
         return self.tokens if keep_every(self) else 1
 
     def io_bytes(self) -> int:
-        tensors = (self.mixed, self.a, self.b, self.A_log, self.dt_bias, self.slots, self.v)
-        return sum(x.numel() * x.element_size() for x in tensors)
+        raw = (self.a, self.b, self.A_log, self.dt_bias, self.slots)
+        gates = (self.g, self.beta) if self.keep == "plain" else raw
+        return sum(x.numel() * x.element_size() for x in (self.mixed, self.v, *gates))
 
     def packed(self, name: str) -> torch.Tensor:
         """q, k, v as [1, tokens, ...]; a and b as [tokens, H_v]."""
@@ -151,9 +160,31 @@ class Lagging:
 # The functions of each package by name: (number of a pool) -> o, or a Lagging.
 
 
+LAYOUTS = {"V-first": {"state_v_first": True}, "K-first": {"state_v_first": False}}
+
+
+def plain_calls(case: Case, function: Callable) -> dict[str, Callable]:
+    """FLA's function, or one with its arguments, with ready gates on states of both layouts."""
+    options = {"g": case.g, "beta": case.beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    call = partial(function, case.q, case.k, case.v, **options)
+    return {
+        layout: lambda i, options=options: call(initial_state=case.pool[i], **options)[0]
+        for layout, options in LAYOUTS.items()
+    }
+
+
 def flash_qla_calls(case: Case) -> dict[str, Callable]:
     from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
 
+    if case.keep == "plain":
+        from flash_qla.integrations.fla import fused_recurrent_gated_delta_rule
+
+        call = partial(decode_gated_delta_rule, case.q, case.k, case.v, case.g, case.beta, None, None)
+        in_place = {
+            f"{layout} in place": lambda i, options=options: call(case.pool[i], **options)
+            for layout, options in LAYOUTS.items()
+        }
+        return in_place | plain_calls(case, fused_recurrent_gated_delta_rule)
     gates = (case.a, case.b, case.A_log, case.dt_bias)
     call = partial(decode_gated_delta_rule, case.q, case.k, case.v, *gates)
     if keep_every(case):
@@ -185,6 +216,8 @@ def fla_calls(case: Case) -> dict[str, Callable]:
 
     if keep_every(case):
         return {}
+    if case.keep == "plain":
+        return plain_calls(case, fused_recurrent_gated_delta_rule)
     slots = case.slots.long()
 
     def gathered(i: int):
@@ -238,6 +271,8 @@ def update_options(case: Case) -> dict:
 
 
 def sglang_calls(case: Case) -> dict[str, Callable]:
+    if case.keep == "plain":
+        return {}
     ops = "sglang.kernels.ops.attention"
     update = getattr(importlib.import_module(f"{ops}.linear.fused_sigmoid_gating_recurrent"), UPDATE)
     options = update_options(case) | SOFTPLUS | {"initial_state_indices": case.slots, "is_kda": False}
@@ -260,6 +295,8 @@ def sglang_calls(case: Case) -> dict[str, Callable]:
 
 
 def vllm_calls(case: Case) -> dict[str, Callable]:
+    if case.keep == "plain":
+        return {}
     ops = "vllm.third_party.flash_linear_attention.ops"
     update = getattr(importlib.import_module(f"{ops}.fused_sigmoid_gating"), UPDATE)
     options = update_options(case) | {"scale": K**-0.5, "inplace_final_state": True}
@@ -280,7 +317,7 @@ def vllm_calls(case: Case) -> dict[str, Callable]:
 def attn_gym_calls(case: Case) -> dict[str, Callable]:
     from attn_gym.linear import recurrent_gdn_decode
 
-    if case.tokens > 1:
+    if case.tokens > 1 or case.keep == "plain":
         return {}
     options = {
         "packed_qkv": case.mixed,
@@ -310,15 +347,16 @@ def check(calls_of: Callable, **of_case) -> dict[str, dict[str, float]]:
     errors = {}
     for name in calls_of(Case(batch=3, pools=1, **of_case)):
         case = Case(batch=3, pools=1, **of_case)  # the states are what they were
+        gates, activations = (case.a, case.b), {"A_log": case.A_log, "dt_bias": case.dt_bias, **common.INSIDE}
+        if case.keep == "plain":
+            gates, activations = (case.g, case.beta), {}
         expected = reference.gated_delta_rule(
-            *(case.q, case.k, case.v, case.a, case.b),
+            *(case.q, case.k, case.v, *gates),
             scale=K**-0.5,
             initial_state=case.pool[0][case.slots.long()].float(),
-            state_v_first=True,
+            state_v_first=not name.startswith("K-first"),
             use_qk_l2norm_in_kernel=True,
-            A_log=case.A_log,
-            dt_bias=case.dt_bias,
-            **common.INSIDE,
+            **activations,
         )
         o = calls_of(case)[name](0)
         errors[name] = {"o": relative_error(o.reshape(expected.o.shape), expected.o)}
@@ -357,7 +395,7 @@ def measure(package: str, options):
                     "bytes": call.bytes if isinstance(call, Lagging) else case.bytes,
                     "relative_error": errors[name],
                 }
-                print(f"{package:>10} {name:>11} {key_text(cell)} {cell['us']:8.2f} us", flush=True)
+                print(f"{package:>10} {name:>16} {key_text(cell)} {cell['us']:8.2f} us", flush=True)
                 yield cell
             call = None  # it holds the states
             del case
@@ -419,7 +457,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
     parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
     parser.add_argument("--tokens", type=numbers, default="1", help="tokens of a sequence")
-    parser.add_argument("--keep", choices=("last", "every", "lagging"), default="last", help="which states are kept")
+    parser.add_argument("--keep", choices=("last", "every", "plain", "lagging"), default="last", help="which states are kept")
     parser.add_argument("--steps", type=numbers, default="8,16,32", help="steps of a cycle, with --keep lagging")
     parser.add_argument("--state-dtypes", default="fp32,bf16")
     parser.add_argument("--samples", type=int, default=7)

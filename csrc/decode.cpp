@@ -152,9 +152,16 @@ DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, Deco
   return make_decode_call(op, std::move(arguments));
 }
 
+namespace {
+
+// The memory of `out` as a tensor that PyTorch's operators may write, even if `out` is an inference tensor.
+Tensor memory_of(const Tensor& out) { return view(out, out.sizes(), out.strides()); }
+
+}  // namespace
+
 Tensor allocate_output(const DecodeCall& call) {
   return call.out && call.out->is_contiguous()
-             ? *call.out
+             ? memory_of(*call.out)
              : new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
 }
 
@@ -163,7 +170,7 @@ Tensor output_as_returned(const DecodeCall& call, Tensor o) {
     return o;
   }
   if (!call.out->is_contiguous()) {
-    Tensor out = *call.out;
+    Tensor out = memory_of(*call.out);
     copy(out, o);
   }
   return new_empty(call.op, call.q, {0}, call.dtype);

@@ -5,8 +5,8 @@
 
 Builds small models (random weights, linear-attention heads of the released models' sizes) and runs them over the
 bytes of a text file; each byte is a token. Compares flash_qla with the model's own torch implementation: the errors of
-the model's outputs, and tokens per second. Then both decode token by token after their prefill; the model's recurrent
-function continues from flash_qla's final state.
+the model's outputs, and tokens per second of prefill and of decoding. Then both decode token by token after their
+prefill.
 """
 
 import argparse
@@ -153,7 +153,8 @@ def print_greedy(reference, logits):
 
 
 def run(model, prompt, rest):
-    """The model's outputs for the prompt and the rest, the logits of the text that it writes, and its speed."""
+    """The model's outputs for the prompt and the rest, the logits of the text that it writes, and the tokens per second
+    of prefill and of decoding."""
     out, first = prefill(model, prompt)
     values = {
         "last hidden state": out.hidden_states[-1],
@@ -164,8 +165,12 @@ def run(model, prompt, rest):
     longer, _ = prefill(model, torch.cat([prompt, rest], dim=1))
     values["logits, one prefill with the rest"] = longer.logits[:, -rest.shape[1] :]
     out, second = prefill(model, prompt)
+    start = time.perf_counter()
     written = greedy(model, out, rest.shape[1])
-    return values, written, prompt.numel() / min(first, second)
+    if written.is_cuda:
+        torch.cuda.synchronize()
+    decoding = (rest.shape[1] - 1) / (time.perf_counter() - start)
+    return values, written, (prompt.numel() / min(first, second), decoding)
 
 
 @torch.no_grad()
@@ -182,7 +187,8 @@ def compare(name, device, dtype, text, new_tokens):
 
     print(f"\n{type(model).__name__}: {linear_layers} linear of {len(model.model.layers)} layers, {dtype}")
     print(f"{'':40}{'torch':>12}{'flash_qla':>12}")
-    print(f"{'prefill, tokens per second':40}{torch_speed:12.0f}{our_speed:12.0f}")
+    for what, theirs, ours in zip(("prefill", "decoding"), torch_speed, our_speed, strict=True):
+        print(f"{what + ', tokens per second':40}{theirs:12.0f}{ours:12.0f}")
     print("relative L2 error against torch")
     for key, value in our_values.items():
         print(f"  {key:38}{'':12}{relative_error(value, torch_values[key]):12.1e}")

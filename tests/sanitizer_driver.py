@@ -130,10 +130,11 @@ for name in NAMES:
     print("done:", name, flush=True)
 
 # Decoding: drafts, a tree, and indices that are outside
-for dtype, state_dtype, T in itertools.product((torch.bfloat16, torch.float16), test_decode.BARS, (1, 3, 7)):
+DTYPES = (torch.bfloat16, torch.float16)
+for dtype, state_dtype, T, v_first in itertools.product(DTYPES, test_decode.BARS, (1, 3, 7), (True, False)):
     if state_dtype == torch.float64:
         continue
-    case = test_decode.Case(T=T, K=96, V=136, dtype=dtype, state_dtype=state_dtype, gap=8)
+    case = test_decode.Case(T=T, K=96, V=136, dtype=dtype, state_dtype=state_dtype, gap=8, v_first=v_first)
     inputs = test_decode.make_inputs(case, "cuda")
     wrong = {"state_indices": torch.tensor([3, 40, -7]).cuda(), "parents": torch.full((3, T), 9).cuda()}
     for change in ({}, wrong | {"write_indices": torch.full((3, 2), 99).cuda()}):

@@ -296,7 +296,11 @@ def test_report_of_the_backward(capsys):
 
 @pytest.mark.parametrize(
     ("keep", "functions"),
-    [("last", {"decode", "packed"}), ("every", {"decode", "packed", "in slots", "in a buffer"})],
+    [
+        ("last", {"decode", "packed"}),
+        ("every", {"decode", "packed", "in slots", "in a buffer"}),
+        ("plain", {"V-first", "K-first", "V-first in place", "K-first in place"}),
+    ],
 )
 def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
     """One token keeps one state in either mode. A sample goes through all pools, here four."""
@@ -310,8 +314,10 @@ def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
     assert {cell["us"] for cell in of_one_sequence} == {2000 / 4}
     for cell in of_one_sequence:
         moved = 1 + (cell["tokens"] if keep == "every" else 1)
-        tokens = cell["tokens"] * 2 * (1 + 1 + 2 + 2) * 128 + cell["tokens"] * 2 * 2 * 2  # q, k, v, o; a, b
-        assert cell["bytes"] == moved * state + tokens + 2 * 2 * 4 + 4
+        tokens = cell["tokens"] * 2 * (1 + 1 + 2 + 2) * 128  # q, k, v, o
+        raw = cell["tokens"] * 2 * 2 * 2 + 2 * 2 * 4 + 4  # a, b; A_log, dt_bias; the slot
+        ready = cell["tokens"] * 2 * 2 * 4
+        assert cell["bytes"] == moved * state + tokens + (ready if keep == "plain" else raw)
 
 
 def test_cells_of_lagging_states(on_cpu, monkeypatch):

@@ -1,5 +1,6 @@
 """Decoding from a pool of states: what only a GPU does."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -128,13 +129,20 @@ def test_most_sequences_and_the_largest_state():
             decode(*sizes)
 
 
-def test_graph():
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(ready="g beta", v_first=False), Case(ready="g beta", v_first=False, plain=True)],
+    ids=str,
+)
+def test_graph(case):
     """Captured, and replayed with other numbers and indices, and padding."""
-    case = for_device(Case(B=4, K=128, V=128, gate_dtype=BF16), "cuda")
+    case = for_device(dataclasses.replace(case, B=4, K=128, V=128, gate_dtype=BF16), "cuda")
     inputs, later = make_inputs(case, "cuda"), make_inputs(case, "cuda")
-    for name in ("q", "k", "v", "a", "b"):
+    for name in ("q", "k", "v", "b"):
         later[name].normal_()
-    later["state_indices"] = indices(7, -1, 30, 2).cuda()
+    later["a"].mul_(0.5)
+    if not case.plain:
+        later["state_indices"] = indices(7, -1, 30, 2).cuda()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # a first call prepares the kernel
         decode_gated_delta_rule(**inputs | {"state_pool": inputs["state_pool"].clone()})

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dispatched import Ran
 from subprocesses import run_python
 
 import flash_qla
@@ -276,8 +277,9 @@ def test_decoding_continues_like_one_prefill(name, calls):
     out, _ = example.prefill(model, prompt)
     assert len(calls) == 1
     assert calls[0]["output_final_state"]
-    decoded = example.decode(model, example.cache_of(model, out), rest)
-    assert len(calls) == 1  # decoding is the model's own
+    with Ran() as ran:
+        decoded = example.decode(model, example.cache_of(model, out), rest)
+    assert len(calls) == 1 and ran.ops == ["decode_gated_delta_rule"] * 10
     longer, _ = example.prefill(model, torch.cat([prompt, rest], dim=1))
     assert example.relative_error(decoded, longer.logits[:, 100:]) < FP32_TOLERANCE
 
@@ -579,6 +581,20 @@ def test_packed_sequences(calls):
     calls.clear()
     model(text(90), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=60, max_length_k=60, use_cache=False)
     assert calls[0]["cu_seqlens"] is offsets
+
+
+@all_models
+@torch.no_grad()
+def test_positions_that_restart_do_not_separate_sequences(name):
+    """The model's own layers do not see position_ids. This notices a release whose layers do."""
+    model = small_model(name)
+    first, second = text(60).split([30, 30], dim=1)
+    packed = {"input_ids": torch.cat([first, second], 1), "position_ids": torch.arange(30).repeat(2)[None]}
+    own = model(**packed, use_cache=False).logits
+    with use_flash_qla(model):
+        ours = model(**packed, use_cache=False).logits
+    assert example.relative_error(ours, own) < FP32_TOLERANCE
+    assert example.relative_error(own[:, 30:], model(second).logits) > 1e-2
 
 
 def test_keywords_that_ask_for_something_else_are_refused():

@@ -2,7 +2,7 @@
 
     from flash_qla.integrations.transformers import restore, use_flash_qla
 
-    use_flash_qla(model)            # from here on, prefill and training run flash_qla.chunk_gated_delta_rule
+    use_flash_qla(model)            # from here on, prefill, training and decoding run in flash_qla
     restore(model)                  # as it was
 
     with use_flash_qla(model):      # the same for one block
@@ -10,21 +10,27 @@
 
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
-keep what they use. Decoding one token at a time stays with the model's own recurrent function, which
-continues from flash_qla's final state. Gradients and gradient checkpointing work as with the model's own
-function.
+keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule. Decoding one token at a
+time runs flash_qla.decode_gated_delta_rule on the cache's states, or the former where a gradient is
+wanted. Gradients and gradient checkpointing work as with the model's own functions.
+
+Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
+not pass them on to these layers: each sequence would start from the state of the one before.
 
 The model must be in bf16 or fp16 on a GPU, or run under torch.autocast. The dimension of its linear key
 heads must be a multiple of 8 up to 128, that of its linear value heads a multiple of 8 up to 512.
 
-A layer reaches its chunk function in one of two ways, depending on the transformers release:
+A layer reaches its chunk and recurrent functions in one of two ways, depending on the transformers
+release:
 
-  4.57 to 5.14   the instance attribute `chunk_gated_delta_rule`, which is replaced;
-  from 5.15      `forward` calls the function `torch_chunk_gated_delta_rule` of its module (which itself
-                 picks FLA or plain torch). The layer becomes an instance of a subclass whose `forward`
-                 is the same byte code with that one name changed, so the module's own function stays
-                 untouched. A class, because a method on the instance would run that instance's weights in
-                 every copy of it: replicas of nn.DataParallel, copy.copy.
+  4.57 to 5.14   the instance attributes `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`, which
+                 are replaced;
+  from 5.15      `forward` calls the functions `torch_chunk_gated_delta_rule` and
+                 `torch_recurrent_gated_delta_rule` of its module (which themselves pick FLA or plain
+                 torch). The layer becomes an instance of a subclass whose `forward` is the same byte
+                 code with these names changed, so the module's own functions stay untouched. A class,
+                 because a method on the instance would run that instance's weights in every copy of
+                 it: replicas of nn.DataParallel, copy.copy.
 
 Copies of a switched layer are switched: replicas, copies, what pickle loads (which imports flash_qla).
 """
@@ -38,11 +44,13 @@ from collections.abc import Callable
 import torch
 
 import flash_qla
+from flash_qla.integrations import fla
 from flash_qla.ops.checks import IGNORED
 
-_ATTRIBUTE = "chunk_gated_delta_rule"
-_FUNCTION = "torch_chunk_gated_delta_rule"
-_FUNCTION_RENAMED = "flash_qla_chunk_gated_delta_rule"
+# A layer has the first of each, and perhaps the second.
+_ATTRIBUTES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
+_FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_ATTRIBUTE, _FUNCTION = _ATTRIBUTES[0], _FUNCTIONS[0]
 
 # The releases whose models were run: see docs/support.md.
 TESTED_RELEASES = "5.17.0, 5.23.0 and 5.24.0"
@@ -50,18 +58,21 @@ TESTED_RELEASES = "5.17.0, 5.23.0 and 5.24.0"
 # Where a layer's forward may be kept: accelerate's hooks move it to `_old_forward`.
 _FORWARDS = ("_old_forward", "forward")
 
-# Attribute of a layer one of whose attributes was replaced: (name, what it held, what it holds).
+# Attribute of a layer some of whose attributes were replaced: [(name, what it held, what it holds), ...].
 _RECORD = "_flash_qla_replaced"
 
 # Attribute of a class whose forward calls flash_qla: the class that it was made from.
 _ORIGINAL = "_flash_qla_original"
 
-# Keywords that the operator reads, if only to refuse their value.
-_KEYWORDS = IGNORED.keys() | {
-    name
-    for name, parameter in inspect.signature(flash_qla.chunk_gated_delta_rule).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
-}
+
+def _keywords_of(function: Callable) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return frozenset(name for name, parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
+
+
+# Keywords that the operators read, if only to refuse their value.
+_KEYWORDS = IGNORED.keys() | _keywords_of(flash_qla.chunk_gated_delta_rule)
+_RECURRENT_KEYWORDS = _keywords_of(fla.fused_recurrent_gated_delta_rule)
 
 
 def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
@@ -77,6 +88,27 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
         )
     kwargs = {name: value for name, value in kwargs.items() if name in _KEYWORDS}
     return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **kwargs)
+
+
+def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):
+    """flash_qla.decode_gated_delta_rule under the argument names that transformers uses; the initial state
+    stays as it is.
+
+    It has no derivative, which the model's own function has. So chunk_gated_delta_rule runs where a gradient
+    is wanted.
+    """
+    tensors = (query, key, value, g, beta, kwargs.get("initial_state"))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return chunk_gated_delta_rule(query, key, value, g, beta, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name in _RECURRENT_KEYWORDS}
+    return fla.fused_recurrent_gated_delta_rule(query, key, value, g, beta=beta, **kwargs)
+
+
+# Name in a layer or in its module -> the function that takes its place
+_REPLACEMENTS = (chunk_gated_delta_rule, recurrent_gated_delta_rule)
+_BY_ATTRIBUTE = dict(zip(_ATTRIBUTES, _REPLACEMENTS, strict=True))
+_BY_FUNCTION = dict(zip(_FUNCTIONS, _REPLACEMENTS, strict=True))
+_RENAMED = {name: f"flash_qla_{function.__name__}" for name, function in _BY_FUNCTION.items()}
 
 
 class Switched:
@@ -100,7 +132,7 @@ class Switched:
 
 
 def use_flash_qla(model: torch.nn.Module) -> Switched:
-    """Switch all Gated DeltaNet layers of `model` to flash_qla's chunk function.
+    """Switch all Gated DeltaNet layers of `model` to flash_qla's functions.
 
     Args:
         model: a loaded transformers model, or any module that contains one (a torch.compile'd model
@@ -159,35 +191,40 @@ def _is_switched(layer: torch.nn.Module) -> bool:
 def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
     """A function that switches the layer; None if there is no known way."""
     if callable(layer.__dict__.get(_ATTRIBUTE)):
-        return functools.partial(_replace, layer, _ATTRIBUTE, chunk_gated_delta_rule)
+        new = {name: function for name, function in _BY_ATTRIBUTE.items() if callable(layer.__dict__.get(name))}
+        return functools.partial(_replace, layer, new)
     for attribute in _FORWARDS:
         forward = layer.__dict__.get(attribute)
         if inspect.ismethod(forward) and inspect.isfunction(forward.__func__):
             renamed = _with_flash_qla(forward.__func__)
-            return renamed and functools.partial(_replace, layer, attribute, types.MethodType(renamed, layer))
+            return renamed and functools.partial(_replace, layer, {attribute: types.MethodType(renamed, layer)})
     if "forward" in layer.__dict__:
         return None
     switched = _switched_class(type(layer))
     return switched and functools.partial(setattr, layer, "__class__", switched)
 
 
-def _replace(layer: torch.nn.Module, attribute: str, new: Callable) -> None:
-    layer.__dict__[_RECORD] = (attribute, layer.__dict__[attribute], new)
-    setattr(layer, attribute, new)
+def _replace(layer: torch.nn.Module, new: dict[str, Callable]) -> None:
+    layer.__dict__[_RECORD] = [(name, layer.__dict__[name], function) for name, function in new.items()]
+    for name, function in new.items():
+        setattr(layer, name, function)
 
 
 def _restore_layer(name: str, layer: torch.nn.Module) -> None:
     if _RECORD in layer.__dict__:
-        attribute, original, new = layer.__dict__[_RECORD]
-        # accelerate's hooks may have come or gone since, and then the forward has moved.
-        candidates = _FORWARDS if attribute in _FORWARDS else (attribute,)
-        holder = next((c for c in candidates if layer.__dict__.get(c) == new), None)
-        if holder is None:
-            raise RuntimeError(
-                f"cannot restore the layer {name!r}: its {attribute!r} has been replaced by something else "
-                "since use_flash_qla; undo that first"
-            )
-        setattr(layer, holder, original)
+        holders = {}
+        for attribute, original, new in layer.__dict__[_RECORD]:
+            # accelerate's hooks may have come or gone since, and then the forward has moved.
+            candidates = _FORWARDS if attribute in _FORWARDS else (attribute,)
+            holder = next((c for c in candidates if layer.__dict__.get(c) == new), None)
+            if holder is None:
+                raise RuntimeError(
+                    f"cannot restore the layer {name!r}: its {attribute!r} has been replaced by something else "
+                    "since use_flash_qla; undo that first"
+                )
+            holders[holder] = original
+        for holder, original in holders.items():
+            setattr(layer, holder, original)
         del layer.__dict__[_RECORD]
     elif hasattr(type(layer), _ORIGINAL):
         original = vars(type(layer)).get(_ORIGINAL)
@@ -235,7 +272,7 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     """A copy of `function` that calls flash_qla where `function`, or one that it decorates, calls _FUNCTION.
 
     None where neither does. The copy keeps the module's globals, in which torch.compile looks names up;
-    they gain _FUNCTION_RENAMED and lose nothing.
+    they gain the names of _RENAMED and lose nothing.
 
     Args:
         function: a forward, or a function in the closure of the last of `decorators`.
@@ -243,9 +280,8 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     """
     code, closure = function.__code__, function.__closure__
     if _FUNCTION in code.co_names:
-        function.__globals__[_FUNCTION_RENAMED] = chunk_gated_delta_rule
-        names = (_FUNCTION_RENAMED if name == _FUNCTION else name for name in code.co_names)
-        code = code.replace(co_names=tuple(names))
+        function.__globals__.update({_RENAMED[name]: replacement for name, replacement in _BY_FUNCTION.items()})
+        code = code.replace(co_names=tuple(_RENAMED.get(name, name) for name in code.co_names))
     else:
         decorators += (function,)
         closure = tuple(_cell_with_flash_qla(cell, decorators) for cell in closure or ())
