@@ -457,7 +457,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
     parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
     parser.add_argument("--tokens", type=numbers, default="1", help="tokens of a sequence")
-    parser.add_argument("--keep", choices=("last", "every", "plain", "lagging"), default="last", help="which states are kept")
+    parser.add_argument(
+        "--keep", choices=("last", "every", "plain", "lagging"), default="last", help="which states are kept"
+    )
     parser.add_argument("--steps", type=numbers, default="8,16,32", help="steps of a cycle, with --keep lagging")
     parser.add_argument("--state-dtypes", default="fp32,bf16")
     parser.add_argument("--samples", type=int, default=7)
