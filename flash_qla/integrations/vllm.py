@@ -5,8 +5,8 @@
     use_flash_qla()                 # from here on, for every layer in the process
     restore()                       # as it was
 
-vLLM runs layers in processes of its own. A plugin, an entry point of the group vllm.general_plugins, calls
-use_flash_qla there.
+vLLM runs layers in processes of its own. With FLASH_QLA_VLLM=1 in the environment, vLLM's plugins switch each of them
+on.
 
 The functions have the names, arguments and meaning of those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid
 call, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less has no state.
@@ -20,7 +20,7 @@ caching and drafts have run only beside vLLM's kernels, not in vLLM.
 import torch
 
 import flash_qla
-from flash_qla.integrations._engines import Replacement, number_of_sequences, packed_decode, require
+from flash_qla.integrations._engines import Replacement, earlier, number_of_sequences, packed_decode, require
 
 _NULL_INDEX = 0
 
@@ -135,16 +135,20 @@ def fused_sigmoid_gating_delta_rule_update(
 
 
 _LAYERS = "vllm.model_executor.layers.mamba.gdn"
+_CHECKPOINTS = ("state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens", "use_cp")
 _replacement = Replacement(
-    "vLLM 0.33.0",
+    "vLLM 0.22.0 to 0.33.0",
     {
         f"{_LAYERS}.qwen_gdn_linear_attn": {
-            "fla_chunk_gated_delta_rule": chunk_gated_delta_rule,
-            "fi_chunk_gated_delta_rule": fi_chunk_gated_delta_rule,
-            "fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
-            "fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
+            "fla_chunk_gated_delta_rule": (chunk_gated_delta_rule,),
+            "fi_chunk_gated_delta_rule": (
+                fi_chunk_gated_delta_rule,
+                earlier(fi_chunk_gated_delta_rule, *_CHECKPOINTS),  # releases before 0.33.0
+            ),
+            "fused_recurrent_gated_delta_rule_packed_decode": (fused_recurrent_gated_delta_rule_packed_decode,),
+            "fused_sigmoid_gating_delta_rule_update": (fused_sigmoid_gating_delta_rule_update,),
         },
-        f"{_LAYERS}.olmo_gdn_linear_attn": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+        f"{_LAYERS}.olmo_gdn_linear_attn": {"chunk_gated_delta_rule": (chunk_gated_delta_rule,)},
     },
 )
 
