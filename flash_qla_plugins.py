@@ -4,8 +4,8 @@
     FLASH_QLA_SGLANG=1 sglang serve --model-path MODEL --linear-attn-prefill-backend triton
 
 The package declares these functions as entry points, which the engines call in all of their processes. Without the
-variable they do nothing. With it, they replace the functions of flash_qla.integrations.vllm or sglang in each process
-that imports the engine's layers, right after that import. A line of the engine's log says so.
+variable they do nothing. With it, they put the functions of flash_qla.integrations.vllm or sglang in place in each
+process that imports the engine's layers, right after that import. A line of the engine's log says so.
 
 Nothing raises here. If the functions do not fit the engine, its log says why, and the engine keeps its own. This module
 is outside flash_qla, so that a process without the variable does not load the library.
@@ -14,11 +14,16 @@ is outside flash_qla, so that a process without the variable does not load the l
 import importlib
 import logging
 import os
+import sys
 
 
 def vllm() -> None:
     """The entry point of vLLM's group vllm.general_plugins."""
     _switch_on("vllm", "FLASH_QLA_VLLM")
+    # vLLM 0.28.0 and later decode drafts in a kernel of their own, unless this variable asks for the functions.
+    variables = getattr(sys.modules.get("vllm.envs"), "environment_variables", ())
+    if os.environ.get("FLASH_QLA_VLLM") == "1" and "VLLM_GDN_DECODE_KERNEL" in variables:
+        os.environ.setdefault("VLLM_GDN_DECODE_KERNEL", "triton")
 
 
 def sglang() -> None:

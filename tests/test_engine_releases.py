@@ -126,6 +126,23 @@ for path in {list(sources)!r}:
     assert run_engine(engine, code, metadata, tmp_path, **({} if value is None else {SWITCHES[engine]: value})) == ""
 
 
+@pytest.mark.parametrize(
+    ("release", "switch", "given", "expected"),
+    [
+        ("VLLM_GDN_DECODE_KERNEL", "1", None, "triton"),
+        ("VLLM_GDN_DECODE_KERNEL", "1", "cuda", "cuda"),
+        ("VLLM_GDN_DECODE_KERNEL", "0", None, "None"),
+        ("VLLM_OTHER", "1", None, "None"),  # a release before 0.28.0
+    ],
+)
+def test_drafts_of_vllm(release, switch, given, expected, metadata, tmp_path):
+    """vLLM's own kernel for drafts is off unless the environment asks for it."""
+    install(tmp_path, {"vllm.envs": f"environment_variables = {{{release!r}: None}}"})
+    code = "import os, vllm.envs; load_plugins(); print(os.environ.get('VLLM_GDN_DECODE_KERNEL'))"
+    environment = {"FLASH_QLA_VLLM": switch} | ({} if given is None else {"VLLM_GDN_DECODE_KERNEL": given})
+    assert run_engine("vllm", code, metadata, tmp_path, **environment) == f"{expected}\n"
+
+
 @every_engine
 def test_another_release(engine, metadata, tmp_path):
     """The module with an unknown signature keeps its own functions, and the log says which one."""

@@ -6,7 +6,7 @@
     restore()                       # as it was
 
 vLLM runs layers in processes of its own. With FLASH_QLA_VLLM=1 in the environment, vLLM's plugins switch each of them
-on.
+on, and set VLLM_GDN_DECODE_KERNEL=triton unless the variable has a value.
 
 The functions have the names, arguments and meaning of those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid
 call, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less has no state.
