@@ -31,6 +31,8 @@ def prefill_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    initial_state_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """chunk_gated_delta_rule on states in a pool, which it reads and writes in place.
 
@@ -63,9 +65,14 @@ def prefill_gated_delta_rule(
         batch_invariant: the bits of a sequence's results do not depend on the other sequences, on its place in the
             batch, or on padding. The GPU then splits no sequence over the SMs and does not use the fused kernel. On the
             CPU this always holds.
+        initial_state_indices: slot that each sequence starts from, [N]; state_indices by default. The state after the
+            last token still goes to state_indices. So a request starts from a checkpoint, which several may share,
+            without a copy. A sequence without such a slot starts from zero.
+        out: memory for o, [B, T, H_v, V], in the dtype of q. Contiguous memory that begins at a multiple of 16 bytes is
+            written directly, other memory by a copy. It is written, and shares no memory with another argument.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence.
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
@@ -76,11 +83,12 @@ def prefill_gated_delta_rule(
         NotImplementedError: a gradient is asked for.
     """
     check_offsets("prefill_gated_delta_rule", cu_seqlens)
-    return torch.ops.flash_qla.prefill_gated_delta_rule(
+    o = torch.ops.flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
         use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out,
     )  # fmt: skip
+    return o if out is None else out
 
 
 def decode_gated_delta_rule(

@@ -18,6 +18,11 @@ WRITES = {
 WITHOUT_DERIVATIVES = sorted({*NAMES} - {"chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd"})
 
 
+def copies(name: str, arguments: dict) -> dict:
+    """Copies of the arguments that the op writes."""
+    return {x: arguments[x].clone() for x in WRITES[name] if x in arguments}
+
+
 def fresh(call) -> dict:
     """Arguments that an op may write, and nothing that requires a gradient."""
     return {x: at_offset(y, 0) if torch.is_tensor(y) else y for x, y in call.arguments.items()}
@@ -31,13 +36,15 @@ def arguments_of(name: str, device: str) -> dict:
     if name != first:
         results = op_of(first)(**{x.name: known[x.name] for x in op_of(first)._schema.arguments if x.name in known})
         known |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
+    if "out" in WRITES[name]:
+        known["out"] = torch.empty_like(known["v"])
     return {x.name: known[x.name] for x in op_of(name)._schema.arguments if x.name in known}
 
 
 def test_which_ops_write():
     written = {name: names for name, names in WRITES.items() if names}
     assert written == {
-        "prefill_gated_delta_rule": ["state_pool", "checkpoints"],
+        "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states"],
         "gated_delta_rule_forward_finish": ["workspace", "o"],
@@ -113,7 +120,7 @@ def test_no_derivative(device, name):
     arguments = fresh(call)
     arguments = {x.name: arguments[x.name] for x in op_of(name)._schema.arguments if x.name in arguments}
     first = next(x for x, y in arguments.items() if torch.is_tensor(y) and y.is_floating_point())
-    expected = op_of(name)(**arguments | {x: arguments[x].clone() for x in WRITES[name]})
+    expected = op_of(name)(**arguments | copies(name, arguments))
     results = op_of(name)(**arguments | {first: arguments[first].requires_grad_()})
     results, expected = ((x,) if torch.is_tensor(x) else x for x in (results, expected))
     message = f"derivative for flash_qla::{name} is not implemented"
@@ -123,12 +130,12 @@ def test_no_derivative(device, name):
         if x.requires_grad:
             with pytest.raises(NotImplementedError, match=message):
                 torch.autograd.grad(x.float().sum(), arguments[first], retain_graph=True)
-    for written in WRITES[name]:
+    for written in copies(name, arguments):
         with pytest.raises(NotImplementedError, match=message):
             torch.autograd.grad(arguments[written].float().sum(), arguments[first], retain_graph=True)
     for grad_mode in (torch.no_grad, torch.inference_mode):
         with grad_mode():
-            results = op_of(name)(**arguments | {x: arguments[x].detach().clone() for x in WRITES[name]})
+            results = op_of(name)(**arguments | {x: y.detach() for x, y in copies(name, arguments).items()})
         assert not any(x.requires_grad for x in ((results,) if torch.is_tensor(results) else results))
 
 
@@ -168,8 +175,8 @@ def test_autocast(device, name, compiled):
     tokens = [x for x in ("q", "k", "v", "mixed_qkv") if x in arguments]
     op = torch.compile(op_of(name), backend="aot_eager", fullgraph=True) if compiled else op_of(name)
     with torch.no_grad():
-        expected = op_of(name)(**arguments | {x: arguments[x].clone() for x in WRITES[name]})
-        given = arguments | {x: arguments[x].clone() for x in WRITES[name]}
+        expected = op_of(name)(**arguments | copies(name, arguments))
+        given = arguments | copies(name, arguments)
         with torch.autocast(device, torch.bfloat16):
             actual = op(**given | {x: arguments[x].float() for x in tokens})
     assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)

@@ -84,11 +84,12 @@ def make_arguments(
 
 def by_hand(arguments: dict) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """o, which is zero without a slot, and the final states by slot, of a call without the rest of the pool."""
-    others = ("state_pool", "state_indices", "has_initial_state", "null_index")
+    others = ("state_pool", "state_indices", "initial_state_indices", "has_initial_state", "null_index", "out")
     inputs = {name: x for name, x in arguments.items() if name not in others and "checkpoint" not in name}
     pool, slots = arguments["state_pool"], arguments["state_indices"].long()
-    is_real = slots > arguments.get("null_index", -1)
-    states = pool[torch.where(is_real, slots, 0)]
+    null = arguments.get("null_index", -1)
+    first, is_real = arguments.get("initial_state_indices", slots).long(), slots > null
+    states = torch.where((first > null)[:, None, None, None], pool[first.clamp_min(0)], 0)
     if arguments.get("has_initial_state") is not None:
         states = torch.where(arguments["has_initial_state"][:, None, None, None], states, 0)
     o, finals = chunk_gated_delta_rule(
@@ -278,6 +279,70 @@ def test_batch_invariance(device, mode):
             assert torch.equal(call["state_pool"][slots[n]], states[slots[n]])
 
 
+@of_modes(*MODES)
+@pytest.mark.parametrize("null_index", (-1, 0))
+def test_first_slots(device, mode, null_index):
+    """Sequences start from slots of their own: one that two share, their last slot, none, and a new request's. Padding
+    rows leave everything alone."""
+    arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
+    table = torch.tensor([[4, 9, null_index, 12, 1, 7], [2, 9, 5, 2, null_index - 2, 3]], device=device)
+    arguments |= {
+        "state_indices": table.T.contiguous()[:, 0],  # strided
+        "initial_state_indices": table.T.contiguous()[:, 1],
+        "has_initial_state": torch.tensor([True, True, True, True, True, False], device=device),
+        "null_index": null_index,
+    }
+    with in_mode(device, mode):
+        check_by_hand(arguments, device)
+        del arguments["has_initial_state"]
+        check_by_hand(arguments | {"initial_state_indices": table[1].int()}, device)
+        check_by_hand(arguments | {"initial_state_indices": arguments["state_indices"]}, device)
+
+
+@of_modes(*MODES)
+def test_a_checkpoint_in_the_first_slot(device, mode):
+    """A sequence may write the slot that it started from: it has read the state before."""
+    case = Case(**SIZES, lengths=(300, 130))
+    arguments = make_arguments(case, device=device)
+    before, written = copied(arguments["state_pool"]), {"state_indices": torch.tensor([3, 8], device=device)}
+    first = {"initial_state_indices": torch.tensor([5, 6], device=device)}
+    kept = {"checkpoint_every": 128, "checkpoint_indices": torch.tensor([[5, 2], [-1, -1]], device=device)}
+    elsewhere = kept | {"checkpoint_indices": torch.tensor([[1, 2], [-1, -1]], device=device)}
+    with in_mode(device, mode):
+        expected = arguments | written | first | elsewhere | {"state_pool": copied(before)}
+        o = prefill_gated_delta_rule(**expected)
+        assert torch.equal(prefill_gated_delta_rule(**arguments | written | first | kept), o)
+    states = {slot: expected["state_pool"][slot] for slot in (3, 8, 2)}
+    check_pool(arguments["state_pool"], before, states | {5: expected["state_pool"][1]})
+
+
+def memory_for(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory with the shape of x, and the tensor around it."""
+    offset = {"aligned": 16, "misaligned": 3}.get(name, 0)
+    if name == "strided":
+        around = torch.full((*x.shape[:2], x.shape[2] + 1, *x.shape[3:]), 7.0, dtype=x.dtype, device=x.device)
+        return around[:, :, 1:], around
+    around = torch.full((x.numel() + 2 * offset,), 7.0, dtype=x.dtype, device=x.device)
+    return around[offset : offset + x.numel()].view(x.shape), around
+
+
+@of_modes("fused", "narrow", "wide")
+@pytest.mark.parametrize("name", ("whole", "aligned", "misaligned", "strided"))
+def test_out(device, mode, name):
+    """The same bits in the caller's memory, with nothing written around it."""
+    sizes = {"lengths": (), "padding": 3}, {"B": 2, "T": 0}, {"lengths": (0, 0), "padding": 3}, LENGTHS
+    for case in (Case(**SIZES, **x) for x in sizes):
+        arguments = make_arguments(case, device=device)
+        before = copied(arguments["state_pool"])
+        with in_mode(device, mode):
+            expected = prefill_gated_delta_rule(**arguments | {"state_pool": copied(before)})
+            out, around = memory_for(expected, name)
+            assert prefill_gated_delta_rule(**arguments, out=out) is out
+        assert torch.equal(out, expected)
+        out.fill_(7.0)
+        assert (around == 7).all()
+
+
 def registered_arguments(name: str) -> dict:
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)))
     if name == "checkpoints":
@@ -286,10 +351,13 @@ def registered_arguments(name: str) -> dict:
     if name == "in slots":
         arguments |= {"checkpoint_every": 64, "checkpoint_indices": torch.tensor([[0], [-1]])}
         arguments["state_indices"] = torch.tensor([1, 2])
+    if name == "out":
+        arguments["out"] = torch.zeros_like(arguments["v"])
+        arguments["initial_state_indices"] = torch.tensor([1, 1])
     return arguments
 
 
-NAMES = ("plain", "checkpoints", "in slots")
+NAMES = ("plain", "checkpoints", "in slots", "out")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -304,7 +372,7 @@ def test_compile(name):
     compiled = torch.compile(prefill_gated_delta_rule, fullgraph=True, backend="aot_eager")
     arguments, others = registered_arguments(name), registered_arguments(name)
     assert torch.equal(compiled(**arguments), prefill_gated_delta_rule(**others))
-    for written in ("state_pool", "checkpoints"):
+    for written in ("state_pool", "checkpoints", "out"):
         if written in arguments:
             assert torch.equal(arguments[written], others[written])
 
@@ -329,6 +397,15 @@ WRONG_CONTENTS = [
         ("checkpoint_indices[0, 0] is 6", "written already"),
     ),
     ({"checkpoint_every": 64, "checkpoints": POOL[:0]}, ("number of a state of checkpoints is 0",)),
+    ({"initial_state_indices": indices(SLOTS, 1)}, (f"initial_state_indices[0] is {SLOTS}", f"0 to {SLOTS - 1}")),
+    (
+        {"state_indices": indices(5, 6), "initial_state_indices": indices(6, 6)},
+        ("state_indices[1] is 6", "which another sequence reads"),
+    ),
+    (
+        {"state_indices": indices(5, 6), "initial_state_indices": indices(1, 5)},
+        ("initial_state_indices[1] is 5", "which sequence 0 writes"),
+    ),
 ]
 
 
@@ -339,6 +416,10 @@ WRONG_ARGUMENTS = [
     ({"state_pool": POOL.long()}, ("state_pool has dtype int64",)),
     ({"state_indices": indices(1)}, ("state_indices has 1 rows", "2")),
     ({"state_indices": indices(1, 2, dtype=FP32)}, ("state_indices has dtype float32", "int32 or int64")),
+    ({"initial_state_indices": indices(1)}, ("initial_state_indices has 1 rows", "2")),
+    ({"initial_state_indices": indices(1, 2, dtype=FP32)}, ("initial_state_indices has dtype float32",)),
+    ({"out": torch.zeros(1, 73, 4, 24, dtype=FP64)}, ("out has dtype float64", "float32, the dtype of q")),
+    ({"out": torch.zeros(1, 73, 24, 4)}, ("out has shape [1, 73, 24, 4]", "[1, 73, 4, 24]")),
     ({"has_initial_state": indices(1, 0)}, ("has_initial_state has dtype int32", "bool")),
     ({"has_initial_state": torch.tensor([True])}, ("has_initial_state has shape [1]", "[2]")),
     ({"checkpoint_every": 32}, ("checkpoint_every is 32", "a multiple of 64")),

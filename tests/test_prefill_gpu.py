@@ -151,6 +151,7 @@ def test_graph(mode):
             "state_pool": of_pool,
             "cu_seqlens": offsets.to(torch.int32).cuda(),
             "state_indices": torch.tensor(slots).cuda(),
+            "initial_state_indices": torch.tensor([8 if slot == 3 else slot for slot in slots]).cuda(),
             "has_initial_state": torch.tensor(has_state).cuda(),
             "checkpoint_every": 64,
             "checkpoint_indices": torch.tensor([[19, 18], [17, 16], [15, 14]]).cuda(),
@@ -168,7 +169,7 @@ def test_graph(mode):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            o = prefill_gated_delta_rule(**captured)
+            o = prefill_gated_delta_rule(**captured, out=torch.empty_like(captured["v"]))
         for call in calls:
             later = arguments_of(*call)
             for name, x in later.items():

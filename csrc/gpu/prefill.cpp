@@ -37,9 +37,9 @@ kernels::Slots slots_of(const PrefillCall& call) {
           .slots = call.state_pool.size(0)};
 }
 
-// The states of the pool. `initial_state` and `final_state` are the same slots.
+// The states of the pool. `initial_state` and `final_state` are slots of the same memory.
 States states_of(const PrefillCall& call) {
-  const auto& flags = call.has_initial_state;
+  const auto &flags = call.has_initial_state, &first = call.initial_state_indices;
   States states = states_in_order(call,
                                   {.initial_state = call.state_pool.const_data_ptr(),
                                    .final_state = call.state_pool.mutable_data_ptr(),
@@ -53,6 +53,9 @@ States states_of(const PrefillCall& call) {
                      .first_states = flags ? FirstStates::kFlagged : FirstStates::kAll,
                      .has_state = data(flags),
                      .has_state_stride = flags ? flags->stride(0) : 1,
+                     .first_indices = data(call.initial_state_indices),
+                     .first_index_kind = first ? table_kind(*first) : TableKind::kNone,
+                     .first_index_stride = first ? first->stride(0) : 1,
                      .has_final = true};
   if (call.checkpoint_every > 0) {
     const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
@@ -97,7 +100,8 @@ Tensor prefill_cuda(PrefillCall call) {
   if (call.checkpoint_indices && call.checkpoint_indices->stride(1) != 1) {
     make_contiguous(call.op, *call.checkpoint_indices, call.checkpoint_indices->scalar_type());
   }
-  ForwardOutputs out = allocate_forward(call);
+  ForwardOutputs out;
+  out.o = allocate_output(call);
   if (call.N == 0) {
     zero(out.o);
   } else if (call.tokens() == 0) {
@@ -106,7 +110,7 @@ Tensor prefill_cuda(PrefillCall call) {
   } else {
     run_forward(call, states_of(call), out);
   }
-  return std::move(out.o);
+  return output_as_returned(call, std::move(out.o));
 }
 
 }  // namespace flash_qla

@@ -22,13 +22,14 @@ plan.cpp launches one CTA, once a call. The next kernel does not wait for all of
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
 has `uniform_length` tokens.
 
-A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. On a
-pool a sequence without a slot has padding chunks, one segment without tokens, and no states.
+A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. Its
+first state may be in another slot, that of first_indices. On a pool a sequence without a slot has padding chunks, one
+segment without tokens, and no states.
 
-A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. The initial and the
-final state of a sequence have the same slot on a pool. If the sequence is cut, the last segment may
-write the slot before the first segment reads it. So the first segment of a cut sequence then takes its state from
-segment_scan, which copies it (FROM_SCAN).
+A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. On a pool a sequence
+may write its first state's slot, at its end or at a checkpoint. If the sequence is cut, a later segment may write the
+slot before the first segment reads it. So the first segment of a cut sequence then takes its state from segment_scan,
+which copies it (FROM_SCAN).
 """
 
 from types import SimpleNamespace
@@ -229,7 +230,7 @@ def chunk_plan(offset_dtype):
                         n,
                         returns="bool",
                     ):
-                        initial = own
+                        initial = extern("first_slot_of", presence.first_table(slots), own, n, returns="int32")
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
