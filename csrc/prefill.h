@@ -15,7 +15,7 @@ struct PoolArguments {
   std::optional<Tensor> initial_state_indices;  // [N]: the slot that it starts from; state_indices by default
   std::optional<Tensor> has_initial_state;      // [N], bool: whether that state is read, or zero
   int64_t null_index = -1;
-  int64_t checkpoint_every = 0;  // tokens, a multiple of kChunk; 0: no checkpoints
+  int64_t checkpoint_every = 0;  // tokens; 0: no checkpoints
   // The states after checkpoint_every tokens, after twice as many, and so on. One of these says where they go:
   std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots
   std::optional<Tensor> checkpoints;         // [total, H_v, V, K], any floating dtype, written in the sequences' order

@@ -56,15 +56,18 @@ def prefill_gated_delta_rule(
             sequences by default.
         null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
             holds for an entry of checkpoint_indices.
-        checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on; a
-            multiple of 64. 0 keeps none.
+        checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on. 0
+            keeps none. If it is no multiple of 64, the GPU splits no sequence over the SMs and does not use the fused
+            kernel; each checkpoint then costs up to a chunk of 64 tokens more.
         checkpoint_indices: slots of these states, [N, blocks]. States beyond the last column are not kept.
         checkpoints: memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides
             as for state_pool. They follow one another in the order of the sequences, floor(length / checkpoint_every)
             for each; those of a sequence without a slot keep their contents. It is written.
         batch_invariant: the bits of a sequence's results do not depend on the other sequences, on its place in the
             batch, or on padding. The GPU then splits no sequence over the SMs and does not use the fused kernel. On the
-            CPU this always holds.
+            CPU this always holds. With checkpoints the state is also rounded to their dtype after every
+            checkpoint_every tokens, kept or not. So a call that starts from a checkpoint, with the same
+            checkpoint_every, continues with the bits of the call that has left the checkpoint.
         initial_state_indices: slot that each sequence starts from, [N]; state_indices by default. The state after the
             last token still goes to state_indices. So a request starts from a checkpoint, which several may share,
             without a copy. A sequence without such a slot starts from zero.

@@ -279,7 +279,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     case, r = trial.case, random.Random(trial.case.seed)
     inputs = make_inputs(case, device)
     lengths = lengths_of(case)
-    N, every, in_slots, null = len(lengths), r.choice((0, 64, 128)), r.random() < 0.5, r.choice((-1, 0))
+    N, every, in_slots, null = len(lengths), r.choice((0, 64, 128, 16, 50, 200)), r.random() < 0.5, r.choice((-1, 0))
     counts = [length // every if every else 0 for length in lengths]
     pool = Pool(trial, N + sum(counts) + 5, device, r)
     slots = r.sample(range(null + 1, len(pool.rows)), N + sum(counts) + 2)
@@ -305,7 +305,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
         states = states * mask[:, None, None, None]
     else:
         has_state = [True] * N
-    runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises)
+    runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises, run=every if every % CHUNK else 0)
 
     pools, kept = {"state_pool": pool}, pool
     if every:
@@ -328,7 +328,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
                 table[n, j] = others[number + j]
             if real[n]:
                 slot, tokens = others[number + j] if in_slots else number + j, (j + 1) * every
-                kept.write(slot, runs["states"][:, n, tokens // CHUNK], n, tokens)
+                kept.write(slot, runs["states"][:, n, (j + 1) * -(-every // CHUNK)], n, tokens)
         number, offset = number + counts[n], offset + length
     if every and in_slots:
         arguments["checkpoint_indices"] = table.to(device)

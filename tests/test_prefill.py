@@ -3,12 +3,13 @@ is in test_prefill_gpu.py."""
 
 import contextlib
 import dataclasses
+import itertools
 import re
 
 import accuracy
 import pytest
 import torch
-from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta
+from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta, reference_of
 from poison import poisoned
 
 from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
@@ -183,7 +184,7 @@ def test_without_tokens(device, mode):
 
 @of_modes("fused", "narrow", "wide")
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
-@pytest.mark.parametrize("every", (64, 128))
+@pytest.mark.parametrize("every", (64, 128, 16, 80))
 def test_checkpoints(device, mode, every, pool_dtype):
     """The states of shorter prefills, bit for bit, in a tensor of their own or in slots."""
     with in_mode(device, mode):
@@ -206,15 +207,23 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     arguments["state_indices"][3] = -1  # a whole checkpoint and no more, without a slot
     before, of_tokens = copied(arguments["state_pool"]), ("q", "k", "v", "g", "beta")
     slots = arguments["state_indices"].tolist()
+    # A checkpoint ends a chunk: this gives shorter prefills the same chunks, and keeps nothing.
+    chunks = {"checkpoint_every": every} if every % 64 else {}
+    nothing = torch.zeros(7, 0, dtype=torch.int32, device=device)
     expected = []  # (sequence, how many before it, state)
     for n, length in enumerate(case.lengths):
         for j in range(length // every):
             pool = copied(before)
             short = {name: rows(arguments, arguments[name], n)[:, : (j + 1) * every] for name in of_tokens}
             changed = {"cu_seqlens": None, "state_pool": pool, "state_indices": arguments["state_indices"][n : n + 1]}
-            prefill_gated_delta_rule(**arguments | short | changed)
+            kept = chunks | ({"checkpoint_indices": nothing[:1]} if chunks else {})
+            prefill_gated_delta_rule(**arguments | short | changed | kept)
             expected.append((n, j, pool[slots[n]]))
     finals = by_hand(arguments)[1]
+    if chunks:
+        pool = copied(before)
+        prefill_gated_delta_rule(**arguments | {"state_pool": pool}, **chunks, checkpoint_indices=nothing)
+        finals = {slot: pool[slot] for slot in finals}
 
     kept = torch.full((len(expected) + 2, *before.shape[1:]), 7.0, dtype=pool_dtype, device=device)
     prefill_gated_delta_rule(**arguments, checkpoint_every=every, checkpoints=kept)
@@ -232,6 +241,81 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     in_slots = {table[n, j].item(): state for n, j, state in expected if n != 3 and j < 3 and table[n, j] >= 0}
     assert all(is_right(pool[slot], state) for slot, state in in_slots.items())
     check_pool(pool, before, finals | {slot: pool[slot] for slot in in_slots})
+
+
+@of_modes("fused", "narrow", "wide")
+@pytest.mark.parametrize("every", (1, 16, 80, 100, 130, 2**31 - 1))
+def test_checkpoints_anywhere(device, mode, every):
+    """Against the fp64 recurrence of shorter sequences. The output is that of the whole ones."""
+    case = for_device(Case(**SIZES, lengths=(70, 0, 130, 5 if every == 1 else 200), padding=3), device)
+    arguments = make_arguments(case, device=device)
+    if every == 1:  # as many chunks as tokens
+        arguments |= {name: arguments[name][:, 130:] for name in ("q", "k", "v", "g", "beta")}
+        case = dataclasses.replace(case, lengths=(20, 0, 47, 8))
+        offsets = [0, *itertools.accumulate(case.lengths)]
+        arguments["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
+    inputs = {name: x for name, x in arguments.items() if not name.startswith("state_")}
+    states = arguments["state_pool"][arguments["state_indices"].long()]
+    counts = [length // every for length in case.lengths]
+    kept = torch.full((sum(counts) + 1, *states.shape[1:]), 7.0, device=device)
+    with in_mode(device, mode):
+        o = prefill_gated_delta_rule(**arguments, checkpoint_every=every, checkpoints=kept)
+    expected = reference_of(inputs | {"initial_state": states, "state_v_first": True})
+    bar, row = accuracy.BARS[case.dtype], 0
+    assert accuracy.relative_error(o, expected.o) < bar
+    finals = arguments["state_pool"][arguments["state_indices"].long()]
+    assert accuracy.relative_error(finals, expected.final_state) < bar
+    for n, count in enumerate(counts):
+        alone = inputs | {name: rows(arguments, inputs[name], n) for name in ("q", "k", "v", "g", "beta")}
+        alone |= {"cu_seqlens": None, "initial_state": states[n : n + 1], "state_v_first": True}
+        for j in range(count):
+            short = {name: alone[name][:, : (j + 1) * every] for name in ("q", "k", "v", "g", "beta")}
+            if j % 16 == 0 or j == count - 1:
+                assert accuracy.relative_error(kept[row + j], reference_of(alone | short).final_state[0]) < bar
+        row += count
+    assert (kept[-1] == 7).all()
+
+
+@of_modes("fused", "narrow", "wide", "cut")
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("every", (64, 128, 80))
+def test_a_hit_is_a_miss(device, mode, every, pool_dtype):
+    """With batch_invariant, calls that start from checkpoints give the bits of the call that left these: outputs, later
+    checkpoints and last states."""
+    case = Case(**SIZES, lengths=(70, 0, 130, 64, 300, 160), padding=5)
+    arguments = make_arguments(case, pool_dtype, device=device)
+    of_tokens, N = ("q", "k", "v", "g", "beta"), len(case.lengths)
+    most = max(case.lengths) // every
+    free = iter(sorted(set(range(SLOTS)) - set(arguments["state_indices"].tolist())))
+    table = torch.full((N, most), -1, dtype=torch.int32)
+    for n in (2, 4, 5):
+        for j in range(case.lengths[n] // every):
+            table[n, j] = next(free)
+    options = {"batch_invariant": True, "checkpoint_every": every}
+    with in_mode(device, mode):
+        o = prefill_gated_delta_rule(**arguments, **options, checkpoint_indices=table.to(device))
+        after = copied(arguments["state_pool"])
+        for j in range(most):
+            hits = [n for n in (2, 4, 5) if case.lengths[n] >= (j + 1) * every]
+            parts = {x: [rows(arguments, arguments[x], n)[:, (j + 1) * every :] for n in hits] for x in of_tokens}
+            offsets = [0, *itertools.accumulate(x.shape[1] for x in parts["q"])]
+            call = {name: torch.cat(x, 1) for name, x in parts.items()}
+            call |= {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32, device=device)}
+            pool = copied(after)
+            last = arguments["state_indices"][hits]
+            later = torch.full((len(hits), most), -1, dtype=torch.int32)
+            later[:, : most - j - 1] = table[hits, j + 1 :]
+            for slot in (*last.tolist(), *later[later >= 0].tolist()):
+                pool[slot] = 7
+            for n in hits:
+                if case.lengths[n] == (j + 1) * every:  # no token is left, so the slot is left alone
+                    slot = arguments["state_indices"][n].item()
+                    pool[slot] = after[slot]
+            call |= {"state_pool": pool, "state_indices": last, "initial_state_indices": table[hits, j].to(device)}
+            again = prefill_gated_delta_rule(**arguments | call, **options, checkpoint_indices=later.to(device))
+            whole = [rows(arguments, o, n)[:, (j + 1) * every :] for n in hits]
+            assert torch.equal(again, torch.cat(whole, 1))
+            check_pool(pool, after, {})
 
 
 @pytest.mark.gpu
@@ -422,7 +506,7 @@ WRONG_ARGUMENTS = [
     ({"out": torch.zeros(1, 73, 24, 4)}, ("out has shape [1, 73, 24, 4]", "[1, 73, 4, 24]")),
     ({"has_initial_state": indices(1, 0)}, ("has_initial_state has dtype int32", "bool")),
     ({"has_initial_state": torch.tensor([True])}, ("has_initial_state has shape [1]", "[2]")),
-    ({"checkpoint_every": 32}, ("checkpoint_every is 32", "a multiple of 64")),
+    ({"checkpoint_every": -64}, ("checkpoint_every is -64", "at least 0")),
     ({"checkpoint_every": 64}, ("checkpoint_every is 64", "one of them")),
     ({"checkpoints": POOL}, ("checkpoint_indices or checkpoints", "None")),
     ({"checkpoint_every": 64, "checkpoints": POOL[0]}, ("checkpoints has 3 dimensions", "4")),

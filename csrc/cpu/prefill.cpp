@@ -51,7 +51,8 @@ SequenceSlots list_slots(const PrefillCall& call, const std::vector<cpu::Sequenc
 cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
                                   const std::vector<int64_t>& slots, cpu::Slots& pool) {
   const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
-  cpu::Checkpoints found{.every = call.checkpoint_every, .to = writable_floats_of(to), .places = {}};
+  cpu::Checkpoints found{
+      .every = call.checkpoint_every, .rounds = call.batch_invariant, .to = writable_floats_of(to), .places = {}};
   const cpu::Indices indices(call.checkpoint_indices);
   int64_t row = 0;  // row of checkpoints
   for (const cpu::Sequence& sequence : sequences) {

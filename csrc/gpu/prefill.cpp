@@ -1,9 +1,11 @@
 // The prefill on a Hopper GPU: the forward. Its kernels read and write the states in the pool.
 #include "prefill.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "checks.h"
+#include "chunks.h"
 #include "contents.h"
 #include "gpu/arguments.h"
 #include "gpu/runtime/stream.h"
@@ -59,11 +61,14 @@ States states_of(const PrefillCall& call) {
                      .has_final = true};
   if (call.checkpoint_every > 0) {
     const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
+    // A number beyond all sequences, if there are no checkpoints, is one that cuts no chunk.
+    const int64_t checkpoint_every = std::min(call.checkpoint_every, kChunk * (chunk_count(call.T) + 1));
     states.kept = {.kept_states = kept.mutable_data_ptr(),
                    .kept_slot_stride = kept.stride(0),
                    .kept_dtype = dtype_code(kept),
-                   .checkpoint_every = call.checkpoint_every};
+                   .checkpoint_every = checkpoint_every};
     states.kept_in.checkpoint_states = kept.size(0);
+    states.rounds = call.batch_invariant && !has_dtype(kept, ScalarType::Float);
     if (const auto& table = call.checkpoint_indices) {  // its rows are contiguous
       states.kept_in = {.checkpoint_indices = table->const_data_ptr(),
                         .checkpoint_index_kind = table_kind(*table),
