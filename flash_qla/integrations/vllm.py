@@ -42,13 +42,31 @@ def chunk_gated_delta_rule(
         o: [B, T, H_v, V], in the dtype of q; a view of core_attn_out if that is given.
         final_state: [N, H_v, V, K], float32; None unless output_final_state.
     """
-    o, final_state = flash_qla.chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first=True,
+    if core_attn_out is None or initial_state is None:
+        o, final_state = flash_qla.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+            state_v_first=True,
+        )  # fmt: skip
+        if core_attn_out is not None:
+            o = _as_output(core_attn_out, v).copy_(o)
+        return o, final_state
+    o, states = _prefill(
+        q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out=_as_output(core_attn_out, v),
     )  # fmt: skip
-    if core_attn_out is not None:
-        o = core_attn_out.view(-1)[: o.numel()].view(o.shape).copy_(o)
-    return o, final_state
+    return o, states if output_final_state else None
+
+
+def _as_output(memory: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The beginning of the memory, with the shape of o."""
+    return memory.view(-1)[: v.numel()].view(v.shape)
+
+
+def _prefill(q, k, v, g, beta, initial_state: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the final states, float32, of sequences that start from copies of these states."""
+    states = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    slots = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
+    return flash_qla.prefill_gated_delta_rule(q, k, v, g, beta, states, slots, **options), states
 
 
 def fi_chunk_gated_delta_rule(
@@ -64,7 +82,7 @@ def fi_chunk_gated_delta_rule(
         state_checkpoints: memory for the states after every checkpoint_every_n_tokens tokens of each sequence, [total,
             H_v, V, K], any floating dtype, in the order of the sequences.
         checkpoint_cu_starts: ignored; it follows from cu_seqlens and checkpoint_every_n_tokens.
-        checkpoint_every_n_tokens: a multiple of 64; 0 for no checkpoints.
+        checkpoint_every_n_tokens: 0 for no checkpoints.
         use_cp: False: split no sequence into segments that run side by side. Checkpoints ignore it.
 
     Returns:
@@ -76,10 +94,8 @@ def fi_chunk_gated_delta_rule(
             q, k, v, g, beta, None, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
             state_v_first=True, auto_cp=use_cp is not False,
         )  # fmt: skip
-    states = initial_state.to(torch.float32, copy=True)
-    o = flash_qla.prefill_gated_delta_rule(
-        q, k, v, g, beta, states, torch.arange(states.shape[0], dtype=torch.int32, device=states.device),
-        cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    o, states = _prefill(
+        q, k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         checkpoint_every=checkpoint_every_n_tokens, checkpoints=state_checkpoints,
     )  # fmt: skip
     return o, states if output_final_state else None
