@@ -45,6 +45,10 @@ FUNCTIONS = {
             "vllm/third_party/flash_linear_attention/ops/fused_recurrent.py",
             "vllm/model_executor/layers/fla/ops/fused_recurrent.py",
         ),
+        "fused_recurrent_gated_delta_rule": (
+            "vllm/third_party/flash_linear_attention/ops/fused_recurrent.py",
+            "vllm/model_executor/layers/fla/ops/fused_recurrent.py",
+        ),
         "fused_sigmoid_gating_delta_rule_update": (
             "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
             "vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py",
@@ -78,7 +82,10 @@ LAYERS = {
             "fused_recurrent_gated_delta_rule_packed_decode",
             "fused_sigmoid_gating_delta_rule_update",
         ),
-        "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": ("chunk_gated_delta_rule",),
+        "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": (
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
     },
     "sglang": {
         "sglang/srt/layers/attention/linear/kernels/gdn_triton.py": (

@@ -10,11 +10,12 @@ on, and set VLLM_GDN_DECODE_KERNEL=triton unless the variable has a value.
 
 The functions have the names, arguments and meaning of those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid
 call, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less has no state.
-Two kernels of vLLM stay in use: the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the environment,
-and the one that decodes for OLMo-Hybrid, which computes g and beta before the call.
+From 0.28.0 on a kernel of vLLM stays in use, the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the
+environment.
 
-Written for vLLM 0.33.0, which has generated text on these functions on an H100, eagerly and in CUDA graphs. Prefix
-caching and drafts have run only beside vLLM's kernels, not in vLLM.
+Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100, eagerly and in CUDA
+graphs. Prefix caching and drafts have run only beside vLLM's kernels, not in vLLM, and OLMo-Hybrid's decoding has not
+run on a GPU. The other releases have been compared by signatures.
 """
 
 import torch
@@ -139,15 +140,53 @@ def fused_sigmoid_gating_delta_rule_update(
         ssm_state_indices=(ssm_state_indices, torch.Tensor),
         is_kda=(is_kda, False),
     )
+    gates = (a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias)
+    tables = (scale, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel)
+    return _decode(q, k, v, gates, initial_state, *tables)
+
+
+def fused_recurrent_gated_delta_rule(
+    q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None,
+    ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False,
+):  # fmt: skip
+    """vLLM's decoding with ready gates, of OLMo-Hybrid, and its verification of drafts.
+
+    Args:
+        q, k, v, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of flash_qla.decode_gated_delta_rule.
+        g: the log decay, [B, T, H_v].
+        beta: [B, T, H_v].
+        initial_state, ssm_state_indices, num_accepted_tokens: as those of fused_sigmoid_gating_delta_rule_update.
+        inplace_final_state: only True.
+
+    Returns:
+        o: [B, T, H_v, V], in the dtype of q; zero for a sequence without a slot.
+        initial_state: the argument.
+
+    Raises:
+        NotImplementedError: an argument has another value; or beta, initial_state or ssm_state_indices is None.
+    """
+    require(
+        "fused_recurrent_gated_delta_rule",
+        beta=(beta, torch.Tensor),
+        initial_state=(initial_state, torch.Tensor),
+        inplace_final_state=(inplace_final_state, True),
+        ssm_state_indices=(ssm_state_indices, torch.Tensor),
+    )
+    gates = (g, beta, None, None)
+    tables = (scale, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel)
+    return _decode(q, k, v, gates, initial_state, *tables)
+
+
+def _decode(q, k, v, gates, pool, scale, cu_seqlens, indices, num_accepted_tokens, use_qk_l2norm_in_kernel):
+    """o and the pool. `gates` are a, b, A_log and dt_bias."""
     N = number_of_sequences(q, cu_seqlens)
-    slots = ssm_state_indices[:N]
-    a, b = a.view(v.shape[:3]), b.view(v.shape[:3])
+    slots = indices[:N]
     o = flash_qla.decode_gated_delta_rule(
-        q, k, v, a, b, A_log, dt_bias, initial_state, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens,
+        q, k, v, *gates, pool, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens,
         num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N],
         write_indices=slots if slots.dim() == 2 else None,
     )  # fmt: skip
-    return o, initial_state
+    return o, pool
 
 
 _LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -164,7 +203,10 @@ _replacement = Replacement(
             "fused_recurrent_gated_delta_rule_packed_decode": (fused_recurrent_gated_delta_rule_packed_decode,),
             "fused_sigmoid_gating_delta_rule_update": (fused_sigmoid_gating_delta_rule_update,),
         },
-        f"{_LAYERS}.olmo_gdn_linear_attn": {"chunk_gated_delta_rule": (chunk_gated_delta_rule,)},
+        f"{_LAYERS}.olmo_gdn_linear_attn": {
+            "chunk_gated_delta_rule": (chunk_gated_delta_rule,),
+            "fused_recurrent_gated_delta_rule": (fused_recurrent_gated_delta_rule,),
+        },
     },
 )
 
