@@ -6,7 +6,9 @@
   gathered     torch gathers the states from the pool, the op, torch writes its final states back
   pool         prefill_gated_delta_rule
   checkpoints  the same, with the states after every 256 tokens kept in slots of the pool
+  blocks       the same after every 528 tokens, no multiple of 64: chunks begin anew there, and no sequence is cut
   invariant    prefill_gated_delta_rule with batch_invariant
+  resumable    invariant and checkpoints: the state is also rounded to the pool's dtype at checkpoints
 
 The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Times are medians over replays
 of CUDA graphs. The calls take turns, so that the clocks are the same for all. The cost of checkpoints is also a rate:
@@ -39,6 +41,7 @@ from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
 
 ROUNDS = 3
 CHECKPOINT_TOKENS = 256
+BLOCK_TOKENS = 528  # a block of vLLM's
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -47,17 +50,21 @@ def calls_of(
 ) -> dict[str, Callable]:
     inputs = make_inputs(H_k, H_v, lengths, head_dims)
     states = inputs.pop("initial_state").mT.to(state_dtype).contiguous()
-    blocks = [length // CHECKPOINT_TOKENS for length in lengths]
     slots = torch.randperm(2 * len(lengths), generator=torch.Generator().manual_seed(0))[: len(lengths)]
-    # The slots of the checkpoints come after these: a row for each sequence, as long as the longest needs.
-    checkpoints = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
-    checkpoints[torch.arange(max(blocks)) < torch.tensor(blocks)[:, None]] = torch.arange(
-        2 * len(lengths), 2 * len(lengths) + sum(blocks), dtype=torch.int32
-    )
-    shape = (2 * len(lengths) + sum(blocks), *states.shape[1:])
-    pool = torch.zeros(shape, dtype=state_dtype, device=common.DEVICE)
-    slots, checkpoints = slots.to(common.DEVICE), checkpoints.to(common.DEVICE)
+    slots = slots.to(common.DEVICE)
+    # The slots of the checkpoints come after these.
+    kept = sum(length // CHECKPOINT_TOKENS for length in lengths)
+    pool = torch.zeros((2 * len(lengths) + kept, *states.shape[1:]), dtype=state_dtype, device=common.DEVICE)
     pool[slots] = states
+
+    def checkpoints(every: int) -> dict:
+        """Arguments that keep them: a row for each sequence, as long as the longest needs."""
+        blocks = [length // every for length in lengths]
+        table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
+        table[torch.arange(max(blocks)) < torch.tensor(blocks)[:, None]] = torch.arange(
+            2 * len(lengths), 2 * len(lengths) + sum(blocks), dtype=torch.int32
+        )
+        return {"checkpoint_every": every, "checkpoint_indices": table.to(common.DEVICE)}
 
     def op(states: torch.Tensor):
         options = {"initial_state": states, "state_v_first": True, "state_dtype": state_dtype}
@@ -72,9 +79,13 @@ def calls_of(
         return lambda: prefill_gated_delta_rule(**inputs, state_pool=pool, state_indices=slots, **options)
 
     calls = {"op": lambda: op(states)[0], "gathered": gathered, "pool": prefill()}
-    if checkpoints.numel():
-        calls["checkpoints"] = prefill(checkpoint_every=CHECKPOINT_TOKENS, checkpoint_indices=checkpoints)
-    return calls | {"invariant": prefill(batch_invariant=True)}
+    if kept:
+        calls["checkpoints"] = prefill(**checkpoints(CHECKPOINT_TOKENS))
+        calls["blocks"] = prefill(**checkpoints(BLOCK_TOKENS))
+    calls["invariant"] = prefill(batch_invariant=True)
+    if kept:
+        calls["resumable"] = prefill(batch_invariant=True, **checkpoints(CHECKPOINT_TOKENS))
+    return calls
 
 
 @torch.no_grad()

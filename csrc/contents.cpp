@@ -130,15 +130,15 @@ std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& c
   return live;
 }
 
-// live_tokens of the sequences with a slot. Checks the first state of each that has tokens, if reads_state(n).
+// live_tokens of the sequences with a slot. Checks the first state of each that has tokens: of slot first(n), if any.
 std::vector<bool> live_tokens_of_slots(const Checker& checker, const auto& call, const FirstSlots& slots,
-                                       const auto& reads_state) {
+                                       const auto& first) {
   return live_tokens(call, call.cu_seqlens, [&](int64_t n, int64_t tokens) {
-    const int64_t slot = slots(n);
-    if (slot != kNoState && tokens > 0 && reads_state(n)) {
-      checker.check_state(call.state_pool, slot);
+    const bool is_live = slots(n) != kNoState;
+    if (is_live && tokens > 0 && first(n) != kNoState) {
+      checker.check_state(call.state_pool, first(n));
     }
-    return slot != kNoState;
+    return is_live;
   });
 }
 
@@ -201,10 +201,12 @@ void check_contents(const PrefillCall& call) {
   if (contents_are_checked() && !call.is_empty()) {
     const Checker checker(call.op);
     const FirstSlots slots(call.state_indices, {}, call.null_index, call.state_pool.size(0));
+    const FirstSlots first(call.initial_indices(), {}, call.null_index, call.state_pool.size(0));
     const std::optional<Tensor> mask =
         call.has_initial_state ? std::optional(to_cpu(*call.has_initial_state)) : std::nullopt;
-    const std::vector<bool> live = live_tokens_of_slots(
-        checker, call, slots, [&](int64_t n) { return !mask || mask->const_data_ptr<bool>()[n * mask->stride(0)]; });
+    const std::vector<bool> live = live_tokens_of_slots(checker, call, slots, [&](int64_t n) {
+      return !mask || mask->const_data_ptr<bool>()[n * mask->stride(0)] ? first(n) : kNoState;
+    });
     check_tokens(checker, call, "g", allowed_gates(call), live);
   }
 }
@@ -213,7 +215,7 @@ void check_contents(const DecodeCall& call) {
   if (contents_are_checked() && call.N > 0 && call.tokens() > 0) {
     const Checker checker(call.op);
     const FirstSlots slots(call.state_indices, call.num_accepted_tokens, call.null_index, call.slots());
-    const std::vector<bool> live = live_tokens_of_slots(checker, call, slots, [](int64_t) { return true; });
+    const std::vector<bool> live = live_tokens_of_slots(checker, call, slots, slots);
     check_common(checker, call, live);
     checker.check("a", call.a, call.A_log ? Allowed::kNotNan : Allowed::kLogDecay, live);
     checker.check("b", call.b, *call.use_beta_sigmoid ? Allowed::kNotNan : Allowed::kFinite, live);

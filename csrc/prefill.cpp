@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "checks.h"
-#include "chunks.h"
 #include "contents.h"
 #include "pool.h"
 
@@ -12,8 +11,7 @@ namespace flash_qla {
 namespace {
 
 void check_checkpoints(const PrefillCall& call) {
-  check(call.checkpoint_every >= 0 && call.checkpoint_every % kChunk == 0, call.op, "checkpoint_every is ",
-        call.checkpoint_every, ", expected a multiple of ", kChunk);
+  check(call.checkpoint_every >= 0, call.op, "checkpoint_every is ", call.checkpoint_every, ", expected at least 0");
   const bool some = call.checkpoint_every > 0;
   const int given = call.checkpoint_indices.has_value() + call.checkpoints.has_value();
   check(some || given == 0, call.op,
@@ -39,6 +37,10 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
   check_states(op, "state_pool", call.state_pool, call.H_v, call.V, call.K, 4, "[slots, H_v, V, K]");
   check_device(op, "state_indices", call.state_indices, call.q);
   check_table(op, "state_indices", call.state_indices, call.N, 1, "[N]");
+  if (call.initial_state_indices) {
+    check_device(op, "initial_state_indices", *call.initial_state_indices, call.q);
+    check_table(op, "initial_state_indices", *call.initial_state_indices, call.N, 1, "[N]");
+  }
   if (call.has_initial_state) {
     const Tensor& mask = *call.has_initial_state;
     check_device(op, "has_initial_state", mask, call.q);
@@ -48,8 +50,37 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
     }
   }
   check_checkpoints(call);
+  if (call.out) {
+    check_device(op, "out", *call.out, call.q);
+    check_same_dtype(op, "out", *call.out, call.q);
+    check_shape(op, "out", *call.out, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V], like v");
+  }
   check_contents(call);
   return call;
+}
+
+namespace {
+
+bool is_written_directly(const PrefillCall& call) {
+  return call.out && call.out->is_contiguous() && is_aligned(*call.out);
+}
+
+}  // namespace
+
+Tensor allocate_output(const PrefillCall& call) {
+  return is_written_directly(call) ? *call.out
+                                   : new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
+}
+
+Tensor output_as_returned(const PrefillCall& call, Tensor o) {
+  if (!call.out) {
+    return o;
+  }
+  if (!is_written_directly(call)) {
+    Tensor out = *call.out;
+    copy(out, o);
+  }
+  return new_empty(call.op, call.q, {0}, call.dtype);
 }
 
 }  // namespace flash_qla

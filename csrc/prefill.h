@@ -10,18 +10,22 @@ namespace flash_qla {
 
 // Indices are int32 or int64. An index of at most null_index is null: the sequence has no slot.
 struct PoolArguments {
-  Tensor state_pool = undefined_tensor();     // [slots, H_v, V, K], any floating dtype; written
-  Tensor state_indices = undefined_tensor();  // [N]: the slot of each sequence
-  std::optional<Tensor> has_initial_state;    // [N], bool: whether the state is read, or zero
+  Tensor state_pool = undefined_tensor();       // [slots, H_v, V, K], any floating dtype; written
+  Tensor state_indices = undefined_tensor();    // [N]: the slot of each sequence
+  std::optional<Tensor> initial_state_indices;  // [N]: the slot that it starts from; state_indices by default
+  std::optional<Tensor> has_initial_state;      // [N], bool: whether that state is read, or zero
   int64_t null_index = -1;
-  int64_t checkpoint_every = 0;  // tokens, a multiple of kChunk; 0: no checkpoints
+  int64_t checkpoint_every = 0;  // tokens; 0: no checkpoints
   // The states after checkpoint_every tokens, after twice as many, and so on. One of these says where they go:
   std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots
   std::optional<Tensor> checkpoints;         // [total, H_v, V, K], any floating dtype, written in the sequences' order
+  std::optional<Tensor> out;                 // [B, T, H_v, V], dtype of q: memory for o, any strides
 };
 
 // The call's initial_state and final state are unused. States are V-first.
-struct PrefillCall : Call, PoolArguments {};
+struct PrefillCall : Call, PoolArguments {
+  const Tensor& initial_indices() const { return initial_state_indices ? *initial_state_indices : state_indices; }
+};
 
 // Throws like make_call.
 PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments pool);
@@ -29,7 +33,12 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
 // Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_prefill_tables(const PrefillCall& call);
 
-// Returns o [B, T, H_v, V], dtype of q.
+// Memory for o: `out`, or a new tensor if there is none or if kernels cannot write it.
+Tensor allocate_output(const PrefillCall& call);
+// The op's result: o or, with `out`, which then has o, an empty tensor of shape [0].
+Tensor output_as_returned(const PrefillCall& call, Tensor o);
+
+// Each returns the op's result.
 Tensor prefill_cpu(PrefillCall call);
 Tensor prefill_cuda(PrefillCall call);
 

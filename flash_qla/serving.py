@@ -31,6 +31,8 @@ def prefill_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    initial_state_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """chunk_gated_delta_rule on states in a pool, which it reads and writes in place.
 
@@ -54,18 +56,26 @@ def prefill_gated_delta_rule(
             sequences by default.
         null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
             holds for an entry of checkpoint_indices.
-        checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on; a
-            multiple of 64. 0 keeps none.
+        checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on. 0
+            keeps none. If it is no multiple of 64, the GPU splits no sequence over the SMs and does not use the fused
+            kernel; each checkpoint then costs up to a chunk of 64 tokens more.
         checkpoint_indices: slots of these states, [N, blocks]. States beyond the last column are not kept.
         checkpoints: memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides
             as for state_pool. They follow one another in the order of the sequences, floor(length / checkpoint_every)
             for each; those of a sequence without a slot keep their contents. It is written.
         batch_invariant: the bits of a sequence's results do not depend on the other sequences, on its place in the
             batch, or on padding. The GPU then splits no sequence over the SMs and does not use the fused kernel. On the
-            CPU this always holds.
+            CPU this always holds. With checkpoints the state is also rounded to their dtype after every
+            checkpoint_every tokens, kept or not. So a call that starts from a checkpoint, with the same
+            checkpoint_every, continues with the bits of the call that has left the checkpoint.
+        initial_state_indices: slot that each sequence starts from, [N]; state_indices by default. The state after the
+            last token still goes to state_indices. So a request starts from a checkpoint, which several may share,
+            without a copy. A sequence without such a slot starts from zero.
+        out: memory for o, [B, T, H_v, V], in the dtype of q. Contiguous memory that begins at a multiple of 16 bytes is
+            written directly, other memory by a copy. It is written, and shares no memory with another argument.
 
     Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence.
+        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
@@ -76,11 +86,12 @@ def prefill_gated_delta_rule(
         NotImplementedError: a gradient is asked for.
     """
     check_offsets("prefill_gated_delta_rule", cu_seqlens)
-    return torch.ops.flash_qla.prefill_gated_delta_rule(
+    o = torch.ops.flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
         use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out,
     )  # fmt: skip
+    return o if out is None else out
 
 
 def decode_gated_delta_rule(

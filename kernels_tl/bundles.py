@@ -148,7 +148,8 @@ class Cuts(Bundle):
 
 
 class StatePresence(Bundle):
-    """Which states exist. `has_state` is a strided bool of each sequence; it is read if first_states is FLAGGED."""
+    """Which states exist. `has_state` is a strided bool of each sequence; it is read if first_states is FLAGGED.
+    `first_indices` has the slots of first states. Without that table they are the slots of last states."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -156,8 +157,17 @@ class StatePresence(Bundle):
             first_states=T.int32,
             has_state=T.Tensor([sizes.N], "int32"),
             has_state_stride=T.int64,
+            first_indices=T.Tensor([sizes.N], "int32"),
+            first_index_kind=T.int32,
+            first_index_stride=T.int64,
             has_final=T.int32,
         )
+
+    def first_table(self, slots):
+        """The table of first states, like Slots.table."""
+        first = T.access_ptr(self.first_indices[0], "r")
+        where = (self.first_index_kind, self.first_index_stride)
+        return extern("Slots", first, *where, slots.null_index, slots.slots)
 
 
 class CheckpointTable(Bundle):

@@ -11,6 +11,8 @@ DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", *DTYPES)  # pools have states in these
 KEY_DIMS = (128,)
 
+RESUMABLE_SPILLS = {NARROW_TILE: 0, WIDE_TILE: 12}  # bytes that these instances of chunk_forward spill more
+
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
 
 
@@ -27,9 +29,14 @@ INSTANCES = [
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(
-        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=config.CHUNK_FORWARD[tile].spills)
+        Instance(
+            "states.chunk_forward",
+            types | {"value_tile": tile, "resumable": resumable},
+            spill_budget=config.CHUNK_FORWARD[tile].spills + RESUMABLE_SPILLS[tile] * resumable,
+        )
         for types in TYPES
         for tile in (NARROW_TILE, WIDE_TILE)
+        for resumable in (False, True)
     ),
     *(
         Instance("states.fused_forward", types | {"normalize": normalize, "low_level": low_level})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import types
@@ -14,10 +15,12 @@ import torch
 from accuracy import BARS, relative_error
 from cases import make_inputs, reference_of
 from reference import Reference
+from signatures import LAYERS, RECORD
 from test_decode import BF16, FP32, Case
 
 from flash_qla.integrations import _engines
 
+RECORDED = json.loads(RECORD.read_text())
 # The engines' head dimensions and dtypes; gaps between slots, because pages hold other data too
 SIZES = {"K": 128, "V": 128, "gap": 64}
 DTYPES = pytest.mark.parametrize(
@@ -158,33 +161,54 @@ def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, chang
 # Replacing functions
 
 
-def stand_ins(replacement: _engines.Replacement, monkeypatch) -> dict[str, types.ModuleType]:
-    """Modules that replace the engine's, with functions of the same arguments."""
+# The name in a module of layers -> the function's own, where they differ by more than a prefix
+FUNCTION_OF = {"fused_recurrent_gdn_replayssm_decode": "fused_recurrent_linear_replayssm_decode"}
+
+
+def sources_of(engine: str, signatures: dict) -> dict[str, str]:
+    """{module: its source}: stand-ins for the modules of a release's layers, by its entry in signatures.json."""
+    found = {}
+    for path, names in LAYERS[engine].items():
+        there = [name for name in names if signatures[path][name]]
+        of = {name: signatures[FUNCTION_OF.get(name, name.removeprefix("fla_"))] for name in there}
+        lines = [f"def {name}({of[name]}): return 'theirs'" for name in there]
+        found[path.removesuffix(".py").replace("/", ".")] = "\n".join(lines) + "\n"
+    return found
+
+
+def stand_ins(engine: str, monkeypatch, release: int = -1) -> dict[str, types.ModuleType]:
+    """The modules of a recorded release, the newest by default, in place of the engine's."""
     modules = {}
-    for path, functions in replacement._functions.items():
+    for path, source in sources_of(engine, RECORDED[engine][release]["signatures"]).items():
         module = modules[path] = types.ModuleType(path)
-        for name, ours in functions.items():
-            copy = types.FunctionType(ours.__code__, ours.__globals__, name, ours.__defaults__, ours.__closure__)
-            setattr(module, name, copy)
+        exec(source, vars(module))
         monkeypatch.setitem(sys.modules, path, module)
     return modules
 
 
 def functions_of(modules: dict[str, types.ModuleType], replacement: _engines.Replacement) -> list[Callable | None]:
-    return [getattr(modules[path], name, None) for path, names in replacement._functions.items() for name in names]
+    return [getattr(modules[path], name, None) for path, names in replacement.functions.items() for name in names]
+
+
+def engine_of(integration: types.ModuleType) -> str:
+    return integration.__name__.rpartition(".")[2]
 
 
 def check_use_and_restore(integration: types.ModuleType, monkeypatch) -> None:
-    replacement = integration._replacement
-    modules = stand_ins(replacement, monkeypatch)
-    before = functions_of(modules, replacement)
-    ours = [x for functions in replacement._functions.values() for x in functions.values()]
-    for _ in range(2):
-        integration.use_flash_qla()
-        assert functions_of(modules, replacement) == ours
-    for _ in range(2):
-        integration.restore()
-        assert functions_of(modules, replacement) == before
+    """Of each recorded release: our function has the signature of the engine's."""
+    replacement, engine = integration._replacement, engine_of(integration)
+    for release in range(len(RECORDED[engine])):
+        modules = stand_ins(engine, monkeypatch, release)
+        before = functions_of(modules, replacement)
+        candidates = [x for functions in replacement.functions.values() for x in functions.values()]
+        for _ in range(2):
+            integration.use_flash_qla()
+            now = functions_of(modules, replacement)
+            assert all(x in ours for x, ours in zip(now, candidates, strict=True))
+            assert [*map(_engines._parameters, now)] == [*map(_engines._parameters, before)]
+        for _ in range(2):
+            integration.restore()
+            assert functions_of(modules, replacement) == before
 
 
 def with_another_default(function: Callable) -> Callable:
@@ -201,9 +225,9 @@ def with_another_default(function: Callable) -> Callable:
 def check_other_releases(integration: types.ModuleType, monkeypatch) -> None:
     """Nothing changes if the last function has other arguments or is missing, or without the engine."""
     replacement = integration._replacement
-    modules = stand_ins(replacement, monkeypatch)
+    modules = stand_ins(engine_of(integration), monkeypatch)
     *before, _ = functions_of(modules, replacement)
-    path, functions = list(replacement._functions.items())[-1]
+    path, functions = list(replacement.functions.items())[-1]
     name = list(functions)[-1]
 
     def check_raises(error: type, text: str) -> None:
@@ -213,7 +237,7 @@ def check_other_releases(integration: types.ModuleType, monkeypatch) -> None:
 
     setattr(modules[path], name, lambda q, k: None)
     check_raises(RuntimeError, f"{path}.{name} is (q, k)")
-    setattr(modules[path], name, with_another_default(functions[name]))
+    setattr(modules[path], name, with_another_default(functions[name][0]))
     check_raises(RuntimeError, f"{path}.{name} is (")
     delattr(modules[path], name)
     check_raises(RuntimeError, f"{path}.{name} is nothing")

@@ -279,11 +279,11 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     case, r = trial.case, random.Random(trial.case.seed)
     inputs = make_inputs(case, device)
     lengths = lengths_of(case)
-    N, every, in_slots, null = len(lengths), r.choice((0, 64, 128)), r.random() < 0.5, r.choice((-1, 0))
+    N, every, in_slots, null = len(lengths), r.choice((0, 64, 128, 16, 50, 200)), r.random() < 0.5, r.choice((-1, 0))
     counts = [length // every if every else 0 for length in lengths]
-    pool = Pool(trial, N + sum(counts) + 3, device, r)
-    slots = r.sample(range(null + 1, len(pool.rows)), N + sum(counts))
-    own, others = slots[:N], slots[N:]
+    pool = Pool(trial, N + sum(counts) + 5, device, r)
+    slots = r.sample(range(null + 1, len(pool.rows)), N + sum(counts) + 2)
+    own, others, unused = slots[:N], slots[N:-2], slots[-2:]
     real = [r.random() < 0.85 for _ in lengths]
     has_state = [r.random() < 0.7 for _ in lengths]
     indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(own, real, strict=True)]
@@ -294,11 +294,18 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     index_dtype = r.choice((torch.int32, torch.int64))
     arguments = {name: x for name, x in inputs.items() if name not in ("initial_state", "state_v_first", "auto_cp")}
     arguments |= {"state_indices": torch.tensor(indices, dtype=index_dtype, device=device), "null_index": null}
-    states = pool.states(pool.rows)[own].double()
+    first = list(own)
+    if r.random() < 0.5:  # slots that several sequences share
+        first = [r.choice(unused if n in padding else [*unused, null, own[n]]) for n in range(N)]
+        arguments["initial_state_indices"] = torch.tensor(first, dtype=index_dtype, device=device)
+    states = pool.states(pool.rows)[first].double()
+    states = states * torch.tensor([slot > null for slot in first], device=device)[:, None, None, None]
     if r.random() < 0.5:
         mask = arguments["has_initial_state"] = torch.tensor(has_state, dtype=torch.bool, device=device)
         states = states * mask[:, None, None, None]
-    runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises)
+    else:
+        has_state = [True] * N
+    runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises, run=every if every % CHUNK else 0)
 
     pools, kept = {"state_pool": pool}, pool
     if every:
@@ -309,19 +316,20 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
         else:
             rows = 0 if trial.empty and not any(itertools.compress(counts, real)) else sum(counts) + 1
             kept = pools["checkpoints"] = Pool(trial, rows, device, r)
-    first, offset = 0, 0
+    number, offset = 0, 0
     for n, length in enumerate(lengths):
-        if real[n] and n not in padding:
+        is_unchanged = length == 0 and has_state[n] and first[n] > null
+        if real[n] and not is_unchanged:
             pool.write(own[n], runs["final_state"][:, n], n, length)
         elif not real[n]:
             runs["o"].flatten(1, 2)[:, offset : offset + length] = 0
         for j in range(counts[n] if not in_slots else min(counts[n], table.shape[1]) if every else 0):
             if in_slots:
-                table[n, j] = others[first + j]
+                table[n, j] = others[number + j]
             if real[n]:
-                slot, tokens = others[first + j] if in_slots else first + j, (j + 1) * every
-                kept.write(slot, runs["states"][:, n, tokens // CHUNK], n, tokens)
-        first, offset = first + counts[n], offset + length
+                slot, tokens = others[number + j] if in_slots else number + j, (j + 1) * every
+                kept.write(slot, runs["states"][:, n, (j + 1) * -(-every // CHUNK)], n, tokens)
+        number, offset = number + counts[n], offset + length
     if every and in_slots:
         arguments["checkpoint_indices"] = table.to(device)
     call = on_pools(trial, flash_qla.prefill_gated_delta_rule, arguments, pools, runs["o"])

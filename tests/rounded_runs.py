@@ -62,20 +62,26 @@ class Decayed(torch.autograd.Function):
 
 
 @torch.enable_grad()
-def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) -> dict[str, torch.Tensor]:
+def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None, run=0) -> dict[str, torch.Tensor]:
     """Outputs and, with do, gradients of a call of chunk_gated_delta_rule_fwd, [RUNS, ...] each. `states` are those at
-    the chunks' starts and the last one, [RUNS, N, chunks + 1, H_v, V, K]."""
+    the chunks' starts and the last one, [RUNS, N, chunks + 1, H_v, V, K]. Chunks begin anew after every `run` tokens,
+    unless that is 0; h is then left out."""
     leaves = {name: inputs[name] for name in ALL_GRADIENTS_OF if inputs.get(name) is not None}
     leaves = {name: x.detach().double().expand(noise.runs, *x.shape).clone() for name, x in leaves.items()}
     leaves = {name: x.requires_grad_(do is not None) for name, x in leaves.items()}
     (B, T, H_v, V), K, device = inputs["v"].shape, inputs["k"].shape[-1], inputs["v"].device
     layout = reference.Layout.of(B, T, inputs["cu_seqlens"])
     N, longest = len(layout.lengths), max(1, *layout.lengths, 1)
-    C, chunks = min(CHUNK, longest), -(-longest // CHUNK)
+    C, run = min(CHUNK, longest), run or longest
+    of_run = -(-run // CHUNK)
+    chunks = longest // run * of_run + -(-(longest % run) // CHUNK)
+    begins = [c // of_run * run + c % of_run * CHUNK for c in range(chunks)]
+    ends = [min(begin + CHUNK, (c // of_run + 1) * run) for c, begin in enumerate(begins)]
     starts, lengths, chunk_starts = (
         torch.tensor(x, dtype=torch.int64)[:, None] for x in (layout.starts, layout.lengths, layout.chunk_starts)
     )
-    position = torch.arange(chunks * C)
+    position = torch.tensor(begins)[:, None] + torch.arange(C)
+    position = position.where(position < torch.tensor(ends)[:, None], longest).flatten()  # longest: of no sequence
     filled = position < lengths
     tokens, places = (starts + position)[filled].to(device), filled.flatten().nonzero()[:, 0].to(device)
     covered = filled.unflatten(1, (chunks, 1, C)).to(device)  # [N, chunks, 1, C]
@@ -147,19 +153,14 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None) 
     scale = K**-0.5 if inputs["scale"] is None else inputs["scale"]
     o, states = rounded(scale * torch.stack(o, 2)), torch.stack(states, 2)
 
-    h_chunks = layout.h_shape[0] * layout.h_shape[1]
-    at = torch.where(filled[:, ::C], chunk_starts + torch.arange(chunks), h_chunks).to(device)
-    h = states.new_zeros(noise.runs, h_chunks + 1, *states.shape[3:])
-    h[:, at] = states[:, :, :-1].detach()
-    h = h[:, :-1].unflatten(1, layout.h_shape)
     flip = (lambda x: x.mT) if inputs["state_v_first"] else (lambda x: x)
-    outputs = {
-        "o": join(o),
-        "A": F.pad(join(A), (0, CHUNK - C)),
-        "h": flip(h),
-        "final_state": flip(S),
-        "states": states.mT,
-    }
+    outputs = {"o": join(o), "A": F.pad(join(A), (0, CHUNK - C)), "final_state": flip(S), "states": states.mT}
+    if run == longest:
+        h_chunks = layout.h_shape[0] * layout.h_shape[1]
+        at = torch.where(filled[:, ::C], chunk_starts + torch.arange(chunks), h_chunks).to(device)
+        h = states.new_zeros(noise.runs, h_chunks + 1, *states.shape[3:])
+        h[:, at] = states[:, :, :-1].detach()
+        outputs["h"] = flip(h[:, :-1].unflatten(1, layout.h_shape))
     outputs = {name: x.detach() for name, x in outputs.items()}
     if do is not None:
         loss = (o * split(do.double()[None])).sum() + (0 if dht is None else (flip(S) * dht.double()).sum())

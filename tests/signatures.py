@@ -1,7 +1,7 @@
 """Signatures of the functions of other packages that flash_qla stands in for, read from their sources without imports.
 
-    pip download --no-deps --dest wheels flash-qla fla-core vllm sglang megatron-core
-    python tests/signatures.py wheels/*.whl             # writes tests/signatures.json
+    pip download --no-deps --dest wheels flash-qla fla-core vllm sglang megatron-core    # each release one by one
+    python tests/signatures.py wheels/*.whl             # writes what it finds to tests/signatures.json
 
 tests/test_signatures.py compares flash_qla's functions with this file, and with the releases that are installed.
 """
@@ -17,43 +17,86 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from packaging.version import Version
+
 RECORD = Path(__file__).with_name("signatures.json")
 
-# Package on PyPI -> file -> the functions, with their classes
+# Package on PyPI -> function or class -> its file, the newest release's first
 FUNCTIONS = {
     "flash-qla": {
-        "flash_qla/ops/gated_delta_rule/chunk/__init__.py": (
-            "chunk_gated_delta_rule",
-            "chunk_gated_delta_rule_fwd",
-            "chunk_gated_delta_rule_bwd",
-        ),
-        "flash_qla/ops/gated_delta_rule/chunk/cp/context.py": ("build_cp_context", "FlashQLACPContext"),
+        "chunk_gated_delta_rule": ("flash_qla/ops/gated_delta_rule/chunk/__init__.py",),
+        "chunk_gated_delta_rule_fwd": ("flash_qla/ops/gated_delta_rule/chunk/__init__.py",),
+        "chunk_gated_delta_rule_bwd": ("flash_qla/ops/gated_delta_rule/chunk/__init__.py",),
+        "build_cp_context": ("flash_qla/ops/gated_delta_rule/chunk/cp/context.py",),
+        "FlashQLACPContext": ("flash_qla/ops/gated_delta_rule/chunk/cp/context.py",),
     },
     "fla-core": {
-        "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
-        "fla/ops/gated_delta_rule/fused_recurrent.py": ("fused_recurrent_gated_delta_rule",),
-        "fla/ops/cp/context.py": ("build_cp_context",),
+        "chunk_gated_delta_rule": ("fla/ops/gated_delta_rule/chunk.py",),
+        "fused_recurrent_gated_delta_rule": ("fla/ops/gated_delta_rule/fused_recurrent.py",),
+        "build_cp_context": ("fla/ops/cp/context.py",),
     },
     "vllm": {
-        "vllm/third_party/flash_linear_attention/ops/chunk.py": ("chunk_gated_delta_rule",),
-        "vllm/third_party/flash_linear_attention/ops/fused_recurrent.py": (
-            "fused_recurrent_gated_delta_rule_packed_decode",
+        "chunk_gated_delta_rule": (
+            "vllm/third_party/flash_linear_attention/ops/chunk.py",
+            "vllm/model_executor/layers/fla/ops/chunk.py",
         ),
-        "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py": (
-            "fused_sigmoid_gating_delta_rule_update",
+        "fi_chunk_gated_delta_rule": ("vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",),
+        "fused_recurrent_gated_delta_rule_packed_decode": (
+            "vllm/third_party/flash_linear_attention/ops/fused_recurrent.py",
+            "vllm/model_executor/layers/fla/ops/fused_recurrent.py",
         ),
-        "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": ("fi_chunk_gated_delta_rule",),
+        "fused_recurrent_gated_delta_rule": (
+            "vllm/third_party/flash_linear_attention/ops/fused_recurrent.py",
+            "vllm/model_executor/layers/fla/ops/fused_recurrent.py",
+        ),
+        "fused_sigmoid_gating_delta_rule_update": (
+            "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
+            "vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py",
+        ),
     },
     "megatron-core": {
-        "megatron/core/ssm/gated_delta_net/common.py": ("torch_chunk_gated_delta_rule",),
+        "torch_chunk_gated_delta_rule": ("megatron/core/ssm/gated_delta_net/common.py",),
     },
     "sglang": {
-        "sglang/kernels/ops/attention/fla/chunk.py": ("chunk_gated_delta_rule",),
-        "sglang/kernels/ops/attention/fla/fused_recurrent.py": ("fused_recurrent_gated_delta_rule_packed_decode",),
-        "sglang/kernels/ops/attention/linear/fused_recurrent_linear_replayssm.py": (
-            "fused_recurrent_linear_replayssm_decode",
+        "chunk_gated_delta_rule": (
+            "sglang/kernels/ops/attention/fla/chunk.py",
+            "sglang/srt/layers/attention/fla/chunk.py",
         ),
-        "sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py": (
+        "fused_recurrent_gated_delta_rule_packed_decode": (
+            "sglang/kernels/ops/attention/fla/fused_recurrent.py",
+            "sglang/srt/layers/attention/fla/fused_recurrent.py",
+        ),
+        "fused_recurrent_linear_replayssm_decode": (
+            "sglang/kernels/ops/attention/linear/fused_recurrent_linear_replayssm.py",
+            "sglang/kernels/ops/attention/fla/fused_recurrent_linear_replayssm.py",
+            "sglang/srt/layers/attention/fla/fused_recurrent_linear_replayssm.py",
+        ),
+        "fused_sigmoid_gating_delta_rule_update": (
+            "sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py",
+            "sglang/kernels/ops/attention/fla/fused_sigmoid_gating_recurrent.py",
+            "sglang/srt/layers/attention/fla/fused_sigmoid_gating_recurrent.py",
+        ),
+    },
+}
+# Package on PyPI -> the modules in which layers call these functions -> the names there
+LAYERS = {
+    "vllm": {
+        "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": (
+            "fla_chunk_gated_delta_rule",
+            "fi_chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            "fused_sigmoid_gating_delta_rule_update",
+        ),
+        "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": (
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
+    },
+    "sglang": {
+        "sglang/srt/layers/attention/linear/kernels/gdn_triton.py": (
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            "fused_recurrent_gdn_replayssm_decode",
             "fused_sigmoid_gating_delta_rule_update",
         ),
     },
@@ -92,32 +135,43 @@ def _of_function(arguments: ast.arguments) -> list[str]:
     return found
 
 
+def binds(source: str, name: str) -> bool:
+    """Whether a module defines or imports the name."""
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {x.asname or x.name for node in nodes if isinstance(node, ast.ImportFrom) for x in node.names}
+    return name in imported | {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
+
+
 def signatures(package: str, read: Callable[[str], str | None]) -> dict:
-    """{file: {function: "parameter, parameter, ..."}} of a release; None: it has no such file or function.
+    """{function: "parameter, parameter, ..."} of a release, and {module of layers: {name: "bound"}}.
+
+    None replaces a text if the release has no such file or function.
 
     Args:
         read: returns the source of a file, or None.
     """
     found = {}
-    for path, names in FUNCTIONS[package].items():
-        source = read(path)
-        parameters = {name: None if source is None else parameters_of(source, name) for name in names}
-        found[path] = {name: None if x is None else ", ".join(x) for name, x in parameters.items()}
+    for name, files in FUNCTIONS[package].items():
+        source = next(filter(None, map(read, files)), None)
+        parameters = None if source is None else parameters_of(source, name)
+        found[name] = None if parameters is None else ", ".join(parameters)
+    for path, names in LAYERS.get(package, {}).items():
+        source = read(path) or ""
+        found[path] = {name: "bound" if binds(source, name) else None for name in names}
     return found
 
 
-def of_wheel(wheel: Path) -> tuple[str, dict]:
-    """The package's name, and its release with its signatures."""
+def of_wheel(wheel: Path) -> tuple[str, str, dict]:
+    """The package's name, its release, and its signatures."""
     name, version = re.match(r"(\w+)-([^-]+)-", wheel.name).groups()
     package = name.replace("_", "-")
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
-        found = signatures(package, lambda path: archive.read(path).decode() if path in files else None)
-    return package, {"release": version, "files": found}
+        return package, version, signatures(package, lambda x: archive.read(x).decode() if x in files else None)
 
 
 def of_installed(package: str) -> dict | None:
-    """The signatures of the installed release; None if the package is not installed."""
+    """The installed release, as in the record; None if the package is not installed."""
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -127,12 +181,18 @@ def of_installed(package: str) -> dict | None:
         file = Path(distribution.locate_file(path))
         return file.read_text() if file.is_file() else None
 
-    return {"release": distribution.version, "files": signatures(package, read)}
+    return {"releases": [distribution.version], "signatures": signatures(package, read)}
 
 
 def main(wheels: list[str]) -> None:
-    recorded = dict(of_wheel(Path(wheel)) for wheel in wheels)
-    assert recorded.keys() == FUNCTIONS.keys(), f"got wheels of {sorted(recorded)}, expected {sorted(FUNCTIONS)}"
+    """Records {package: [{releases, signatures}, ...]}: consecutive releases with the same signatures together."""
+    recorded = {package: [] for package in FUNCTIONS}
+    for package, version, found in sorted(map(of_wheel, map(Path, wheels)), key=lambda x: Version(x[1])):
+        groups = recorded[package]
+        if not groups or groups[-1]["signatures"] != found:
+            groups.append({"releases": [], "signatures": found})
+        groups[-1]["releases"].append(version)
+    assert all(recorded.values()), f"got wheels of {[x for x in recorded if recorded[x]]}, expected {list(FUNCTIONS)}"
     RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

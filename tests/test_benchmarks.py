@@ -362,7 +362,7 @@ def test_ways_of_the_prefill(on_cpu):
     """All calls give the same results. Without a checkpoint the call with checkpoints is not timed."""
     calls = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)
     outputs = {way: call() for way, call in calls.items() if way != "gathered"}
-    assert list(outputs) == ["op", "pool", "checkpoints", "invariant"]
+    assert list(outputs) == ["op", "pool", "checkpoints", "blocks", "invariant", "resumable"]
     assert "checkpoints" not in prefill.calls_of(1, 2, [70], (24, 40), torch.float32)
     first = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)["op"]()
     for way in ("op", "pool"):  # each on a pool of its own, as the first call finds it

@@ -42,22 +42,17 @@ def arguments_of(name: str, device: str) -> dict:
         results = op_of(first)(**{x.name: known[x.name] for x in op_of(first)._schema.arguments if x.name in known})
         known |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
     if "out" in WRITES[name]:
-        known["out"] = torch.empty_like(call()["o"])
+        known["out"] = torch.empty_like(known["v"])
     return {x.name: known[x.name] for x in op_of(name)._schema.arguments if x.name in known}
 
 
 def test_which_ops_write():
     written = {name: names for name, names in WRITES.items() if names}
     assert written == {
-        "prefill_gated_delta_rule": ["state_pool", "checkpoints"],
-<<<<<<< HEAD
-        "decode_gated_delta_rule": ["state_pool", "intermediate_states"],
-        "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states"],
-        "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache"],
-=======
+        "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],
->>>>>>> decode
+        "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache", "out"],
         "gated_delta_rule_forward_finish": ["workspace", "o"],
         "gated_delta_rule_backward_replay": ["workspace"],
         "gated_delta_rule_backward_finish": ["workspace", "dq", "dk", "dv", "db", "dg"],

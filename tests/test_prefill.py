@@ -3,12 +3,13 @@ is in test_prefill_gpu.py."""
 
 import contextlib
 import dataclasses
+import itertools
 import re
 
 import accuracy
 import pytest
 import torch
-from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta
+from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta, reference_of
 from poison import poisoned
 
 from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
@@ -84,11 +85,12 @@ def make_arguments(
 
 def by_hand(arguments: dict) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """o, which is zero without a slot, and the final states by slot, of a call without the rest of the pool."""
-    others = ("state_pool", "state_indices", "has_initial_state", "null_index")
+    others = ("state_pool", "state_indices", "initial_state_indices", "has_initial_state", "null_index", "out")
     inputs = {name: x for name, x in arguments.items() if name not in others and "checkpoint" not in name}
     pool, slots = arguments["state_pool"], arguments["state_indices"].long()
-    is_real = slots > arguments.get("null_index", -1)
-    states = pool[torch.where(is_real, slots, 0)]
+    null = arguments.get("null_index", -1)
+    first, is_real = arguments.get("initial_state_indices", slots).long(), slots > null
+    states = torch.where((first > null)[:, None, None, None], pool[first.clamp_min(0)], 0)
     if arguments.get("has_initial_state") is not None:
         states = torch.where(arguments["has_initial_state"][:, None, None, None], states, 0)
     o, finals = chunk_gated_delta_rule(
@@ -182,7 +184,7 @@ def test_without_tokens(device, mode):
 
 @of_modes("fused", "narrow", "wide")
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
-@pytest.mark.parametrize("every", (64, 128))
+@pytest.mark.parametrize("every", (64, 128, 16, 80))
 def test_checkpoints(device, mode, every, pool_dtype):
     """The states of shorter prefills, bit for bit, in a tensor of their own or in slots."""
     with in_mode(device, mode):
@@ -205,15 +207,23 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     arguments["state_indices"][3] = -1  # a whole checkpoint and no more, without a slot
     before, of_tokens = copied(arguments["state_pool"]), ("q", "k", "v", "g", "beta")
     slots = arguments["state_indices"].tolist()
+    # A checkpoint ends a chunk: this gives shorter prefills the same chunks, and keeps nothing.
+    chunks = {"checkpoint_every": every} if every % 64 else {}
+    nothing = torch.zeros(7, 0, dtype=torch.int32, device=device)
     expected = []  # (sequence, how many before it, state)
     for n, length in enumerate(case.lengths):
         for j in range(length // every):
             pool = copied(before)
             short = {name: rows(arguments, arguments[name], n)[:, : (j + 1) * every] for name in of_tokens}
             changed = {"cu_seqlens": None, "state_pool": pool, "state_indices": arguments["state_indices"][n : n + 1]}
-            prefill_gated_delta_rule(**arguments | short | changed)
+            kept = chunks | ({"checkpoint_indices": nothing[:1]} if chunks else {})
+            prefill_gated_delta_rule(**arguments | short | changed | kept)
             expected.append((n, j, pool[slots[n]]))
     finals = by_hand(arguments)[1]
+    if chunks:
+        pool = copied(before)
+        prefill_gated_delta_rule(**arguments | {"state_pool": pool}, **chunks, checkpoint_indices=nothing)
+        finals = {slot: pool[slot] for slot in finals}
 
     kept = torch.full((len(expected) + 2, *before.shape[1:]), 7.0, dtype=pool_dtype, device=device)
     prefill_gated_delta_rule(**arguments, checkpoint_every=every, checkpoints=kept)
@@ -231,6 +241,81 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     in_slots = {table[n, j].item(): state for n, j, state in expected if n != 3 and j < 3 and table[n, j] >= 0}
     assert all(is_right(pool[slot], state) for slot, state in in_slots.items())
     check_pool(pool, before, finals | {slot: pool[slot] for slot in in_slots})
+
+
+@of_modes("fused", "narrow", "wide")
+@pytest.mark.parametrize("every", (1, 16, 80, 100, 130, 2**31 - 1))
+def test_checkpoints_anywhere(device, mode, every):
+    """Against the fp64 recurrence of shorter sequences. The output is that of the whole ones."""
+    case = for_device(Case(**SIZES, lengths=(70, 0, 130, 5 if every == 1 else 200), padding=3), device)
+    arguments = make_arguments(case, device=device)
+    if every == 1:  # as many chunks as tokens
+        arguments |= {name: arguments[name][:, 130:] for name in ("q", "k", "v", "g", "beta")}
+        case = dataclasses.replace(case, lengths=(20, 0, 47, 8))
+        offsets = [0, *itertools.accumulate(case.lengths)]
+        arguments["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
+    inputs = {name: x for name, x in arguments.items() if not name.startswith("state_")}
+    states = arguments["state_pool"][arguments["state_indices"].long()]
+    counts = [length // every for length in case.lengths]
+    kept = torch.full((sum(counts) + 1, *states.shape[1:]), 7.0, device=device)
+    with in_mode(device, mode):
+        o = prefill_gated_delta_rule(**arguments, checkpoint_every=every, checkpoints=kept)
+    expected = reference_of(inputs | {"initial_state": states, "state_v_first": True})
+    bar, row = accuracy.BARS[case.dtype], 0
+    assert accuracy.relative_error(o, expected.o) < bar
+    finals = arguments["state_pool"][arguments["state_indices"].long()]
+    assert accuracy.relative_error(finals, expected.final_state) < bar
+    for n, count in enumerate(counts):
+        alone = inputs | {name: rows(arguments, inputs[name], n) for name in ("q", "k", "v", "g", "beta")}
+        alone |= {"cu_seqlens": None, "initial_state": states[n : n + 1], "state_v_first": True}
+        for j in range(count):
+            short = {name: alone[name][:, : (j + 1) * every] for name in ("q", "k", "v", "g", "beta")}
+            if j % 16 == 0 or j == count - 1:
+                assert accuracy.relative_error(kept[row + j], reference_of(alone | short).final_state[0]) < bar
+        row += count
+    assert (kept[-1] == 7).all()
+
+
+@of_modes("fused", "narrow", "wide", "cut")
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("every", (64, 128, 80))
+def test_a_hit_is_a_miss(device, mode, every, pool_dtype):
+    """With batch_invariant, calls that start from checkpoints give the bits of the call that left these: outputs, later
+    checkpoints and last states."""
+    case = Case(**SIZES, lengths=(70, 0, 130, 64, 300, 160), padding=5)
+    arguments = make_arguments(case, pool_dtype, device=device)
+    of_tokens, N = ("q", "k", "v", "g", "beta"), len(case.lengths)
+    most = max(case.lengths) // every
+    free = iter(sorted(set(range(SLOTS)) - set(arguments["state_indices"].tolist())))
+    table = torch.full((N, most), -1, dtype=torch.int32)
+    for n in (2, 4, 5):
+        for j in range(case.lengths[n] // every):
+            table[n, j] = next(free)
+    options = {"batch_invariant": True, "checkpoint_every": every}
+    with in_mode(device, mode):
+        o = prefill_gated_delta_rule(**arguments, **options, checkpoint_indices=table.to(device))
+        after = copied(arguments["state_pool"])
+        for j in range(most):
+            hits = [n for n in (2, 4, 5) if case.lengths[n] >= (j + 1) * every]
+            parts = {x: [rows(arguments, arguments[x], n)[:, (j + 1) * every :] for n in hits] for x in of_tokens}
+            offsets = [0, *itertools.accumulate(x.shape[1] for x in parts["q"])]
+            call = {name: torch.cat(x, 1) for name, x in parts.items()}
+            call |= {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32, device=device)}
+            pool = copied(after)
+            last = arguments["state_indices"][hits]
+            later = torch.full((len(hits), most), -1, dtype=torch.int32)
+            later[:, : most - j - 1] = table[hits, j + 1 :]
+            for slot in (*last.tolist(), *later[later >= 0].tolist()):
+                pool[slot] = 7
+            for n in hits:
+                if case.lengths[n] == (j + 1) * every:  # no token is left, so the slot is left alone
+                    slot = arguments["state_indices"][n].item()
+                    pool[slot] = after[slot]
+            call |= {"state_pool": pool, "state_indices": last, "initial_state_indices": table[hits, j].to(device)}
+            again = prefill_gated_delta_rule(**arguments | call, **options, checkpoint_indices=later.to(device))
+            whole = [rows(arguments, o, n)[:, (j + 1) * every :] for n in hits]
+            assert torch.equal(again, torch.cat(whole, 1))
+            check_pool(pool, after, {})
 
 
 @pytest.mark.gpu
@@ -278,6 +363,70 @@ def test_batch_invariance(device, mode):
             assert torch.equal(call["state_pool"][slots[n]], states[slots[n]])
 
 
+@of_modes(*MODES)
+@pytest.mark.parametrize("null_index", (-1, 0))
+def test_first_slots(device, mode, null_index):
+    """Sequences start from slots of their own: one that two share, their last slot, none, and a new request's. Padding
+    rows leave everything alone."""
+    arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
+    table = torch.tensor([[4, 9, null_index, 12, 1, 7], [2, 9, 5, 2, null_index - 2, 3]], device=device)
+    arguments |= {
+        "state_indices": table.T.contiguous()[:, 0],  # strided
+        "initial_state_indices": table.T.contiguous()[:, 1],
+        "has_initial_state": torch.tensor([True, True, True, True, True, False], device=device),
+        "null_index": null_index,
+    }
+    with in_mode(device, mode):
+        check_by_hand(arguments, device)
+        del arguments["has_initial_state"]
+        check_by_hand(arguments | {"initial_state_indices": table[1].int()}, device)
+        check_by_hand(arguments | {"initial_state_indices": arguments["state_indices"]}, device)
+
+
+@of_modes(*MODES)
+def test_a_checkpoint_in_the_first_slot(device, mode):
+    """A sequence may write the slot that it started from: it has read the state before."""
+    case = Case(**SIZES, lengths=(300, 130))
+    arguments = make_arguments(case, device=device)
+    before, written = copied(arguments["state_pool"]), {"state_indices": torch.tensor([3, 8], device=device)}
+    first = {"initial_state_indices": torch.tensor([5, 6], device=device)}
+    kept = {"checkpoint_every": 128, "checkpoint_indices": torch.tensor([[5, 2], [-1, -1]], device=device)}
+    elsewhere = kept | {"checkpoint_indices": torch.tensor([[1, 2], [-1, -1]], device=device)}
+    with in_mode(device, mode):
+        expected = arguments | written | first | elsewhere | {"state_pool": copied(before)}
+        o = prefill_gated_delta_rule(**expected)
+        assert torch.equal(prefill_gated_delta_rule(**arguments | written | first | kept), o)
+    states = {slot: expected["state_pool"][slot] for slot in (3, 8, 2)}
+    check_pool(arguments["state_pool"], before, states | {5: expected["state_pool"][1]})
+
+
+def memory_for(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory with the shape of x, and the tensor around it."""
+    offset = {"aligned": 16, "misaligned": 3}.get(name, 0)
+    if name == "strided":
+        around = torch.full((*x.shape[:2], x.shape[2] + 1, *x.shape[3:]), 7.0, dtype=x.dtype, device=x.device)
+        return around[:, :, 1:], around
+    around = torch.full((x.numel() + 2 * offset,), 7.0, dtype=x.dtype, device=x.device)
+    return around[offset : offset + x.numel()].view(x.shape), around
+
+
+@of_modes("fused", "narrow", "wide")
+@pytest.mark.parametrize("name", ("whole", "aligned", "misaligned", "strided"))
+def test_out(device, mode, name):
+    """The same bits in the caller's memory, with nothing written around it."""
+    sizes = {"lengths": (), "padding": 3}, {"B": 2, "T": 0}, {"lengths": (0, 0), "padding": 3}, LENGTHS
+    for case in (Case(**SIZES, **x) for x in sizes):
+        arguments = make_arguments(case, device=device)
+        before = copied(arguments["state_pool"])
+        with in_mode(device, mode):
+            expected = prefill_gated_delta_rule(**arguments | {"state_pool": copied(before)})
+            out, around = memory_for(expected, name)
+            assert prefill_gated_delta_rule(**arguments, out=out) is out
+        assert torch.equal(out, expected)
+        out.fill_(7.0)
+        assert (around == 7).all()
+
+
 def registered_arguments(name: str) -> dict:
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)))
     if name == "checkpoints":
@@ -286,10 +435,13 @@ def registered_arguments(name: str) -> dict:
     if name == "in slots":
         arguments |= {"checkpoint_every": 64, "checkpoint_indices": torch.tensor([[0], [-1]])}
         arguments["state_indices"] = torch.tensor([1, 2])
+    if name == "out":
+        arguments["out"] = torch.zeros_like(arguments["v"])
+        arguments["initial_state_indices"] = torch.tensor([1, 1])
     return arguments
 
 
-NAMES = ("plain", "checkpoints", "in slots")
+NAMES = ("plain", "checkpoints", "in slots", "out")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -304,7 +456,7 @@ def test_compile(name):
     compiled = torch.compile(prefill_gated_delta_rule, fullgraph=True, backend="aot_eager")
     arguments, others = registered_arguments(name), registered_arguments(name)
     assert torch.equal(compiled(**arguments), prefill_gated_delta_rule(**others))
-    for written in ("state_pool", "checkpoints"):
+    for written in ("state_pool", "checkpoints", "out"):
         if written in arguments:
             assert torch.equal(arguments[written], others[written])
 
@@ -329,6 +481,15 @@ WRONG_CONTENTS = [
         ("checkpoint_indices[0, 0] is 6", "written already"),
     ),
     ({"checkpoint_every": 64, "checkpoints": POOL[:0]}, ("number of a state of checkpoints is 0",)),
+    ({"initial_state_indices": indices(SLOTS, 1)}, (f"initial_state_indices[0] is {SLOTS}", f"0 to {SLOTS - 1}")),
+    (
+        {"state_indices": indices(5, 6), "initial_state_indices": indices(6, 6)},
+        ("state_indices[1] is 6", "which another sequence reads"),
+    ),
+    (
+        {"state_indices": indices(5, 6), "initial_state_indices": indices(1, 5)},
+        ("initial_state_indices[1] is 5", "which sequence 0 writes"),
+    ),
 ]
 
 
@@ -339,9 +500,13 @@ WRONG_ARGUMENTS = [
     ({"state_pool": POOL.long()}, ("state_pool has dtype int64",)),
     ({"state_indices": indices(1)}, ("state_indices has 1 rows", "2")),
     ({"state_indices": indices(1, 2, dtype=FP32)}, ("state_indices has dtype float32", "int32 or int64")),
+    ({"initial_state_indices": indices(1)}, ("initial_state_indices has 1 rows", "2")),
+    ({"initial_state_indices": indices(1, 2, dtype=FP32)}, ("initial_state_indices has dtype float32",)),
+    ({"out": torch.zeros(1, 73, 4, 24, dtype=FP64)}, ("out has dtype float64", "float32, the dtype of q")),
+    ({"out": torch.zeros(1, 73, 24, 4)}, ("out has shape [1, 73, 24, 4]", "[1, 73, 4, 24]")),
     ({"has_initial_state": indices(1, 0)}, ("has_initial_state has dtype int32", "bool")),
     ({"has_initial_state": torch.tensor([True])}, ("has_initial_state has shape [1]", "[2]")),
-    ({"checkpoint_every": 32}, ("checkpoint_every is 32", "a multiple of 64")),
+    ({"checkpoint_every": -64}, ("checkpoint_every is -64", "at least 0")),
     ({"checkpoint_every": 64}, ("checkpoint_every is 64", "one of them")),
     ({"checkpoints": POOL}, ("checkpoint_indices or checkpoints", "None")),
     ({"checkpoint_every": 64, "checkpoints": POOL[0]}, ("checkpoints has 3 dimensions", "4")),

@@ -52,18 +52,21 @@ def test_indices_outside(mode):
         assert not rows(arguments, o, n).any()
 
 
+@pytest.mark.parametrize("every", (64, 50))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("offsets", [(0, 90, 50), (30, 20, 10), (-4, 20, 50), (0, 20, 999)], ids=str)
-def test_hostile_offsets(mode, offsets):
+def test_hostile_offsets(mode, offsets, every):
     arguments = make_arguments(Case(**SIZES, lengths=(20, 63)), device="cuda")
     before = copied(arguments["state_pool"])
     kept = torch.zeros(3, *before.shape[1:], device="cuda")
     clipped = indices(0, *offsets[1:]).clamp(0, 83).cummax(0).values  # the first sequence begins at 0
     with in_mode("cuda", mode):
         o = prefill_gated_delta_rule(
-            **arguments | {"cu_seqlens": indices(*offsets).cuda(), "checkpoint_every": 64, "checkpoints": kept[1:2]}
+            **arguments | {"cu_seqlens": indices(*offsets).cuda(), "checkpoint_every": every, "checkpoints": kept[1:2]}
         )
         expected = arguments | {"cu_seqlens": clipped.cuda(), "state_pool": copied(before)}
+        if every % 64:  # the same chunks
+            expected |= {"checkpoint_every": every, "checkpoint_indices": torch.zeros(2, 0, dtype=torch.int32).cuda()}
         assert torch.equal(o, prefill_gated_delta_rule(**expected))
     pool = arguments["state_pool"]
     assert torch.equal(pool, expected["state_pool"])
@@ -138,8 +141,9 @@ def test_the_longest_sequence_has_no_slot(offer, lengths):
     assert all(map(torch.equal, offered, expected))
 
 
+@pytest.mark.parametrize("every", (64, 48))
 @pytest.mark.parametrize("mode", MODES)
-def test_graph(mode):
+def test_graph(mode, every):
     """Captured, and replayed with other lengths and slots."""
     case = Case(**SIZES | {"dtype": BF16, "K": 128, "V": 128}, lengths=(70, 3, 130), padding=9)
     options = {"pool_dtype": BF16, "index_dtype": torch.int64, "device": "cuda"}
@@ -151,8 +155,9 @@ def test_graph(mode):
             "state_pool": of_pool,
             "cu_seqlens": offsets.to(torch.int32).cuda(),
             "state_indices": torch.tensor(slots).cuda(),
+            "initial_state_indices": torch.tensor([8 if slot == 3 else slot for slot in slots]).cuda(),
             "has_initial_state": torch.tensor(has_state).cuda(),
-            "checkpoint_every": 64,
+            "checkpoint_every": every,
             "checkpoint_indices": torch.tensor([[19, 18], [17, 16], [15, 14]]).cuda(),
         }
 
@@ -168,7 +173,7 @@ def test_graph(mode):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            o = prefill_gated_delta_rule(**captured)
+            o = prefill_gated_delta_rule(**captured, out=torch.empty_like(captured["v"]))
         for call in calls:
             later = arguments_of(*call)
             for name, x in later.items():

@@ -1,10 +1,12 @@
 """Functions that stand in for those of other packages have their parameters: names, order, kinds and defaults.
 
 The signatures of the releases that flash_qla was written for are in signatures.json. A release that is installed is
-compared as well, so that a new one is noticed. Everything is read from sources, and nothing is imported.
+compared as well, so that a new one is noticed. Other packages are read from their sources, and not imported.
 """
 
+import importlib
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 
@@ -28,39 +30,46 @@ OURS = {
         "fused_recurrent_gated_delta_rule": "integrations/fla.py",
         "build_cp_context": "integrations/fla.py",
     },
-    "vllm": {
-        "chunk_gated_delta_rule": "integrations/vllm.py",
-        "fi_chunk_gated_delta_rule": "integrations/vllm.py",
-        "fused_sigmoid_gating_delta_rule_update": "integrations/vllm.py",
-        "fused_recurrent_gated_delta_rule_packed_decode": "integrations/_engines.py",
-    },
     "megatron-core": {
         "torch_chunk_gated_delta_rule": "integrations/megatron.py",
     },
-    "sglang": {
-        "chunk_gated_delta_rule": "integrations/sglang.py",
-        "fused_recurrent_linear_replayssm_decode": "integrations/sglang.py",
-        "fused_sigmoid_gating_delta_rule_update": "integrations/sglang.py",
-        "fused_recurrent_gated_delta_rule_packed_decode": "integrations/_engines.py",
-    },
 }
+ENGINES = ("vllm", "sglang")  # their functions have one of several signatures
 # Where flash_qla's own parameters follow those of the published package
 EXTENDED = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 # Fields of the published context that hold its tables of segments
 TABLES = ("intra_cp_cu_seqlens", "seq_map_r2c", "seq_map_c2r", "ht_mask", "ht_mask_bwd")
 
-FUNCTIONS = [(package, name) for package, functions in OURS.items() for name in functions]
+FUNCTIONS = [(package, name) for package, functions in signatures.FUNCTIONS.items() for name in functions]
 every_function = pytest.mark.parametrize(("package", "name"), FUNCTIONS)
+
+
+def replacing(engine: str, name: str) -> list[list[str] | None]:
+    """Parameters of our functions that replace an engine's function, the newest release's first. None: not all releases
+    have the function."""
+    table = importlib.import_module(f"flash_qla.integrations.{engine}")._replacement.functions
+    functions = next(x for of in table.values() for x in of.values() if x[0].__name__ == name)
+    return [
+        f
+        and [
+            x.name if x.default is x.empty else f"{x.name}={x.default!r}"
+            for x in inspect.signature(f).parameters.values()
+        ]
+        for f in functions
+    ]
 
 
 def differences(package: str, name: str, release: dict) -> str | None:
     """What is different here, in words; None if nothing is."""
-    came = signatures.parameters_of((PACKAGE / OURS[package][name]).read_text(), name)
-    (text,) = [functions[name] for functions in release["files"].values() if name in functions]
-    of_release = f"{package} {release['release']}"
+    text = release["signatures"][name]
+    of_release = f"{package} {', '.join(release['releases'])}"
     if text is None:
-        return f"{of_release} has no {name}"
+        return None if package in ENGINES and None in replacing(package, name) else f"{of_release} has no {name}"
     expected = [x for x in text.split(", ") if x.split("=")[0] not in TABLES]
+    if package in ENGINES:
+        came = replacing(package, name)
+        return None if expected in came else f"{name} has one of {came}, expected {expected}, those of {of_release}"
+    came = signatures.parameters_of((PACKAGE / OURS[package][name]).read_text(), name)
     if package == "flash-qla" and name in EXTENDED:
         more = came[len(expected) :]
         came = came[: len(expected)]
@@ -70,8 +79,32 @@ def differences(package: str, name: str, release: dict) -> str | None:
 
 
 @every_function
-def test_recorded_release(package, name):
-    assert differences(package, name, RECORDED[package]) is None
+def test_recorded_releases(package, name):
+    for release in RECORDED[package]:
+        assert differences(package, name, release) is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_signature_without_a_release(engine):
+    """Each of our functions has the signature of a recorded release, the first one that of the newest."""
+    for name in signatures.FUNCTIONS[engine]:
+        texts = [release["signatures"][name] for release in RECORDED[engine]]
+        recorded = [text and text.split(", ") for text in texts]
+        ours = replacing(engine, name)
+        assert ours[0] == recorded[-1] and all(x in recorded for x in ours)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_layers_call_them(engine):
+    """In each recorded release, in the modules and by the names that the integration replaces."""
+    table = importlib.import_module(f"flash_qla.integrations.{engine}")._replacement.functions
+    for release in RECORDED[engine]:
+        found = {x: y for x, y in release["signatures"].items() if x not in signatures.FUNCTIONS[engine]}
+        for path, names in table.items():
+            of_module = found.pop(f"{path.replace('.', '/')}.py")
+            assert list(of_module) == list(names)
+            assert all(of_module[x] == "bound" or (of_module[x] is None and None in y) for x, y in names.items())
+        assert not found
 
 
 @every_function
@@ -83,10 +116,11 @@ def test_installed_release(package, name):
 
 
 def test_the_record_has_every_function():
-    found = {
-        (package, name) for package, x in RECORDED.items() for functions in x["files"].values() for name in functions
-    }
-    assert found == set(FUNCTIONS)
+    for package, releases in RECORDED.items():
+        for release in releases:
+            expected = [*signatures.FUNCTIONS[package], *signatures.LAYERS.get(package, ())]
+            assert list(release["signatures"]) == expected and release["releases"]
+    assert list(RECORDED) == list(signatures.FUNCTIONS)
 
 
 CHANGES = {
@@ -102,12 +136,11 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @every_function
 def test_a_new_release_is_noticed(package, name, change):
-    (text,) = [functions[name] for functions in RECORDED[package]["files"].values() if name in functions]
-    parameters = CHANGES[change](text.split(", "))
-    if parameters == text.split(", "):
-        pytest.skip(f"{name} has no default of None")
-    release = {"release": "next", "files": {"file": {name: ", ".join(parameters)}}}
-    noticed = differences(package, name, release)
+    recorded = [release["signatures"][name] for release in RECORDED[package]]
+    text = ", ".join(CHANGES[change](recorded[-1].split(", ")))
+    if text in recorded:
+        pytest.skip(f"{name} has no default of None, or an earlier release had this signature")
+    noticed = differences(package, name, {"releases": ["next"], "signatures": {name: text}})
     if change == "one less" and package == "flash-qla" and name != "build_cp_context":
         assert noticed is None  # flash_qla may have more, and the last field is one of TABLES
     else:
@@ -116,7 +149,8 @@ def test_a_new_release_is_noticed(package, name, change):
 
 @every_function
 def test_a_function_that_is_gone_is_noticed(package, name):
-    assert differences(package, name, {"release": "next", "files": {"file": {name: None}}}) is not None
+    noticed = differences(package, name, {"releases": ["next"], "signatures": {name: None}})
+    assert (noticed is None) == (package in ENGINES and None in replacing(package, name))
 
 
 def test_parameters_of():

@@ -17,8 +17,9 @@ FUNCTIONS = {
     "fi_chunk_gated_delta_rule": "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
     "fused_recurrent_gated_delta_rule_packed_decode": f"{OPS}.fused_recurrent",
     "fused_sigmoid_gating_delta_rule_update": f"{OPS}.fused_sigmoid_gating",
+    "fused_recurrent_gated_delta_rule": f"{OPS}.fused_recurrent",
 }
-PACKED, UPDATE = list(FUNCTIONS)[2:]
+PACKED, UPDATE, READY = list(FUNCTIONS)[2:]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -91,11 +92,42 @@ def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding
 @DTYPES
 def test_update(device, dtype, state_dtype, name):
     inputs, arguments = update_call(name, dtype, state_dtype, padding=2)
+    check_update(vllm.fused_sigmoid_gating_delta_rule_update, device, inputs, arguments)
+
+
+def with_ready_gates(arguments: dict) -> dict:
+    """Arguments of fused_recurrent_gated_delta_rule, whose g and beta have the activations already."""
+    names = ("a", "b", "A_log", "dt_bias")
+    a, b, A_log, dt_bias = (arguments[name].float() for name in names)
+    g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+    ready = {"g": g.view(arguments["v"].shape[:3]), "beta": b.sigmoid().view(arguments["v"].shape[:3])}
+    return {name: x for name, x in arguments.items() if name not in names} | ready
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@DTYPES
+def test_ready_update(device, dtype, state_dtype, name):
+    inputs, arguments = update_call(name, dtype, state_dtype, padding=2)
+    check_update(vllm.fused_recurrent_gated_delta_rule, device, inputs, with_ready_gates(arguments))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"beta": None}, {"initial_state": None}, {"inplace_final_state": False}, {"ssm_state_indices": None}],
+    ids=lambda x: next(iter(x)),
+)
+def test_ready_update_refuses(change):
+    _, arguments = update_call("plain", FP32, FP32, padding=0)
+    pool = arguments["initial_state"]
+    engines.check_refuses(vllm.fused_recurrent_gated_delta_rule, with_ready_gates(arguments), pool, change)
+
+
+def check_update(function, device, inputs, arguments):
     slots, accepted = arguments["ssm_state_indices"], arguments.get("num_accepted_tokens")
     options = {} if accepted is None else {"num_accepted_tokens": accepted}
     expected, states, is_real = engines.expected_of(inputs, slots, null_index=0, **options)
     call = engines.moved(arguments, device)
-    o, pool = vllm.fused_sigmoid_gating_delta_rule_update(**call)
+    o, pool = function(**call)
     assert pool is call["initial_state"]
     written = {}
     for n, (_, *later) in enumerate(states):
@@ -110,19 +142,21 @@ def test_update(device, dtype, state_dtype, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", UPDATES)
 @STATE_DTYPES
-def test_update_beside(state_dtype, name):
-    check_update_beside("cuda", state_dtype, name)
+@pytest.mark.parametrize("function", (UPDATE, READY))
+def test_update_beside(state_dtype, name, function):
+    check_update_beside("cuda", state_dtype, name, function)
 
 
-def check_update_beside(device, state_dtype, name):
+def check_update_beside(device, state_dtype, name, of=UPDATE):
     """Outputs of sequences without a slot are left out, because vLLM does not write them."""
-    function = engines.theirs(FUNCTIONS[UPDATE], UPDATE)
+    function = engines.theirs(FUNCTIONS[of], of)
     inputs, arguments = update_call(name, BF16, state_dtype, padding=0)
     options = {x: arguments[x] for x in ("num_accepted_tokens",) if x in arguments}
     _, _, is_real = engines.expected_of(inputs, arguments["ssm_state_indices"], null_index=0, **options)
     tokens = engines.tokens_of(inputs, is_real).to(device)
+    arguments = with_ready_gates(arguments) if of == READY else arguments
     calls = [engines.moved(arguments, device) for _ in range(2)]
-    (o, pool), (their_o, their_pool) = vllm.fused_sigmoid_gating_delta_rule_update(**calls[0]), function(**calls[1])
+    (o, pool), (their_o, their_pool) = getattr(vllm, of)(**calls[0]), function(**calls[1])
     assert o.dtype == their_o.dtype and relative_error(o[tokens], their_o[tokens].double()) < APART
     engines.check_beside(pool, their_pool, arguments["initial_state"])
 

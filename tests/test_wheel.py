@@ -94,12 +94,11 @@ def test_a_wheel_is_for_its_python(wheel):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")} | {"flash_qla_plugins.py"}
     built = {f"flash_qla/{name}" for name in ("libflash_qla.so", MODULE, "_layout.py")}
     types = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.pyi")} | {"flash_qla/py.typed"}
-    about = {
-        f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")
-    }
+    names = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
+    about = {f"{NAME}.dist-info/{name}" for name in names}
     with zipfile.ZipFile(wheel) as archive:
         assert set(archive.namelist()) == modules | built | types | about
         license_text = archive.read(f"{NAME}.dist-info/licenses/LICENSE")
@@ -176,3 +175,11 @@ print("ran")
 """
     assert run(python, "-c", code).splitlines()[-1] == "ran"
     assert str(packages) in run(python, "-m", "flash_qla")
+    code = """
+import importlib.metadata
+for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+    (plugin,) = importlib.metadata.entry_points(group=group)
+    plugin.load()()
+    print(plugin.name)
+"""
+    assert run(python, "-c", code).split() == ["flash_qla"] * 2

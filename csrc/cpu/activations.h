@@ -59,6 +59,13 @@ struct WritableFloats {
   void set(int64_t i, CT x) const {
     with_elements(data, dtype, [i, x]<typename T>(T* elements) { elements[i] = static_cast<T>(x); });
   }
+
+  // get() after set(), without the memory.
+  template <typename CT>
+  CT rounded(CT x) const {
+    with_elements(data, dtype, [&x]<typename T>(T*) { x = static_cast<CT>(static_cast<T>(x)); });
+    return x;
+  }
 };
 
 // Flags and tensors as in a Call. A_log and dt_bias are read only with use_gate.

@@ -59,12 +59,10 @@ void run_forward_cpu(const Call& call, const cpu::Checkpoints& checkpoints, cons
   with_types(call.dtype, [&]<typename T, typename CT>() { run<T, CT>(call, checkpoints, out); });
 }
 
-ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints) {
+ForwardOutputs forward_cpu(const Call& call) {
   ForwardOutputs out = allocate_forward(call);
-  run_forward_cpu(call, checkpoints, out);
+  run_forward_cpu(call, {}, out);
   return out;
 }
-
-ForwardOutputs forward_cpu(const Call& call) { return forward_with_checkpoints(call, {}); }
 
 }  // namespace flash_qla

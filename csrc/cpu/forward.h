@@ -10,7 +10,8 @@ namespace flash_qla::cpu {
 
 // The places of the states after `every` tokens of a sequence, after twice as many, and so on.
 struct Checkpoints {
-  int64_t every = 0;                         // a multiple of kChunk; 0: no checkpoints
+  int64_t every = 0;                         // 0: no checkpoints
+  bool rounds = false;                       // the state goes on from there as it is kept, rounded
   WritableFloats to;                         // states [H_v, V, K]
   std::vector<std::vector<int64_t>> places;  // by sequence and checkpoint, in elements; negative: not wanted
 };
@@ -45,6 +46,14 @@ class Scratch : public ChunkScratch<CT> {
   Buffer<CT> state_, k_transposed_, A_;
 };
 
+// The tokens of the chunk that begins after `done` tokens of the sequence. A checkpoint ends a chunk.
+template <typename T, typename CT>
+int64_t next_tokens(const Forward<T, CT>& p, const Sequence& sequence, int64_t done) {
+  const int64_t every = p.checkpoints.every;
+  const int64_t end = every == 0 ? sequence.length() : std::min(sequence.length(), (done / every + 1) * every);
+  return chunk_tokens(done, end);
+}
+
 // Stores the state after this many tokens of the sequence, if it is a checkpoint.
 template <typename T, typename CT>
 void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t head, int64_t tokens,
@@ -57,6 +66,15 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   if (place >= 0) {
     store_pool_state(scratch.dims, scratch.state(), p.in.K, p.in.V, /*v_first=*/true, to.to,
                      place + head * p.in.V * p.in.K);
+  }
+}
+
+// Rounds the state that the sequence goes on with after this many tokens, if that is a checkpoint.
+template <typename T, typename CT>
+void round_at_checkpoint(const Forward<T, CT>& p, int64_t tokens, const Scratch<CT>& scratch) {
+  const Checkpoints& to = p.checkpoints;
+  if (to.rounds && tokens > 0 && tokens % to.every == 0) {
+    for_state(scratch.dims, scratch.state(), p.in.K, p.in.V, [&](int64_t, int64_t, CT& s) { s = to.to.rounded(s); });
   }
 }
 
@@ -106,14 +124,16 @@ void run_sequence(const Forward<T, CT>& p, const Sequence& sequence, int64_t hea
   load_state(scratch.dims, in.state_of(in.initial_state, sequence.index, head), in.K, in.V, in.state_v_first,
              scratch.state());
 
-  for (int64_t begin = sequence.begin, index = sequence.first_chunk; begin < sequence.end; begin += kChunk, ++index) {
+  int64_t tokens = 0;  // of a chunk
+  for (int64_t begin = sequence.begin, index = sequence.first_chunk; begin < sequence.end; begin += tokens, ++index) {
+    tokens = next_tokens(p, sequence, begin - sequence.begin);
     keep_checkpoint(p, sequence, head, begin - sequence.begin, scratch);
+    round_at_checkpoint(p, begin - sequence.begin, scratch);
     if (p.h) {
       store_state(scratch.dims, scratch.state(), in.K, in.V, true, p.h + (index * in.H_v + head) * in.V * in.K);
     }
 
     CT cumsum = 0;
-    const int64_t tokens = chunk_tokens(begin, sequence.end);
     const PackedChunk<CT> chunk = load_chunk(in, gates, head, begin, tokens, scratch, [&](int64_t at) {
       const CT g = gates.g(at);
       cumsum = add_gate(cumsum, g);

@@ -14,30 +14,35 @@ namespace flash_qla {
 
 namespace {
 
-// The slot of each sequence's state, and whether the sequence reads the state.
-struct FirstStates {
-  std::vector<int64_t> slots;
-  std::vector<bool> are_read;
+// The slots of each sequence's states: its last one, and its first one, or kNoState if that is zero.
+struct SequenceSlots {
+  std::vector<int64_t> last, first;
 };
 
-FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences, cpu::Slots& pool) {
-  const cpu::Indices indices(call.state_indices);
+SequenceSlots list_slots(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences, cpu::Slots& pool) {
+  const cpu::Indices indices(call.state_indices), first_indices(call.initial_indices());
   const bool* const has_state = call.has_initial_state ? call.has_initial_state->const_data_ptr<bool>() : nullptr;
   const int64_t step = call.has_initial_state ? call.has_initial_state->stride(0) : 0;
-  FirstStates found;
+  SequenceSlots found;
   for (const cpu::Sequence& sequence : sequences) {
     const int64_t n = sequence.index;
     const std::string name = cpu::entry("state_indices", n);
-    int64_t slot = pool.checked(name, indices(n));
-    const bool is_read = slot != kNoState && (!call.has_initial_state || has_state[n * step]);
-    if (is_read && sequence.begin == sequence.end) {
-      slot = kNoState;  // the state stays, and another sequence may have the slot
+    int64_t last = pool.checked(name, indices(n)), first = kNoState;
+    if (last != kNoState && (!call.has_initial_state || has_state[n * step])) {
+      const std::string first_name = call.initial_state_indices ? cpu::entry("initial_state_indices", n) : name;
+      first = pool.checked(first_name, first_indices(n));
+      if (first != kNoState && sequence.begin == sequence.end) {
+        first = last = kNoState;  // the state stays, and another sequence may have the slot
+      }
+      if (first != kNoState && first != last) {
+        pool.read(first_name, first, n);
+      }
     }
-    if (slot != kNoState) {
-      pool.write(name, slot, n);
+    if (last != kNoState) {
+      pool.write(name, last, n);
     }
-    found.slots.push_back(slot);
-    found.are_read.push_back(is_read);
+    found.last.push_back(last);
+    found.first.push_back(first);
   }
   return found;
 }
@@ -46,7 +51,8 @@ FirstStates list_first_states(const PrefillCall& call, const std::vector<cpu::Se
 cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
                                   const std::vector<int64_t>& slots, cpu::Slots& pool) {
   const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
-  cpu::Checkpoints found{.every = call.checkpoint_every, .to = writable_floats_of(to), .places = {}};
+  cpu::Checkpoints found{
+      .every = call.checkpoint_every, .rounds = call.batch_invariant, .to = writable_floats_of(to), .places = {}};
   const cpu::Indices indices(call.checkpoint_indices);
   int64_t row = 0;  // row of checkpoints
   for (const cpu::Sequence& sequence : sequences) {
@@ -73,7 +79,7 @@ cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu
   return found;
 }
 
-// Calls copy(n, pool, element of the pool, element of `states`) for all elements of the states that have a slot.
+// Calls copy(pool, element of the pool, element of `states`) for all elements of the states that have a slot.
 template <typename CT>
 void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, const Tensor& states, auto copy) {
   const int64_t size = call.H_v * call.V * call.K;
@@ -82,7 +88,7 @@ void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, cons
   in_parallel(call.op, call.N, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       for (int64_t i = 0; slots[n] != kNoState && i < size; ++i) {
-        copy(n, pool, slots[n] * call.state_pool.stride(0) + i, all[n * size + i]);
+        copy(pool, slots[n] * call.state_pool.stride(0) + i, all[n * size + i]);
       }
     }
   });
@@ -92,30 +98,32 @@ template <typename T, typename CT>
 Tensor run(PrefillCall& call) {
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   cpu::Slots pool(call.op, call.state_pool.size(0), call.null_index);
-  const auto [slots, are_read] = list_first_states(call, sequences, pool);
+  const SequenceSlots slots = list_slots(call, sequences, pool);
   cpu::Checkpoints checkpoints;
   if (call.checkpoint_every > 0) {
-    checkpoints = list_checkpoints(call, sequences, slots, pool);
+    checkpoints = list_checkpoints(call, sequences, slots.last, pool);
   }
 
   call.initial_state = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
   zero(*call.initial_state);
-  for_states<CT>(call, slots, *call.initial_state, [&](int64_t n, const cpu::WritableFloats& from, int64_t at, CT& s) {
-    s = are_read[n] ? from.get<CT>(at) : CT(0);
-  });
+  for_states<CT>(call, slots.first, *call.initial_state,
+                 [](const cpu::WritableFloats& from, int64_t at, CT& s) { s = from.get<CT>(at); });
   call.output_final_state = true;
-  ForwardOutputs out = forward_with_checkpoints(call, checkpoints);
-  for_states<CT>(call, slots, out.final_state,
-                 [](int64_t, const cpu::WritableFloats& to, int64_t at, CT s) { to.set(at, s); });
+  ForwardOutputs out;
+  out.o = allocate_output(call);
+  out.final_state = allocate_final_state(call);
+  run_forward_cpu(call, checkpoints, out);
+  for_states<CT>(call, slots.last, out.final_state,
+                 [](const cpu::WritableFloats& to, int64_t at, CT s) { to.set(at, s); });
 
   T* const o = out.o.mutable_data_ptr<T>();
   const int64_t row = call.H_v * call.V;
   for (const cpu::Sequence& sequence : sequences) {
-    if (slots[sequence.index] == kNoState) {
+    if (slots.last[sequence.index] == kNoState) {
       std::fill(o + sequence.begin * row, o + sequence.end * row, T(0));
     }
   }
-  return std::move(out.o);
+  return output_as_returned(call, std::move(out.o));
 }
 
 }  // namespace
@@ -123,14 +131,15 @@ Tensor run(PrefillCall& call) {
 void check_prefill_tables(const PrefillCall& call) {
   PrefillCall on_cpu = call;
   on_cpu.state_indices = to_cpu(on_cpu.state_indices);
-  for (std::optional<Tensor>* tensor : {&on_cpu.checkpoint_indices, &on_cpu.has_initial_state}) {
+  for (std::optional<Tensor>* tensor :
+       {&on_cpu.initial_state_indices, &on_cpu.checkpoint_indices, &on_cpu.has_initial_state}) {
     if (*tensor) {
       *tensor = to_cpu(**tensor);
     }
   }
   const std::vector<cpu::Sequence> sequences = list_sequences(on_cpu);
   cpu::Slots pool(on_cpu.op, on_cpu.state_pool.size(0), on_cpu.null_index);
-  const std::vector<int64_t> slots = list_first_states(on_cpu, sequences, pool).slots;
+  const std::vector<int64_t> slots = list_slots(on_cpu, sequences, pool).last;
   if (on_cpu.checkpoint_every > 0) {
     list_checkpoints(on_cpu, sequences, slots, pool);
   }

@@ -21,9 +21,6 @@ namespace flash_qla {
 
 void say_once_that_this_is_slow(const char* op);
 
-// forward_cpu that also writes checkpoints.
-ForwardOutputs forward_with_checkpoints(const Call& call, const cpu::Checkpoints& checkpoints);
-
 // Run the passes into these outputs. A is computed if it is defined.
 void run_forward_cpu(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out);
 void run_backward_cpu(const BackwardCall& call, const BackwardOutputs& out);

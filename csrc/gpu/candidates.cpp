@@ -29,7 +29,8 @@ bool has_fused_kernel(const ForwardShape& shape) {
 }
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  return !shape.output_h && !shape.in_halves && !shape.batch_invariant && forced.fused != 0 && has_fused_kernel(shape);
+  const bool supported = !shape.output_h && !shape.in_halves && !shape.batch_invariant && !shape.resumable;
+  return supported && forced.fused != 0 && has_fused_kernel(shape);
 }
 
 // Adds the modes of a value tile with segments of this many chunks; 0: no segments. fuses: the fused kernel may take

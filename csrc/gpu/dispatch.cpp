@@ -58,10 +58,14 @@ void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
   }
 }
 
+// The tokens after which chunks begin anew; 0: never.
+int64_t run_of(const ForwardShape& shape) { return shape.checkpoint_every; }
+int64_t run_of(const BackwardShape&) { return 0; }
+
 // The decisions of both directions, except the workspace.
 template <typename DirectionShape>
 Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice& choice) {
-  const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen);
+  const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen, run_of(shape));
   const int64_t segment_chunks = choice.mode.segment_chunks;
   return {.segment_chunks = segment_chunks,
           .cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, choice.mode),
@@ -82,7 +86,8 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.whole_tile = choice.mode.whole_tile;
   d.fused = choice.mode.fused;
   d.early = d.is_only_fused() && (!shape.varlen || shape.N <= kMostSorted);
-  if (d.fused) {  // all CTAs of chunk_matrices wait for the plan, which says whether they run
+  // All CTAs of chunk_matrices wait for the plan if it says whether they run, or if it alone knows where chunks begin.
+  if (d.fused || shape.resumable) {
     d.early_ctas = 0;
   }
   d.clear_h = shape.output_h && shape.varlen;
@@ -99,8 +104,8 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   return d;
 }
 
-bool is_batch_invariant(const ForwardShape& shape) { return shape.batch_invariant; }
-bool is_batch_invariant(const BackwardShape&) { return false; }
+bool may_cut(const ForwardShape& shape) { return shape.auto_cp && !shape.batch_invariant && !shape.resumable; }
+bool may_cut(const BackwardShape& shape) { return shape.auto_cp; }
 
 // Keeps the last decision, because a decision compares up to a hundred modes, and all layers of a model call with one
 // shape.
@@ -112,7 +117,7 @@ Record decide_once(const DirectionShape& shape, Override forced) {
     Record found;
   };
   thread_local std::optional<Decision> last;
-  if (!shape.auto_cp || is_batch_invariant(shape)) {
+  if (!may_cut(shape)) {
     forced.segment_chunks = 0;
   }
   if (!last || last->shape != shape || last->forced != forced) {

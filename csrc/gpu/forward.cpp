@@ -23,7 +23,8 @@ ForwardShape shape_of(const Call& call, const States& states) {
   shape.output_h = call.output_h;
   shape.fp16 = call.dtype == ScalarType::Half;
   shape.batch_invariant = call.batch_invariant;
-  shape.checkpoints = states.kept.checkpoint_every > 0;
+  shape.checkpoint_every = states.kept.checkpoint_every;
+  shape.resumable = states.resumable();
   return shape;
 }
 
@@ -162,21 +163,24 @@ class Forward {
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::chunk_forward({.sizes = sizes_of(launch),
-                            .tokens = pass_.tokens(),
-                            .plan = pass_.plan(),
-                            .matrices = pass_.matrices(),
-                            .states = states_.numbers,
-                            .kept = states_.kept,
-                            .maps = pass_.maps(),
-                            .o = out_.o.mutable_data_ptr(),
-                            .h = data_if(call_.output_h, out_.h),
-                            .has_h = call_.output_h,
-                            .ctas = launch.ctas,
-                            .value_tiles = value_tiles(call_.V, launch.value_tile),
-                            .only_if = launch.only_if,
-                            .h_slots = call_.output_h ? call_.h_chunks : 0},
-                           {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = launch.value_tile}, stream_);
+    kernels::chunk_forward(
+        {.sizes = sizes_of(launch),
+         .tokens = pass_.tokens(),
+         .plan = pass_.plan(),
+         .matrices = pass_.matrices(),
+         .states = states_.numbers,
+         .kept = states_.kept,
+         .maps = pass_.maps(),
+         .o = out_.o.mutable_data_ptr(),
+         .h = data_if(call_.output_h, out_.h),
+         .has_h = call_.output_h,
+         .ctas = launch.ctas,
+         .value_tiles = value_tiles(call_.V, launch.value_tile),
+         .only_if = launch.only_if,
+         .rounds = states_.rounds,
+         .h_slots = call_.output_h ? call_.h_chunks : 0},
+        {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = launch.value_tile, .resumable = states_.resumable()},
+        stream_);
   }
 
   const Call& call_;

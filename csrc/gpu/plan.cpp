@@ -8,8 +8,8 @@
 
 namespace flash_qla {
 
-int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen) {
-  return most_chunks(B, T, N + 1, varlen);  // the padding after the last sequence counts as a sequence
+int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t run) {
+  return most_chunks(B, T, N + 1, varlen, run);  // the padding after the last sequence counts as a sequence
 }
 
 std::array<int64_t, 2> mapped_sequences(const Call& call) {

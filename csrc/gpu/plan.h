@@ -15,7 +15,7 @@ namespace flash_qla {
 // Rows of the tables of chunks and of segments. Without cu_seqlens these are the numbers of chunks and segments. With
 // cu_seqlens they are upper bounds from T and N: each sequence, and the padding after the last, may end in a partial
 // chunk, and each sequence in a partial segment. Rows that are left over are marked unused.
-int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen);
+int64_t chunk_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t run = 0);           // run: see chunks.h
 int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segment_chunks);  // 0 chunks: no segments
 
 // call.map_sequences, padded with -1.

@@ -1,9 +1,11 @@
 // The prefill on a Hopper GPU: the forward. Its kernels read and write the states in the pool.
 #include "prefill.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "checks.h"
+#include "chunks.h"
 #include "contents.h"
 #include "gpu/arguments.h"
 #include "gpu/runtime/stream.h"
@@ -37,9 +39,9 @@ kernels::Slots slots_of(const PrefillCall& call) {
           .slots = call.state_pool.size(0)};
 }
 
-// The states of the pool. `initial_state` and `final_state` are the same slots.
+// The states of the pool. `initial_state` and `final_state` are slots of the same memory.
 States states_of(const PrefillCall& call) {
-  const auto& flags = call.has_initial_state;
+  const auto &flags = call.has_initial_state, &first = call.initial_state_indices;
   States states = states_in_order(call,
                                   {.initial_state = call.state_pool.const_data_ptr(),
                                    .final_state = call.state_pool.mutable_data_ptr(),
@@ -53,14 +55,20 @@ States states_of(const PrefillCall& call) {
                      .first_states = flags ? FirstStates::kFlagged : FirstStates::kAll,
                      .has_state = data(flags),
                      .has_state_stride = flags ? flags->stride(0) : 1,
+                     .first_indices = data(call.initial_state_indices),
+                     .first_index_kind = first ? table_kind(*first) : TableKind::kNone,
+                     .first_index_stride = first ? first->stride(0) : 1,
                      .has_final = true};
   if (call.checkpoint_every > 0) {
     const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
+    // A number beyond all sequences, if there are no checkpoints, is one that cuts no chunk.
+    const int64_t checkpoint_every = std::min(call.checkpoint_every, kChunk * (chunk_count(call.T) + 1));
     states.kept = {.kept_states = kept.mutable_data_ptr(),
                    .kept_slot_stride = kept.stride(0),
                    .kept_dtype = dtype_code(kept),
-                   .checkpoint_every = call.checkpoint_every};
+                   .checkpoint_every = checkpoint_every};
     states.kept_in.checkpoint_states = kept.size(0);
+    states.rounds = call.batch_invariant && !has_dtype(kept, ScalarType::Float);
     if (const auto& table = call.checkpoint_indices) {  // its rows are contiguous
       states.kept_in = {.checkpoint_indices = table->const_data_ptr(),
                         .checkpoint_index_kind = table_kind(*table),
@@ -97,7 +105,8 @@ Tensor prefill_cuda(PrefillCall call) {
   if (call.checkpoint_indices && call.checkpoint_indices->stride(1) != 1) {
     make_contiguous(call.op, *call.checkpoint_indices, call.checkpoint_indices->scalar_type());
   }
-  ForwardOutputs out = allocate_forward(call);
+  ForwardOutputs out;
+  out.o = allocate_output(call);
   if (call.N == 0) {
     zero(out.o);
   } else if (call.tokens() == 0) {
@@ -106,7 +115,7 @@ Tensor prefill_cuda(PrefillCall call) {
   } else {
     run_forward(call, states_of(call), out);
   }
-  return std::move(out.o);
+  return output_as_returned(call, std::move(out.o));
 }
 
 }  // namespace flash_qla

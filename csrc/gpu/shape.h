@@ -58,7 +58,8 @@ struct ForwardShape : Shape {
   bool output_h = false;         // h is returned
   bool fp16 = false;             // q is fp16
   bool batch_invariant = false;  // no segments, and two kernels: their tiles do not change the bits
-  bool checkpoints = false;      // states after some chunks are kept
+  int64_t checkpoint_every = 0;  // tokens after which states are kept; 0: none
+  bool resumable = false;        // chunk_forward's instances that begin a chunk after each checkpoint
 
   bool operator==(const ForwardShape&) const = default;
 

@@ -21,6 +21,10 @@ struct States {
   kernels::StatePresence presence;   // which states exist
   kernels::Checkpoints kept;         // states after every so many tokens, V-first; 0 tokens: no checkpoints
   kernels::CheckpointTable kept_in;  // their slots: by a table, or in the order of the sequences
+  bool rounds = false;               // sequences go on from checkpoints with the state as it is kept, rounded
+
+  // Whether chunk_forward's resumable instances are needed.
+  bool resumable() const { return rounds || kept.checkpoint_every % kChunk != 0; }
 };
 
 // The op's own states: fp32, contiguous, in the layout of the call.

@@ -90,7 +90,7 @@ struct PassWorkspace : Workspace {
 
 struct ForwardWorkspace : PassWorkspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
-      : PassWorkspace(shape, d, shape.checkpoints, d.is_only_fused()) {}
+      : PassWorkspace(shape, d, shape.checkpoint_every > 0, d.is_only_fused()) {}
 };
 
 struct BackwardWorkspace : PassWorkspace {

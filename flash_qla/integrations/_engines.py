@@ -1,8 +1,12 @@
 """Shared by the integrations whose functions replace those of other packages."""
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 
 import torch
 
@@ -15,8 +19,10 @@ class Replacement:
     """Functions that replace an engine's own in the modules whose layers call them.
 
     Args:
-        release: the engine and the release that the functions were written for; messages name it.
-        functions: {module: {name there: function}}. use() imports the modules.
+        releases: the engine and the releases that the functions were written for; messages name them.
+        functions: {module: {name there: function}}. If a name's signature has changed, functions for all of its
+            signatures, the newest first. The engine gets the one that has the signature of its own. None, last: earlier
+            releases lack the name, and stay as they are.
         unchecked: the same, for functions that the engine takes from another package, of any release or not installed.
             Only the name must be there.
         absent: {module: {name there: value}}, for names that are None or False because the package of their functions
@@ -25,35 +31,77 @@ class Replacement:
 
     def __init__(
         self,
-        release: str,
-        functions: dict[str, dict[str, Callable]],
+        releases: str,
+        functions: dict[str, dict[str, Callable | tuple[Callable | None, ...]]],
         unchecked: dict[str, dict[str, Callable]] | None = None,
         absent: dict[str, dict[str, object]] | None = None,
     ):
-        self._release = release
-        self._functions = functions
+        self._releases = releases
+        self.functions = {
+            path: {name: x if isinstance(x, tuple) else (x,) for name, x in names.items()}
+            for path, names in functions.items()
+        }
         self._unchecked = unchecked or {}
         self._absent = absent or {}
         self._originals = {}
+        self._finder = None
 
     def use(self) -> None:
-        """Put everything in place, or nothing.
+        """Import the modules, and put everything in place, or nothing.
 
         Raises:
             ImportError: the engine cannot be imported.
             RuntimeError: the engine lacks one of the names, or the arguments of a function are others.
         """
-        found = {}
-        for group in (self._functions, self._unchecked, self._absent):
-            for path, values in group.items():
-                module = importlib.import_module(path)
-                for name, ours in values.items():
-                    theirs = getattr(module, name, _NOTHING)
-                    if theirs is _NOTHING or (group is self._functions and not _have_same_parameters(theirs, ours)):
-                        raise self._unknown(f"{path}.{name}", theirs, ours)
-                    if theirs is not ours and not (group is self._absent and theirs):
-                        found[module, name] = theirs, ours
-        for (module, name), (theirs, ours) in found.items():
+        paths = dict.fromkeys((*self.functions, *self._unchecked, *self._absent))
+        found = [self._choose(importlib.import_module(path)) for path in paths]
+        for chosen in found:
+            self._put(chosen)
+
+    def use_when_imported(self, report: Callable[[str, Exception | None], None]) -> None:
+        """Put the functions of a module in place as soon as the engine has imported it.
+
+        Args:
+            report: called for each module, with the names of its functions, and with the error that use() would raise,
+                or None. After an error the module keeps its own functions.
+        """
+
+        def use(module: ModuleType) -> None:
+            error = None
+            try:
+                self._put(self._choose(module))
+            except Exception as e:
+                error = e
+            report(f"{', '.join(self.functions[module.__name__])} of {module.__name__}", error)
+
+        for path in self.functions.keys() & sys.modules.keys():
+            use(sys.modules[path])
+        if self._finder is None:
+            self._finder = _After(self.functions.keys(), use)
+            sys.meta_path.insert(0, self._finder)
+
+    def _choose(self, module: ModuleType) -> list[tuple]:
+        """(module, name, the engine's value, ours) for each name that does not have ours yet."""
+        path, chosen = module.__name__, []
+        for name, functions in self.functions.get(path, {}).items():
+            theirs = getattr(module, name, _NOTHING)
+            if theirs in functions or (theirs is _NOTHING and None in functions):
+                continue
+            ours = [x for x in functions if x and callable(theirs) and _parameters(x) == _parameters(theirs)]
+            if not ours:
+                raise self._unknown(f"{path}.{name}", theirs, functions[0])
+            chosen.append((module, name, theirs, ours[0]))
+        for group in (self._unchecked, self._absent):
+            for name, ours in group.get(path, {}).items():
+                theirs = getattr(module, name, _NOTHING)
+                if theirs is _NOTHING:
+                    raise self._unknown(f"{path}.{name}", theirs, ours)
+                if theirs is not ours and not (group is self._absent and theirs):
+                    chosen.append((module, name, theirs, ours))
+        return chosen
+
+    def _put(self, chosen: list[tuple]) -> None:
+        for module, name, theirs, ours in chosen:
             self._originals[module, name] = theirs
             setattr(module, name, ours)
 
@@ -61,7 +109,7 @@ class Replacement:
         came = inspect.signature(theirs) if callable(theirs) else "nothing"
         expected = inspect.signature(ours) if callable(ours) else "a value"
         return RuntimeError(
-            f"{name} is {came}, expected {expected}; flash_qla's function was written for {self._release}"
+            f"{name} is {came}, expected {expected}; flash_qla's function was written for {self._releases}"
         )
 
     def restore(self) -> None:
@@ -71,13 +119,44 @@ class Replacement:
             setattr(module, name, theirs)
 
 
+class _After(MetaPathFinder):
+    """Finds these modules as the other finders do, and calls `then` with a module after its import."""
+
+    def __init__(self, modules: Collection[str], then: Callable[[ModuleType], None]):
+        self._modules, self._then = modules, then
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self._modules:
+            return None
+        others = (x for x in sys.meta_path if x is not self and hasattr(x, "find_spec"))
+        spec = next(filter(None, (x.find_spec(name, path, target) for x in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def earlier(function: Callable, *lacks: str) -> Callable:
+    """`function` as earlier releases of the engine have it, whose signature lacks these optional parameters."""
+    signature = inspect.signature(function)
+    names = [x for x in signature.parameters if x not in lacks]
+
+    @functools.wraps(function)
+    def of_earlier(*args, **kwargs):
+        return function(**dict(zip(names[: len(args)], args, strict=True)), **kwargs)
+
+    of_earlier.__signature__ = signature.replace(parameters=[signature.parameters[x] for x in names])
+    return of_earlier
+
+
 def _parameters(function: Callable) -> list[tuple]:
     """Name, kind and default of each argument; annotations may differ."""
     return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
-
-
-def _have_same_parameters(theirs: Callable | None, ours: Callable) -> bool:
-    return theirs is not None and _parameters(theirs) == _parameters(ours)
 
 
 def require(function: str, **arguments: tuple[object, object]) -> None:

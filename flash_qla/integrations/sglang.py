@@ -5,20 +5,21 @@
     use_flash_qla()                 # from here on, for every layer in the process
     restore()                       # as it was
 
-SGLang runs layers in processes of its own. A plugin, an entry point of the group sglang.srt.plugins, calls
-use_flash_qla there.
+SGLang runs layers in processes of its own. With FLASH_QLA_SGLANG=1 in the environment, SGLang's plugins switch each of
+them on.
 
 The functions have the names, arguments and meaning of those that SGLang's Triton backend for these layers calls, so
 their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no state. Other
 backends stay in use: FlashInfer is the default for prefill on Hopper, unless --linear-attn-prefill-backend is triton.
 
-Written for SGLang 0.5.23. The functions have run beside SGLang's kernels, but not yet in SGLang.
+Written for SGLang 0.5.12 to 0.5.23. The functions have run beside the kernels of 0.5.23, but not yet in SGLang. The
+other releases have been compared by signatures.
 """
 
 import torch
 
 import flash_qla
-from flash_qla.integrations._engines import Replacement, number_of_sequences, packed_decode, require
+from flash_qla.integrations._engines import Replacement, earlier, number_of_sequences, packed_decode, require
 
 _NULL_INDEX = -1
 
@@ -182,14 +183,24 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
+_REPLAY = ("cache_ring", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
 _replacement = Replacement(
-    "SGLang 0.5.23",
+    "SGLang 0.5.12 to 0.5.23",
     {
         "sglang.srt.layers.attention.linear.kernels.gdn_triton": {
-            "chunk_gated_delta_rule": chunk_gated_delta_rule,
-            "fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
-            "fused_recurrent_gdn_replayssm_decode": fused_recurrent_linear_replayssm_decode,
-            "fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
+            "chunk_gated_delta_rule": (
+                chunk_gated_delta_rule,
+                earlier(chunk_gated_delta_rule, "inplace_update"),  # releases before 0.5.20
+            ),
+            "fused_recurrent_gated_delta_rule_packed_decode": (fused_recurrent_gated_delta_rule_packed_decode,),
+            "fused_recurrent_gdn_replayssm_decode": (fused_recurrent_linear_replayssm_decode, None),  # since 0.5.17
+            "fused_sigmoid_gating_delta_rule_update": (
+                fused_sigmoid_gating_delta_rule_update,
+                earlier(fused_sigmoid_gating_delta_rule_update, "match_cutedsl_decode"),  # releases before 0.5.22
+                earlier(  # releases before 0.5.17
+                    fused_sigmoid_gating_delta_rule_update, "match_cutedsl_decode", "lower_bound", *_REPLAY
+                ),
+            ),
         },
     },
 )

@@ -5,22 +5,23 @@
     use_flash_qla()                 # from here on, for every layer in the process
     restore()                       # as it was
 
-vLLM runs layers in processes of its own. A plugin, an entry point of the group vllm.general_plugins, calls
-use_flash_qla there.
+vLLM runs layers in processes of its own. With FLASH_QLA_VLLM=1 in the environment, vLLM's plugins switch each of them
+on, and set VLLM_GDN_DECODE_KERNEL=triton unless the variable has a value.
 
 The functions have the names, arguments and meaning of those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid
 call, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less has no state.
-Two kernels of vLLM stay in use: the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the environment,
-and the one that decodes for OLMo-Hybrid, which computes g and beta before the call.
+From 0.28.0 on a kernel of vLLM stays in use, the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the
+environment.
 
-Written for vLLM 0.33.0, which has generated text on these functions on an H100, eagerly and in CUDA graphs. Prefix
-caching and drafts have run only beside vLLM's kernels, not in vLLM.
+Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100, eagerly and in CUDA
+graphs. Prefix caching and drafts have run only beside vLLM's kernels, not in vLLM, and OLMo-Hybrid's decoding has not
+run on a GPU. The other releases have been compared by signatures.
 """
 
 import torch
 
 import flash_qla
-from flash_qla.integrations._engines import Replacement, number_of_sequences, packed_decode, require
+from flash_qla.integrations._engines import Replacement, earlier, number_of_sequences, packed_decode, require
 
 _NULL_INDEX = 0
 
@@ -42,13 +43,31 @@ def chunk_gated_delta_rule(
         o: [B, T, H_v, V], in the dtype of q; a view of core_attn_out if that is given.
         final_state: [N, H_v, V, K], float32; None unless output_final_state.
     """
-    o, final_state = flash_qla.chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first=True,
+    if core_attn_out is None or initial_state is None:
+        o, final_state = flash_qla.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+            state_v_first=True,
+        )  # fmt: skip
+        if core_attn_out is not None:
+            o = _as_output(core_attn_out, v).copy_(o)
+        return o, final_state
+    o, states = _prefill(
+        q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out=_as_output(core_attn_out, v),
     )  # fmt: skip
-    if core_attn_out is not None:
-        o = core_attn_out.view(-1)[: o.numel()].view(o.shape).copy_(o)
-    return o, final_state
+    return o, states if output_final_state else None
+
+
+def _as_output(memory: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The beginning of the memory, with the shape of o."""
+    return memory.view(-1)[: v.numel()].view(v.shape)
+
+
+def _prefill(q, k, v, g, beta, initial_state: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the final states, float32, of sequences that start from copies of these states."""
+    states = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    slots = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
+    return flash_qla.prefill_gated_delta_rule(q, k, v, g, beta, states, slots, **options), states
 
 
 def fi_chunk_gated_delta_rule(
@@ -64,7 +83,7 @@ def fi_chunk_gated_delta_rule(
         state_checkpoints: memory for the states after every checkpoint_every_n_tokens tokens of each sequence, [total,
             H_v, V, K], any floating dtype, in the order of the sequences.
         checkpoint_cu_starts: ignored; it follows from cu_seqlens and checkpoint_every_n_tokens.
-        checkpoint_every_n_tokens: a multiple of 64; 0 for no checkpoints.
+        checkpoint_every_n_tokens: 0 for no checkpoints.
         use_cp: False: split no sequence into segments that run side by side. Checkpoints ignore it.
 
     Returns:
@@ -76,10 +95,8 @@ def fi_chunk_gated_delta_rule(
             q, k, v, g, beta, None, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
             state_v_first=True, auto_cp=use_cp is not False,
         )  # fmt: skip
-    states = initial_state.to(torch.float32, copy=True)
-    o = flash_qla.prefill_gated_delta_rule(
-        q, k, v, g, beta, states, torch.arange(states.shape[0], dtype=torch.int32, device=states.device),
-        cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    o, states = _prefill(
+        q, k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         checkpoint_every=checkpoint_every_n_tokens, checkpoints=state_checkpoints,
     )  # fmt: skip
     return o, states if output_final_state else None
@@ -123,28 +140,73 @@ def fused_sigmoid_gating_delta_rule_update(
         ssm_state_indices=(ssm_state_indices, torch.Tensor),
         is_kda=(is_kda, False),
     )
+    gates = (a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias)
+    tables = (scale, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel)
+    return _decode(q, k, v, gates, initial_state, *tables)
+
+
+def fused_recurrent_gated_delta_rule(
+    q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None,
+    ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False,
+):  # fmt: skip
+    """vLLM's decoding with ready gates, of OLMo-Hybrid, and its verification of drafts.
+
+    Args:
+        q, k, v, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of flash_qla.decode_gated_delta_rule.
+        g: the log decay, [B, T, H_v].
+        beta: [B, T, H_v].
+        initial_state, ssm_state_indices, num_accepted_tokens: as those of fused_sigmoid_gating_delta_rule_update.
+        inplace_final_state: only True.
+
+    Returns:
+        o: [B, T, H_v, V], in the dtype of q; zero for a sequence without a slot.
+        initial_state: the argument.
+
+    Raises:
+        NotImplementedError: an argument has another value; or beta, initial_state or ssm_state_indices is None.
+    """
+    require(
+        "fused_recurrent_gated_delta_rule",
+        beta=(beta, torch.Tensor),
+        initial_state=(initial_state, torch.Tensor),
+        inplace_final_state=(inplace_final_state, True),
+        ssm_state_indices=(ssm_state_indices, torch.Tensor),
+    )
+    gates = (g, beta, None, None)
+    tables = (scale, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel)
+    return _decode(q, k, v, gates, initial_state, *tables)
+
+
+def _decode(q, k, v, gates, pool, scale, cu_seqlens, indices, num_accepted_tokens, use_qk_l2norm_in_kernel):
+    """o and the pool. `gates` are a, b, A_log and dt_bias."""
     N = number_of_sequences(q, cu_seqlens)
-    slots = ssm_state_indices[:N]
-    a, b = a.view(v.shape[:3]), b.view(v.shape[:3])
+    slots = indices[:N]
     o = flash_qla.decode_gated_delta_rule(
-        q, k, v, a, b, A_log, dt_bias, initial_state, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens,
+        q, k, v, *gates, pool, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens,
         num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N],
         write_indices=slots if slots.dim() == 2 else None,
     )  # fmt: skip
-    return o, initial_state
+    return o, pool
 
 
 _LAYERS = "vllm.model_executor.layers.mamba.gdn"
+_CHECKPOINTS = ("state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens", "use_cp")
 _replacement = Replacement(
-    "vLLM 0.33.0",
+    "vLLM 0.22.0 to 0.33.0",
     {
         f"{_LAYERS}.qwen_gdn_linear_attn": {
-            "fla_chunk_gated_delta_rule": chunk_gated_delta_rule,
-            "fi_chunk_gated_delta_rule": fi_chunk_gated_delta_rule,
-            "fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
-            "fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
+            "fla_chunk_gated_delta_rule": (chunk_gated_delta_rule,),
+            "fi_chunk_gated_delta_rule": (
+                fi_chunk_gated_delta_rule,
+                earlier(fi_chunk_gated_delta_rule, *_CHECKPOINTS),  # releases before 0.33.0
+            ),
+            "fused_recurrent_gated_delta_rule_packed_decode": (fused_recurrent_gated_delta_rule_packed_decode,),
+            "fused_sigmoid_gating_delta_rule_update": (fused_sigmoid_gating_delta_rule_update,),
         },
-        f"{_LAYERS}.olmo_gdn_linear_attn": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+        f"{_LAYERS}.olmo_gdn_linear_attn": {
+            "chunk_gated_delta_rule": (chunk_gated_delta_rule,),
+            "fused_recurrent_gated_delta_rule": (fused_recurrent_gated_delta_rule,),
+        },
     },
 )
 

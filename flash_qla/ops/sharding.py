@@ -36,8 +36,10 @@ _DIMENSIONS = {
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     "intermediate_states": (None, 2),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
-    **dict.fromkeys(("num_accepted_tokens", "write_indices", "intermediate_indices", "parents"), _TABLE),
     **dict.fromkeys(("write_pos", "force_flush"), _TABLE),
+    **dict.fromkeys(
+        ("initial_state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents"), _TABLE
+    ),
     "mixed_qkv": _TABLE,  # q, k and v follow each other in its channels
 }
 _BATCH, _HEADS = 0, 1  # places in these pairs

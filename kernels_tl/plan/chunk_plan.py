@@ -16,19 +16,22 @@ clipped to [0, tokens] and replaced by their running maximum.
     map_segments [map_slots, 8]    the same, but the sequences mapped_0 and mapped_1 lack the flag `dropped`: kernels
                                    that leave out the map of a sequence's last, or first, segment then compute it.
                                    Written if map_slots > 0, which then is segment_slots
-    checkpoints [chunk_slots]      the slot of the state after each chunk, or NO_STATE. Written if checkpoint_every > 0
+    checkpoints [chunk_slots]      the slot of the state after each chunk, or NO_STATE. Written if checkpoint_every > 0.
+                                   Chunks begin anew after every checkpoint_every tokens (plan/runs.cuh); if that is no
+                                   multiple of C, no sequence is cut
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
 has `uniform_length` tokens.
 
-A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. On a
-pool a sequence without a slot has padding chunks, one segment without tokens, and no states.
+A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. Its
+first state may be in another slot, that of first_indices. On a pool a sequence without a slot has padding chunks, one
+segment without tokens, and no states.
 
-A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. The initial and the
-final state of a sequence have the same slot on a pool. If the sequence is cut, the last segment may
-write the slot before the first segment reads it. So the first segment of a cut sequence then takes its state from
-segment_scan, which copies it (FROM_SCAN).
+A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. On a pool a sequence
+may write its first state's slot, at its end or at a checkpoint. If the sequence is cut, a later segment may write the
+slot before the first segment reads it. So the first segment of a cut sequence then takes its state from segment_scan,
+which copies it (FROM_SCAN).
 """
 
 from types import SimpleNamespace
@@ -49,15 +52,15 @@ from kernels_tl.layout import (
 
 PRELUDE = """
 #include "plan/block_scan.cuh"
-#include "plan/plan.cuh"
+#include "plan/runs.cuh"
 """
 
 THREADS = CHUNK_PLAN.threads  # a step takes one sequence a thread
 WHOLE = 0x7FFFFFFF // C  # chunks a segment where no sequence is cut
 
 
-def count_chunks(length):
-    return extern("chunks_of", length, returns="int32")
+def count_chunks(length, run):
+    return extern("chunks_in_runs", length, run, returns="int32")
 
 
 @T.macro
@@ -92,18 +95,19 @@ def write_chunks(plan, of, tx, n0, chunks_before, total, to):
                 low += THREADS >> (bit + 1)
         chunk = i * THREADS + tx - (of.sums[low] - of.counts[low])
         extern(
-            "put_chunk",
+            "put_chunk_of_runs",
             T.access_ptr(plan.chunks[chunks_before + i * THREADS + tx, 0], "w"),
             of.begins[low],
-            of.ends[low],
+            of.ends[low] - of.begins[low],
             chunk,
             T.Select(of.slots[low] == NO_STATE, PADDING, n0 + low),
+            to.every,
         )
         if to.every > 0:
             checkpoint = T.alloc_var("int32", init=NO_STATE)
             if of.slots[low] != NO_STATE:
                 checkpoint = extern(
-                    "checkpoint_slot",
+                    "checkpoint_slot_of_runs",
                     to.indices,
                     to.null_index,
                     to.slots,
@@ -214,7 +218,7 @@ def chunk_plan(offset_dtype):
                 begin = tokens_before
                 if tx > 0:
                     begin = ends[tx - 1]
-                count = count_chunks(end - begin)
+                count = count_chunks(end - begin, checkpoint_every)
                 part = 0
                 own = NO_STATE
                 initial = NO_STATE
@@ -229,7 +233,7 @@ def chunk_plan(offset_dtype):
                         n,
                         returns="bool",
                     ):
-                        initial = own
+                        initial = extern("first_slot_of", presence.first_table(slots), own, n, returns="int32")
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count

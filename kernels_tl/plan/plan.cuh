@@ -40,6 +40,11 @@ __device__ __forceinline__ void put_padding(int* row, int begin, int tokens, int
 
 __device__ __forceinline__ int slot_of(const Slots& slots, int n) { return slots(n); }
 
+// The slot that a sequence with a slot `own` starts from: that of the table or, without a table, its own.
+__device__ __forceinline__ int first_slot_of(const Slots& first, int own, int n) {
+  return own == kNoState || !first.indices ? own : first(n);
+}
+
 // Whether sequence n starts from a state: see FirstStates. Flags are read for kFlagged only.
 __device__ __forceinline__ bool has_first_state(int first_states, const void* flags, int64_t stride, int n) {
   return first_states == FirstStates::kFlagged ? static_cast<const bool*>(flags)[n * stride]

@@ -20,6 +20,9 @@ warpgroups share only the loader's stages.
   few heads.
 - Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
 - The consumers take a segment in runs of chunks, each up to the next checkpoint. After each run they write the state.
+- With `resumable` each run is chunks of its own, the last of which may be short (plan/runs.cuh), and if `rounds` is set
+  the state goes on as it was kept, rounded. A call that starts from the checkpoint then does the same as the rest of
+  this one. Segments are whole sequences.
 """
 
 from types import SimpleNamespace
@@ -59,13 +62,15 @@ EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
 #include "core/tiles.cuh"
+#include "plan/runs.cuh"
+#include "states/round_state.cuh"
 """
 
 # Shared memory holds after a segment's columns: the number of turns that follow, the piece's head, its first value row.
 MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
 
 
-def chunk_forward(dtype, K, value_tile):
+def chunk_forward(dtype, K, value_tile, resumable):
     sizes = Sizes()
     key_dim, value_dim = sizes.key_dim, sizes.value_dim
     (h_slots,) = dims("h_slots")
@@ -109,6 +114,26 @@ def chunk_forward(dtype, K, value_tile):
             begun=[32],  # loader to consumers: a turn's segment and state have arrived
             taken=[CONSUMERS],  # consumers to loader: both have been read
         )
+
+    def chunks_of(length, run):
+        if not resumable:
+            return T.truncdiv(length + (C - 1), C)
+        return extern("chunks_in_runs", length, run, returns="int32")
+
+    def chunks_of_segment(segment, run):
+        return chunks_of(segment.length, run) if resumable else segment.chunks
+
+    def tokens_before(c, run):
+        """Tokens of the segment before chunk c."""
+        return extern("tokens_before", c, run, returns="int32") if resumable else c * C
+
+    def tokens_done(tokens, c):
+        """Tokens of the segment before chunk c, at the end of a run; `tokens` counts those of runs."""
+        return tokens if resumable else c * C
+
+    def rest_of(c, length, run):
+        """Tokens from chunk c on; with `resumable` those of the chunk."""
+        return extern("tokens_of", c, length, run, returns="int32") if resumable else length - c * C
 
     def rest_of_value(v0):
         """Number of value rows from v0 on."""
@@ -169,7 +194,7 @@ def chunk_forward(dtype, K, value_tile):
         own.arrive(ready.staged)
 
     @T.macro
-    def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h):
+    def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h, rounds):
         """The consumers: the recurrence, with O to shared memory and the requested states to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(value_tile, K, dtype, tile.early_factors)
@@ -196,22 +221,37 @@ def chunk_forward(dtype, K, value_tile):
                     T.Cast("int32", key_dim),
                 )
             begun.arrive(ready.taken)
-            T.copy(r.S, r.S_16)
+            if not resumable:
+                T.copy(r.S, r.S_16)
 
             c = T.alloc_var("int32", init=0)
             is_end = T.alloc_var("int32", init=0)
+            tokens = T.alloc_var("int32", init=0)  # of the runs so far, with `resumable`
             while is_end == 0:
-                until = T.alloc_var("int32", init=c * C + checkpoint_every)
-                if c == 0:
-                    until = tiles.segment[turn % 2, SegmentColumn.UNTIL]
-                stop = T.alloc_var("int32", init=T.truncdiv(T.min(until, length) + (C - 1), C))
-                while c < stop:
-                    step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
-                    c += 1
-                is_end = T.Select(c * C >= length, 1, 0)
+                if resumable:
+                    extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
+                    T.copy(r.S, r.S_16)
+                    # The run's chunks fill c * C to c * C + its tokens, so that is the length in its steps.
+                    run = T.alloc_var("int32", init=T.min(checkpoint_every, length - tokens))
+                    until = T.alloc_var("int32", init=c * C + run)
+                    while c * C < until:
+                        step(r, tiles, ready, h, has_h, turn, until, done, c, offset, column, warpgroup)
+                        c += 1
+                    tokens += run
+                else:
+                    until = T.alloc_var("int32", init=c * C + checkpoint_every)
+                    if c == 0:
+                        until = tiles.segment[turn % 2, SegmentColumn.UNTIL]
+                    stop = T.alloc_var("int32", init=T.truncdiv(T.min(until, length) + (C - 1), C))
+                    while c < stop:
+                        step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
+                        c += 1
+                is_end = T.Select(tokens_done(tokens, c) >= length, 1, 0)
                 # A loop over both writes, because two copies of the write would take more registers.
                 written = T.alloc_var("int32", init=FINAL)
-                if is_checkpoint(c * C, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
+                if is_checkpoint(
+                    tokens_done(tokens, c), length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every
+                ):
                     written = CHECKPOINT
                 while written <= is_end:
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
@@ -265,7 +305,7 @@ def chunk_forward(dtype, K, value_tile):
         begun.arrive(ready.begun)
 
     @T.macro
-    def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial):
+    def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial, checkpoint_every):
         """The loader: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks of earlier turns
@@ -275,10 +315,10 @@ def chunk_forward(dtype, K, value_tile):
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             segment = load_segment_early(segments, piece.segment)
             begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
-            for c in T.serial(segment.chunks):
+            for c in T.serial(chunks_of_segment(segment, checkpoint_every)):
                 s = (done + c) % STAGES
                 stage = stage_of(done + c, STAGES, s)
-                t = segment.row + c * C
+                t = segment.row + tokens_before(c, checkpoint_every)
                 slot = segment.first + c
                 stage.wait_until_free(ready.released_early)
                 fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
@@ -301,10 +341,10 @@ def chunk_forward(dtype, K, value_tile):
                 for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
                 stage.arrive(ready.loaded)
-            done += segment.chunks
+            done += chunks_of_segment(segment, checkpoint_every)
 
     @T.macro
-    def store(walk, tiles, ready, turns, segments, o):
+    def store(walk, tiles, ready, turns, segments, o, checkpoint_every):
         """The storers, one for each consumer warpgroup: O from shared memory."""
         w = T.alloc_var("int32", init=storer(CONSUMERS))
         done = T.alloc_var("int32", init=0)  # chunks of earlier turns
@@ -313,12 +353,20 @@ def chunk_forward(dtype, K, value_tile):
             row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
             length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
             v0 = piece.tile * value_tile + w * ROWS
-            for c in T.serial(T.truncdiv(length + (C - 1), C)):
+            for c in T.serial(chunks_of(length, checkpoint_every)):
                 own = Stage(w, (done + c) % 2)
                 own.wait_for(ready.staged)
-                store_rows(tiles.O, w, o, row + c * C, piece.hv, v0, length - c * C)
+                store_rows(
+                    tiles.O,
+                    w,
+                    o,
+                    row + tokens_before(c, checkpoint_every),
+                    piece.hv,
+                    v0,
+                    rest_of(c, length, checkpoint_every),
+                )
                 own.arrive(ready.stored)
-            done += T.truncdiv(length + (C - 1), C)
+            done += chunks_of(length, checkpoint_every)
 
     @T.prim_func
     def main(
@@ -335,6 +383,7 @@ def chunk_forward(dtype, K, value_tile):
         ctas: T.int32,
         value_tiles: T.int32,  # tiles of value_tile rows
         only_if: T.int32,  # run only if the first segment has these flags; 0: always
+        rounds: T.int32,
     ):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -346,13 +395,14 @@ def chunk_forward(dtype, K, value_tile):
                 if HAS_REGISTERS:
                     T.inc_max_nreg(tile.registers[0])
                 ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
-                compute(tiles, ready, initial, *ends, h, has_h)
+                compute(tiles, ready, initial, *ends, h, has_h, rounds)
             else:
                 if HAS_REGISTERS:
                     T.dec_max_nreg(tile.registers[1])
                 turns = walk.turns()
-                load(walk, tiles, ready, turns, tokens, matrices, plan.segments, maps.states, initial)
+                of_loader = (plan.segments, maps.states, initial, kept.checkpoint_every)
+                load(walk, tiles, ready, turns, tokens, matrices, *of_loader)
                 T.pdl_sync()
-                store(walk, tiles, ready, turns, plan.segments, o)
+                store(walk, tiles, ready, turns, plan.segments, o, kept.checkpoint_every)
 
     return main

@@ -1,0 +1,49 @@
+"""Plugins of inference engines, which switch flash_qla on in each of an engine's processes:
+
+    FLASH_QLA_VLLM=1 vllm serve MODEL
+    FLASH_QLA_SGLANG=1 sglang serve --model-path MODEL --linear-attn-prefill-backend triton
+
+The package declares these functions as entry points, which the engines call in all of their processes. Without the
+variable they do nothing. With it, they put the functions of flash_qla.integrations.vllm or sglang in place in each
+process that imports the engine's layers, right after that import. A line of the engine's log says so.
+
+Nothing raises here. If the functions do not fit the engine, its log says why, and the engine keeps its own. This module
+is outside flash_qla, so that a process without the variable does not load the library.
+"""
+
+import importlib
+import logging
+import os
+import sys
+
+
+def vllm() -> None:
+    """The entry point of vLLM's group vllm.general_plugins."""
+    _switch_on("vllm", "FLASH_QLA_VLLM")
+    # vLLM 0.28.0 and later decode drafts in a kernel of their own, unless this variable asks for the functions.
+    variables = getattr(sys.modules.get("vllm.envs"), "environment_variables", ())
+    if os.environ.get("FLASH_QLA_VLLM") == "1" and "VLLM_GDN_DECODE_KERNEL" in variables:
+        os.environ.setdefault("VLLM_GDN_DECODE_KERNEL", "triton")
+
+
+def sglang() -> None:
+    """The entry point of SGLang's group sglang.srt.plugins."""
+    _switch_on("sglang", "FLASH_QLA_SGLANG")
+
+
+def _switch_on(engine: str, variable: str) -> None:
+    if os.environ.get(variable) != "1":
+        return
+    log = logging.getLogger(f"{engine}.flash_qla")  # the engine's handlers show it
+
+    def report(functions: str, error: Exception | None) -> None:
+        if error is None:
+            log.info("%s=1: flash_qla replaces %s", variable, functions)
+        else:
+            log.warning("%s=1 has no effect on %s: %s", variable, functions, error)
+
+    try:
+        integration = importlib.import_module(f"flash_qla.integrations.{engine}")
+        integration._replacement.use_when_imported(report)
+    except Exception as error:  # such as a library that was built for another system
+        log.warning("%s=1 has no effect: %s: %s", variable, type(error).__name__, error)
