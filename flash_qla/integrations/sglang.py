@@ -193,7 +193,7 @@ _replacement = Replacement(
                 earlier(chunk_gated_delta_rule, "inplace_update"),  # releases before 0.5.20
             ),
             "fused_recurrent_gated_delta_rule_packed_decode": (fused_recurrent_gated_delta_rule_packed_decode,),
-            "fused_recurrent_gdn_replayssm_decode": (fused_recurrent_linear_replayssm_decode, None),  # since 0.5.17
+            "fused_recurrent_gdn_replayssm_decode": (fused_recurrent_linear_replayssm_decode, None),  # since 0.5.15
             "fused_sigmoid_gating_delta_rule_update": (
                 fused_sigmoid_gating_delta_rule_update,
                 earlier(fused_sigmoid_gating_delta_rule_update, "match_cutedsl_decode"),  # releases before 0.5.22
