@@ -119,4 +119,4 @@ DECODE = {
 }
 
 # Spilled registers are stored and loaded once a CTA.
-DECODE_BUFFERED = Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED, spills=64)
+DECODE_BUFFERED = Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED, spills=72)
