@@ -42,7 +42,7 @@ def arguments_of(name: str, device: str) -> dict:
         results = op_of(first)(**{x.name: known[x.name] for x in op_of(first)._schema.arguments if x.name in known})
         known |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
     if "out" in WRITES[name]:
-        known["out"] = torch.empty_like(known["v"])
+        known["out"] = torch.empty_like(call()["o"])
     return {x.name: known[x.name] for x in op_of(name)._schema.arguments if x.name in known}
 
 
