@@ -115,6 +115,9 @@ struct Limits {
 };
 
 Limits limits_of(const kernels::DecodeParams& instance) {
+  if (has_wide_keys(instance.K)) {
+    return {instance.path == Path::kKeyFirst ? kDecodeCtasWideKeyFirst : kDecodeCtasWide, false};
+  }
   switch (instance.path) {
     case Path::kOneToken:
       return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false};

@@ -15,7 +15,7 @@ continues from flash_qla's final state. Gradients and gradient checkpointing wor
 function.
 
 The model must be in bf16 or fp16 on a GPU, or run under torch.autocast. The dimension of its linear key
-heads must be a multiple of 8 up to 128, that of its linear value heads a multiple of 8 up to 512.
+heads must be a multiple of 8 up to 256, that of its linear value heads a multiple of 8 up to 512.
 
 A layer reaches its chunk function in one of two ways, depending on the transformers release:
 
