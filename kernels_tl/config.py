@@ -179,8 +179,6 @@ DECODE = {
         "key_first": decode_group(DECODE_CTAS_KEY_FIRST),
     },
     256: {
-        "one_token": decode_group(DECODE_CTAS_WIDE),
-        "one_token_16": decode_group(DECODE_CTAS_WIDE),
         "rows": decode_group(DECODE_CTAS_WIDE, spills=184),
         "key_first": decode_group(DECODE_CTAS_WIDE_KEY_FIRST),
     },

@@ -21,7 +21,7 @@ def decode_paths(dtype, K, state_dtype):
     because they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none. Both
     have rows of up to 128 channels."""
     if is_wide(K):
-        return ("one_token", "rows", "key_first")
+        return ("rows", "key_first")  # rows takes one token as one_token does
     if dtype == state_dtype == "bfloat16":
         return ("one_token", "tensor_cores", "key_first")
     return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")
@@ -43,7 +43,8 @@ INSTANCES = [
         for low_level in (False, True)
         if not (low_level and types["dtype"] == "float16")  # an A in fp16 has more digits than this kernel's inverse
     ),
-    *(Instance("maps.segment_maps", types | {"partial": partial}) for types in TYPES for partial in (False, True)),
+    *(Instance("maps.segment_maps", types | {"partial": True}) for types in TYPES),
+    *(Instance("maps.segment_maps", types | {"partial": False}) for types in NARROW_TYPES),
     *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward

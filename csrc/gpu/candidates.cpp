@@ -38,7 +38,7 @@ bool has_tile(const ForwardShape& shape, int64_t tile) {
 }
 bool has_maps(const ForwardShape& shape) {
   return kernels::is_compiled(
-      kernels::SegmentMapsParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .partial = false});
+      kernels::SegmentMapsParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .partial = true});
 }
 
 // Throws if a tile is forced that the call's keys do not have.

@@ -94,13 +94,13 @@ kernels::DecodeParams instance_of(const DecodeCall& call) {
     found.path = Path::kKeyFirst;
     return found;
   }
-  if (call.T == 1 && !call.cu_seqlens) {
-    return found;
-  }
   const auto takes = [&](Path path) {
     found.path = path;
     return kernels::is_compiled(found);
   };
+  if (call.T == 1 && !call.cu_seqlens && takes(Path::kOneToken)) {
+    return found;
+  }
   const bool last_state_only = !call.write_indices && !call.intermediate_states && !call.parents;
   if (!takes(Path::kTensorCores) && !(last_state_only && takes(Path::kBlocks))) {
     found.path = Path::kRows;

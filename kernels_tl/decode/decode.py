@@ -23,7 +23,7 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel; keys of more than 128 channels lack blocks and tensor_cores:
+There are five paths, each a kernel; keys of more than 128 channels have rows and key_first:
 
 - one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
   between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
