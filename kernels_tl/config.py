@@ -108,7 +108,7 @@ REPLAY_STATES = {
 }
 
 # Only with K = 256. Stages: of K and the gates. The spilled registers are addresses and a few numbers of dS.
-REPLAY_GRADIENTS = two_warpgroups(stages=2, registers=(240, 24), shared=210.5, spills=488)
+REPLAY_GRADIENTS = two_warpgroups(stages=2, registers=(240, 24), shared=210.5, spills=576)
 
 # Only with K = 256. Tile: value rows of a turn. Producers: a warp loads, two compute dV, one the gates.
 TOKEN_GRADIENTS = Tile(
