@@ -138,9 +138,10 @@ def test_same_bits_twice(device, dims):
         assert equal(run_all(arguments), first)
 
 
-def test_autograd(device):
+@pytest.mark.parametrize("dims", ((96, 192), (192, 136)), ids=str)
+def test_autograd(device, dims):
     """The same bits as the low-level functions."""
-    (case,) = of_dims((96, 192), **LENGTHS, **ALL_INSIDE, **RAW, **L2NORM)
+    (case,) = of_dims(dims, **LENGTHS, **ALL_INSIDE, **RAW, **L2NORM)
     arguments = make_arguments(case, device)
     gradients = {name: arguments.pop(name) for name in ("do", "dht")}
     expected, actual = run_backward(arguments, **gradients), run_autograd(arguments, **gradients)
