@@ -44,7 +44,7 @@ from common import FLA_BACKWARD, FLA_TRITON, OutOfTime, ceilings, environment, l
 
 HEADS = "16x32,2x8,16x64,4x16,8x32,16x48"
 SEQUENCES = "1x8192,1x32768,4096x8,8192x4,1x2048,1024x8,28672+4096,16384+16384"
-OTHER_DIMS = {"30x30": "96x192", "16x32": "64x64", "8x8": "128x256"}  # heads of K x V
+OTHER_DIMS = {"30x30": "96x192", "16x32": "64x64", "8x8": "128x256", "6x6": "256x512"}  # heads of K x V
 
 
 def of_other_dims(command: str) -> list[str]:

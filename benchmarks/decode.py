@@ -39,7 +39,6 @@ import torch.nn.functional as F
 from accuracy import relative_error
 from common import FLA_TRITON, argument_parser, ceilings, geometric_mean, parse_heads, run, spread, time_graph
 
-K = V = 128
 ROTATED_BYTES = 200e6  # a sample touches states of so many bytes before it returns to one: four times the L2 cache
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
@@ -57,6 +56,7 @@ class Case:
     keep: str  # last, every, plain, lagging
     state_dtype: torch.dtype
     steps: tuple[int, ...] = ()  # with lagging: lengths of a cycle
+    head_dims: tuple[int, int] = common.HEAD_DIMS
     pools: int = 0  # 0: as many as ROTATED_BYTES needs
 
     def __post_init__(self):
@@ -66,10 +66,11 @@ class Case:
             return torch.randn(*shape, generator=generator, device=common.DEVICE, dtype=dtype)
 
         B, T = self.batch, self.tokens
-        heads = {"q": self.H_k, "k": self.H_k, "v": self.H_v}
-        self.mixed = randn(B * T, sum(heads.values()) * K)
-        parts = self.mixed.split([n * K for n in heads.values()], -1)
-        self.q, self.k, self.v = (x.view(B, T, n, K) for x, n in zip(parts, heads.values(), strict=True))
+        self.K, self.V = K, V = self.head_dims
+        shapes = ((self.H_k, K), (self.H_k, K), (self.H_v, V))
+        self.mixed = randn(B * T, sum(map(math.prod, shapes)))
+        parts = self.mixed.split([math.prod(shape) for shape in shapes], -1)
+        self.q, self.k, self.v = (x.view(B, T, *shape) for x, shape in zip(parts, shapes, strict=True))
         self.a, self.b = randn(B, T, self.H_v), randn(B, T, self.H_v)
         self.A_log, self.dt_bias = randn(2, self.H_v, dtype=torch.float32).unbind()
         self.g, self.beta = F.logsigmoid(self.a.float()), self.b.float().sigmoid()
@@ -133,8 +134,8 @@ class Lagging:
             return torch.zeros(pools, slots, *shape, device=common.DEVICE, dtype=dtype)
 
         self.backlogs = {
-            "d_cache": backlogs(self.change_dtype, case.H_v, L, V),
-            "k_cache": backlogs(self.key_dtype, case.H_k, L, K),
+            "d_cache": backlogs(self.change_dtype, case.H_v, L, case.V),
+            "k_cache": backlogs(self.key_dtype, case.H_k, L, case.K),
             "g_cache": backlogs(torch.float32, case.H_v, L),
         }
         self.positions = torch.arange(L, device=common.DEVICE, dtype=torch.int32)[:, None].expand(L, case.batch)
@@ -152,8 +153,10 @@ class Lagging:
     def bytes(self) -> float:
         """Of an average step: (L - 1) / 2 steps of a backlog are read, (L - 1) / L of a step is written."""
         case, L = self.case, self.steps
-        state = case.H_v * V * K * case.state_dtype.itemsize
-        step = case.H_v * V * self.change_dtype.itemsize + case.H_k * K * self.key_dtype.itemsize + 4 * case.H_v
+        state = case.H_v * case.V * case.K * case.state_dtype.itemsize
+        step = (
+            case.H_v * case.V * self.change_dtype.itemsize + case.H_k * case.K * self.key_dtype.itemsize + 4 * case.H_v
+        )
         return case.io_bytes() + case.batch * (state * (1 + 1 / L) + step * ((L - 1) / 2 + (L - 1) / L))
 
 
@@ -225,7 +228,7 @@ def fla_calls(case: Case) -> dict[str, Callable]:
             *(case.q, case.k, case.v),
             g=case.a,
             beta=case.b,
-            scale=K**-0.5,
+            scale=case.K**-0.5,
             initial_state=case.pool[i].index_select(0, slots),
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -250,7 +253,7 @@ def packed_call(function: Callable, case: Case, pools=None) -> Callable:
         "b": case.packed("b"),
         "A_log": case.A_log,
         "dt_bias": case.dt_bias,
-        "scale": K**-0.5,
+        "scale": case.K**-0.5,
         "out": case.o,
         "ssm_state_indices": case.slots,
         "use_qk_l2norm_in_kernel": True,
@@ -299,7 +302,7 @@ def vllm_calls(case: Case) -> dict[str, Callable]:
         return {}
     ops = "vllm.third_party.flash_linear_attention.ops"
     update = getattr(importlib.import_module(f"{ops}.fused_sigmoid_gating"), UPDATE)
-    options = update_options(case) | {"scale": K**-0.5, "inplace_final_state": True}
+    options = update_options(case) | {"scale": case.K**-0.5, "inplace_final_state": True}
     if keep_every(case):
         accepted = torch.ones(case.batch, device=common.DEVICE, dtype=torch.int32)
         options |= {"ssm_state_indices": case.table, "num_accepted_tokens": accepted}
@@ -326,7 +329,7 @@ def attn_gym_calls(case: Case) -> dict[str, Callable]:
         "A_log": case.A_log,
         "dt_bias": case.dt_bias,
         "state_indices": case.slots,
-        "scale": K**-0.5,
+        "scale": case.K**-0.5,
         "out": case.o.flatten(0, 1)[None],
     }
     return {"packed": lambda i: recurrent_gdn_decode(state_cache=case.pool[i], **options)}
@@ -352,7 +355,7 @@ def check(calls_of: Callable, **of_case) -> dict[str, dict[str, float]]:
             gates, activations = (case.g, case.beta), {}
         expected = reference.gated_delta_rule(
             *(case.q, case.k, case.v, *gates),
-            scale=K**-0.5,
+            scale=case.K**-0.5,
             initial_state=case.pool[0][case.slots.long()].float(),
             state_v_first=not name.startswith("K-first"),
             use_qk_l2norm_in_kernel=True,
@@ -370,6 +373,7 @@ def measure(package: str, options):
     for (H_k, H_v), state_dtype, tokens in sizes:
         of_case = {"H_k": H_k, "H_v": H_v, "tokens": tokens, "keep": options.keep}
         of_case |= {"state_dtype": STATE_DTYPES[state_dtype], "steps": steps_of(options, tokens)}
+        of_case["head_dims"] = options.head_dims
         errors = check(calls_of, **of_case)
         for batch in options.batches:
             case = Case(batch=batch, **of_case)
@@ -387,6 +391,7 @@ def measure(package: str, options):
                     "version": version,
                     "function": name,
                     "heads": f"{H_k}x{H_v}",
+                    **common.head_dims_field(options.head_dims),
                     "batch": batch,
                     "tokens": tokens,
                     "keep": call.keep if isinstance(call, Lagging) else keep_of(options),
@@ -455,6 +460,7 @@ def numbers(text: str) -> list[int]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(CALLS))
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
+    common.add_head_dims_argument(parser)
     parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
     parser.add_argument("--tokens", type=numbers, default="1", help="tokens of a sequence")
     parser.add_argument(

@@ -71,7 +71,7 @@ def chunk_gated_delta_rule(
     order. Autograd saves the inputs for the backward, and nothing else.
 
     Args:
-        q, k: queries and keys, [B, T, H_k, K]. K is a multiple of 8 up to 128 on the GPU, any on the CPU.
+        q, k: queries and keys, [B, T, H_k, K]. K is a multiple of 8 up to 256 on the GPU, any on the CPU.
         v: values, [B, T, H_v, V], H_v a multiple of H_k. V is a multiple of 8 up to 512 on the GPU, any on the CPU.
         g: log decay of each token, natural logarithm, [B, T, H_v]. A state does not grow if g is at most 0; -inf
             forgets everything before the token. With use_gate_in_kernel: the input of the gate, any number.

@@ -23,7 +23,8 @@ class ForwardMode(BackwardMode, total=False):
     """How the forward runs: the fields of BackwardMode, and these.
 
     Attributes:
-        value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128.
+        value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128; with keys of more than 128
+            channels only 128.
         fused: True: one kernel does all, for every call that it supports. False: for no call. With cut_above the kernel
             runs if the device cuts no sequence; without, True excludes segments and a value_tile of 64.
         whole_tile: rows in a CTA, 64 or 128, if the device cuts no sequence; only with cut_above. 0, the default, is

@@ -1,7 +1,7 @@
 """The table of tiles: the resources of a CTA of each kernel. A kernel's page takes its numbers from here.
 
 Numbers that CUDA and C++ need too are in layout.py; the table uses their names. The tables hold for both 16-bit
-dtypes and K = 128. `python -m flash_qla` prints what the compiler made of them.
+dtypes; a table keyed by K has a row for each K. `python -m flash_qla` prints what the compiler made of them.
 
     tile           extent of a CTA's tile, in value rows unless a comment says otherwise
     stages         stages of the ring of operands in shared memory
@@ -23,6 +23,8 @@ from kernels_tl.layout import (
     DECODE_CTAS_MMA,
     DECODE_CTAS_ONE_16,
     DECODE_CTAS_ROWS,
+    DECODE_CTAS_WIDE,
+    DECODE_CTAS_WIDE_KEY_FIRST,
     DECODE_TILE,
     DECODE_WARP_ROWS,
     DECODE_WARPS,
@@ -32,12 +34,23 @@ from kernels_tl.layout import (
     NARROW_TILE,
     PLAN_STEP,
     SCAN_COLUMNS,
+    WIDE_MATRICES_CTAS,
     WIDE_TILE,
     Ring,
 )
 
 WARPGROUP, WARP = 128, 32  # threads
 WGMMA_ROWS = 64  # rows of S^T or dS^T that a warpgroup carries: the M of its WGMMA
+
+
+def is_wide(K):
+    """Whether a state of K channels takes so many registers that S^T in 16 bits, too, has none. Its kernels differ."""
+    return K > 128
+
+
+def key_parts(K):
+    """Parts of a key's channels whose gradients different CTAs compute (token_gradients)."""
+    return K // 128
 
 
 @dataclass(frozen=True)
@@ -58,36 +71,76 @@ class Tile:
 
 
 def two_warpgroups(**numbers):
-    """A wide tile, two consumer warpgroups and one of producers. Registers: 2 * 224 + 56 = 2 * 232 + 40 = 3 * 168."""
+    """A wide tile, two consumer warpgroups and one of producers. Registers: 2 * 224 + 56 = 2 * 232 + 40 = 2 * 240 + 24
+    = 3 * 168."""
     return Tile(tile=WIDE_TILE, consumers=2 * WARPGROUP, producers=WARPGROUP, **numbers)
 
 
 # Tile: sequences of a step, one a thread.
 CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
 
-# Tile: value heads of a group that share K K^T, one a warp. Four CTAs hide each other's latencies.
-CHUNK_MATRICES = Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS)
+# Keyed by K. Tile: value heads of a group that share K K^T, one a warp. CTAs of an SM hide each other's latencies.
+CHUNK_MATRICES = {
+    128: Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS),
+    256: Tile(tile=4, consumers=WARPGROUP, shared=86.796875, ctas=WIDE_MATRICES_CTAS),
+}
 
-# Keyed by value tile. The spills are around the stores of h; a forward without h does not pay for them.
+# Keyed by K, then by value tile. The spills are around the stores of h; a forward without h does not pay for them. With
+# K = 256 the state takes half of the registers, and shared memory has no room for a piece's first state.
 CHUNK_FORWARD = {
-    NARROW_TILE: Tile(
-        tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
-    ),
-    WIDE_TILE: two_warpgroups(stages=2, registers=(224, 56), early_factors=8, shared=212.5859375, spills=52),
+    128: {
+        NARROW_TILE: Tile(
+            tile=NARROW_TILE, consumers=WARPGROUP, producers=2 * WARP, stages=2, early_factors=8, shared=156.5859375
+        ),
+        WIDE_TILE: two_warpgroups(stages=2, registers=(224, 56), early_factors=8, shared=212.5859375, spills=52),
+    },
+    256: {
+        WIDE_TILE: two_warpgroups(stages=2, registers=(240, 24), early_factors=0, shared=210.59375, spills=208),
+    },
 }
 
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
 
-REPLAY_STATES = two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213)
+# Keyed by K.
+REPLAY_STATES = {
+    128: two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213),
+    256: two_warpgroups(stages=2, registers=(232, 40), early_factors=0, shared=194.5),
+}
 
-# SEGMENT_MAPS takes 5 % longer with all eight early factors (benchmarks/notes/segment_maps.md).
-SEGMENT_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=123.75)
-BACKWARD_MAPS = two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=195.75)
+# Only with K = 256. Stages: of K and the gates. The spilled registers are addresses and a few numbers of dS.
+REPLAY_GRADIENTS = two_warpgroups(stages=2, registers=(240, 24), shared=210.5, spills=576)
 
-# Tile: columns of S. Stages: of Z.
-SEGMENT_SCAN = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875)
-COMPOSE_MAPS = Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=WARP, stages=3, shared=208.01171875)
+# Only with K = 256. Tile: value rows of a turn. Producers: a warp loads, two compute dV, one the gates.
+TOKEN_GRADIENTS = Tile(
+    tile=NARROW_TILE,
+    consumers=2 * WARPGROUP,
+    producers=4 * WARP,
+    stages=2,
+    registers=(216, 72),
+    shared=197.03125,
+)
+
+# Keyed by K. With K = 128 SEGMENT_MAPS takes 5 % longer with all eight early factors
+# (benchmarks/notes/segment_maps.md).
+SEGMENT_MAPS = {
+    128: two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=123.75),
+    256: two_warpgroups(stages=3, registers=(232, 40), early_factors=0, shared=171.75),
+}
+BACKWARD_MAPS = {
+    128: two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=195.75),
+    256: two_warpgroups(stages=2, registers=(240, 24), early_factors=0, shared=194.5, spills=340),
+}
+
+# Keyed by K. Tile: columns of S. Stages: of Z. With K = 256 M arrives in blocks, and S has one buffer.
+SEGMENT_SCAN = {
+    128: Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875),
+    256: Tile(tile=SCAN_COLUMNS, consumers=4 * WARPGROUP, producers=2 * WARP, stages=2, shared=224.0078125),
+}
+COMPOSE_MAPS = {
+    128: Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=WARP, stages=3, shared=208.01171875),
+    256: Tile(tile=SCAN_COLUMNS, consumers=4 * WARPGROUP, producers=WARP, stages=2, shared=224.0078125),
+}
 
 # Consumers: two warpgroups carry dS, one computes dK. Producers: a warp loads, two compute dV, one the gates.
 # Registers: all consumers have the same number, 3 * 160 + 32 = 4 * 128.
@@ -104,18 +157,32 @@ CHUNK_BACKWARD = Tile(
 # Tile: value heads.
 GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 
-# Tile: rows of queries or keys. 16 lanes share a row of 128 channels.
-L2NORM = Tile(tile=16, consumers=256)
+# Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one a thread.
+L2NORM = Tile(tile=256, consumers=256)
 
-# Keyed by path. Most of the spilled registers are stored and loaded once a CTA.
+# Keyed by K, then by path: one_token_16 is one_token with states of 16 bits. Most of the spilled registers are stored
+# and loaded once a CTA.
 DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
+
+
+def decode_group(ctas, **numbers):
+    """A CTA that takes a group of value rows, a few rows a warp."""
+    return Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=ctas, **numbers)
+
+
 DECODE = {
-    "one_token": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS),
-    "one_token_16": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ONE_16),  # states of 16 bits
-    "rows": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_ROWS, spills=128),
-    "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
-    "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
-    "key_first": Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_KEY_FIRST, spills=28),
+    128: {
+        "one_token": decode_group(DECODE_CTAS_ROWS),
+        "one_token_16": decode_group(DECODE_CTAS_ONE_16),
+        "rows": decode_group(DECODE_CTAS_ROWS, spills=128),
+        "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
+        "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
+        "key_first": decode_group(DECODE_CTAS_KEY_FIRST, spills=28),
+    },
+    256: {
+        "rows": decode_group(DECODE_CTAS_WIDE, spills=184),
+        "key_first": decode_group(DECODE_CTAS_WIDE_KEY_FIRST),
+    },
 }
 
 # Spilled registers are stored and loaded once a CTA.

@@ -5,20 +5,26 @@ Value rows, head counts, batch, lengths and layouts are run-time numbers.
 
 from build_tools.instance import Instance
 from kernels_tl import config
+from kernels_tl.config import is_wide
 from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", *DTYPES)  # pools have states in these
-KEY_DIMS = (128,)
+KEY_DIMS = (128, 256)
 
 RESUMABLE_SPILLS = {NARROW_TILE: 0, WIDE_TILE: 12}  # bytes that these instances of chunk_forward spill more
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
+NARROW_TYPES = [types for types in TYPES if not is_wide(types["K"])]
+WIDE_TYPES = [types for types in TYPES if is_wide(types["K"])]
 
 
-def decode_paths(dtype, state_dtype):
-    """The paths of decode that are compiled for these dtypes. `tensor_cores` needs tokens and states in bf16, because
-    they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none."""
+def decode_paths(dtype, K, state_dtype):
+    """The paths of decode that are compiled for K and these dtypes. `tensor_cores` needs tokens and states in bf16,
+    because they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none. Both
+    have rows of up to 128 channels."""
+    if is_wide(K):
+        return ("rows", "key_first")  # rows takes one token as one_token does
     if dtype == state_dtype == "bfloat16":
         return ("one_token", "tensor_cores", "key_first")
     return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")
@@ -32,38 +38,46 @@ INSTANCES = [
         Instance(
             "states.chunk_forward",
             types | {"value_tile": tile, "resumable": resumable},
-            spill_budget=config.CHUNK_FORWARD[tile].spills + RESUMABLE_SPILLS[tile] * resumable,
+            spill_budget=numbers.spills + RESUMABLE_SPILLS[tile] * resumable,
         )
         for types in TYPES
-        for tile in (NARROW_TILE, WIDE_TILE)
+        for tile, numbers in config.CHUNK_FORWARD[types["K"]].items()
         for resumable in (False, True)
+        if not (resumable and is_wide(types["K"]))  # a wide state has no copy in 16 bits
     ),
     *(
         Instance("states.fused_forward", types | {"normalize": normalize, "low_level": low_level})
-        for types in TYPES
+        for types in NARROW_TYPES
         for normalize in (False, True)
         for low_level in (False, True)
         if not (low_level and types["dtype"] == "float16")  # an A in fp16 has more digits than this kernel's inverse
     ),
-    *(Instance("maps.segment_maps", types | {"partial": partial}) for types in TYPES for partial in (False, True)),
+    *(Instance("maps.segment_maps", types | {"partial": True}) for types in TYPES),
+    *(Instance("maps.segment_maps", types | {"partial": False}) for types in NARROW_TYPES),
     *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
     *(Instance(f"gradients.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
-    *(Instance("maps.backward_maps", types) for types in TYPES),
+    *(Instance("maps.backward_maps", types, spill_budget=config.BACKWARD_MAPS[types["K"]].spills) for types in TYPES),
     *(Instance("states.replay_states", types) for types in TYPES),
-    *(Instance("gradients.chunk_backward", types, spill_budget=config.CHUNK_BACKWARD.spills) for types in TYPES),
+    *(Instance("gradients.chunk_backward", types, spill_budget=config.CHUNK_BACKWARD.spills) for types in NARROW_TYPES),
+    *(
+        Instance("gradients.replay_gradients", types, spill_budget=config.REPLAY_GRADIENTS.spills)
+        for types in WIDE_TYPES
+    ),
+    *(Instance("gradients.token_gradients", types, spill_budget=config.TOKEN_GRADIENTS.spills) for types in WIDE_TYPES),
     Instance("gradients.gate_gradients", {}),
     # serving
     *(
-        Instance("decode.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=config.DECODE[path].spills)
+        Instance("decode.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=numbers[path].spills)
         for types in TYPES
+        for numbers in [config.DECODE[types["K"]]]
         for dtype in STATE_DTYPES
-        for path in decode_paths(types["dtype"], dtype)
+        for path in decode_paths(**types, state_dtype=dtype)
     ),
     *(
         Instance("decode.decode_buffered", types | {"state_dtype": dtype}, spill_budget=config.DECODE_BUFFERED.spills)
-        for types in TYPES
+        for types in NARROW_TYPES
         for dtype in STATE_DTYPES
     ),
 ]

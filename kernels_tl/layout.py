@@ -24,8 +24,8 @@ NO_STATE, FROM_SCAN = -1, -2
 # Sequences of a step of chunk_plan. The table of segments is sorted within a step: the longest sequence comes first.
 PLAN_STEP = 256
 
-# CTAs of chunk_matrices that an SM holds at a time.
-MATRICES_CTAS = 4
+# CTAs of chunk_matrices that an SM holds at a time, with keys of up to 128 channels and with wider ones.
+MATRICES_CTAS, WIDE_MATRICES_CTAS = 4, 2
 
 # Head dimensions are multiples of HEAD_DIM_STEP, because TMA needs rows of whole 16 bytes. Values have at most
 # MOST_VALUE_DIM channels. kernels_tl/instances.py says how many channels a key may have.
@@ -46,11 +46,13 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # - tokens prepared at a time; tokens of a block; most value rows of a CTA if tokens go through a state together
 # - path `blocks`: lanes that share a value row; value rows of a lane
 # - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits
+# - the same with keys of more than 128 channels: on states [V, K], on states [K, V]
 # - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST, DECODE_CTAS_ONE_16 = 7, 3, 4, 5, 8
+DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
 DECODE_BACKLOG, DECODE_CTAS_BUFFERED = 32, 7
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats

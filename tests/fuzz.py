@@ -102,7 +102,7 @@ def draw(seed: int, number: int, device: str) -> Trial:
         padding=0 if lengths is None else r.choice((0, 0, 1, 65)),
         H_k=H_k,
         H_v=H_k * r.randint(1, max(1, min(8, most_heads // H_k))),
-        K=8 * r.choice((1, 2, 7, 8, 12, 16, 16, 16)) if gpu else r.choice((1, 3, 8, 16, 33, 64, 96)),
+        K=8 * r.choice((1, 2, 7, 8, 12, 16, 16, 16, 17, 24, 32)) if gpu else r.choice((1, 3, 8, 16, 33, 64, 96)),
         V=8 * r.choice((1, 3, 8, 16, 16, 16, 24, 32, 64)) if gpu else r.choice((1, 5, 8, 16, 33, 64, 96)),
         dtype=r.choice(floats),
         gate=r.choice(GATES),
@@ -132,7 +132,9 @@ def draw(seed: int, number: int, device: str) -> Trial:
     if segments["segment_chunks"] and r.random() < 0.5:
         segments["cut_above"] = tiles["cut_above"] = segments["segment_chunks"] + r.choice((0, 1, 20))
         tiles |= r.choice(({"whole_tile": 0}, {"whole_tile": 64}, {"whole_tile": 128}, {"fused": 1}))
-    forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": 1}))
+    if case.K > 128:  # one tile, and no fused kernel
+        tiles = segments | {"value_tile": 128}
+    forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": int(case.K <= 128)}))
     state_dtypes = (BF16, FP16, FP32) if gpu and op != "chunk" else (BF16, FP16, FP32, FP64)
     trial = Trial(
         op,

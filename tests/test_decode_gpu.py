@@ -89,7 +89,7 @@ def test_wrong_contents_are_reported():
     ("case", "change", "text"),
     [
         (Case(dtype=FP32), {}, "q has dtype float32, expected bfloat16 or float16 on a GPU"),
-        (Case(dtype=BF16, K=136), {}, "q has head dimension K = 136"),
+        (Case(dtype=BF16, K=264), {}, "q has head dimension K = 264"),
         (Case(dtype=BF16, V=20), {}, "v has head dimension V = 20"),
         (Case(dtype=BF16, state_dtype=FP64), {}, "state_pool has dtype float64, expected float32, bfloat16 or float16"),
         (Case(dtype=BF16, gap=2), {}, "state_pool has states that do not start at multiples of 16 bytes"),

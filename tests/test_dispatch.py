@@ -13,7 +13,7 @@ from flash_qla import _C
 from flash_qla._layout import CHUNK, PLAN_STEP
 from flash_qla.testing import forced_dispatch
 
-K = 128  # K of the instances: a key is padded to it
+INSTANCE_DIMS = (128, 256)  # K of the instances: a key is padded to the next
 TILE = 128  # value rows: those of states that only kernels read are whole ones
 TILES = (64, 128)
 HEADS = ((1, 1), (1, 2), (2, 8), (16, 16), (8, 24), (4, 64), (16, 64))
@@ -21,11 +21,20 @@ DENSE = tuple({"B": B, "T": T, "N": B, "varlen": False} for B, T in ((1, 1), (1,
 VARLEN = tuple(
     {"B": 1, "T": T, "N": N, "varlen": True} for T, N in ((1, 1), (512, 1), (32768, 1), (32768, 8), (9000, 40), (7, 99))
 )
-HEAD_DIMS = ({}, {"K": 96, "V": 192}, {"K": 8, "V": 64}, {"V": 512})
+HEAD_DIMS = ({}, {"K": 96, "V": 192}, {"K": 8, "V": 64}, {"V": 512}, {"K": 136, "V": 64}, {"K": 256, "V": 512})
 SHAPES = tuple(
     {**sizes, "H_k": H_k, "H_v": H_v, **head_dims}
     for (sizes, (H_k, H_v)), head_dims in itertools.product(itertools.product((*DENSE, *VARLEN), HEADS), HEAD_DIMS)
 )
+
+
+def instance_K(shape: dict) -> int:
+    return next(K for K in INSTANCE_DIMS if shape.get("K", 128) <= K)
+
+
+def is_wide(shape: dict) -> bool:
+    """Wide keys have one value tile and no fused kernel. Their backward has two kernels in the place of one."""
+    return instance_K(shape) > 128
 
 
 def chunks_of(tokens: int) -> int:
@@ -69,6 +78,7 @@ def test_fields_belong_together(auto_cp):
     for shape in SHAPES:
         found = _C.forward_dispatch(**shape, auto_cp=auto_cp)
         assert found.value_tile in TILES
+        assert not is_wide(shape) or (found.value_tile, found.whole_tile, found.fused) == (128, 128, 0), shape
         if found.fused:
             assert found.whole_tile == 128 and (found.value_tile == 128 or found.segment_chunks > 0), shape
         heads, group = found.heads_per_cta, shape["H_v"] // shape["H_k"]
@@ -114,6 +124,7 @@ def test_workspace_is_what_the_kernels_need():
         # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
         of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
         needed = 0 if found.fused and found.segment_chunks == 0 else chunk_slots(shape) * shape["H_v"] * of_chunk
+        K = instance_K(shape)
         if found.segment_chunks:
             # The state before it; its map in two parts; whether it is skipped.
             of_segment = tiles_of(shape) * TILE * K * 4 + 2 * K * K * 2 + 4
@@ -243,6 +254,8 @@ def test_override(value_tile, segment_chunks):
     before = [_C.forward_dispatch(**shape) for shape in SHAPES]
     with forced_dispatch(forward={"value_tile": value_tile, "segment_chunks": segment_chunks}):
         for shape in SHAPES:
+            if is_wide(shape) and value_tile == 64:
+                continue
             found = _C.forward_dispatch(**shape)
             assert (found.value_tile, found.segment_chunks) == (value_tile, segment_chunks)
             assert math.isfinite(found.predicted_us) and found.predicted_us > 0, (shape, found)
@@ -253,8 +266,12 @@ def test_override(value_tile, segment_chunks):
 
 
 def test_override_of_the_fused_kernel():
-    """It serves the calls that want neither h nor, in fp16, A."""
+    """It serves the calls that want neither h nor, in fp16, A, of keys that are not wide."""
     for shape in SHAPES:
+        if is_wide(shape):
+            with forced_dispatch(forward={"fused": True}):
+                assert not _C.forward_dispatch(**shape).fused
+            continue
         found = _C.forward_dispatch(**shape)
         with forced_dispatch(forward={"fused": True}):
             fused = _C.forward_dispatch(**shape)
@@ -342,20 +359,24 @@ def test_backward_segments_and_workspace(segment_chunks):
         if segment_chunks == -1 and found.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
             assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
         # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates; V_new; h.
-        rows = tiles_of(shape) * TILE
+        rows, K = tiles_of(shape) * TILE, instance_K(shape)
         of_chunk = 2 * 10 * 16 * 16 * 2 + 2 * 5 * CHUNK * 4 + rows * CHUNK * 2 + K * rows * 2
+        if is_wide(shape):  # dS' and U
+            of_chunk += rows * CHUNK * 2 + K * rows * 2
         needed = chunk_slots(shape) * shape["H_v"] * of_chunk
-        needed += chunk_slots(shape) * shape["H_k"] * 4  # how many heads have added to dq and dk
+        needed += chunk_slots(shape) * K // 128 * shape["H_k"] * 4  # how many heads have added to dq and dk
         if shape.get("use_qk_l2norm", False):  # normalized queries and keys, and by which factors
             needed += 2 * shape["B"] * shape["T"] * shape["H_k"] * (shape.get("K", 128) * 2 + 4)
         if found.segment_chunks:  # the state before it, the gradient after it; its map in two parts; its skips
             needed += found.segments * shape["H_v"] * (2 * rows * K * 4 + 2 * K * K * 2 + 2 * 4)
         needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
-        # dg and dbeta of each tile; a chunk's part of dA_log and ddt_bias; counters.
-        parts = 2 * tiles_of(shape) * shape["B"] * shape["T"] * shape["H_v"] * 4
+        # dg and dbeta of each tile or, with wide keys, of each half of the channels; a chunk's part of dA_log and
+        # ddt_bias; counters.
+        count = K // 128 if is_wide(shape) else tiles_of(shape)
+        parts = 2 * count * shape["B"] * shape["T"] * shape["H_v"] * 4
         parts += chunk_slots(shape) * shape["H_v"] * 2 * 4 + -(-shape["H_v"] // 8) * 4
         needed_inside = needed + parts
-        if tiles_of(shape) > 1:
+        if count > 1:
             needed += parts
         assert needed <= found.workspace_bytes <= needed + 22 * 256, shape
         with backward_mode(segment_chunks):
@@ -478,7 +499,7 @@ def test_override_takes_known_modes_only():
 def test_impossible_shapes():
     good = {"B": 1, "T": 2048, "N": 1, "H_k": 2, "H_v": 8, "sm_count": 132}
     wrong = (("B", -1), ("T", -1), ("N", 0), ("H_k", 0), ("H_v", 0), ("H_v", 3), ("sm_count", 0))
-    wrong += (("K", 0), ("K", 4), ("K", 136), ("V", 0), ("V", 100), ("V", 520))
+    wrong += (("K", 0), ("K", 4), ("K", 264), ("V", 0), ("V", 100), ("V", 520))
     for dispatch in ("forward_dispatch", "backward_dispatch"):
         check_errors({f"_C.{dispatch}(**{good | {name: value}})": (name, value) for name, value in wrong})
 

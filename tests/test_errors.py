@@ -320,7 +320,7 @@ def test_argument_on_the_cpu(op, name):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("K", "V", "argument", "got", "most"),
-    ((136, 128, "q", 136, 128), (256, 512, "q", 256, 128), (36, 64, "q", 36, 128), (64, 520, "v", 520, 512)),
+    ((264, 128, "q", 264, 256), (512, 512, "q", 512, 256), (36, 64, "q", 36, 256), (64, 520, "v", 520, 512)),
 )
 def test_head_dims_of_the_gpu(op, K, V, argument, got, most):
     check_raises(op, good(op, "cuda", K=K, V=V), argument, str(got), "a multiple of 8", str(most))

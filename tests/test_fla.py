@@ -189,8 +189,8 @@ def test_function_at_length(case):
 
 
 # Head dimensions that flash_qla has, and FLA without the integration does not let it have: those of released models,
-# OLMo-Hybrid's among them, of FLA's layer with keys of 128, and at the borders
-HEAD_DIMS = ((64, 64), (64, 128), (96, 192), (128, 256), (128, 64), (120, 512))
+# OLMo-Hybrid's among them, the default of FLA's layer and the same with keys of 128, and at the borders
+HEAD_DIMS = ((64, 64), (64, 128), (96, 192), (128, 256), (128, 64), (120, 512), (256, 512), (136, 64))
 FEW_CHANNELS = Case(lengths=(5, 70), **FEW, K=8, V=8, **INSIDE, state_v_first=True)
 
 
@@ -257,7 +257,7 @@ INTEGRATED = {
     **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in HEAD_DIMS},
 }
 OUTSIDE = {
-    **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in ((256, 512), (136, 64), (60, 64), (64, 100), (128, 520))},
+    **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in ((264, 512), (60, 64), (64, 100), (128, 520))},
     "fp32": Case(T=70, dtype=torch.float32),
     "cp_context without cu_seqlens_cpu": Case(lengths=(70,), initial_state=None, cu_dtype=torch.int64),
     "switched off": Case(T=70),
@@ -550,6 +550,7 @@ def test_decoding_beside_fla(name):
 LAYERS = {
     "128/128": {"num_v_heads": 4, "head_dim": 128, "expand_v": 1},
     "128/256": {"head_dim": 128},
+    "256/512": {},  # FLA's default
     "96/192": {"head_dim": 96},
     "96/192, allow_neg_eigval": {"head_dim": 96, "allow_neg_eigval": True},  # as OLMo-Hybrid
     "64/128": {"num_v_heads": 4, "head_dim": 64},
@@ -661,7 +662,7 @@ def test_layer_of_other_head_dims(name, device, integration):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["128/256", "96/192", "64/128"])
+@pytest.mark.parametrize("name", ["128/256", "256/512", "96/192", "64/128"])
 def test_layer_beside_fla(name):
     """FLA's layer with its defaults but for the sizes, through flash_qla and through FLA's kernels."""
     layer = build_layer(name, "cuda", hidden_size=256, num_heads=4)

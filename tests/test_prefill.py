@@ -143,11 +143,13 @@ def test_as_gather_and_scatter(device, case, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16), ids=str)
-@pytest.mark.parametrize(("K", "V"), ((128, 128), (64, 64), (96, 192)), ids=str)
+@pytest.mark.parametrize(("K", "V"), ((128, 128), (64, 64), (96, 192), (256, 256), (136, 64)), ids=str)
 def test_kernels(mode, pool_dtype, K, V):
     """Each, with everything that the op has of its own."""
-    if mode == "fused" and V > 128:
-        pytest.skip("the fused kernel has values of up to 128 channels")
+    if mode == "fused" and (K > 128 or V > 128):
+        pytest.skip("the fused kernel has keys and values of up to 128 channels")
+    if K > 128 and MODES[mode].get("value_tile") == 64:
+        pytest.skip("wide keys have one value tile")
     case = Case(**SIZES | {"K": K, "V": V, "dtype": BF16}, **LENGTHS, **RAW, **ALL_INSIDE, g_dtype=BF16)
     arguments = make_arguments(case, pool_dtype, gap=8, device="cuda")
     arguments["state_indices"][2] = -1

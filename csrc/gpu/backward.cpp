@@ -95,7 +95,12 @@ class Backward {
 
   // dh0: where the gradients of the initial states go, if there are such states.
   void input_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
-    chunk_backward(last, dh0);
+    if (has_wide_keys(call_.K)) {
+      replay_gradients(last, dh0);
+      token_gradients();
+    } else {
+      chunk_backward(last, dh0);
+    }
     if (d_.gate_gradients) {
       gate_gradients();
     }
@@ -204,31 +209,76 @@ class Backward {
                            {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  void chunk_backward(const std::optional<Tensor>& last, const Tensor& dh0) const {
-    kernels::Matrices matrices = pass_.matrices();
-    matrices.gates = workspace_[workspace_.backward_gates];
+  // The matrices with the backward's gates.
+  kernels::Matrices backward_matrices() const {
+    kernels::Matrices found = pass_.matrices();
+    found.gates = workspace_[workspace_.backward_gates];
+    return found;
+  }
+
+  kernels::StateGradients ends(const std::optional<Tensor>& last, const Tensor& dh0) const {
+    return {.dht = data(last),
+            .dh0 = dh0.mutable_data_ptr(),
+            .state_stride_v = call_.state_stride_v(),
+            .state_stride_k = call_.state_stride_k()};
+  }
+
+  // Gradients whose db and dg are parts, if gate_gradients adds parts.
+  kernels::Gradients gradients_in_parts() const {
     kernels::Gradients found = gradients();
     if (d_.gate_gradients) {
       found.db = workspace_[workspace_.db_parts];
       found.dg = workspace_[workspace_.dg_parts];
     }
+    return found;
+  }
+
+  void chunk_backward(const std::optional<Tensor>& last, const Tensor& dh0) const {
     kernels::chunk_backward({.sizes = pass_.sizes(),
                              .tokens = tokens(),
                              .grad_o = call_.grad_o.const_data_ptr(),
                              .plan = pass_.plan(),
-                             .matrices = matrices,
+                             .matrices = backward_matrices(),
                              .h = workspace_[workspace_.h],
                              .v_new = workspace_[workspace_.v_new],
                              .grad_states = grad_states(),
-                             .ends = {.dht = data(last),
-                                      .dh0 = dh0.mutable_data_ptr(),
-                                      .state_stride_v = call_.state_stride_v(),
-                                      .state_stride_k = call_.state_stride_k()},
+                             .ends = ends(last, dh0),
                              .turns = workspace_[workspace_.turns],
-                             .gradients = found,
+                             .gradients = gradients_in_parts(),
                              .scale = static_cast<float>(*call_.scale),
-                             .parts = value_tiles(call_.V)},
+                             .parts = gradient_parts(call_.K, call_.V)},
                             {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+  }
+
+  void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
+    kernels::replay_gradients({.sizes = pass_.sizes(),
+                               .tokens = tokens(),
+                               .grad_o = call_.grad_o.const_data_ptr(),
+                               .plan = pass_.plan(),
+                               .matrices = backward_matrices(),
+                               .grad_states = grad_states(),
+                               .ends = ends(last, dh0),
+                               .dh = workspace_[workspace_.dh],
+                               .u = workspace_[workspace_.u],
+                               .scale = static_cast<float>(*call_.scale)},
+                              {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+  }
+
+  void token_gradients() const {
+    kernels::token_gradients({.sizes = pass_.sizes(),
+                              .tokens = tokens(),
+                              .grad_o = call_.grad_o.const_data_ptr(),
+                              .plan = pass_.plan(),
+                              .matrices = backward_matrices(),
+                              .h = workspace_[workspace_.h],
+                              .v_new = workspace_[workspace_.v_new],
+                              .dh = workspace_[workspace_.dh],
+                              .u = workspace_[workspace_.u],
+                              .turns = workspace_[workspace_.turns],
+                              .gradients = gradients_in_parts(),
+                              .scale = static_cast<float>(*call_.scale),
+                              .parts = gradient_parts(call_.K, call_.V)},
+                             {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   // CTAs of gate_gradients for each chunk.
@@ -246,7 +296,7 @@ class Backward {
                              .counters = workspace_[workspace_.counters],
                              .dA_log = data_if(call_.use_gate, out_.dA_log),
                              .ddt_bias = data_if(call_.dt_bias.has_value(), out_.ddt_bias),
-                             .value_tiles = value_tiles(call_.V),
+                             .parts = gradient_parts(call_.K, call_.V),
                              .head_blocks = head_blocks()},
                             {}, stream_);
   }

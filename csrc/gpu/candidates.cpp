@@ -1,6 +1,8 @@
 #include "gpu/candidates.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "chunks.h"
 #include "gpu/head_dims.h"
@@ -28,6 +30,26 @@ bool has_fused_kernel(const ForwardShape& shape) {
                                   .low_level = shape.low_level});
 }
 
+// Wide keys have fewer instances (kernels_tl/instances.py): no narrow tile, say. The tiles and the maps do not depend
+// on the dtype.
+bool has_tile(const ForwardShape& shape, int64_t tile) {
+  return kernels::is_compiled(
+      kernels::ChunkForwardParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .value_tile = tile});
+}
+bool has_maps(const ForwardShape& shape) {
+  return kernels::is_compiled(
+      kernels::SegmentMapsParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .partial = true});
+}
+
+// Throws if a tile is forced that the call's keys do not have.
+void require_tile(const ForwardShape& shape, int64_t forced) {
+  if (forced != 0 && !has_tile(shape, forced)) {
+    throw std::invalid_argument("flash_qla.testing.forced_dispatch: forward has a tile of " + std::to_string(forced) +
+                                " value rows, expected " + std::to_string(kWideTile) + " with keys of " +
+                                std::to_string(shape.K) + " channels");
+  }
+}
+
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
   const bool supported = !shape.output_h && !shape.in_halves && !shape.batch_invariant && !shape.resumable;
   return supported && forced.fused != 0 && has_fused_kernel(shape);
@@ -48,7 +70,7 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
   modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut});
   // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
-  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile) {
+  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile && has_tile(shape, kNarrowTile)) {
     modes.push_back({tile, kNarrowTile, segment_chunks, false, false});
   }
 }
@@ -56,6 +78,9 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
 // The lengths of segments that are considered, in chunks; 0, the first one: no segments. In halves 0 is left out if
 // there are others, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
+  if (!has_maps(shape)) {
+    return {0};
+  }
   if (forced.segment_chunks >= 0) {
     return {forced.segment_chunks};
   }
@@ -91,10 +116,13 @@ int64_t heads_per_cta(const Shape& shape, int64_t chunk_slots) {
 }
 
 int64_t early_ctas(const Shape& shape) {
-  return shape.varlen && shape.N > kMostSearched ? 0 : int64_t{kMatricesCtas} * shape.card.sm_count;
+  const int64_t of_sm = has_wide_keys(shape.K) ? kWideMatricesCtas : kMatricesCtas;
+  return shape.varlen && shape.N > kMostSearched ? 0 : of_sm * shape.card.sm_count;
 }
 
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
+  require_tile(shape, forced.value_tile);
+  require_tile(shape, forced.whole_tile);
   std::vector<Mode> modes;
   const bool fuses = can_fuse(shape, forced);
   if (fuses && !forced.always_cuts() && forced.value_tile != kNarrowTile) {
@@ -104,7 +132,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
     }
   }
   for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
-    if (forced.value_tile == 0 || tile == forced.value_tile) {
+    if (has_tile(shape, tile) && (forced.value_tile == 0 || tile == forced.value_tile)) {
       for (const int64_t segment_chunks : segmentations(shape, forced)) {
         add_tile(modes, shape, forced, tile, segment_chunks, fuses);
       }

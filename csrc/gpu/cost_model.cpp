@@ -49,6 +49,12 @@ constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward
 constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
+// Wide keys, from the number of products and from the loads of a chunk: not measured. Products with a state take twice
+// the cycles of K = 128, the others as many. A step of segment_scan reads four times the bytes.
+constexpr double kWider = 1.7, kWiderScan = 4;
+constexpr double kChunkReplayGradients = 7500;               // replay_gradients: a chunk
+constexpr double kTokenPart = 9000, kTokenValueRows = 1000;  // token_gradients: a part of a chunk; 64 value rows of it
+
 // Segments of different lengths leave SMs idle at the end of a batch, for this part of a segment's time.
 constexpr double kUnbalanced = 0.15;
 // Only the device knows the gates. The model assumes that this part of the heads needs exact maps, as in the
@@ -91,14 +97,15 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
 // The way of a batch through the SMs, either with all long sequences cut into segments or with all sequences whole.
 struct Schedule {
   double segment, sms, N, H_v;
-  double tiles;                  // tiles of a head's value rows in this mode
-  double map_tiles, scan_parts;  // tiles of a head's value rows in maps; its parts in segment_scan
-  double total;                  // chunks of a head
-  double length;                 // chunks of the longest piece
-  double parts, parts_of_rest;   // segments of the longest sequence, and of each other sequence
-  double pieces;                 // segments of a head
-  double ctas, turns;            // pieces of all heads and tiles; the same for each SM
-  double in_turns;               // chunks that the busiest SM goes through
+  double tiles;                 // tiles of a head's value rows in this mode
+  double key_tiles, map_tiles;  // tiles of a head's M, and of its value rows in maps
+  double scan_parts;            // its parts in segment_scan
+  double total;                 // chunks of a head
+  double length;                // chunks of the longest piece
+  double parts, parts_of_rest;  // segments of the longest sequence, and of each other sequence
+  double pieces;                // segments of a head
+  double ctas, turns;           // pieces of all heads and tiles; the same for each SM
+  double in_turns;              // chunks that the busiest SM goes through
 };
 
 // Equal pieces go through the SMs in whole turns. Unequal pieces start with the longest, and short ones fill the SMs.
@@ -114,6 +121,7 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
   s.parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / s.segment)) : 1;
   s.pieces = s.parts + (s.N - 1) * s.parts_of_rest;
   s.tiles = static_cast<double>(value_tiles(shape.V, cut ? mode.value_tile : mode.whole_tile));
+  s.key_tiles = static_cast<double>(key_parts(shape.K));
   s.map_tiles = static_cast<double>(value_tiles(shape.V));
   s.scan_parts = static_cast<double>(value_tiles(shape.V, kScanColumns));
   s.ctas = s.pieces * s.H_v * s.tiles;
@@ -137,6 +145,9 @@ double cycles_us(const ForwardShape& shape, double cycles) { return cycles / sha
 double bytes_us(const ForwardShape& shape, double bytes) {
   return bytes / (kMemoryEfficiency * shape.card.bytes_per_us());
 }
+// Cycles of a kernel with keys of the shape, from those with K = 128.
+double wider(const ForwardShape& shape, double cycles) { return has_wide_keys(shape.K) ? kWider * cycles : cycles; }
+double scan_us(const ForwardShape& shape, double us) { return has_wide_keys(shape.K) ? kWiderScan * us : us; }
 double overlapped(double a, double b) {
   const double longer = std::max(a, b);
   return longer == 0 ? 0 : longer * std::pow(1 + std::pow(std::min(a, b) / longer, kOverlap), 1 / kOverlap);
@@ -172,7 +183,7 @@ double chunk_matrices_us(const ForwardShape& shape, const Schedule& s) {
   const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
   const double chunks = s.H_v * s.total;
   const double bytes = 2 * key_bytes(shape) + kMatrixBytes + (shape.low_level ? kABytes : 0);
-  return kStart + overlapped(cycles_us(shape, chunks / s.sms * head), bytes_us(shape, chunks * bytes));
+  return kStart + overlapped(cycles_us(shape, wider(shape, chunks / s.sms * head)), bytes_us(shape, chunks * bytes));
 }
 
 double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Schedule& s) {
@@ -180,7 +191,7 @@ double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Sch
   const double chunk = narrow ? kChunkNarrow : kChunkWide, turn = narrow ? kTurnNarrow : kTurnWide;
   const double bytes = s.H_v * s.total * (2 * key_bytes(shape) + 2 * value_bytes(shape) + kMatrixBytes) +
                        s.N * s.H_v * state_bytes(shape);
-  const double work = (narrow ? kStartNarrow : kStartWide) + cycles_us(shape, s.in_turns * chunk);
+  const double work = (narrow ? kStartNarrow : kStartWide) + cycles_us(shape, wider(shape, s.in_turns * chunk));
   return cycles_us(shape, (s.turns - 1) * turn) + overlapped(work, bytes_us(shape, bytes));
 }
 
@@ -196,31 +207,33 @@ double scan_steps(const Schedule& s, double directions) {
 // compose_maps takes the same steps, with V + K rows of the map of one sequence.
 double composition_us(const ForwardShape& shape, const Schedule& s) {
   const double ctas = static_cast<double>(value_tiles(shape.V + shape.K, kScanColumns)) * s.H_v;
-  return shape.in_halves ? kScan * std::max(1.0, ctas / s.sms) * s.parts : 0;
+  return shape.in_halves ? scan_us(shape, kScan) * std::max(1.0, ctas / s.sms) * s.parts : 0;
 }
 
 // segment_maps and segment_scan.
 double maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
-  const double maps = (1 + s.map_tiles) * later;  // M, and Z by tiles
+  const double maps = (s.key_tiles + s.map_tiles) * later;  // M and Z by tiles
   const double chunk = std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms);
-  return kMapStart + cycles_us(shape, s.length * chunk) + kMap * maps + kScan * scan_steps(s, 1);
+  return kMapStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * maps +
+         scan_us(shape, kScan) * scan_steps(s, 1);
 }
 
 // backward_maps, and segment_scan in both directions at the same time.
 double backward_maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
-  const double exact = kExact * later * ((1 + s.map_tiles) * kBackwardMapChunk + s.map_tiles * kReverseMapChunk);
+  const double exact =
+      kExact * later * ((s.key_tiles + s.map_tiles) * kBackwardMapChunk + s.map_tiles * kReverseMapChunk);
   const double chunk = std::max(kReverseMapChunk, exact / s.sms);
-  return kMapStart + cycles_us(shape, s.length * chunk) + kMap * (1 + 2 * s.map_tiles) * later +
-         kBackwardScan * scan_steps(s, 2);
+  return kMapStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * (s.key_tiles + 2 * s.map_tiles) * later +
+         scan_us(shape, kBackwardScan) * scan_steps(s, 2);
 }
 
 // Writes h and V_new, and reads k, v, L and the gates.
 double replay_states_us(const ForwardShape& shape, const Schedule& s) {
   const double h = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = h + 2 * value_bytes(shape) + key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, s.in_turns * kChunkReplay + (s.turns - 1) * kTurnReplay);
+  const double work = cycles_us(shape, wider(shape, s.in_turns * kChunkReplay) + (s.turns - 1) * kTurnReplay);
   return kStartReplay + overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
@@ -230,6 +243,22 @@ double chunk_backward_us(const ForwardShape& shape, const Schedule& s) {
   const double bytes = h + 3 * value_bytes(shape) + 4 * key_bytes(shape) + kMatrixBytes;
   const double work = cycles_us(shape, s.in_turns * kChunkReverse + s.turns * kPieceReverse);
   return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
+}
+
+// With wide keys the same in two kernels. The first writes dS' and U, and the second reads them.
+double replay_gradients_us(const ForwardShape& shape, const Schedule& s) {
+  const double dh = 2.0 * static_cast<double>(shape.K * shape.V);
+  const double bytes = dh + 2 * value_bytes(shape) + 2 * key_bytes(shape) + kMatrixBytes;
+  const double work = cycles_us(shape, s.in_turns * kChunkReplayGradients + s.turns * kTurnReplay);
+  return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
+}
+
+double token_gradients_us(const ForwardShape& shape, const Schedule& s) {
+  const double h = 2.0 * static_cast<double>(shape.K * shape.V);
+  const double bytes = 2 * h + 5 * value_bytes(shape) + 4 * key_bytes(shape);
+  const double part = kTokenPart + kTokenValueRows * static_cast<double>(value_tiles(shape.V, kNarrowTile));
+  const double parts = s.H_v * s.total * static_cast<double>(key_parts(shape.K));
+  return overlapped(cycles_us(shape, parts / s.sms * part), bytes_us(shape, s.H_v * s.total * bytes));
 }
 
 // The l2norm, which is the same in all modes: it reads and writes q and k, and later also their gradients.
@@ -253,7 +282,7 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
     us += kOtherTile;
   }
   if (mode.segment_chunks > 0 && !cut) {
-    us += kSlotCta * s.H_v * ((1 + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
+    us += kSlotCta * s.H_v * ((s.key_tiles + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
   }
   us += composition_us(shape, s);
   return cut ? us + maps_us(shape, s) : us;
@@ -261,9 +290,11 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
 
 double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
-  double us = chunk_matrices_us(shape, s) + replay_states_us(shape, s) + chunk_backward_us(shape, s);
+  double us = chunk_matrices_us(shape, s) + replay_states_us(shape, s);
+  us += has_wide_keys(shape.K) ? replay_gradients_us(shape, s) + token_gradients_us(shape, s)
+                               : chunk_backward_us(shape, s);
   if (mode.segment_chunks > 0 && !cut) {
-    us += kSlotCta * s.H_v * ((1 + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);
+    us += kSlotCta * s.H_v * ((s.key_tiles + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);
   }
   us += composition_us(shape, s);
   return cut ? us + backward_maps_us(shape, s) : us;

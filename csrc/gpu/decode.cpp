@@ -74,6 +74,7 @@ void check_supported(const DecodeCall& call) {
 
 void check_supported(const BufferedDecodeCall& call) {
   check_shapes(call);
+  check(!has_wide_keys(call.K), call.op, "q has head dimension K = ", call.K, ", expected at most 128 on a GPU");
   check_slots_on_gpu(call.op, "d_cache", call.d_cache);
   check_slots_on_gpu(call.op, "k_cache", call.k_cache);
   if (contents_are_checked()) {
@@ -108,13 +109,13 @@ kernels::DecodeParams instance_of(const DecodeCall& call) {
     found.path = Path::kKeyFirst;
     return found;
   }
-  if (call.T == 1 && !call.cu_seqlens) {
-    return found;
-  }
   const auto takes = [&](Path path) {
     found.path = path;
     return kernels::is_compiled(found);
   };
+  if (call.T == 1 && !call.cu_seqlens && takes(Path::kOneToken)) {
+    return found;
+  }
   const bool last_state_only = !call.write_indices && !call.intermediate_states && !call.parents;
   if (!takes(Path::kTensorCores) && !(last_state_only && takes(Path::kBlocks))) {
     found.path = Path::kRows;
@@ -129,6 +130,9 @@ struct Limits {
 };
 
 Limits limits_of(const kernels::DecodeParams& instance) {
+  if (has_wide_keys(instance.K)) {
+    return {instance.path == Path::kKeyFirst ? kDecodeCtasWideKeyFirst : kDecodeCtasWide, false};
+  }
   switch (instance.path) {
     case Path::kOneToken:
       return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false};

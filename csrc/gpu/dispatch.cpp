@@ -99,7 +99,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
 BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   BackwardDispatch d{};
   static_cast<Dispatch&>(d) = decide_common(shape, forced, fastest(shape, forced));
-  d.gate_gradients = shape.activations || value_tiles(shape.V) > 1;
+  d.gate_gradients = shape.activations || gradient_parts(shape.K, shape.V) > 1;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   return d;
 }

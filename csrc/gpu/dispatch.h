@@ -54,7 +54,7 @@ struct ForwardDispatch : Dispatch {
 };
 
 struct BackwardDispatch : Dispatch {
-  bool gate_gradients;  // gate_gradients runs: activations are inside, or sums over tiles of value rows are needed
+  bool gate_gradients;  // gate_gradients runs: activations are inside, or sums over gradient_parts are needed
 };
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape);

@@ -159,7 +159,8 @@ class Forward {
                            .plan = pass_.map_plan(),
                            .matrices = pass_.matrices(),
                            .maps = pass_.maps()},
-                          {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves}, stream_);
+                          {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)},
+                          stream_);
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {

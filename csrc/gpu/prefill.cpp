@@ -8,6 +8,7 @@
 #include "chunks.h"
 #include "contents.h"
 #include "gpu/arguments.h"
+#include "gpu/head_dims.h"
 #include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "passes.h"
@@ -113,7 +114,11 @@ Tensor prefill_cuda(PrefillCall call) {
     add_padding(call);
     run_forward(call, states_of(call), allocate_forward(call));
   } else {
-    run_forward(call, states_of(call), out);
+    const States states = states_of(call);
+    check(!(states.resumable() && has_wide_keys(call.K)), call.op, "checkpoint_every is ", call.checkpoint_every,
+          ", expected a multiple of 64, and float32 states with batch_invariant, for keys of more than 128 channels on "
+          "a GPU");
+    run_forward(call, states, out);
   }
   return output_as_returned(call, std::move(out.o));
 }

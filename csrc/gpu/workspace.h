@@ -99,9 +99,11 @@ struct BackwardWorkspace : PassWorkspace {
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * BackwardGate::kCount * kChunk)),
         v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk)),
         h(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * instance_K(shape.K))),
-        turns(reserve<int32_t>(d.chunk_slots * shape.H_k)),
-        db_parts(reserve<float>(d.gate_gradients ? value_tiles(shape.V) * shape.B * shape.T * shape.H_v : 0)),
-        dg_parts(reserve<float>(d.gate_gradients ? value_tiles(shape.V) * shape.B * shape.T * shape.H_v : 0)),
+        dh(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
+        u(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk : 0)),
+        turns(reserve<int32_t>(d.chunk_slots * key_parts(shape.K) * shape.H_k)),
+        db_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
+        dg_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
         gate_sums(reserve<float>(d.gate_gradients ? d.chunk_slots * shape.H_v * 2 : 0)),
         counters(reserve<int32_t>(d.gate_gradients ? ceil_div(shape.H_v, kGateHeads) : 0)),
         normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
@@ -112,9 +114,13 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<float> backward_gates;  // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
   const Region<uint16_t> v_new;        // [chunk_slots, H_v, kChunk, rows]
   const Region<uint16_t> h;            // [chunk_slots, H_v, rows, K]: a chunk's first state
-  const Region<int32_t> turns;         // [chunk_slots, H_k]: see gradients/turns.cuh
+  // Only with wide keys:
+  const Region<uint16_t> dh;  // [chunk_slots, H_v, rows, K]: the gradient of the state after a chunk
+  const Region<uint16_t> u;   // [chunk_slots, H_v, kChunk, rows]
+  // With all keys:
+  const Region<int32_t> turns;  // [chunk_slots * key_parts, H_k]: see gradients/turns.cuh
   // Only with gate_gradients:
-  const Region<float> db_parts, dg_parts;  // [value tiles, B * T, H_v]
+  const Region<float> db_parts, dg_parts;  // [gradient_parts, B * T, H_v]
   const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
   const Region<int32_t> counters;          // [H_v / kGateHeads]
   // Only with the l2norm:
@@ -123,6 +129,9 @@ struct BackwardWorkspace : PassWorkspace {
   // Only with maps:
   const Region<float> grad_states;      // [map_slots, H_v, rows, K]: dZ of the next segment, then dS' after this one
   const Region<int32_t> reverse_skips;  // [segments, H_v]: whether M is left out for gradients
+
+ private:
+  static int64_t parts(const Shape& shape) { return gradient_parts(shape.K, shape.V); }
 };
 
 }  // namespace flash_qla

@@ -18,7 +18,7 @@ kernels. Its layers make such calls: as of 0.6.0 they leave both activations to 
 
 use_flash_qla registers FLA's backend for flash_qla with other conditions:
 
-- K may be any multiple of 8 up to 128, V any multiple of 8 up to 512;
+- K may be any multiple of 8 up to 256, V any multiple of 8 up to 512: the defaults of FLA's GatedDeltaNet layer;
 - flash_qla's kernels compute the activations, and gradients reach A_log, dt_bias and the inputs of the activations;
 - flash_qla takes cp_context;
 - flash_qla also takes fused_recurrent_gated_delta_rule, which FLA's layers call without gradients for 64 tokens or
@@ -248,8 +248,8 @@ def use_flash_qla() -> None:
 
     FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process.
     FLA does not ask it for fused_recurrent_gated_delta_rule, so FLA's modules get a function that does. FLA's kernels
-    run the other calls, as before: K above 128, which is the default of FLA's GatedDeltaNet layer, V above 512, head
-    dimensions that are not multiples of 8, dtypes other than bf16 and fp16, and GPUs other than Hopper's.
+    run the other calls, as before: K above 256, V above 512, head dimensions that are not multiples of 8, dtypes other
+    than bf16 and fp16, and GPUs other than Hopper's.
 
     Raises:
         ImportError: FLA is not installed, or has no backend for flash_qla.

@@ -18,7 +18,7 @@ Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, b
 not pass them on to these layers: each sequence would start from the state of the one before.
 
 The model must be in bf16 or fp16 on a GPU, or run under torch.autocast. The dimension of its linear key
-heads must be a multiple of 8 up to 128, that of its linear value heads a multiple of 8 up to 512.
+heads must be a multiple of 8 up to 256, that of its linear value heads a multiple of 8 up to 512.
 
 A layer reaches its chunk and recurrent functions in one of two ways, depending on the transformers
 release:

@@ -33,6 +33,16 @@ __device__ __forceinline__ void clear_rows_after(void* tiles, int count, int val
   }
 }
 
+// rounded = x[0] to x[7] in 16 bits: eight registers of a fragment, in the order of a left factor and of
+// store_matrices.
+template <typename T>
+__device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float* x) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    rounded[p] = pack(T(), x[2 * p], x[2 * p + 1]);
+  }
+}
+
 // fragment[i][j] = factors[j].x * tile[j][i] - factors[j].y * fragment[i][j], in two steps. load_minuend loads the tile
 // and kEarly of eight quadruples of factors while the WGMMA that computes the fragment is in flight.
 // subtract_from_minuend loads the other factors after it.
@@ -423,6 +433,15 @@ template <int kK>
 __device__ __forceinline__ void store_state(const void* fragment, void* state, int stride, int rows, int columns) {
   const uint32_t* const pairs = static_cast<const uint32_t*>(fragment);
   write_words<kK>(state, threadIdx.x % 128, stride, rows, columns, [=](int i) { return pairs[i]; });
+}
+
+// The same from an fp32 fragment, whose numbers are rounded to T.
+template <typename T, int kK>
+__device__ __forceinline__ void round_and_store_state(const float* fragment, void* state, int stride, int rows,
+                                                      int columns) {
+  const float2* const pairs = reinterpret_cast<const float2*>(fragment);
+  write_words<kK>(state, threadIdx.x % 128, stride, rows, columns,
+                  [=](int i) { return pack(T(), pairs[i].x, pairs[i].y); });
 }
 
 }  // namespace flash_qla::device

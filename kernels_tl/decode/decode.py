@@ -23,7 +23,7 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel:
+There are five paths, each a kernel; keys of more than 128 channels have rows and key_first:
 
 - one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
   between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
@@ -145,7 +145,7 @@ def decode(dtype, K, state_dtype, path):
         )
     }
     name, ROWS = PATHS[path]
-    cta = DECODE["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
+    cta = DECODE[K]["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
     TILE_BYTES = ROWS * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)

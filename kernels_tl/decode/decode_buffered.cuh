@@ -282,13 +282,13 @@ class LaggingRows : public StateRows<State, K> {
                                          const TokenFactors& factors, float decay, float beta, float qk, Sums sums,
                                          float v) const {
     float k[L::kChannels], q[L::kChannels];
-    keys.load_token(k, keys.kOfKey, L::channel());
-    keys.load_token(q, keys.kOfQuery, L::channel());
+    keys.load_token(k, keys.kOfKey, L::channel(0));
+    keys.load_token(q, keys.kOfQuery, L::channel(0));
     const float of_k = decay * factors.k, of_q = decay * factors.q;
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
       float S[L::kChannels];
-      Base::unpack_row(S, tile[r][threadIdx.x % kWarp]);
+      Base::unpack_piece(S, tile[r][threadIdx.x % kWarp]);
       sums.of[r] += of_k * L::dot_of_lane(S, k);
       sums.of[L::kRows + r] += of_q * L::dot_of_lane(S, q);
     }
@@ -302,7 +302,7 @@ class LaggingRows : public StateRows<State, K> {
                                            float decay, float since, float change, int steps) {
     this->set(tile);
     float key[L::kChannels];
-    keys.load_token(key, keys.kOfKey, L::channel());
+    keys.load_token(key, keys.kOfKey, L::channel(0));
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
       const float change_of_row = __shfl_sync(~0u, change, Base::kLanesOfSum * r, L::kLanes);
@@ -320,7 +320,7 @@ class LaggingRows : public StateRows<State, K> {
       }
 #pragma unroll 1
       for (int lane = 0; lane < L::kLanes && turn * L::kLanes + lane < steps; ++lane) {
-        keys.load_key(key, turn * L::kLanes + lane, L::channel());
+        keys.load_key(key, turn * L::kLanes + lane, L::channel(0));
 #pragma unroll
         for (int r = 0; r < L::kRows; ++r) {
           const float d = __shfl_sync(~0u, d_[turn][r], lane, L::kLanes);

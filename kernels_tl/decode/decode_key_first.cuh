@@ -76,7 +76,7 @@ class KeyFirstRows : public StateRows<float, K> {
 
  private:
   // A piece's place in its key's pieces. Lanes that read pieces of one number then read different banks.
-  __device__ __forceinline__ static int place(int k, int piece) { return piece ^ k / L::kChannels % kPieces; }
+  __device__ __forceinline__ static int place(int k, int piece) { return piece ^ k / L::kPieceChannels % kPieces; }
 
   // use(key, piece, offset in a head's state, whether the state has it) for the thread's pieces.
   template <typename Use>
@@ -96,7 +96,7 @@ class KeyFirstRows : public StateRows<float, K> {
     for (int channel = 0; channel < L::kChannels; ++channel) {
 #pragma unroll
       for (int i = 0; i < kPiecesOfWarp; ++i) {
-        use(channel, L::channel() + channel, threadIdx.x / kWarp * kPiecesOfWarp + i, i * kValues);
+        use(channel, L::channel_of(channel), threadIdx.x / kWarp * kPiecesOfWarp + i, i * kValues);
       }
     }
   }

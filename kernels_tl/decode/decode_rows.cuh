@@ -31,16 +31,17 @@ template <typename State, int K>
 class StateRows {
  public:
   using L = RowLanes<State, K>;
-  using Raw = uint4[L::kRows];          // a lane's 16 bytes of each of its rows, as in memory
-  using Tile = uint4[L::kRows][kWarp];  // those of all lanes, in shared memory
+  static constexpr int kPieces = L::kRows * L::kPieces;
+  using Raw = uint4[kPieces];          // a lane's pieces of its rows, as in memory
+  using Tile = uint4[kPieces][kWarp];  // those of all lanes, in shared memory
 
   // The rows begin at row `row` of a head's state.
   __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim) : row_(row), K_(key_dim), V_(value_dim) {}
 
   __device__ __forceinline__ void load(Raw& raw, const State* state) const {
 #pragma unroll
-    for (int r = 0; r < L::kRows; ++r) {
-      raw[r] = is_there(r) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(r))) : uint4{};
+    for (int p = 0; p < kPieces; ++p) {
+      raw[p] = is_there(p) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(p))) : uint4{};
     }
   }
   // The warp's tile among those of the CTA.
@@ -48,53 +49,54 @@ class StateRows {
   // Starts asynchronous copies. A lane copies its own part, so it waits for its own copies only.
   __device__ __forceinline__ void fetch(Tile& tile, const State* state) const {
 #pragma unroll
-    for (int r = 0; r < L::kRows; ++r) {
-      copy_async(&tile[r][threadIdx.x % kWarp], state + (is_there(r) ? offset(r) : 0), is_there(r));
+    for (int p = 0; p < kPieces; ++p) {
+      copy_async(&tile[p][threadIdx.x % kWarp], state + (is_there(p) ? offset(p) : 0), is_there(p));
     }
   }
   __device__ __forceinline__ static void await() { wait_for_copies<0>(); }
   __device__ __forceinline__ void set(const Tile& tile) {
     Raw raw;
 #pragma unroll
-    for (int r = 0; r < L::kRows; ++r) {
-      raw[r] = tile[r][threadIdx.x % kWarp];
+    for (int p = 0; p < kPieces; ++p) {
+      raw[p] = tile[p][threadIdx.x % kWarp];
     }
     set(raw);
   }
   __device__ __forceinline__ void set(const Raw& raw) {
 #pragma unroll
-    for (int r = 0; r < L::kRows; ++r) {
-      unpack_row(S_[r], raw[r]);
+    for (int p = 0; p < kPieces; ++p) {
+      unpack_piece(S_[p / L::kPieces] + p % L::kPieces * L::kPieceChannels, raw[p]);
     }
   }
-  // A lane's part of a row.
-  __device__ __forceinline__ static void unpack_row(float (&row)[L::kChannels], const uint4& raw) {
+  // A lane's piece of a row: L::kPieceChannels numbers.
+  __device__ __forceinline__ static void unpack_piece(float* numbers, const uint4& raw) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(State) == 4) {
-        row[i] = __uint_as_float(words[i]);
+        numbers[i] = __uint_as_float(words[i]);
       } else {
         const float2 pair = unpack(State(), words[i]);
-        row[2 * i] = pair.x;
-        row[2 * i + 1] = pair.y;
+        numbers[2 * i] = pair.x;
+        numbers[2 * i + 1] = pair.y;
       }
     }
   }
   __device__ __forceinline__ void write(State* state) const {
 #pragma unroll
-    for (int r = 0; r < L::kRows; ++r) {
+    for (int p = 0; p < kPieces; ++p) {
+      const float* const numbers = S_[p / L::kPieces] + p % L::kPieces * L::kPieceChannels;
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(State) == 4) {
-          words[i] = __float_as_uint(S_[r][i]);
+          words[i] = __float_as_uint(numbers[i]);
         } else {
-          words[i] = pack(State(), S_[r][2 * i], S_[r][2 * i + 1]);
+          words[i] = pack(State(), numbers[2 * i], numbers[2 * i + 1]);
         }
       }
-      if (is_there(r)) {
-        __stcg(reinterpret_cast<uint4*>(state + offset(r)), uint4{words[0], words[1], words[2], words[3]});
+      if (is_there(p)) {
+        __stcg(reinterpret_cast<uint4*>(state + offset(p)), uint4{words[0], words[1], words[2], words[3]});
       }
     }
   }
@@ -141,8 +143,11 @@ class StateRows {
 
  private:
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
-  __device__ __forceinline__ int offset(int r) const { return row(r) * K_ + L::channel(); }
-  __device__ __forceinline__ bool is_there(int r) const { return row(r) < V_ && L::channel() < K_; }
+  // Of a lane's p-th piece.
+  __device__ __forceinline__ int offset(int p) const { return row(p / L::kPieces) * K_ + L::channel(p % L::kPieces); }
+  __device__ __forceinline__ bool is_there(int p) const {
+    return row(p / L::kPieces) < V_ && L::channel(p % L::kPieces) < K_;
+  }
 };
 
 }  // namespace flash_qla::device

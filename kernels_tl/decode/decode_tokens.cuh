@@ -5,19 +5,29 @@
 
 namespace flash_qla::device {
 
-// The layout of kDecodeWarpRows value rows of a state in a warp. A lane has 16 bytes of each of its kRows rows, which
-// are kTogether rows apart. Channels after a head's last one count as zeros.
+// The layout of kDecodeWarpRows value rows of a state in a warp. A lane has kPieces pieces of 16 bytes of each of its
+// kRows rows, which are kTogether rows apart. A piece follows those of the other lanes. Channels after a head's last
+// one count as zeros.
 template <typename State, int K>
 struct RowLanes {
   static constexpr int kDim = K;
-  static constexpr int kChannels = 16 / sizeof(State);  // channels of a lane
-  static constexpr int kLanes = K / kChannels;          // lanes of a row
+  static constexpr int kPieceChannels = 16 / sizeof(State);
+  static constexpr int kPieces = K > kWarp* kPieceChannels ? K / (kWarp * kPieceChannels) : 1;
+  static constexpr int kChannels = kPieces * kPieceChannels;  // channels of a lane
+  static constexpr int kLanes = K / kChannels;                // lanes of a row
   static constexpr int kTogether = kWarp / kLanes, kRows = kDecodeWarpRows / kTogether;
   static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kDecodeWarpRows % kTogether == 0);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // number in its row
   static __device__ __forceinline__ int above() { return threadIdx.x % kWarp / kLanes; }
-  static __device__ __forceinline__ int channel() { return kChannels * lane(); }
+  static __device__ __forceinline__ int channel(int piece) { return kPieceChannels * (lane() + kLanes * piece); }
+  // The key channel of the lane's i-th channel.
+  static __device__ __forceinline__ int channel_of(int i) { return channel(i / kPieceChannels) + i % kPieceChannels; }
+  // Of the lane's `four`-th four channels: the number among a row's fours.
+  static __device__ __forceinline__ int four_of_row(int four) {
+    constexpr int kFours = kPieceChannels / 4;
+    return channel(four / kFours) / 4 + four % kFours;
+  }
 
   static __device__ __forceinline__ float dot_of_lane(const float (&x)[kChannels], const float (&y)[kChannels]) {
     float sum = 0.f;
@@ -54,10 +64,7 @@ template <typename Element, typename L>
 class RawToken {
  public:
   __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at, int key_dim) {
-    if (L::channel() < key_dim) {
-      q_ = load_channels(tokens.q, at * tokens.q_stride);
-      k_ = load_channels(tokens.k, at * tokens.k_stride);
-    }
+    load_pieces<0>(tokens, at, key_dim);
     const int head = as_of_lane(tokens.head);
     a_ = load_bits(tokens.a, tokens.activations, Activation::kG, at * tokens.a_stride + head);
     b_ = load_bits(tokens.b, tokens.activations, Activation::kBeta, at * tokens.b_stride + head);
@@ -93,11 +100,25 @@ class RawToken {
 
  private:
   static_assert(sizeof(Element) == 2);
-  struct alignas(2 * L::kChannels) Channels {
+  struct alignas(2 * L::kPieceChannels) Channels {
     uint32_t pairs[L::kChannels / 2] = {};
   };
-  __device__ __forceinline__ static Channels load_channels(const void* elements, int64_t offset) {
-    return *reinterpret_cast<const Channels*>(static_cast<const Element*>(elements) + offset + L::channel());
+  struct alignas(2 * L::kPieceChannels) Piece {
+    uint32_t pairs[L::kPieceChannels / 2];
+  };
+  __device__ __forceinline__ static Piece load_piece(const void* elements, int64_t offset, int piece) {
+    return *reinterpret_cast<const Piece*>(static_cast<const Element*>(elements) + offset + L::channel(piece));
+  }
+  // Recursive, because a loop would change the order of instructions for one piece.
+  template <int kPiece>
+  __device__ __forceinline__ void load_pieces(const DecodeTokens& tokens, int64_t at, int key_dim) {
+    if (L::channel(kPiece) < key_dim) {
+      reinterpret_cast<Piece*>(q_.pairs)[kPiece] = load_piece(tokens.q, at * tokens.q_stride, kPiece);
+      reinterpret_cast<Piece*>(k_.pairs)[kPiece] = load_piece(tokens.k, at * tokens.k_stride, kPiece);
+    }
+    if constexpr (kPiece + 1 < L::kPieces) {
+      load_pieces<kPiece + 1>(tokens, at, key_dim);
+    }
   }
   __device__ __forceinline__ static void unpack_channels(float (&x)[L::kChannels], const Channels& channels) {
 #pragma unroll
@@ -201,8 +222,8 @@ class PreparedTokens {
     LaneToken<L::kChannels> found;
 #pragma unroll
     for (int four = 0; four < L::kChannels / 4; ++four) {
-      reinterpret_cast<float4*>(found.q)[four] = shared_.q[t][L::channel() / 4 + four];
-      reinterpret_cast<float4*>(found.k)[four] = shared_.k[t][L::channel() / 4 + four];
+      reinterpret_cast<float4*>(found.q)[four] = shared_.q[t][L::four_of_row(four)];
+      reinterpret_cast<float4*>(found.k)[four] = shared_.k[t][L::four_of_row(four)];
     }
     found.decay = shared_.decay[t];
     found.beta = shared_.beta[t];
@@ -220,8 +241,8 @@ class PreparedTokens {
     if (threadIdx.x % kWarp < L::kLanes) {
 #pragma unroll
       for (int four = 0; four < L::kChannels / 4; ++four) {
-        shared_.q[t][L::channel() / 4 + four] = reinterpret_cast<const float4*>(ready.q)[four];
-        shared_.k[t][L::channel() / 4 + four] = reinterpret_cast<const float4*>(ready.k)[four];
+        shared_.q[t][L::four_of_row(four)] = reinterpret_cast<const float4*>(ready.q)[four];
+        shared_.k[t][L::four_of_row(four)] = reinterpret_cast<const float4*>(ready.k)[four];
       }
     }
 #pragma unroll

@@ -42,6 +42,7 @@ def output_roles(dtype, K, sizes, value_tiles):
             hk,
             T.Cast("int32", sizes.H_k),
             T.Cast("int32", sizes.key_dim),
+            0,
             valid,
             turn == 0,
         )

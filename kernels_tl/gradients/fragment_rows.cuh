@@ -33,13 +33,13 @@ __device__ __forceinline__ MatrixRow factor_row(const void* panel, int first_row
 }
 
 // use(i, x) for each eight elements of the tile that have the places of fragment[i] to fragment[i + 7], in a fragment
-// of 128 columns. x holds them as packed pairs, which meet
+// of kPanels panels of 64 columns. x holds them as packed pairs, which meet
 //
 //   x[0]: fragment[i], [i + 1]    x[1]: [i + 4], [i + 5]    x[2]: [i + 2], [i + 3]    x[3]: [i + 6], [i + 7]
-template <int kRows, typename Use>
+template <int kRows, int kPanels, typename Use>
 __device__ __forceinline__ void for_pairs_of_tile(const void* tile, int first_row, Use use) {
 #pragma unroll
-  for (int panel = 0; panel < 2; ++panel) {
+  for (int panel = 0; panel < kPanels; ++panel) {
     const MatrixRow from = factor_row(static_cast<const char*>(tile) + panel * kRows * kRowBytes, first_row);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
@@ -70,16 +70,6 @@ __device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[
   if ((threadIdx.x & 3) == 0) {
     to[row] = sum[0];
     to[row + 8] = sum[1];
-  }
-}
-
-// rounded = x[0] to x[7] in 16 bits: eight registers of a fragment, in the order of a left factor and of
-// store_matrices.
-template <typename T>
-__device__ __forceinline__ void round_eight(uint32_t (&rounded)[4], const float* x) {
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    rounded[p] = pack(T(), x[2 * p], x[2 * p + 1]);
   }
 }
 
@@ -151,13 +141,13 @@ class RowDots<__half> {  // fp32 products without tensor cores, because rounding
 };
 
 // fragment = factor diag(factors) fragment, sums = rowsum(fragment * tile), by one warpgroup.
-template <typename T>
+template <typename T, int kPanels = 2>
 __device__ __forceinline__ void scale_and_dot(float* fragment, const void* tile, const float* factors, float factor,
                                               float* sums) {
   const int row = first_row();
   const float scale[2] = {factors[row] * factor, factors[row + 8] * factor};
   RowDots<T> dots;
-  for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
+  for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       fragment[i + e] *= scale[e / 2 & 1];
@@ -168,14 +158,14 @@ __device__ __forceinline__ void scale_and_dot(float* fragment, const void* tile,
 }
 
 // sums = diag(factors) rowsum(added * tile), fragment -= diag(betas) diag(factors) added, by one warpgroup.
-template <typename T>
+template <typename T, int kPanels = 2>
 __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* added, const void* tile,
                                                  const float* factors, const float* betas, float* sums) {
   const int row = first_row();
   const float scale[2] = {factors[row], factors[row + 8]};
   const float taken[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
   RowDots<T> dots;
-  for_pairs_of_tile<kChunk>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
+  for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
     dots.add(added + i, x);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {

@@ -1,19 +1,19 @@
 """Gradients of the caller's gates and betas, from chunk_backward's gradients of g and beta:
 
-    dg = sum of dg_parts,           db = sum of db_parts             over the tiles of value rows
+    dg = sum of dg_parts,           db = sum of db_parts
     dg_raw = dg * slope of g,       db_raw = db * slope of beta      for each activation that is inside
     dA_log = sum_t dg_t g_t,        ddt_bias = sum_t dg_raw_t        if the gate's activation is inside
 
-    db_parts, dg_parts  [value tiles, tokens, H_v] fp32     chunk_backward's results
+    db_parts, dg_parts  [parts, tokens, H_v] fp32           chunk_backward's or token_gradients' results
     db, dg              [tokens, H_v]                       the gradients of the caller's betas and gates
     gate_sums           [chunk_slots, H_v, 2] fp32          a chunk's terms of dA_log and ddt_bias
     counters            [H_v / 8]                           CTAs of these heads that have ended; 0 at first
 
 Each gradient has the dtype of its input. Rows that no sequence covers get zeros.
 
-backward.cpp launches [chunk_slots, H_v / 8] CTAs after chunk_backward, if an activation is inside or there are several
-value tiles. A CTA takes 8 heads of a chunk. The last CTA of these heads to end adds the sums of all chunks, in an order
-that depends on shapes alone.
+backward.cpp launches [chunk_slots, H_v / 8] CTAs after the kernel of the gradients, if an activation is inside or there
+are several parts. A CTA takes 8 heads of a chunk. The last CTA of these heads to end adds the sums of all chunks, in an
+order that depends on shapes alone.
 """
 
 import tilelang.language as T
@@ -31,15 +31,15 @@ PRELUDE = """
 def gate_gradients():
     sizes = Sizes()
     tokens, H_v, chunk_slots = sizes.tokens, sizes.H_v, sizes.chunk_slots
-    value_tiles, head_blocks = dims("value_tiles", "head_blocks")
+    parts, head_blocks = dims("parts", "head_blocks")
 
     @T.prim_func
     def main(
         sizes: sizes,
         plan: Plan(sizes),
         gates: Gates(sizes),
-        db_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
-        dg_parts: T.Tensor([value_tiles, tokens, H_v], "float32"),
+        db_parts: T.Tensor([parts, tokens, H_v], "float32"),
+        dg_parts: T.Tensor([parts, tokens, H_v], "float32"),
         db: T.Tensor([tokens, H_v], "float32"),  # db and dg have the dtypes that activations say
         dg: T.Tensor([tokens, H_v], "float32"),
         gate_sums: T.Tensor([sizes.chunk_slots, H_v, 2], "float32"),
@@ -53,7 +53,7 @@ def gate_gradients():
                 "gate_gradients",
                 T.access_ptr(db_parts[0, 0, 0], "r"),
                 T.access_ptr(dg_parts[0, 0, 0], "r"),
-                T.Cast("int32", value_tiles),
+                T.Cast("int32", parts),
                 T.Cast("int64", tokens) * H_v,
                 T.access_ptr(gates.g[0, 0], "r"),
                 T.access_ptr(gates.beta[0, 0], "r"),

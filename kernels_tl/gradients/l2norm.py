@@ -7,8 +7,8 @@
     normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k
     rstd        [2, rows] fp32                of q, then of k
 
-backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each. A lane takes a piece of a row. The pieces are
-a dimension of their own, because the compiler then loads 16 bytes at once instead of 2.
+backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each, 16 rows of 128 channels. A lane takes a piece
+of a row. The pieces are a dimension of their own, because the compiler then loads 16 bytes at once instead of 2.
 """
 
 import tilelang.language as T
@@ -17,14 +17,12 @@ from kernels_tl.config import L2NORM
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
 from kernels_tl.layout import NORM_EPS, NORM_PIECE
 
-ROWS = L2NORM.tile  # rows of a CTA
 
-
-def lanes_of_row(K):
+def lanes_and_rows(K):
+    """Lanes of a row, and rows of a CTA."""
     lanes = K // NORM_PIECE
-    assert lanes & (lanes - 1) == 0, f"sum_of_lanes adds over a power of two, not {lanes} lanes"
-    assert ROWS * lanes == L2NORM.threads
-    return lanes
+    assert lanes & (lanes - 1) == 0 and lanes <= 32, f"sum_of_lanes adds over a power of two, not {lanes} lanes"
+    return lanes, L2NORM.tile // lanes
 
 
 @T.macro
@@ -38,7 +36,7 @@ def sum_of_lanes(number, lanes):
 
 def l2norm(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = lanes_of_row(K)
+    LANES, ROWS = lanes_and_rows(K)
 
     @T.macro
     def normalize(row, piece, there, which, x, normalized, rstd):

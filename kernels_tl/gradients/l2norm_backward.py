@@ -12,13 +12,13 @@ backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of dq or of dk each. A la
 import tilelang.language as T
 
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
-from kernels_tl.gradients.l2norm import ROWS, lanes_of_row, sum_of_lanes
+from kernels_tl.gradients.l2norm import lanes_and_rows, sum_of_lanes
 from kernels_tl.layout import NORM_PIECE
 
 
 def l2norm_backward(dtype, K):
     rows, pieces = dims("rows", "pieces")
-    LANES = lanes_of_row(K)
+    LANES, ROWS = lanes_and_rows(K)
 
     @T.macro
     def replace(row, piece, there, which, normalized, rstd, gradient):

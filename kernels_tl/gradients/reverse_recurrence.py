@@ -13,9 +13,11 @@ dS' comes from shared memory, and the same products and roundings come in anothe
 
 import tilelang.language as T
 
+from kernels_tl.config import is_wide
 from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import fragments, named
 from kernels_tl.layout import BackwardGate
+from kernels_tl.states.wide_state import multiply_state
 
 Full = T.GemmWarpPolicy.FullRow
 
@@ -24,8 +26,7 @@ def registers(rows, K, dtype):
     """The registers of the warpgroups that carry `rows` rows of dS^T."""
     made = fragments(
         dS=([rows, K], "float32"),  # dS'^T, dS^T
-        dS_16=([rows, K], dtype),
-        dSK=([rows, C], "float32"),  # dS'^T K^T
+        **({} if is_wide(K) else {"dS_16": ([rows, K], dtype), "dSK": ([rows, C], "float32")}),  # dSK: dS'^T K^T
         U=([rows, C], "float32"),  # dO^T P, dV_new^T, U^T in turn
         U_16=([rows, C], dtype),  # dV_new^T
         # dO^T diag(scale gamma / gamma_1) in two parts: rounded to one, it would be the largest error of dS
@@ -35,8 +36,10 @@ def registers(rows, K, dtype):
     )
     # Loaded ahead of WGMMAs: gamma_C / gamma, -beta gamma / gamma_1.
     ahead = named(decays=T.alloc_local([16], "float32"), fades=T.alloc_local([16], "float32"))
+    if is_wide(K):
+        vars(made).update(vars(named(dSK=T.alloc_local([32], "float32"))))  # only CUDA functions use it
     vars(made).update(vars(ahead))
-    made.element = element_type(dtype)
+    made.element, made.K = element_type(dtype), K
     return made
 
 
@@ -98,6 +101,65 @@ def end_step(r, tiles, s, column):
     gamma = T.alloc_var(
         "float32", init=extern("load_factor", gate_row(tiles, s, BackwardGate.GAMMA), returns="float32")
     )
+    T.wait_wgmma(0)
+    for i, j in T.Parallel(*r.dS.shape):
+        r.dS[i, j] *= gamma
+
+
+def nothing():
+    pass
+
+
+@T.macro
+def wide_step(r, tiles, s, z, dO, offset, column, scale, staged=None, released=nothing, use_U=nothing):
+    """The whole step on a wide state, in the order that takes the fewest registers. dS has dS'^T, then dS^T.
+
+    s is the stage of K and the gates, z that of the other tiles. `staged`, if any, gets dS'^T in 16 bits: see
+    states/wide_state.py. The step calls use_U where U has U^T, then `released` where it has read the tiles of stage z.
+    """
+    multiply_state(r.element, r.K, r.dS, T.access_ptr(tiles.K[s, 0, 0], "r"), r.dSK, staged=staged)
+    T.wgmma_gemm(
+        tiles.dO[z, :, :], tiles.P[z, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full, clear_accum=True
+    )
+    extern("load_column_factors", r.decays.data, gate_row(tiles, s, BackwardGate.DECAY), column)
+    T.wait_wgmma(0)
+    extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
+    T.copy(r.U, r.U_16)
+    T.wgmma_gemm(r.U_16, tiles.L[z, :, :], r.U, transpose_B=True, policy=Full)
+    extern(
+        f"round_scaled_tile<{r.element}>",
+        r.faded_dO.data,
+        r.faded_dO_rest.data,
+        T.access_ptr(dO, "r"),
+        gate_row(tiles, s, BackwardGate.FADE),
+        scale,
+        offset,
+        column,
+    )
+    fade = T.alloc_var(
+        "float32",
+        init=extern("load_factor", T.access_ptr(tiles.gates[s, BackwardGate.FADE, C - 1], "r"), returns="float32"),
+    )
+    for i, j in T.Parallel(*r.dS.shape):
+        r.dS[i, j] *= fade
+    T.wgmma_gemm(r.faded_dO, tiles.Q[z, :, :], r.dS, policy=Full)
+    T.wgmma_gemm(r.faded_dO_rest, tiles.Q[z, :, :], r.dS, policy=Full)
+    extern(
+        "load_column_products",
+        r.fades.data,
+        gate_row(tiles, s, BackwardGate.BETA),
+        gate_row(tiles, s, BackwardGate.FADE),
+        column,
+    )
+    T.wait_wgmma(2)
+    extern(f"round_scaled_columns<{r.element}>", r.faded_U.data, r.U.data, r.fades.data)
+    T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
+    use_U()
+    gamma = T.alloc_var(
+        "float32", init=extern("load_factor", gate_row(tiles, s, BackwardGate.GAMMA), returns="float32")
+    )
+    T.wait_wgmma(1)
+    released()
     T.wait_wgmma(0)
     for i, j in T.Parallel(*r.dS.shape):
         r.dS[i, j] *= gamma

@@ -34,21 +34,22 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// rows += tiles, or rows = tiles in the first turn: 64 rows of key_dim columns, from two tiles of 64 x 64 side by side.
-// One warp calls it. A whole chunk goes as two boxes of TMA, which are in flight until wait_until_stored. With fewer
-// `valid` rows each half-warp adds a row at a time, because a box would reach into the next sequence.
+// rows += tiles, or rows = tiles in the first turn: 64 rows of up to 128 of their key_dim columns, from `column` on.
+// The tiles are two of 64 x 64 side by side. One warp calls it. A whole chunk goes as two boxes of TMA, which are in
+// flight until wait_until_stored. With fewer `valid` rows each half-warp adds a row at a time, because a box would
+// reach into the next sequence.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
-                                         int H_k, int key_dim, int valid, bool is_first) {
+                                         int H_k, int key_dim, int column, int valid, bool is_first) {
   constexpr int kTileBytes = kChunk * kChunk * 2;
   const int lane = lane_here();
   if (valid >= kChunk) {
     if (lane < 2) {
       const char* const tile = static_cast<const char*>(tiles) + lane * kTileBytes;
       if (is_first) {
-        store_box(map, tile, kChunk * lane, hk, row);
+        store_box(map, tile, column + kChunk * lane, hk, row);
       } else {
-        add_box(map, tile, kChunk * lane, hk, row);
+        add_box(map, tile, column + kChunk * lane, hk, row);
       }
     }
     return;
@@ -57,11 +58,12 @@ __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* til
   for (int i = lane / 16; i < valid; i += 2) {
     const int piece = lane & 15;
     const char* const from = static_cast<const char*>(tiles) + piece / 8 * kTileBytes;
-    if (8 * piece >= key_dim) {
+    if (column + 8 * piece >= key_dim) {
       continue;
     }
     uint4 x = *reinterpret_cast<const uint4*>(from + swizzled(i, piece & 7));
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(rows) + static_cast<int64_t>(i) * H_k * key_dim) + piece;
+    uint4* const to =
+        reinterpret_cast<uint4*>(static_cast<T*>(rows) + static_cast<int64_t>(i) * H_k * key_dim + column) + piece;
     if (!is_first) {
       const uint4 before = __ldcg(to);
       const auto add = [](uint32_t a, uint32_t b) {

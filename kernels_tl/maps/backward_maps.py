@@ -15,8 +15,8 @@ Where skips is 1, Z comes from the last few chunks alone; where reverse_skips is
 both are 1, M is left out. The two agree unless the bounds of some chunks let the state grow. The last segment of a
 sequence has no Z, the first no dZ, and a segment that is both has no M.
 
-backward.cpp launches [segments * H_v * (1 + 2 * value tiles)] CTAs: a CTA computes M, or V rows of Z^T or dZ^T, a tile.
-dZ comes first, because it takes longest.
+backward.cpp launches [segments * H_v * (K / V + 2 * value tiles)] CTAs: a CTA computes V rows of M^T, Z^T or dZ^T, a
+tile. dZ comes first, because it takes longest.
 """
 
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
-from kernels_tl.config import BACKWARD_MAPS as TILE
+from kernels_tl.config import BACKWARD_MAPS, is_wide
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -34,16 +34,15 @@ from kernels_tl.core.common import (
 )
 from kernels_tl.core.cta import Variables, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
-from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers
+from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers, wide_step
 from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.maps.segment_maps import (
-    CONSUMER_REGISTERS,
+    CONSUMERS,
     MAP_M,
     MAP_Z,
-    PRODUCER_REGISTERS,
     ROWS,
-    STAGES,
     V,
+    first_row_of_M,
     make_barriers,
     map_roles,
 )
@@ -53,6 +52,7 @@ EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "maps/segments.cuh"
 #include "core/tiles.cuh"
+#include "states/wide_state.cuh"
 """
 
 MAP_DZ = 2  # the third result, after MAP_Z and MAP_M
@@ -61,14 +61,15 @@ MAP_DZ = 2  # the third result, after MAP_Z and MAP_M
 def backward_maps(dtype, K):
     sizes = Sizes()
     H_v, value_rows = sizes.H_v, sizes.value_rows
-    assert K == V, "M^T has K rows, a tile of Z^T and dZ^T has V, and the same warpgroups make each"
     assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
-    CONSUMERS = TILE.consumers
-    roles = map_roles(dtype, K, partial=True, of_backward=True)
+    tile = BACKWARD_MAPS[K]
+    STAGES = tile.stages
+    M_TILES = K // V
+    roles = map_roles(dtype, K, tile, partial=True, of_backward=True)
 
     def make_tiles():
         return shared(
-            TILE.shared,
+            tile.shared,
             K=([STAGES, C, K], dtype),
             V=([STAGES, C, V], dtype),  # or dO
             L=([STAGES, C, C], dtype),
@@ -110,6 +111,10 @@ def backward_maps(dtype, K):
             first = T.Select((skip == 0) | (reverse_skip == 0), 0, segment.chunks)
         return Variables(first=first, last=last)
 
+    def is_tile_of_M(is_dZ, tile, value_tiles):
+        """M comes after the tiles of Z."""
+        return (is_dZ == 0) & (tile >= value_tiles) if is_wide(K) else tile == value_tiles
+
     @T.macro
     def compute_dZ(tiles, ready, chunks, segment, hv, v0, grad_states, scale):
         """The consumers of dZ: the recurrence in reverse from dS' = 0, then dZ to global memory."""
@@ -129,8 +134,12 @@ def backward_maps(dtype, K):
                 clear_rows_after(tiles.dO, segment.length - c * C, s)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
-            begin_step(r, tiles, s, tiles.dO[s, 0, warpgroup * ROWS], offset, column, scale)
-            end_step(r, tiles, s, column)
+            dO = tiles.dO[s, 0, warpgroup * ROWS]
+            if is_wide(K):
+                wide_step(r, tiles, s, s, dO, offset, column, scale)
+            else:
+                begin_step(r, tiles, s, dO, offset, column, scale)
+                end_step(r, tiles, s, column)
             stage.arrive(ready.released)
         if chunks > 0:
             for i, j in T.Parallel(V, K):
@@ -171,21 +180,22 @@ def backward_maps(dtype, K):
         scale: T.float32,
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * (1 + 2 * T.truncdiv(value_rows, V)),
-            threads=TILE.threads,
+            sizes.segment_slots * H_v * (M_TILES + 2 * T.truncdiv(value_rows, V)),
+            threads=tile.threads,
             prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()
-            ready = make_barriers()
+            ready = make_barriers(STAGES)
             value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
             of_dZ = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v) * value_tiles)  # CTAs
             is_dZ = T.alloc_var("int32", init=T.Select(cta < of_dZ, 1, 0))
             piece = locate_cta(
-                T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + 1)
+                T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + M_TILES)
             )
-            is_M = T.alloc_var("int32", init=T.Select(piece.tile == value_tiles, 1, 0))  # M comes after the tiles of Z
+            is_M = T.alloc_var("int32", init=T.Select(is_tile_of_M(is_dZ, piece.tile, value_tiles), 1, 0))
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
+            m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
             hv = T.alloc_var("int32", init=piece.hv)
             segment = load_segment_early(plan.segments, piece.slot)
             # Flags of a segment that lacks this map: a last one has no Z, a first one no dZ, one that is both no M.
@@ -206,13 +216,13 @@ def backward_maps(dtype, K):
             needed = chunks_that_matter(segment, hv, which, matrices.gates, maps.skips, reverse_skips)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
             if T.get_thread_binding() < CONSUMERS:
-                T.inc_max_nreg(CONSUMER_REGISTERS)
+                T.inc_max_nreg(tile.registers[0])
                 if which == MAP_DZ:
                     compute_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, grad_states, scale)
                 else:
-                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, v0, maps)
+                    roles.compute(tiles, ready, needed.first, segment.chunks, which, segment, hv, v0, m0, maps)
             else:
-                T.dec_max_nreg(PRODUCER_REGISTERS)
+                T.dec_max_nreg(tile.registers[1])
                 if which == MAP_DZ:
                     inputs = (tokens, grad_o, backward_gates, matrices)
                     load_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, hk, *inputs)

@@ -23,12 +23,12 @@ The roles and the arithmetic are those of segment_scan, without a storer: the co
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Plan, Sizes, States
-from kernels_tl.config import COMPOSE_MAPS as TILE
+from kernels_tl.config import COMPOSE_MAPS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
+from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
@@ -43,15 +43,15 @@ def compose_maps(dtype, K, reverse):
     sizes = Sizes()
     H_v, key_dim, value_dim = sizes.H_v, sizes.key_dim, sizes.value_dim
     mapped, map_rows, key_channels = dims("mapped", "map_rows", "key_channels")
-    CONSUMERS = TILE.consumers
+    tile = COMPOSE_MAPS[K]
+    CONSUMERS = tile.consumers
     of_map = map_step(dtype, K, reverse)
+    STAGES = of_map.stages
 
     def make_tiles():
         return shared(
-            TILE.shared,
-            M=([MAP_STAGES, 2, K, K], dtype),
-            S=([2, 2, K, COLUMNS], dtype),  # two buffers, each in two 16-bit parts
-            Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),
+            tile.shared,
+            **of_map.tiles,
             skip=([STAGES], "int32"),
             swizzle=("Z",),
         )
@@ -150,7 +150,7 @@ def compose_maps(dtype, K, reverse):
     ):
         with T.Kernel(
             mapped * H_v * (T.ceildiv(value_dim, COLUMNS) + T.ceildiv(key_dim, COLUMNS)),
-            threads=TILE.threads,
+            threads=tile.threads,
             prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()

@@ -3,20 +3,23 @@
     M S = M_0 S_0 + M_0 S_1 + M_1 S_0        M_0, S_0: rounded to 16 bits; M_1, S_1: the rests in 16 bits
 
 The sum is in fp32. M_1 S_1 is smaller than the error that both parts leave, so it is not computed.
+
+M of a wide state does not fit shared memory. It arrives in blocks, one after the other: rows of M^T, or its columns
+with `reverse`. They meet the same rows of S.
 """
 
 from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.config import SEGMENT_SCAN
+from kernels_tl.config import SEGMENT_SCAN, is_wide
 from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import stage_of
-from kernels_tl.layout import NamedBarrier
+from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier
 
 ROWS = 64  # rows of S of a warpgroup: the M of its WGMMA
-COLUMNS = SEGMENT_SCAN.tile  # columns of S of a CTA
-MAP_STAGES, STAGES = 2, SEGMENT_SCAN.stages  # stages of M; stages of Z
+COLUMNS = SCAN_COLUMNS  # columns of S of a CTA
+MAP_STAGES = 2  # of M, or of its blocks
 BOX = 32  # floats, 128 bytes: the width of the swizzle
 Full = T.GemmWarpPolicy.FullRow
 
@@ -27,7 +30,37 @@ def consumers(K):
 
 
 def map_step(dtype, K, reverse):
-    """The macros of a step, which computes M S, or M^T S with `reverse`."""
+    """The tiles of a step, and its macros. A step computes M S, or M^T S with `reverse`."""
+    BLOCK_ROWS = ROWS if is_wide(K) else K
+    BLOCKS = K // BLOCK_ROWS
+    BUFFERS = 1 if is_wide(K) else 2  # of S
+    stages = SEGMENT_SCAN[K].stages
+    tiles_of_step = {
+        "M": ([MAP_STAGES, 2, *((K, BLOCK_ROWS) if reverse else (BLOCK_ROWS, K))], dtype),
+        "S": ([BUFFERS, 2, *([BLOCKS] if is_wide(K) else []), BLOCK_ROWS, COLUMNS], dtype),  # in two 16-bit parts
+        "Z": ([stages, K // BOX, COLUMNS, BOX], "float32"),
+    }
+
+    def stage_of_block(turn, block, m):
+        """The stage of a block. m is turn % MAP_STAGES."""
+        return stage_of(turn * BLOCKS + block, MAP_STAGES) if is_wide(K) else stage_of(turn, MAP_STAGES, m)
+
+    def block_of(S, turn, part, block):
+        """A tile of S, or a block of it."""
+        return S[0, part, block, :, :] if is_wide(K) else S[turn % 2, part, :, :]
+
+    def box_of(M, slot, hv, part, block):
+        """A part of M, or a block of it."""
+        rows = slice(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) if is_wide(K) else slice(None)
+        return M[slot, hv, part, :, rows] if reverse else M[slot, hv, part, rows, :]
+
+    @T.macro
+    def store_part(part, tiles, turn, number):
+        if is_wide(K):
+            for i, j in T.Parallel(K, COLUMNS):
+                tiles.S[0, number, i // BLOCK_ROWS, i % BLOCK_ROWS, j] = part[i, j]
+        else:
+            T.copy(part, tiles.S[turn % 2, number, :, :])
 
     @T.macro
     def round_in_parts(S, S_16, rest, tiles, turn):
@@ -35,27 +68,43 @@ def map_step(dtype, K, reverse):
         T.copy(S, S_16)
         for i, j in T.Parallel(K, COLUMNS):
             rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
-        T.copy(S_16, tiles.S[turn % 2, 0, :, :])
-        T.copy(rest, tiles.S[turn % 2, 1, :, :])
+        if is_wide(K):  # all warpgroups have read the last S
+            T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
+        store_part(S_16, tiles, turn, 0)
+        store_part(rest, tiles, turn, 1)
         T.fence_proxy_async()
         T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
 
     @T.macro
     def add_product(S, tiles, ready, m, turn):
         """S += M (S_0 + S_1), with the parts that round_in_parts has written."""
-        stage = stage_of(turn, MAP_STAGES, m)
-        stage.wait_for(ready.map_loaded)
-        for a, b in ((0, 0), (0, 1), (1, 0)):
-            T.wgmma_gemm(tiles.M[m, a, :, :], tiles.S[turn % 2, b, :, :], S, transpose_A=not reverse, policy=Full)
-        T.wait_wgmma(0)
-        stage.arrive(ready.map_released)
+        for block in T.unroll(BLOCKS):
+            stage = stage_of_block(turn, block, m)
+            stage.wait_for(ready.map_loaded)
+            for a, b in ((0, 0), (0, 1), (1, 0)):
+                T.wgmma_gemm(
+                    tiles.M[stage.index, a, :, :],
+                    block_of(tiles.S, turn, b, block),
+                    S,
+                    transpose_A=not reverse,
+                    policy=Full,
+                )
+            T.wait_wgmma(0)
+            stage.arrive(ready.map_released)
 
     @T.macro
     def load_map(maps, slot, hv, tiles, ready, m, turn):
-        stage = stage_of(turn, MAP_STAGES, m)
-        stage.wait_until_free(ready.map_released)
-        for part in T.unroll(2):
-            fetch(maps[slot, hv, part, :, :], tiles.M[m, part, :, :], ready.map_loaded[m])
-        stage.arrive(ready.map_loaded)
+        for block in T.unroll(BLOCKS):
+            stage = stage_of_block(turn, block, m)
+            stage.wait_until_free(ready.map_released)
+            for part in T.unroll(2):
+                fetch(
+                    box_of(maps, slot, hv, part, block),
+                    tiles.M[stage.index, part, :, :],
+                    ready.map_loaded[stage.index],
+                )
+            stage.arrive(ready.map_loaded)
 
-    return SimpleNamespace(round_in_parts=round_in_parts, add_product=add_product, load_map=load_map)
+    return SimpleNamespace(
+        tiles=tiles_of_step, stages=stages, round_in_parts=round_in_parts, add_product=add_product, load_map=load_map
+    )

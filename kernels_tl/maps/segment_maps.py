@@ -11,7 +11,7 @@
 The last segment of a sequence needs no map. In chunk_plan's map_segments some of these segments lack the flag LAST, so
 that they get a map. Their last chunk may be partial: `partial` is the instance for them.
 
-forward.cpp launches [segments * H_v * (1 + value tiles)] CTAs: a CTA computes M or V rows of Z^T, a tile.
+forward.cpp launches [segments * H_v * (K / V + value tiles)] CTAs: a CTA computes V rows of M^T or of Z^T, a tile.
 """
 
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
-from kernels_tl.config import SEGMENT_MAPS as TILE, WGMMA_ROWS as ROWS
+from kernels_tl.config import SEGMENT_MAPS, WARPGROUP, WGMMA_ROWS as ROWS, is_wide
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -37,7 +37,7 @@ from kernels_tl.core.cta import (
     shared,
 )
 from kernels_tl.core.pipeline import is_loader, stage_of
-from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -45,25 +45,27 @@ EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "maps/segments.cuh"
 #include "core/tiles.cuh"
+#include "states/wide_state.cuh"
 """
 
-V = TILE.tile  # value rows a CTA
-STAGES = TILE.stages
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers  # one warp of the producers works
+V = WIDE_TILE  # rows of M^T or of Z^T a CTA
+CONSUMERS = V // ROWS * WARPGROUP
 MAP_Z, MAP_M = 0, 1
 
 
-def make_barriers():
+def make_barriers(stages):
     return barriers(
-        loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-        released=[TILE.consumers] * STAGES,  # consumers to loader: the stage is free
+        loaded=[32] * stages,  # loader to consumers: a stage's tiles have arrived
+        released=[CONSUMERS] * stages,  # consumers to loader: the stage is free
     )
 
 
-def map_roles(dtype, K, partial, of_backward=False):
+def map_roles(dtype, K, tile, partial, of_backward=False):
     """The roles of a CTA that computes M or Z: macros compute and load. With `partial` the last chunk of a segment may
     be partial. The backward's maps are exact, as its states are. It needs only M of segments that end a sequence, so V
     is never partial there."""
+    STAGES = tile.stages
+    assert tile.consumers == CONSUMERS
 
     @T.macro
     def clear_after(tiles, s, valid):
@@ -72,20 +74,22 @@ def map_roles(dtype, K, partial, of_backward=False):
             if not of_backward:
                 clear_rows_after(tiles.V, valid, s)
             T.fence_proxy_async()
-            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, TILE.consumers)
+            T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
 
     def store_map(r, place):
+        if r.is_wide:
+            return extern(f"round_and_store_state<{r.element}, {K}>", r.S.data, place, K, ROWS, K)
         return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
 
     @T.macro
-    def compute(tiles, ready, start, chunks, which, segment, hv, v0, maps):
-        """The consumers: the recurrence, then Z or M to global memory."""
+    def compute(tiles, ready, start, chunks, which, segment, hv, v0, m0, maps):
+        """The consumers: the recurrence, then Z or M to global memory. m0 is the first row of M^T."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(V, K, dtype, TILE.early_factors, output=False, exact=of_backward)
+        r = registers(V, K, dtype, tile.early_factors, output=False, exact=of_backward)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         for i, j in T.Parallel(V, K):
-            r.S[i, j] = T.Select((which == MAP_M) & (i == j), 1.0, 0.0)
+            r.S[i, j] = T.Select((which == MAP_M) & (i + m0 == j), 1.0, 0.0)
         for c in T.serial(start, chunks):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             stage = stage_of(c - start, STAGES, s)
@@ -94,7 +98,7 @@ def map_roles(dtype, K, partial, of_backward=False):
                 clear_after(tiles, s, segment.length - c * C)
             begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
             T.wait_wgmma(0)
-            end_step(r, tiles, s)
+            end_step(r, tiles, s, column)
             stage.arrive(ready.released)
 
         if start < chunks:
@@ -102,18 +106,24 @@ def map_roles(dtype, K, partial, of_backward=False):
                 for i, j in T.Parallel(V, K):
                     maps.states[segment.slot + 1, hv, v0 + i, j] = r.S[i, j]
             else:
-                T.copy(r.S, r.S_16)
-                for i, j in T.Parallel(V, K):
-                    r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
-                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 0, warpgroup * ROWS, 0], "w"))
-                T.copy(r.S, r.S_16)
-                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 1, warpgroup * ROWS, 0], "w"))
+                row = m0 + warpgroup * ROWS
+                if r.is_wide:
+                    store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 0, row, 0], "w"))
+                    for i, j in T.Parallel(V, K):
+                        r.S[i, j] -= T.Cast("float32", T.Cast(dtype, r.S[i, j]))
+                else:
+                    T.copy(r.S, r.S_16)
+                    for i, j in T.Parallel(V, K):
+                        r.S[i, j] -= T.Cast("float32", r.S_16[i, j])
+                    store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 0, row, 0], "w"))
+                    T.copy(r.S, r.S_16)
+                store_map(r, T.access_ptr(maps.maps[segment.slot, hv, 1, row, 0], "w"))
 
     @T.macro
     def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
         """The loader: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(is_loader(TILE.consumers), chunks, start)):
+        for c in T.serial(start, T.if_then_else(is_loader(CONSUMERS), chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             t = segment.row + c * C
             slot = segment.first + c
@@ -129,16 +139,22 @@ def map_roles(dtype, K, partial, of_backward=False):
     return SimpleNamespace(compute=compute, load=load)
 
 
+def first_row_of_M(row, which, value_rows):
+    """The first row of a CTA's tile of M^T: `row` counts from the first row of Z^T."""
+    return T.alloc_var("int32", init=T.Select(which == MAP_M, row - T.Cast("int32", value_rows), 0))
+
+
 def segment_maps(dtype, K, partial):
     sizes = Sizes()
     H_v, value_rows = sizes.H_v, sizes.value_rows
-    assert K == V, "M^T has K rows and a tile of Z^T has V, and the same warpgroups make either"
-    CONSUMERS = TILE.consumers
-    roles = map_roles(dtype, K, partial)
+    tile = SEGMENT_MAPS[K]
+    STAGES = tile.stages
+    M_TILES = K // V
+    roles = map_roles(dtype, K, tile, partial)
 
     def make_tiles():
         return shared(
-            TILE.shared,
+            tile.shared,
             K=([STAGES, C, K], dtype),
             V=([STAGES, C, V], dtype),
             L=([STAGES, C, C], dtype),
@@ -177,13 +193,14 @@ def segment_maps(dtype, K, partial):
         maps: Maps(sizes, dtype, K),
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * (1 + T.truncdiv(value_rows, V)), threads=TILE.threads, prelude=PRELUDE
+            sizes.segment_slots * H_v * (M_TILES + T.truncdiv(value_rows, V)), threads=tile.threads, prelude=PRELUDE
         ) as cta:
             tiles = make_tiles()
-            ready = make_barriers()
-            piece = locate_cta(cta, H_v, 1 + T.truncdiv(T.Cast("int32", value_rows), V))  # M after the tiles of Z
+            ready = make_barriers(STAGES)
+            piece = locate_cta(cta, H_v, M_TILES + T.truncdiv(T.Cast("int32", value_rows), V))  # M after the tiles of Z
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
+            m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
             segment = load_segment_early(plan.segments, piece.slot)
             if (segment.flags >= SegmentFlag.LAST) | (segment.length == 0):  # it needs no map
                 leave_without_work(cta)
@@ -193,10 +210,10 @@ def segment_maps(dtype, K, partial):
             segment = segment.and_also(slot=piece.slot)
             start = first_chunk(segment, piece.hv, which, matrices.gates, maps.skips)
             if T.get_thread_binding() < CONSUMERS:
-                T.inc_max_nreg(CONSUMER_REGISTERS)
-                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, maps)
+                T.inc_max_nreg(tile.registers[0])
+                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, m0, maps)
             else:
-                T.dec_max_nreg(PRODUCER_REGISTERS)
+                T.dec_max_nreg(tile.registers[1])
                 roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, tokens, matrices)
 
     return main

@@ -29,12 +29,12 @@ consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp tha
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Plan, Sizes, States
-from kernels_tl.config import SEGMENT_SCAN as TILE
+from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import barriers, fetch, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, STAGES, map_step
+from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
@@ -51,8 +51,10 @@ SKIP, END = 1, 2  # flags in `about` of a segment: M is negligible; the next seg
 def segment_scan(dtype, K, reverse):
     sizes = Sizes()
     H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
-    CONSUMERS = TILE.consumers
+    tile = SEGMENT_SCAN[K]
+    CONSUMERS = tile.consumers
     of_map = map_step(dtype, K, reverse)
+    STAGES = of_map.stages
     WAY = -1 if reverse else 1  # step from a segment to the next one
 
     def on_the_way(slot, segments):
@@ -69,10 +71,8 @@ def segment_scan(dtype, K, reverse):
 
     def make_tiles():
         return shared(
-            TILE.shared,
-            M=([MAP_STAGES, 2, K, K], dtype),
-            S=([2, 2, K, COLUMNS], dtype),  # two buffers, each in two 16-bit parts
-            Z=([STAGES, K // BOX, COLUMNS, BOX], "float32"),  # Z^T, then S^T
+            tile.shared,
+            **of_map.tiles,
             about=([STAGES], "int32"),
             swizzle=("Z",),
         )
@@ -183,7 +183,7 @@ def segment_scan(dtype, K, reverse):
         states: States(sizes),
         beside: T.int32,  # only with reverse
     ):
-        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=TILE.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             parts = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))

@@ -9,7 +9,7 @@
     A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b
     backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
-    turns      [chunk_slots, H_k]                  if wanted: zeros, from which chunk_backward counts
+    turns      [chunk_slots * key parts, H_k]      if wanted: zeros, from which chunk_backward or token_gradients counts
     counters   [H_v / 8]                           if wanted: zeros, for gate_gradients
 
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
@@ -25,8 +25,8 @@ With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in siz
 the entries grow like the product of (beta |k|^2 - 1) over the chunk, and become inf beyond the dtype's range.
 
 A CTA takes `heads` value heads of a group. It computes K K^T and K Q^T once for them, by WGMMA, and writes both over K.
-Then each warp works on a head; with 2 heads or 1, a team of two or four warps does. Four CTAs share an SM, and hide
-each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
+Then each warp works on a head; with 2 heads or 1, a team of two or four warps does. Several CTAs share an SM, and
+hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
 """
 
 import tilelang.language as T
@@ -43,7 +43,7 @@ from kernels_tl.bundles import (
     Slots,
     Tokens,
 )
-from kernels_tl.config import CHUNK_MATRICES as TILE
+from kernels_tl.config import CHUNK_MATRICES, WARPGROUP, key_parts
 from kernels_tl.core.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
@@ -78,7 +78,7 @@ PRELUDE = """
 #include "plan/plan.cuh"
 """
 
-THREADS = TILE.threads
+THREADS = WARPGROUP
 WARPS = THREADS // 32
 SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # a row of blocks has 128, 96, 64 or 32 bytes
 Full = T.GemmWarpPolicy.FullRow
@@ -88,12 +88,14 @@ def chunk_matrices(dtype, K, normalize):
     sizes = Sizes()
     H_v = sizes.H_v
     element = element_type(dtype)
-    assert K == 128 or not normalize, "query_norms has two panels of 64 channels"
+    tile = CHUNK_MATRICES[K]
+    KEY_PARTS = key_parts(K)
+    assert tile.threads == THREADS
     parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
     def make_tiles():
         return shared(
-            TILE.shared,
+            tile.shared,
             K=([C, K], dtype),  # later: blocks of the products
             Q=([C, K], dtype),  # later: block columns of the matrices, two of each warp
             diagonals=([3 * DIAGONAL_STRIDE + BLOCK**2], "float32"),  # blocks of K K^T
@@ -220,7 +222,8 @@ def chunk_matrices(dtype, K, normalize):
         factors[2] = scale
         factors[3] = scale
         if normalize:
-            extern(f"chunk_norms<{element}>", T.access_ptr(tiles.inverses, "rw"), KK.data, T.access_ptr(tiles.Q, "r"))
+            Q = T.access_ptr(tiles.Q, "r")
+            extern(f"chunk_norms<{element}, {K}>", T.access_ptr(tiles.inverses, "rw"), KK.data, Q)
             T.sync_threads(NamedBarrier.MATRICES, THREADS)
             factors[0] = tiles.inverses[0, lane]
             factors[1] = tiles.inverses[0, lane + 32]
@@ -300,7 +303,7 @@ def chunk_matrices(dtype, K, normalize):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            T.annotate_min_blocks_per_sm(TILE.ctas)
+            T.annotate_min_blocks_per_sm(tile.ctas)
             leave_unless(only_if, cta, plan.segments)
             share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs of a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
@@ -321,7 +324,8 @@ def chunk_matrices(dtype, K, normalize):
                 load(tiles, ready, chunk, warp, first, hk, heads, tokens, gates, outputs, cumulative)
                 factors = make_products(tiles, scale)
                 if (backward.has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
-                    backward.turns[slot, hk] = 0
+                    for part in range(KEY_PARTS):
+                        backward.turns[slot * KEY_PARTS + part, hk] = 0
                 if team.head < heads:
                     hv = first + team.head
                     if team.member == 0:

@@ -34,22 +34,25 @@ __device__ __forceinline__ void for_diagonal(const float* x, Use use) {
   }
 }
 
-// norms[i] = scale / |q_i| for the rows of a tile of 64 x 128, by four warps.
-template <typename T>
+// norms[i] = scale / |q_i| for the rows of a tile of 64 x kK, by four warps.
+template <typename T, int kK>
 __device__ __forceinline__ void query_norms(float* norms, const void* Q, float scale) {
-  // Half a row a thread; the two halves of a row are in lanes 16 apart.
+  // Half a row a thread, every other panel of 64 channels; the two halves of a row are in lanes 16 apart.
   const int lane = threadIdx.x & 31;
   const int row = 16 * warp_index() + (lane & 15), half = lane >> 4;
   const char* const base = static_cast<const char*>(Q) + half * (kChunk * 128);
   float sum = 0.f;
-#pragma unroll 4
-  for (int piece = 0; piece < 8; ++piece) {
-    const uint4 data = *reinterpret_cast<const uint4*>(base + swizzled(row, piece));
-    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack(T(), words[i]);
-      sum += pair.x * pair.x + pair.y * pair.y;
+  for (int panel = 0; panel < kK / 64; panel += 2) {
+#pragma unroll 4
+    for (int piece = 0; piece < 8; ++piece) {
+      const uint4 data = *reinterpret_cast<const uint4*>(base + panel * (kChunk * 128) + swizzled(row, piece));
+      const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack(T(), words[i]);
+        sum += pair.x * pair.x + pair.y * pair.y;
+      }
     }
   }
   sum += __shfl_xor_sync(~0u, sum, 16);
@@ -62,10 +65,10 @@ __device__ __forceinline__ float key_norm(float square) {
 
 // norms = 1 / |k_i| of a chunk, from the diagonal of K K^T, then 1 / |q_i|, from Q in shared memory. Four warps call
 // it.
-template <typename T>
+template <typename T, int kK>
 __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
   for_diagonal(KK, [norms](int i, float square) { norms[i] = key_norm(square); });
-  query_norms<T>(norms + kChunk, Q, 1.f);
+  query_norms<T, kK>(norms + kChunk, Q, 1.f);
 }
 
 // TF32 parts of a factor: one rounded part is enough for bf16 results, fp16 results need two. Functions that multiply

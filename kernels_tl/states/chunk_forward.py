@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import CHUNK_FORWARD, WGMMA_ROWS as ROWS
+from kernels_tl.config import CHUNK_FORWARD, WGMMA_ROWS as ROWS, is_wide
 from kernels_tl.core.common import (
     CALLER,
     EXPLICIT_PASS_CONFIGS,
@@ -64,10 +64,12 @@ PRELUDE = """
 #include "core/tiles.cuh"
 #include "plan/runs.cuh"
 #include "states/round_state.cuh"
+#include "states/wide_state.cuh"
 """
 
-# Shared memory holds after a segment's columns: the number of turns that follow, the piece's head, its first value row.
-MORE, HEAD, FIRST_ROW, COLUMNS = (SegmentColumn.COUNT + i for i in range(4))
+# Shared memory holds after a segment's columns: the number of turns that follow, the piece's head, its first value row;
+# if the consumers read its first state, its segment.
+MORE, HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(4))
 
 
 def chunk_forward(dtype, K, value_tile, resumable):
@@ -75,9 +77,11 @@ def chunk_forward(dtype, K, value_tile, resumable):
     key_dim, value_dim = sizes.key_dim, sizes.value_dim
     (h_slots,) = dims("h_slots")
     element = element_type(dtype)
-    tile = CHUNK_FORWARD[value_tile]
+    tile = CHUNK_FORWARD[K][value_tile]
     STAGES, CONSUMERS, HAS_REGISTERS = tile.stages, tile.consumers, tile.registers is not None
     WARPGROUPS = value_tile // ROWS
+    IS_WIDE, PANELS = is_wide(K), K // C
+    FETCHES_STATE = not IS_WIDE  # the loader brings a piece's first state; else the consumers read it
     # Producers: a loader, and a storer for each consumer warpgroup.
 
     def size_of(dtype):
@@ -93,15 +97,15 @@ def chunk_forward(dtype, K, value_tile, resumable):
         return shared(
             tile.shared,
             K=([STAGES, C, K], dtype),
-            Q=([STAGES, C, K], dtype),
+            Q=([STAGES, PANELS, C, C] if IS_WIDE else [STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
             L=([STAGES, C, C], dtype),
             P=([STAGES, C, C], dtype),
             O=([WARPGROUPS, C, ROWS], dtype),
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
-            S=([state], "float32"),  # a piece's first state
-            segment=([2, COLUMNS], "int32"),  # this turn's and the next one's
-            swizzle=("V", "O"),
+            **({"S": ([state], "float32")} if FETCHES_STATE else {}),  # a piece's first state
+            segment=([2, SEGMENT if FETCHES_STATE else SEGMENT + 1], "int32"),  # this turn's and the next one's
+            swizzle=("Q", "V", "O") if IS_WIDE else ("V", "O"),
         )
 
     def make_barriers():
@@ -146,6 +150,29 @@ def chunk_forward(dtype, K, value_tile, resumable):
             dtype=T.Select(slot == FROM_SCAN, Dtype.FLOAT32, initial.dtype),
         )
 
+    def piece_state(slot, segment, hv, v0, initial, scanned):
+        """A pointer to the first state of a piece."""
+        return extern(
+            "chosen",
+            slot == FROM_SCAN,
+            T.access_ptr(scanned[segment, hv, v0, 0], "r"),
+            initial.pointer(slot, hv, v0),
+        )
+
+    @T.macro
+    def store_h(r, tiles, h, has_h, turn: T.Ref, c: T.Ref, warpgroup):
+        """Writes S before a chunk to h, if it is wanted. A wide state has to be unscaled still."""
+        if has_h != 0:  # the branch also keeps the code before it from moving below the wait
+            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
+            if slot < h_slots:
+                v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
+                rows = (T.Cast("int32", key_dim), rest_of_value(v0), T.Cast("int32", key_dim))
+                place = T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w")
+                if r.is_wide:
+                    extern(f"round_and_store_state<{element}, {K}>", r.S.data, place, *rows)
+                else:
+                    extern(f"store_state<{K}>", r.S_16.data, place, *rows)
+
     @T.macro
     def step(
         r,
@@ -171,22 +198,14 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 extern("clear_rows_after", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
+        if r.is_wide:
+            store_h(r, tiles, h, has_h, turn, c, warpgroup)
         begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
-        if has_h != 0:  # the branch also keeps the code before it from moving below the wait
-            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
-            if slot < h_slots:
-                v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
-                extern(
-                    f"store_state<{K}>",
-                    r.S_16.data,
-                    T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w"),
-                    T.Cast("int32", key_dim),
-                    rest_of_value(v0),
-                    T.Cast("int32", key_dim),
-                )
+        if not r.is_wide:
+            store_h(r, tiles, h, has_h, turn, c, warpgroup)
         T.wait_wgmma(0)
         stage.arrive(ready.released_early)
-        end_step(r, tiles, s)
+        end_step(r, tiles, s, column)
         stage.arrive(ready.released)
         own = Stage(warpgroup, (done + c) % 2)
         own.wait_until_free(ready.stored)
@@ -194,7 +213,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
         own.arrive(ready.staged)
 
     @T.macro
-    def compute(tiles, ready, initial, final, kept, checkpoints, checkpoint_every, h, has_h, rounds):
+    def compute(tiles, ready, initial, scanned, final, kept, checkpoints, checkpoint_every, h, has_h, rounds):
         """The consumers: the recurrence, with O to shared memory and the requested states to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(value_tile, K, dtype, tile.early_factors)
@@ -210,18 +229,40 @@ def chunk_forward(dtype, K, value_tile, resumable):
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
             if slot != NO_STATE:
                 state = layout_of(slot, initial)
-                extern(
-                    f"read_state<{K}>",
-                    r.S.data,
-                    T.access_ptr(tiles.S, "r"),
-                    state.dtype,
-                    state.v_first,
-                    T.Select(state.v_first, pitch(K, size_of(state.dtype)), pitch(value_tile)),
-                    rest_of_value(tiles.segment[turn % 2, FIRST_ROW]),
-                    T.Cast("int32", key_dim),
-                )
+                rest = rest_of_value(tiles.segment[turn % 2, FIRST_ROW])
+                if FETCHES_STATE:
+                    extern(
+                        f"read_state<{K}>",
+                        r.S.data,
+                        T.access_ptr(tiles.S, "r"),
+                        state.dtype,
+                        state.v_first,
+                        T.Select(state.v_first, pitch(K, size_of(state.dtype)), pitch(value_tile)),
+                        rest,
+                        T.Cast("int32", key_dim),
+                    )
+                else:
+                    if slot == FROM_SCAN:
+                        T.pdl_sync()
+                    extern(
+                        f"read_state<{K}>",
+                        r.S.data,
+                        piece_state(
+                            slot,
+                            tiles.segment[turn % 2, SEGMENT],
+                            tiles.segment[turn % 2, HEAD],
+                            tiles.segment[turn % 2, FIRST_ROW],
+                            initial,
+                            scanned,
+                        ),
+                        state.dtype,
+                        state.v_first,
+                        T.Select(slot == FROM_SCAN, K, initial.row_stride),
+                        rest,
+                        T.Cast("int32", key_dim),
+                    )
             begun.arrive(ready.taken)
-            if not resumable:
+            if not (resumable or r.is_wide):
                 T.copy(r.S, r.S_16)
 
             c = T.alloc_var("int32", init=0)
@@ -265,19 +306,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
             turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
 
     @T.macro
-    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
-        """Loads a turn's segment and state to shared memory. The loader's."""
-        begun = Stage(0, turn % 2)
-        begun.wait_until_free(ready.taken)
-        lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
-        if lane < SegmentColumn.COUNT:
-            tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
-        if lane == MORE:
-            tiles.segment[turn % 2, MORE] = turns - 1 - turn
-        if lane == HEAD:
-            tiles.segment[turn % 2, HEAD] = piece.hv
-        if lane == FIRST_ROW:
-            tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
+    def fetch_first_state(tiles, ready, piece, segment, scanned, initial):
         if segment.initial == FROM_SCAN:
             T.pdl_sync()
         if segment.initial != NO_STATE:
@@ -291,17 +320,32 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 "fetch_state",
                 ready.begun[0],
                 T.access_ptr(tiles.S, "w"),
-                extern(
-                    "chosen",
-                    is_scanned,
-                    T.access_ptr(scanned[piece.segment, piece.hv, v0, 0], "r"),
-                    initial.pointer(segment.initial, piece.hv, v0),
-                ),
+                piece_state(segment.initial, piece.segment, piece.hv, v0, initial, scanned),
                 T.Select(state.v_first, rows, channels),
                 T.Select(state.v_first, channels, rows) * size,
                 T.Select(is_scanned, K, initial.row_stride) * size,
                 T.Select(state.v_first, K, value_tile) * size + STATE_PAD,
             )
+
+    @T.macro
+    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
+        """Loads a turn's segment and state to shared memory. The loader's."""
+        begun = Stage(0, turn % 2)
+        begun.wait_until_free(ready.taken)
+        lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
+        if lane < SegmentColumn.COUNT:
+            tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
+        if lane == MORE:
+            tiles.segment[turn % 2, MORE] = turns - 1 - turn
+        if lane == HEAD:
+            tiles.segment[turn % 2, HEAD] = piece.hv
+        if lane == FIRST_ROW:
+            tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
+        if FETCHES_STATE:
+            fetch_first_state(tiles, ready, piece, segment, scanned, initial)
+        else:
+            if lane == SEGMENT:
+                tiles.segment[turn % 2, SEGMENT] = piece.segment
         begun.arrive(ready.begun)
 
     @T.macro
@@ -321,7 +365,12 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 t = segment.row + tokens_before(c, checkpoint_every)
                 slot = segment.first + c
                 stage.wait_until_free(ready.released_early)
-                fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
+                if IS_WIDE:  # by panels, because no gemm of TileLang gives the tile its layout
+                    for panel in T.unroll(PANELS):
+                        k0 = panel * C
+                        fetch(tokens.q[t : t + C, hk, k0 : k0 + C], tiles.Q[s, panel, :, :], ready.loaded[s])
+                else:
+                    fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 for w in T.unroll(WARPGROUPS):
                     fetch(
                         tokens.v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
@@ -395,7 +444,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 if HAS_REGISTERS:
                     T.inc_max_nreg(tile.registers[0])
                 ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
-                compute(tiles, ready, initial, *ends, h, has_h, rounds)
+                compute(tiles, ready, initial, maps.states, *ends, h, has_h, rounds)
             else:
                 if HAS_REGISTERS:
                     T.dec_max_nreg(tile.registers[1])

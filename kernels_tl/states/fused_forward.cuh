@@ -335,7 +335,7 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   begin_product<T>(KK, K, K);
   begin_product<T>(KQ, K, Q);
   if constexpr (kNormalize) {
-    query_norms<T>(table + FusedGate::kQueryScale * kChunk, Q, scale);
+    query_norms<T, 128>(table + FusedGate::kQueryScale * kChunk, Q, scale);
   }
   const MatricesMaker<T, kNormalize> maker(table, scratch, scale);
   float diagonal[8], D[4][8], X[4][2][4] = {};

@@ -18,9 +18,11 @@ would be the largest error of S'.
 
 import tilelang.language as T
 
+from kernels_tl.config import is_wide
 from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import fragments, named
 from kernels_tl.layout import ForwardGate
+from kernels_tl.states.wide_state import multiply_state
 
 Full = T.GemmWarpPolicy.FullRow
 
@@ -34,7 +36,7 @@ def registers(rows, K, dtype, early, output=True, exact=False):
     are loaded before the first product (core/tiles.cuh: load_minuend). More of them may spill."""
     made = fragments(
         S=([rows, K], "float32"),  # S^T
-        S_16=([rows, K], dtype),
+        **({} if is_wide(K) else {"S_16": ([rows, K], dtype)}),
         V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
         V_new_16=([rows, C], dtype),
         decayed=([rows, C], dtype),  # V_new^T diag(gamma_C / gamma)
@@ -50,6 +52,7 @@ def registers(rows, K, dtype, early, output=True, exact=False):
     )
     vars(made).update(vars(ahead))
     made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
+    made.K, made.is_wide = K, is_wide(K)
     return made
 
 
@@ -68,25 +71,39 @@ def fetch_residual_factors(r, tiles, s, V, offset, column):
 
 
 @T.macro
-def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
+def fetch_factors(factors, tiles, s, row, column):
+    extern("load_column_factors", factors.data, T.access_ptr(tiles.gates[s, row, 0], "r"), column)
+
+
+@T.macro
+def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing, staged=None):
     """Leaves gamma_C S^T in S, S^T Q^T in O, V_new^T in flight in V_new, factors of columns in decays and queries.
 
     s is the stage of the chunk's tiles, V the first element of the warpgroup's tile of V. offset and column are the
-    thread's place in a tile and in a fragment (core/tiles.cuh). V counts as zero unless has_V."""
+    thread's place in a tile and in a fragment (core/tiles.cuh). V counts as zero unless has_V. `staged`, only for a
+    wide state: a tile that gets S^T in 16 bits, and the thread's place in it."""
     if r.output:
-        fetch_residual_factors(r, tiles, s, V, offset, column)
+        if not r.is_wide:
+            fetch_residual_factors(r, tiles, s, V, offset, column)
         total = T.alloc_var(
             "float32",
             init=extern("load_factor", T.access_ptr(tiles.gates[s, ForwardGate.TOTAL, 0], "r"), returns="float32"),
         )
-    else:  # faster here: gamma_C is read at its use
+    elif not r.is_wide:  # faster here: gamma_C is read at its use
         T.copy(r.S, r.S_16)
-    T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
+    if r.is_wide:
+        queries = (T.access_ptr(tiles.Q[s, 0, 0, 0], "r"), r.O.data) if r.output else ()
+        multiply_state(r.element, r.K, r.S, T.access_ptr(tiles.K[s, 0, 0], "r"), r.V_new, *queries, staged=staged)
+        fetch_residual_factors(r, tiles, s, V, offset, column)
+    else:
+        T.wgmma_gemm(r.S_16, tiles.K[s, :, :], r.V_new, transpose_B=True, policy=Full, clear_accum=True)
     if r.output:
-        T.wgmma_gemm(r.S_16, tiles.Q[s, :, :], r.O, transpose_B=True, policy=Full, clear_accum=True)
+        if not r.is_wide:
+            T.wgmma_gemm(r.S_16, tiles.Q[s, :, :], r.O, transpose_B=True, policy=Full, clear_accum=True)
         T.wait_wgmma(1)
     else:
-        fetch_residual_factors(r, tiles, s, V, offset, column)
+        if not r.is_wide:
+            fetch_residual_factors(r, tiles, s, V, offset, column)
         meanwhile()
         T.wait_wgmma(0)
     extern(
@@ -102,25 +119,32 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing):
     T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, policy=Full)
     for i, j in T.Parallel(*r.S.shape):
         r.S[i, j] *= total if r.output else tiles.gates[s, ForwardGate.TOTAL, 0]
-    extern("load_column_factors", r.decays.data, T.access_ptr(tiles.gates[s, ForwardGate.DECAY, 0], "r"), column)
-    if r.output:
-        extern("load_column_factors", r.queries.data, T.access_ptr(tiles.gates[s, ForwardGate.QUERY, 0], "r"), column)
+    if not r.is_wide:
+        fetch_factors(r.decays, tiles, s, ForwardGate.DECAY, column)
+        if r.output:
+            fetch_factors(r.queries, tiles, s, ForwardGate.QUERY, column)
 
 
 @T.macro
-def end_step(r, tiles, s, meanwhile=nothing):
-    """Leaves the next state in S; with an output also in S_16, and O^T in O. The caller has waited for V_new."""
+def end_step(r, tiles, s, column=None, meanwhile=nothing):
+    """Leaves the next state in S; with an output also in S_16, if there is one, and O^T in O. The caller has waited for
+    V_new."""
+    if r.is_wide:  # no registers are free before
+        fetch_factors(r.decays, tiles, s, ForwardGate.DECAY, column)
     extern(f"round_scaled_columns<{r.element}>", r.decayed.data, r.V_new.data, r.decays.data)
     T.wgmma_gemm(r.decayed, tiles.K[s, :, :], r.S, policy=Full)
     if r.exact:
         extern(f"round_scaled_columns<{r.element}>", r.decayed_rest.data, r.V_new.data, r.decays.data, r.decayed.data)
         T.wgmma_gemm(r.decayed_rest, tiles.K[s, :, :], r.S, policy=Full)
     if r.output:
+        if r.is_wide:
+            fetch_factors(r.queries, tiles, s, ForwardGate.QUERY, column)
         extern("scale_columns", r.O.data, r.queries.data)
         T.copy(r.V_new, r.V_new_16)
         T.wgmma_gemm(r.V_new_16, tiles.P[s, :, :], r.O, policy=Full)
         T.wait_wgmma(1)
-        T.copy(r.S, r.S_16)
+        if not r.is_wide:
+            T.copy(r.S, r.S_16)
     else:
         meanwhile()
     T.wait_wgmma(0)

@@ -18,7 +18,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import REPLAY_STATES as TILE, WGMMA_ROWS as ROWS
+from kernels_tl.config import REPLAY_STATES, WARPGROUP, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -28,31 +28,33 @@ from kernels_tl.core.common import (
 )
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
-from kernels_tl.layout import FROM_SCAN, Dtype, ForwardGate, NamedBarrier
+from kernels_tl.layout import FROM_SCAN, WIDE_TILE, Dtype, ForwardGate, NamedBarrier
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "core/tiles.cuh"
+#include "states/wide_state.cuh"
 """
 
-V = TILE.tile  # value rows a CTA
-STAGES = TILE.stages
+V = WIDE_TILE  # value rows a CTA
+WARPGROUPS = V // ROWS
+CONSUMERS = WARPGROUPS * WARPGROUP
 # Producers: a loader, and a storer for each consumer warpgroup.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
 def replay_states(dtype, K):
     sizes = Sizes()
     H_v, value_rows = sizes.H_v, sizes.value_rows
-    WARPGROUPS = V // ROWS
-    CONSUMERS = TILE.consumers
+    tile = REPLAY_STATES[K]
+    STAGES = tile.stages
+    assert (tile.tile, tile.consumers) == (V, CONSUMERS)
     BOXES = K // C  # TMA boxes of a warpgroup's h
 
     def make_tiles():
         return shared(
-            TILE.shared,
+            tile.shared,
             K=([STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
             L=([STAGES, C, C], dtype),  # L^T
@@ -75,8 +77,9 @@ def replay_states(dtype, K):
     @T.macro
     def stage_h(r, tiles, ready, warpgroup, c, rows):
         own = Stage(warpgroup, c % 2)
-        own.wait_until_free(ready.h_stored)
-        extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
+        if not r.is_wide:  # the first product stages a wide state
+            own.wait_until_free(ready.h_stored)
+            extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
         own.arrive(ready.h_staged)
 
     @T.macro
@@ -90,7 +93,7 @@ def replay_states(dtype, K):
     def compute(tiles, ready, piece, segment, initial, scanned):
         """The consumers: the recurrence, with h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(V, K, dtype, TILE.early_factors, output=False, exact=True)
+        r = registers(V, K, dtype, tile.early_factors, output=False, exact=True)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
@@ -118,6 +121,8 @@ def replay_states(dtype, K):
                     clear_rows_after(tiles.V, segment.length - c * C, s, w)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
+            if r.is_wide:
+                Stage(warpgroup, c % 2).wait_until_free(ready.h_stored)
             begin_step(
                 r,
                 tiles,
@@ -126,9 +131,10 @@ def replay_states(dtype, K):
                 offset,
                 column,
                 meanwhile=partial(stage_h, r, tiles, ready, warpgroup, c, rows),
+                staged=(T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows) if r.is_wide else None,
             )
             T.wait_wgmma(0)
-            end_step(r, tiles, s, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
+            end_step(r, tiles, s, column, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
             stage.arrive(ready.released)
 
     @T.macro
@@ -186,7 +192,7 @@ def replay_states(dtype, K):
         v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
+            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=tile.threads, prelude=PRELUDE
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers()
@@ -198,10 +204,10 @@ def replay_states(dtype, K):
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             if T.get_thread_binding() < CONSUMERS:
-                T.inc_max_nreg(CONSUMER_REGISTERS)
+                T.inc_max_nreg(tile.registers[0])
                 compute(tiles, ready, piece, segment, states.initial_in_a_run(), maps.states)
             else:
-                T.dec_max_nreg(PRODUCER_REGISTERS)
+                T.dec_max_nreg(tile.registers[1])
                 if is_loader(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, tokens, matrices)
                 else:

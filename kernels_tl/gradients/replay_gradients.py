@@ -1,0 +1,225 @@
+"""The recurrence in reverse over the chunks of each segment, for keys of more than 128 channels. Chunk by chunk, from
+the last one on,
+
+    U^T, dS^T = f(dS'^T, Q, K, dO, L, P, gates)      f is wide_step of gradients/reverse_recurrence.py
+
+    dh   dS', the gradient of the state after the chunk   [chunk_slots, H_v, value_rows, K] 16-bit, V-first
+    u    U                                                [chunk_slots, H_v, C, value_rows] 16-bit
+
+token_gradients computes the gradients of the inputs from them, all chunks in parallel. backward.cpp launches
+[segments * H_v * value tiles] CTAs. A CTA takes V value rows of dS^T, a tile, of one head of one segment. They stay in
+registers from the segment's last chunk to its first. A sequence's last segment starts from the gradient of the caller's
+final state or from zero, every other segment from `grad_states`, which segment_scan has written.
+
+Roles of a CTA: two consumer warpgroups with 64 rows of dS^T each, a warp that loads the next chunk's operands, and for
+each consumer warpgroup a warp that stores dS' and U.
+"""
+
+from functools import partial
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Matrices, Plan, Sizes, StateGradients, Tokens
+from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
+from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
+from kernels_tl.gradients.reverse_recurrence import registers, wide_step
+from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, Dtype, NamedBarrier
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+EARLY = {"segments": after("chunk_plan")}
+PRELUDE = """
+#include "core/tiles.cuh"
+#include "states/wide_state.cuh"
+"""
+
+V = TILE.tile  # value rows a CTA
+STAGES = TILE.stages  # of K and the gates: the first and the last product need them
+CONSUMERS = TILE.consumers
+WARPGROUPS = V // ROWS
+# Producers: a loader, and a storer for each consumer warpgroup.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
+
+
+def replay_gradients(dtype, K):
+    sizes = Sizes()
+    H_v, value_dim, value_rows = sizes.H_v, sizes.value_dim, sizes.value_rows
+    BOXES = K // C  # TMA boxes of a warpgroup's dS'
+
+    def make_tiles():
+        return shared(
+            TILE.shared,
+            K=([STAGES, C, K], dtype),
+            gates=([STAGES, BackwardGate.COUNT, C], "float32"),
+            Q=([1, C, K], dtype),
+            dO=([1, C, V], dtype),
+            L=([1, C, C], dtype),  # L^T
+            P=([1, C, C], dtype),  # P^T
+            dS=([WARPGROUPS, BOXES, ROWS, C], dtype),
+            U=([WARPGROUPS, C, ROWS], dtype),
+            swizzle=("dS", "U"),
+        )
+
+    def make_barriers():
+        return barriers(
+            loaded=[32] * STAGES,  # loader to consumers: K and the gates have arrived
+            released=[CONSUMERS] * STAGES,  # consumers to loader: they are free
+            others_loaded=[32],  # the same for Q, dO, L and P
+            others_released=[CONSUMERS],
+            dS_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: dS' of a chunk is in shared memory
+            dS_stored=[32] * WARPGROUPS,  # storer to its warpgroup: dS' has left
+            U_staged=[128] * WARPGROUPS,
+            U_stored=[32] * WARPGROUPS,
+        )
+
+    @T.macro
+    def stage_U(r, tiles, ready, warpgroup, step, offset):
+        own = Stage(warpgroup, step % 2)
+        own.arrive(ready.dS_staged)
+        own.wait_until_free(ready.U_stored)
+        extern(f"stage_transposed<{r.element}>", r.U.data, T.access_ptr(tiles.U[warpgroup, 0, 0], "w"), offset)
+        own.arrive(ready.U_staged)
+
+    @T.macro
+    def release_others(ready):
+        T.barrier_arrive(ready.others_released)
+
+    @T.macro
+    def compute(tiles, ready, piece, segment, final, initial, grad_states, scale):
+        """The consumers: the recurrence, with dS' and U to shared memory."""
+        warpgroup = T.truncdiv(T.get_thread_binding(), 128)
+        r = registers(V, K, dtype)
+        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
+        T.clear(r.dS)
+        if segment.final == FROM_SCAN:
+            extern(
+                f"read_state<{K}>",
+                r.dS.data,
+                T.access_ptr(grad_states[piece.slot, piece.hv, piece.v0, 0], "r"),
+                Dtype.FLOAT32,
+                True,
+                K,
+                V,
+                K,
+            )
+        else:
+            if segment.final != NO_STATE:
+                final.read(r.dS, segment.final, piece.hv, piece.v0)
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=step % STAGES)
+            p = T.alloc_var("int32", init=step % 2)
+            stage = stage_of(step, STAGES, s)
+            stage.wait_for(ready.loaded)
+            Stage(0, p).wait_for(ready.others_loaded)
+            if (step == 0) & (segment.length % C != 0):
+                clear_rows_after(tiles.Q, segment.length % C, 0)
+                clear_rows_after(tiles.K, segment.length % C, 0)
+                clear_rows_after(tiles.dO, segment.length % C, 0)
+                T.fence_proxy_async()
+                T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
+            Stage(warpgroup, p).wait_until_free(ready.dS_stored)
+            wide_step(
+                r,
+                tiles,
+                s,
+                0,
+                tiles.dO[0, 0, warpgroup * ROWS],
+                offset,
+                column,
+                scale,
+                staged=(T.access_ptr(tiles.dS[warpgroup, 0, 0, 0], "w"), rows),
+                released=partial(release_others, ready),
+                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, offset),
+            )
+            stage.arrive(ready.released)
+        if segment.initial >= 0:
+            initial.write(r.dS, segment.initial, piece.hv, piece.v0)
+
+    @T.macro
+    def load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices):
+        """The loader: the chunks' operands, the last chunk's first."""
+        edge = T.alloc_var("int32", init=0)  # see block_rows
+        for step in T.serial(segment.chunks):
+            s = T.alloc_var("int32", init=step % STAGES)
+            c = segment.chunks - 1 - step
+            t = segment.row + c * C
+            slot = segment.first + c
+            stage = stage_of(step, STAGES, s)
+            stage.wait_until_free(ready.released)
+            fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            stage.arrive(ready.loaded)
+            Stage(0, step % 2).wait_until_free(ready.others_released)
+            fetch(grad_o[t : t + C, piece.hv, piece.v0 : piece.v0 + V], tiles.dO[0, :, :], ready.others_loaded)
+            for target, source in block_rows(tiles.P, 0, matrices.rows, slot, piece.hv, 1, edge):
+                fetch(source, target, ready.others_loaded)
+            for target, source in block_rows(tiles.L, 0, matrices.rows, slot, piece.hv, 0, edge):
+                fetch(source, target, ready.others_loaded)
+            fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.others_loaded)
+            T.barrier_arrive(ready.others_loaded)
+
+    @T.macro
+    def store(tiles, ready, piece, segment, dh, u):
+        """The storers, one for each consumer warpgroup: dS' and U from shared memory."""
+        w = T.alloc_var("int32", init=storer(CONSUMERS))
+        for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
+            slot = segment.first + segment.chunks - 1 - step
+            v0 = piece.v0 + w * ROWS
+            own = Stage(w, step % 2)
+            own.wait_for(ready.dS_staged)
+            T.fence_proxy_async()
+            for box in T.unroll(BOXES):
+                T.tma_copy(
+                    tiles.dS[w, box, :, :],
+                    dh[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
+                    leader_scope_threads=32,
+                )
+            T.tma_store_wait(0)
+            own.arrive(ready.dS_stored)
+            own.wait_for(ready.U_staged)
+            T.fence_proxy_async()
+            T.tma_copy(tiles.U[w, :, :], u[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
+            T.tma_store_wait(0)
+            own.arrive(ready.U_stored)
+
+    @T.prim_func
+    def main(
+        sizes: sizes,
+        tokens: Tokens(sizes, dtype),
+        grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
+        plan: Plan(sizes),
+        matrices: Matrices(sizes, dtype, BackwardGate),
+        grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
+        ends: StateGradients(sizes),
+        dh: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
+        u: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        scale: T.float32,
+    ):
+        with T.Kernel(
+            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
+        ) as cta:
+            tiles = make_tiles()
+            ready = make_barriers()
+            piece = locate_cta(cta, H_v, T.truncdiv(T.Cast("int32", value_rows), V))
+            segment = load_segment_early(plan.segments, piece.slot)
+            if (segment.flags + segment.length == 0) & (cta != 0):
+                extern("leave")
+            T.pdl_sync()
+            T.pdl_trigger()
+            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            if T.get_thread_binding() < CONSUMERS:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                final = ends.view(T.access_ptr(ends.dht[0], "r"))
+                initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
+                compute(tiles, ready, piece, segment, final, initial, grad_states, scale)
+            else:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                if is_loader(CONSUMERS):
+                    load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices)
+                else:
+                    store(tiles, ready, piece, segment, dh, u)
+
+    return main
