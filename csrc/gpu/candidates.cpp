@@ -33,8 +33,8 @@ bool has_fused_kernel(const ForwardShape& shape) {
 // Wide keys have fewer instances (kernels_tl/instances.py): no narrow tile, say. The tiles and the maps do not depend
 // on the dtype.
 bool has_tile(const ForwardShape& shape, int64_t tile) {
-  return kernels::is_compiled(
-      kernels::ChunkForwardParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .value_tile = tile});
+  return kernels::is_compiled(kernels::ChunkForwardParams{
+      .dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .value_tile = tile, .resumable = false});
 }
 bool has_maps(const ForwardShape& shape) {
   return kernels::is_compiled(
