@@ -13,11 +13,7 @@ from flash_qla.integrations import fla
 
 # What the calls of every_op.py write; they have no `out`.
 WRITES = {
-    name: [
-        x.name
-        for x in op_of(name)._schema.arguments
-        if x.alias_info is not None and x.alias_info.is_write and x.name != "out"
-    ]
+    name: [x.name for x in op_of(name)._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     for name in (*NAMES, *(later for name in NAMES for later in later_ops(name)))
 }
 WITHOUT_DERIVATIVES = sorted({*NAMES} - {"chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd"})
