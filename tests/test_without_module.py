@@ -110,7 +110,7 @@ def test_the_library_answers_as_the_module():
 
 
 @pytest.mark.parametrize("op", ("forward", "backward"))
-@pytest.mark.parametrize(("name", "head_dims"), (("q", {"K": 136}), ("q", {"K": 20}), ("v", {"V": 520})))
+@pytest.mark.parametrize(("name", "head_dims"), (("q", {"K": 264}), ("q", {"K": 20}), ("v", {"V": 520})))
 def test_head_dims_of_no_kernel_are_refused_in_a_trace(monkeypatch, op, name, head_dims):
     """A trace refuses them as the library does in a call."""
     monkeypatch.setattr(_binary, "card", lambda _: {"sm_count": 132})

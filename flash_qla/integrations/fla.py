@@ -208,7 +208,7 @@ def _layout(function: str, state_v_first: bool, kwargs: dict, keywords: frozense
             raise ValueError(f"{function}: expected one of state_v_first and transpose_state_layout, got both")
         warnings.warn("transpose_state_layout is the older name of state_v_first", DeprecationWarning, stacklevel=3)
         state_v_first = bool(kwargs.pop("transpose_state_layout"))
-    unknown = kwargs.keys() - keywords
+    unknown = set(kwargs) - keywords  # torch.compile up to 2.11 does not trace kwargs.keys() - keywords
     if unknown:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
     return state_v_first
