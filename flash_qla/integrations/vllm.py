@@ -13,9 +13,9 @@ call, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence 
 From 0.28.0 on a kernel of vLLM stays in use, the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the
 environment.
 
-Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA graphs,
-with Inductor, with prefix caching, and with drafts. OLMo-Hybrid's decoding has not run on a GPU. The other releases have
-been compared by signatures.
+Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA
+graphs, with Inductor, with prefix caching, and with drafts. OLMo-Hybrid's decoding has not run on a GPU. The other
+releases have been compared by signatures.
 """
 
 import torch
