@@ -103,6 +103,10 @@ class Case:
         gates = (self.g, self.beta) if self.keep == "plain" else raw
         return sum(x.numel() * x.element_size() for x in (self.mixed, self.v, *gates))
 
+    def states(self, i: int, state_v_first: bool) -> torch.Tensor:
+        """A pool's numbers as states of this layout."""
+        return self.pool[i] if state_v_first else self.pool[i].view(*self.pool.shape[1:3], self.K, self.V)
+
     def packed(self, name: str) -> torch.Tensor:
         """q, k, v as [1, tokens, ...]; a and b as [tokens, H_v]."""
         x = getattr(self, name).flatten(0, 1)
@@ -171,7 +175,7 @@ def plain_calls(case: Case, function: Callable) -> dict[str, Callable]:
     options = {"g": case.g, "beta": case.beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     call = partial(function, case.q, case.k, case.v, **options)
     return {
-        layout: lambda i, options=options: call(initial_state=case.pool[i], **options)[0]
+        layout: lambda i, options=options: call(initial_state=case.states(i, **options), **options)[0]
         for layout, options in LAYOUTS.items()
     }
 
@@ -184,7 +188,7 @@ def flash_qla_calls(case: Case) -> dict[str, Callable]:
 
         call = partial(decode_gated_delta_rule, case.q, case.k, case.v, case.g, case.beta, None, None)
         in_place = {
-            f"{layout} in place": lambda i, options=options: call(case.pool[i], **options)
+            f"{layout} in place": lambda i, options=options: call(case.states(i, **options), **options)
             for layout, options in LAYOUTS.items()
         }
         return in_place | plain_calls(case, fused_recurrent_gated_delta_rule)
@@ -353,11 +357,12 @@ def check(calls_of: Callable, **of_case) -> dict[str, dict[str, float]]:
         gates, activations = (case.a, case.b), {"A_log": case.A_log, "dt_bias": case.dt_bias, **common.INSIDE}
         if case.keep == "plain":
             gates, activations = (case.g, case.beta), {}
+        v_first = not name.startswith("K-first")
         expected = reference.gated_delta_rule(
             *(case.q, case.k, case.v, *gates),
             scale=case.K**-0.5,
-            initial_state=case.pool[0][case.slots.long()].float(),
-            state_v_first=not name.startswith("K-first"),
+            initial_state=case.states(0, v_first)[case.slots.long()].float(),
+            state_v_first=v_first,
             use_qk_l2norm_in_kernel=True,
             **activations,
         )

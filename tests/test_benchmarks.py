@@ -304,17 +304,17 @@ def test_report_of_the_backward(capsys):
 )
 def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
     """One token keeps one state in either mode. A sample goes through all pools, here four."""
-    monkeypatch.setattr(decode, "ROTATED_BYTES", 4 * 2 * 128 * 128 * 4)
+    monkeypatch.setattr(decode, "ROTATED_BYTES", 4 * 2 * 24 * 40 * 4)
     sizes = {"batches": [1, 3], "tokens": [1, 3], "keep": keep, "state_dtypes": "fp32,bf16"}
     cells = list(decode.measure("flash_qla", options(**sizes)))
     assert {cell["function"] for cell in cells} == functions
     assert max(cell["relative_error"]["o"] for cell in cells) < 5e-3
-    state = 2 * 128 * 128 * 4
+    state = 2 * 24 * 40 * 4
     of_one_sequence = [cell for cell in cells if (cell["state_dtype"], cell["batch"]) == ("fp32", 1)]
     assert {cell["us"] for cell in of_one_sequence} == {2000 / 4}
     for cell in of_one_sequence:
         moved = 1 + (cell["tokens"] if keep == "every" else 1)
-        tokens = cell["tokens"] * 2 * (1 + 1 + 2 + 2) * 128  # q, k, v, o
+        tokens = cell["tokens"] * 2 * ((1 + 1) * 24 + (2 + 2) * 40)  # q, k, v, o
         raw = cell["tokens"] * 2 * 2 * 2 + 2 * 2 * 4 + 4  # a, b; A_log, dt_bias; the slot
         ready = cell["tokens"] * 2 * 2 * 4
         assert cell["bytes"] == moved * state + tokens + (ready if keep == "plain" else raw)
@@ -322,7 +322,7 @@ def test_cells_of_decoding(on_cpu, monkeypatch, keep, functions):
 
 def test_cells_of_lagging_states(on_cpu, monkeypatch):
     """A sample goes through the steps of a cycle, and at each step through all pools, here two."""
-    monkeypatch.setattr(decode, "ROTATED_BYTES", 2 * 2 * 128 * 128 * 4)
+    monkeypatch.setattr(decode, "ROTATED_BYTES", 2 * 2 * 24 * 40 * 4)
     sizes = {"batches": [1], "tokens": [1], "keep": "lagging", "steps": [1, 4], "state_dtypes": "fp32"}
     cells = {cell["function"]: cell for cell in decode.measure("flash_qla", options(**sizes))}
     assert {name: cell["keep"] for name, cell in cells.items()} == {
@@ -333,7 +333,7 @@ def test_cells_of_lagging_states(on_cpu, monkeypatch):
     assert max(cell["relative_error"]["o"] for cell in cells.values()) < 5e-3
     assert cells["buffered 4"]["us"] == 2000 / 2 / 4
     assert cells["buffered 1"]["bytes"] == cells["decode"]["bytes"]
-    state, step = 2 * 128 * 128 * 4, 2 * 128 * 4 + 128 * 2 + 2 * 4  # of d, k and g
+    state, step = 2 * 24 * 40 * 4, 2 * 40 * 4 + 24 * 2 + 2 * 4  # of d, k and g
     assert cells["buffered 4"]["bytes"] - cells["decode"]["bytes"] == state * (1 / 4 - 1) + step * (3 / 2 + 3 / 4)
 
 
