@@ -1,7 +1,7 @@
 """Fake implementations of the ops: dtypes and shapes of their results, for torch.compile and torch.export.
 
 The checks here make wrong arguments fail when a graph is traced, with the texts of csrc/tokens.cpp and its neighbours.
-The library checks everything again on real tensors.
+The library checks everything again on real tensors. The file is long because it has every op's checks and results.
 """
 
 import torch
