@@ -179,8 +179,11 @@ def test_an_empty_table_of_checkpoints_taken_for_none_is_found(monkeypatch):
     fuzz.run(trial, "cpu")
 
     def wrong(op, arguments):  # checkpoints go to the slots of their numbers
-        indices = torch.arange(4).reshape(2, 2)
-        indices[torch.isin(indices, arguments["state_indices"])] = -1
+        slots = torch.arange(arguments["state_pool"].shape[0])
+        taken = [arguments[x] for x in ("state_indices", "initial_state_indices") if x in arguments]
+        indices = torch.full((arguments["state_indices"].shape[0], 2), -1)
+        free = slots[~torch.isin(slots, torch.cat(taken))][: indices.numel()]
+        indices.view(-1)[: len(free)] = free
         return op(**arguments | {"checkpoint_indices": indices, "null_index": -1})
 
     replace_op(monkeypatch, "prefill_gated_delta_rule", wrong)
