@@ -141,8 +141,8 @@ __device__ __forceinline__ float activated_beta_slope(float x, int activations) 
   return beta_factor(activations) * sigmoid_slope(x);
 }
 
-// The log decay and the step size of a head's token, from numbers that are raw or ready. Both ways are computed, without
-// a branch: the compiler then computes the activations while other results are on their way.
+// The log decay and the step size of a head's token, from numbers that are raw or ready. Both ways are computed,
+// without a branch: the compiler then computes the activations while other results are on their way.
 __device__ __forceinline__ float log_decay(float x, const GateBits& bits, int activations) {
   const float activated = HeadGate(bits, activations)(x);
   return activations & Activation::kGate ? activated : limit_decay(x);
