@@ -32,7 +32,7 @@ def test_earlier():
             older(*arguments, **names)
 
 
-# What an engine does with plugins, reduced to the calls: load each of the group, and run it.
+# An engine loads each plugin of its group, and runs it.
 LOADING = """
 import importlib, importlib.metadata, logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)

@@ -11,7 +11,7 @@ from every_op import NAMES, at_offset, later_ops, make_call, names_of_arguments,
 import flash_qla
 from flash_qla.integrations import fla
 
-# What the calls of every_op.py write; they have no `out`.
+# The arguments that each op writes
 WRITES = {
     name: [x.name for x in op_of(name)._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     for name in (*NAMES, *(later for name in NAMES for later in later_ops(name)))

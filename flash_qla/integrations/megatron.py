@@ -14,7 +14,7 @@ installed, use_flash_qla supplies both: the l2norm in torch, the convolution by 
 deterministic mode does not call. If FLA is installed, any release of it, both remain FLA's.
 
 Megatron asserts that sequences are packed only without `deterministic_mode`. Head dimensions are as in flash_qla: K any
-multiple of 8 up to 128, V any multiple of 8 up to 512.
+multiple of 8 up to 256, V any multiple of 8 up to 512.
 
 Written for Megatron-core 0.19.2.
 """

@@ -13,8 +13,8 @@ their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose s
 backends stay in use: FlashInfer is the default for prefill on Hopper, unless --linear-attn-prefill-backend is triton.
 
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with the radix cache, and with drafts. The functions have run beside the kernels of 0.5.23. The other releases
-have been compared by signatures.
+graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have run beside the kernels
+of 0.5.23. The other releases have been compared by signatures.
 """
 
 import torch

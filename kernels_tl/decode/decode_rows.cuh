@@ -143,7 +143,7 @@ class StateRows {
 
  private:
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
-  // Of a lane's p-th piece.
+  // offset and is_there take p, the number of one of the lane's pieces.
   __device__ __forceinline__ int offset(int p) const { return row(p / L::kPieces) * K_ + L::channel(p % L::kPieces); }
   __device__ __forceinline__ bool is_there(int p) const {
     return row(p / L::kPieces) < V_ && L::channel(p % L::kPieces) < K_;

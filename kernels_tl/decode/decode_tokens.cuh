@@ -23,7 +23,7 @@ struct RowLanes {
   static __device__ __forceinline__ int channel(int piece) { return kPieceChannels * (lane() + kLanes * piece); }
   // The key channel of the lane's i-th channel.
   static __device__ __forceinline__ int channel_of(int i) { return channel(i / kPieceChannels) + i % kPieceChannels; }
-  // Of the lane's `four`-th four channels: the number among a row's fours.
+  // A row's channels are fours. Returns the number of the lane's four `four` among them.
   static __device__ __forceinline__ int four_of_row(int four) {
     constexpr int kFours = kPieceChannels / 4;
     return channel(four / kFours) / 4 + four % kFours;
