@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "contents.h"
 #include "layout.h"
+#include "output.h"
 #include "pool.h"
 #include "tensors.h"
 
@@ -81,8 +82,7 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
                  {"write_indices", or_null(call.write_indices)},
                  {"intermediate_states", or_null(call.intermediate_states)},
                  {"intermediate_indices", or_null(call.intermediate_indices)},
-                 {"parents", or_null(call.parents)},
-                 {"out", or_null(call.out)}});
+                 {"parents", or_null(call.parents)}});
   read_tokens(call, call.q, call.k, call.v);
   if (!call.use_beta_sigmoid) {
     call.use_beta_sigmoid = call.A_log.has_value();
@@ -105,8 +105,7 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
                  v_first ? "[rows, steps, H_v, V, K]" : "[rows, steps, H_v, K, V]", v_first);
   }
   if (call.out) {
-    check_same_dtype(op, "out", *call.out, call.q);
-    check_shape(op, "out", *call.out, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V], like v");
+    check_out(call, *call.out, call.q);
   }
   check_tables(call);
   if (!call.scale) {
@@ -150,30 +149,6 @@ DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, Deco
     }
   }
   return make_decode_call(op, std::move(arguments));
-}
-
-namespace {
-
-// The memory of `out` as a tensor that PyTorch's operators may write, even if `out` is an inference tensor.
-Tensor memory_of(const Tensor& out) { return view(out, out.sizes(), out.strides()); }
-
-}  // namespace
-
-Tensor allocate_output(const DecodeCall& call) {
-  return call.out && call.out->is_contiguous()
-             ? memory_of(*call.out)
-             : new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
-}
-
-Tensor output_as_returned(const DecodeCall& call, Tensor o) {
-  if (!call.out) {
-    return o;
-  }
-  if (!call.out->is_contiguous()) {
-    Tensor out = memory_of(*call.out);
-    copy(out, o);
-  }
-  return new_empty(call.op, call.q, {0}, call.dtype);
 }
 
 BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arguments, Backlog backlog) {

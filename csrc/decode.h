@@ -74,12 +74,7 @@ BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arg
 void check_decode_tables(const DecodeCall& call);
 void check_decode_tables(const BufferedDecodeCall& call);
 
-// Memory for o [B, T, H_v, V], dtype of q, contiguous: `out`, if it is contiguous, or a new tensor.
-Tensor allocate_output(const DecodeCall& call);
-// What the op returns: o; or an empty tensor with `out`, which has o then.
-Tensor output_as_returned(const DecodeCall& call, Tensor o);
-
-// Returns output_as_returned.
+// Each returns the op's result.
 Tensor decode_cpu(DecodeCall call);
 Tensor decode_cuda(DecodeCall call);
 Tensor decode_buffered_cpu(BufferedDecodeCall call);

@@ -4,6 +4,7 @@
 
 #include "checks.h"
 #include "contents.h"
+#include "output.h"
 #include "pool.h"
 
 namespace flash_qla {
@@ -51,36 +52,10 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
   }
   check_checkpoints(call);
   if (call.out) {
-    check_device(op, "out", *call.out, call.q);
-    check_same_dtype(op, "out", *call.out, call.q);
-    check_shape(op, "out", *call.out, {call.B, call.T, call.H_v, call.V}, "[B, T, H_v, V], like v");
+    check_out(call, *call.out, call.q);
   }
   check_contents(call);
   return call;
-}
-
-namespace {
-
-bool is_written_directly(const PrefillCall& call) {
-  return call.out && call.out->is_contiguous() && is_aligned(*call.out);
-}
-
-}  // namespace
-
-Tensor allocate_output(const PrefillCall& call) {
-  return is_written_directly(call) ? *call.out
-                                   : new_empty(call.op, call.q, {call.B, call.T, call.H_v, call.V}, call.dtype);
-}
-
-Tensor output_as_returned(const PrefillCall& call, Tensor o) {
-  if (!call.out) {
-    return o;
-  }
-  if (!is_written_directly(call)) {
-    Tensor out = *call.out;
-    copy(out, o);
-  }
-  return new_empty(call.op, call.q, {0}, call.dtype);
 }
 
 }  // namespace flash_qla

@@ -33,11 +33,6 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
 // Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_prefill_tables(const PrefillCall& call);
 
-// Memory for o: `out`, or a new tensor if there is none or if kernels cannot write it.
-Tensor allocate_output(const PrefillCall& call);
-// The op's result: o or, with `out`, which then has o, an empty tensor of shape [0].
-Tensor output_as_returned(const PrefillCall& call, Tensor o);
-
 // Each returns the op's result.
 Tensor prefill_cpu(PrefillCall call);
 Tensor prefill_cuda(PrefillCall call);

@@ -79,6 +79,19 @@ def test_inference_tensors_have_no_versions(device, name):
         op_of(name)(**arguments)
 
 
+@pytest.mark.parametrize("layout", ("contiguous", "strided"))
+@pytest.mark.parametrize("name", [name for name, written in WRITES.items() if "out" in written])
+def test_out_of_inference_mode(device, name, layout):
+    """`out` of inference mode, which engines allocate there, is written outside of it."""
+    expected = arguments_of(name, device)
+    op_of(name)(**expected)
+    with torch.inference_mode():
+        step = 2 if layout == "strided" else 1
+        out = expected["out"].new_full((*expected["out"].shape, step), torch.nan)[..., 0]
+    op_of(name)(**arguments_of(name, device) | {"out": out})
+    assert torch.equal(out, expected["out"])
+
+
 def train_and_prefill(device, write):
     """A loss whose initial state is a slot of a pool, which `write` changes before the backward."""
     case = Case(T=70, H_k=1, H_v=2, K=64, V=64, state_v_first=True)

@@ -10,6 +10,7 @@
 #include "cpu/forward.h"
 #include "cpu/pool.h"
 #include "cpu/sequences.h"
+#include "output.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -287,7 +288,7 @@ void check_decode_tables(const DecodeCall& call) {
 Tensor decode_cpu(DecodeCall call) {
   say_once_that_this_is_slow(call.op);
   make_inputs_contiguous(call);
-  Tensor o = allocate_output(call);
+  Tensor o = allocate_output(call, call.out, call.q);
   zero(o);
   const std::vector<Plan> plans = Planner(call).plans();
   with_types(call.dtype, [&]<typename T, typename CT>() {
@@ -301,7 +302,7 @@ Tensor decode_cpu(DecodeCall call) {
       }
     });
   });
-  return output_as_returned(call, std::move(o));
+  return output_as_returned(call, call.out, std::move(o));
 }
 
 void check_decode_tables(const BufferedDecodeCall& call) {
@@ -316,7 +317,7 @@ void check_decode_tables(const BufferedDecodeCall& call) {
 Tensor decode_buffered_cpu(BufferedDecodeCall call) {
   say_once_that_this_is_slow(call.op);
   make_inputs_contiguous(call);
-  Tensor o = allocate_output(call);
+  Tensor o = allocate_output(call, call.out, call.q);
   zero(o);
   const std::vector<Plan> plans = Planner(call).plans();
   const std::vector<int64_t> steps = backlog_steps(call, plans);
@@ -334,7 +335,7 @@ Tensor decode_buffered_cpu(BufferedDecodeCall call) {
       }
     });
   });
-  return output_as_returned(call, std::move(o));
+  return output_as_returned(call, call.out, std::move(o));
 }
 
 }  // namespace flash_qla

@@ -7,6 +7,7 @@
 #include "cpu/forward.h"
 #include "cpu/pool.h"
 #include "cpu/sequences.h"
+#include "output.h"
 #include "passes.h"
 #include "tensors.h"
 
@@ -110,7 +111,7 @@ Tensor run(PrefillCall& call) {
                  [](const cpu::WritableFloats& from, int64_t at, CT& s) { s = from.get<CT>(at); });
   call.output_final_state = true;
   ForwardOutputs out;
-  out.o = allocate_output(call);
+  out.o = allocate_output(call, call.out, call.q);
   out.final_state = allocate_final_state(call);
   run_forward_cpu(call, checkpoints, out);
   for_states<CT>(call, slots.last, out.final_state,
@@ -123,7 +124,7 @@ Tensor run(PrefillCall& call) {
       std::fill(o + sequence.begin * row, o + sequence.end * row, T(0));
     }
   }
-  return output_as_returned(call, std::move(out.o));
+  return output_as_returned(call, call.out, std::move(out.o));
 }
 
 }  // namespace

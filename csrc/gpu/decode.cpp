@@ -13,6 +13,7 @@
 #include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "kernels.h"
+#include "output.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -375,13 +376,13 @@ template <typename Call>
 Tensor decode_on_gpu(Call& call) {
   check_supported(call);
   const DeviceGuard guard = make_current(call.q);
-  Tensor o = allocate_output(call);
+  Tensor o = allocate_output(call, call.out, call.q);
   if (call.N == 0 || call.tokens() == 0) {
     zero(o);
   } else {
     launch(call, o);
   }
-  return output_as_returned(call, std::move(o));
+  return output_as_returned(call, call.out, std::move(o));
 }
 
 }  // namespace

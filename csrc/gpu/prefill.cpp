@@ -11,6 +11,7 @@
 #include "gpu/head_dims.h"
 #include "gpu/runtime/stream.h"
 #include "gpu/states.h"
+#include "output.h"
 #include "passes.h"
 #include "tensors.h"
 
@@ -107,7 +108,7 @@ Tensor prefill_cuda(PrefillCall call) {
     make_contiguous(call.op, *call.checkpoint_indices, call.checkpoint_indices->scalar_type());
   }
   ForwardOutputs out;
-  out.o = allocate_output(call);
+  out.o = allocate_output(call, call.out, call.q);
   if (call.N == 0) {
     zero(out.o);
   } else if (call.tokens() == 0) {
@@ -120,7 +121,7 @@ Tensor prefill_cuda(PrefillCall call) {
           "a GPU");
     run_forward(call, states, out);
   }
-  return output_as_returned(call, std::move(out.o));
+  return output_as_returned(call, call.out, std::move(out.o));
 }
 
 }  // namespace flash_qla
