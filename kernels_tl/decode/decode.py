@@ -88,6 +88,25 @@ class DecodeGates(Bundle):
             activations=T.int32,
         )
 
+    def tokens_of_head(self, qkv, strides, hv, group, scale, normalize):
+        """The DecodeTokens of value head hv: its rows of q, k and v, and its gates."""
+        q, k, v = qkv
+        return extern(
+            "DecodeTokens",
+            T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
+            T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
+            T.access_ptr(v[0, hv, 0], "r"),
+            T.access_ptr(self.a[0, 0], "r"),
+            T.access_ptr(self.b[0, 0], "r"),
+            *(strides[f"{name}_token"] for name in "qkvab"),
+            hv,
+            T.access_ptr(self.A_log[0], "r"),
+            T.access_ptr(self.dt_bias[0], "r"),
+            self.activations,
+            scale,
+            normalize != 0,
+        )
+
 
 class DecodeTables(Bundle):
     """The tables of indices. `tables` has the TableKind of each at the bits of DecodeTable: NONE if it is absent."""
@@ -215,21 +234,7 @@ def decode(dtype, K, state_dtype, path):
                     length,
                     update_state != 0,
                 ),
-                extern(
-                    "DecodeTokens",
-                    T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
-                    T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
-                    T.access_ptr(v[0, hv, 0], "r"),
-                    T.access_ptr(gates.a[0, 0], "r"),
-                    T.access_ptr(gates.b[0, 0], "r"),
-                    *(strides[f"{name}_token"] for name in "qkvab"),
-                    hv,
-                    T.access_ptr(gates.A_log[0], "r"),
-                    T.access_ptr(gates.dt_bias[0], "r"),
-                    gates.activations,
-                    scale,
-                    normalize != 0,
-                ),
+                gates.tokens_of_head((q, k, v), strides, hv, group, scale, normalize),
                 extern(
                     "DecodeStates",
                     T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
