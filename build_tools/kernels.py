@@ -245,6 +245,19 @@ def check_spills(compiled: list[Compiled]) -> None:
         raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
 
 
+SHARED_BYTES = 227 * 1024  # of a CTA on sm_90
+
+
+def check_shared(compiled: list[Compiled]) -> None:
+    over = [
+        f"kernel {item.instance.name} takes {taken} bytes of shared memory, a CTA has {SHARED_BYTES}"
+        for item in compiled
+        if (taken := item.shared_bytes + item.resources.static_shared_bytes) > SHARED_BYTES
+    ]
+    if over:
+        raise BuildError("\n".join(over))
+
+
 def load_instances(kernels: Path) -> list[Instance]:
     sys.path.insert(0, str(kernels.resolve().parent))
     instances = importlib.import_module(f"{kernels.resolve().name}.instances").INSTANCES
@@ -369,6 +382,7 @@ def main() -> int:
             compiled = build_all(builder, instances)
         finally:
             (options.out / PRECOMPILED).unlink(missing_ok=True)
+        check_shared(compiled)
         check_spills(compiled)
         if options.only is None:
             builder.write_library(compiled)

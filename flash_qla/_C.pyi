@@ -80,12 +80,12 @@ class _Options(TypedDict, total=False):
     use_qk_l2norm: bool
     K: int
     V: int
+    fp16: bool
     in_halves: bool
 
 class _ForwardOptions(_Options, total=False):
     low_level: bool
     output_h: bool
-    fp16: bool
 
 class _BackwardOptions(_Options, total=False):
     activations: bool

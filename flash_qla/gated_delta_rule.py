@@ -82,8 +82,8 @@ def chunk_gated_delta_rule(
             state_v_first; zero by default. N is B, or the number of sequences in cu_seqlens.
         output_final_state: return the state after the last token of each sequence too.
         use_qk_l2norm_in_kernel: replace each q_t and k_t by x * rsqrt(sum(x ** 2) + 1e-6), computed in float32. On the
-            GPU the forward multiplies the factors of the gates by the rsqrt, in float32; the backward rounds the
-            normalized q_t and k_t to the dtype of q.
+            GPU the factors of the gates are multiplied by the rsqrt, in float32. In float16 and for K above 128 the
+            backward rounds the normalized q_t and k_t to the dtype of q instead.
         cu_seqlens: offsets of sequences packed along T, [N + 1], int32 or int64, on the device of q, from 0, not
             decreasing, at most T; B must be 1. A sequence may be empty: its final state is its initial state. Tokens
             from the last offset on belong to no sequence, and their output is zero. The CPU always checks the offsets.

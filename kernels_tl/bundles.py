@@ -10,7 +10,7 @@ import tilelang.language as T
 from build_tools.bundle import Bundle
 from kernels_tl.core.common import C, block_row, dims, extern
 from kernels_tl.core.state_view import StateView
-from kernels_tl.layout import BackwardGate, ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn
+from kernels_tl.layout import ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn
 
 
 class Sizes(Bundle):
@@ -185,7 +185,7 @@ class CheckpointTable(Bundle):
 
 
 class Matrices(Bundle):
-    """The chunks' gates, ForwardGate or BackwardGate, and the block rows of their two matrices, L and P."""
+    """The chunks' gates, the table `gate` of layout.py, and the block rows of their two matrices, L and P."""
 
     def __init__(self, sizes, dtype, gate=ForwardGate):
         super().__init__(
@@ -276,13 +276,13 @@ class Outputs(Bundle):
 
 
 class BackwardTables(Bundle):
-    """Tables that chunk_matrices writes for the backward: BackwardGate's, and zeros in the counters of chunk_backward
+    """Tables that chunk_matrices writes for the backward: the gates, and zeros in the counters of chunk_backward
     (turns) and of gate_gradients (counters)."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes, gate):
         (head_blocks,) = dims("head_blocks")
         super().__init__(
-            backward_gates=T.Tensor([sizes.chunk_slots, sizes.H_v, BackwardGate.COUNT, C], "float32"),
+            backward_gates=T.Tensor([sizes.chunk_slots, sizes.H_v, gate.COUNT, C], "float32"),
             turns=T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
             counters=T.Tensor([head_blocks], "int32"),
             has_backward_gates=T.int32,

@@ -14,7 +14,7 @@ dtypes; a table keyed by K has a row for each K. `python -m flash_qla` prints wh
     spills         bytes that the compiler may spill
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels_tl.layout import (
     DECODE_CTAS_BLOCKS,
@@ -131,6 +131,8 @@ BACKWARD_MAPS = {
     128: two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=195.75),
     256: two_warpgroups(stages=2, registers=(240, 24), early_factors=0, shared=194.5, spills=340),
 }
+# The instance with the l2norm inside.
+BACKWARD_MAPS_NORMALIZE = replace(BACKWARD_MAPS[128], shared=197.25)
 
 # Keyed by K. Tile: columns of S. Stages: of Z. With K = 256 M arrives in blocks, and S has one buffer.
 SEGMENT_SCAN = {
@@ -153,6 +155,8 @@ CHUNK_BACKWARD = Tile(
     shared=224.5625,
     spills=144,
 )
+# The instance with the l2norm inside. Its warpgroup of dK spills numbers of dQ while it takes dQ through the l2norm.
+CHUNK_BACKWARD_NORMALIZE = replace(CHUNK_BACKWARD, shared=225.5625, spills=424)
 
 # Tile: value heads.
 GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)

@@ -30,6 +30,13 @@ def decode_paths(dtype, K, state_dtype):
     return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")
 
 
+def has_l2norm_inside(dtype, K):
+    """The instances of chunk_backward and backward_maps: without the l2norm inside and, if there is one, with it. In
+    fp16, products divided by both norms may be below the normal numbers. Wide keys have a backward of their own. Both
+    take normalized keys and queries from the kernel l2norm."""
+    return (False,) if is_wide(K) or dtype == "float16" else (False, True)
+
+
 INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
     # forward
@@ -57,10 +64,31 @@ INSTANCES = [
     *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
-    *(Instance(f"gradients.{kernel}", types) for kernel in ("l2norm", "l2norm_backward") for types in TYPES),
-    *(Instance("maps.backward_maps", types, spill_budget=config.BACKWARD_MAPS[types["K"]].spills) for types in TYPES),
+    *(
+        Instance(f"gradients.{kernel}", types)
+        for kernel in ("l2norm", "l2norm_backward")
+        for types in TYPES
+        if has_l2norm_inside(**types) == (False,)
+    ),
+    *(
+        Instance(
+            "maps.backward_maps",
+            types | {"normalize": normalize},
+            spill_budget=config.BACKWARD_MAPS[types["K"]].spills,
+        )
+        for types in TYPES
+        for normalize in has_l2norm_inside(**types)
+    ),
     *(Instance("states.replay_states", types) for types in TYPES),
-    *(Instance("gradients.chunk_backward", types, spill_budget=config.CHUNK_BACKWARD.spills) for types in NARROW_TYPES),
+    *(
+        Instance(
+            "gradients.chunk_backward",
+            types | {"normalize": normalize},
+            spill_budget=(config.CHUNK_BACKWARD_NORMALIZE if normalize else config.CHUNK_BACKWARD).spills,
+        )
+        for types in NARROW_TYPES
+        for normalize in has_l2norm_inside(**types)
+    ),
     *(
         Instance("gradients.replay_gradients", types, spill_budget=config.REPLAY_GRADIENTS.spills)
         for types in WIDE_TYPES

@@ -135,6 +135,14 @@ class BackwardGate:
     COUNT = 5
 
 
+class NormalizedGate:
+    """BackwardGate's table with the l2norm inside, r_q = 1 / |q_i| and r_k = 1 / |k_i|: b_i log2(e),
+    r_q gamma_i / gamma_1, r_k gamma_C / gamma_i, r_k gamma_i / gamma_1, beta_i, r_q, r_k."""
+
+    LOG, QUERY_FADE, DECAY, KEY_FADE, BETA, QUERY_RSTD, KEY_RSTD = range(7)
+    COUNT = 7
+
+
 class TableKind:
     """The width of a table's numbers, or NONE: the call has no such table. A table without elements has a null pointer
     too, so the pointer does not say whether there is a table."""

@@ -264,9 +264,10 @@ def test_l2norm_in_kernel(device, dtype):
     check_backward(dataclasses.replace(case, lengths=(64, 0, 65), padding=4, H_v=6, gate="logsigmoid"), device)
 
 
-def test_l2norm_of_zero_and_tiny_vectors(device):
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_l2norm_of_zero_and_tiny_vectors(device, dtype):
     """eps = 1e-6 under the root: the gradient of a zero vector is a thousand times that of its norm's, not NaN."""
-    case = Case(T=70, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid")
+    case = Case(T=70, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid", dtype=dtype)
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     inputs["q"][:, 3] = 0
     inputs["k"][:, 5] = 0
@@ -276,11 +277,11 @@ def test_l2norm_of_zero_and_tiny_vectors(device):
     actual = run_backward(inputs, **gradients)
     for name, x in actual.items():
         size = expected.sizes.get(name)
-        accuracy.check(name, x, getattr(expected, name), dtype=BF16, case="tiny q and k", size=size)
+        accuracy.check(name, x, getattr(expected, name), dtype=dtype, case="tiny q and k", size=size)
     for tokens in (slice(3, 4), slice(4, 10), slice(10, 20), slice(25, 70)):  # sizes differ by a factor of a thousand
         for name in ("dq", "dk"):
             x, y = actual[name][:, tokens], getattr(expected, name)[:, tokens]
-            accuracy.check(name, x, y, dtype=BF16, case=f"tiny q and k, {tokens}")
+            accuracy.check(name, x, y, dtype=dtype, case=f"tiny q and k, {tokens}")
 
 
 @pytest.mark.parametrize(("g_dtype", "beta_dtype"), ((BF16, BF16), (FP32, FP16), (FP64, BF16), (BF16, FP64)), ids=str)

@@ -254,6 +254,16 @@ class TestCache:
         assert "kernel scale_bf16 spills 48 bytes, its budget is 0" in result.stderr
         assert build_kernels(copy_of_built, FLASH_QLA_ALLOW_SPILLS="1").returncode == 0
 
+    def test_too_much_shared_memory_fails(self, copy_of_built):
+        def edit(record):
+            record["resources"]["static_shared_bytes"] = 1024
+            record["shared_bytes"] = 226 * 1024 + 64
+
+        self.edit_record(copy_of_built, "scale_bf16", edit)
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 1
+        assert "kernel scale_bf16 takes 232512 bytes of shared memory, a CTA has 232448" in result.stderr
+
     def test_instances_of_a_kernel_share_their_arguments(self, copy_of_built):
         self.edit_record(copy_of_built, "scale_fp16", lambda record: record["fields"].pop())
         result = build_kernels(copy_of_built)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 # Most that forward and backward may take beside their inputs and do, in bytes per token and value head at 16x32 heads.
 # What they return and save is 908 of it: o and dv 512, dq and dk 256, A 128, g_cumsum, db and dg 12. The backward works
-# in 1813: h and dh 1024, V_new and U 512, two matrices 256, gates 21; normalised q and k are 256.
+# in 1813: h and dh 1024, V_new and U 512, two matrices 256, gates 21.
 TRAINING_STEP_BYTES = 3200
 
 H_K, H_V, D, WIDTH = 2, 4, 128, 256

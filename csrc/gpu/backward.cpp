@@ -1,6 +1,6 @@
-// The backward on a Hopper GPU: the l2norm, the plan, the chunks' gates and matrices, with context parallelism the
-// segments' maps and their scans. Then the states again, the recurrence in reverse with the gradients of the inputs,
-// the gradients of raw gates and betas, and the backward of the l2norm.
+// The backward on a Hopper GPU: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with
+// context parallelism the segments' maps and their scans. Then the states again, the recurrence in reverse with the
+// gradients of the inputs, the gradients of raw gates and betas, and the backward of the l2norm.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -42,7 +42,7 @@ class Backward {
 
   // The part that needs neither states nor their gradients.
   void begin() {
-    if (call_.use_qk_l2norm) {
+    if (d_.l2norm) {
       l2norm();
     }
     pass_.make_plan(states(), SegmentFlag::kFirst);
@@ -104,7 +104,7 @@ class Backward {
     if (d_.gate_gradients) {
       gate_gradients();
     }
-    if (call_.use_qk_l2norm) {
+    if (d_.l2norm) {
       l2norm_backward();
     }
   }
@@ -119,10 +119,10 @@ class Backward {
                     {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  // The call's tokens; with the l2norm, normalized queries and keys.
+  // The call's tokens; normalized queries and keys if l2norm runs.
   kernels::Tokens tokens() const {
     kernels::Tokens found = pass_.tokens();
-    if (call_.use_qk_l2norm) {
+    if (d_.l2norm) {
       uint16_t* const normalized = workspace_[workspace_.normalized];
       found.q = normalized;
       found.k = normalized + call_.tokens() * call_.H_k * call_.K;
@@ -180,7 +180,7 @@ class Backward {
                              .only_if = 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = head_blocks()},
-                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = false}, stream_);
+                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
   void backward_maps() const {
@@ -194,7 +194,7 @@ class Backward {
                             .grad_states = grad_states(),
                             .reverse_skips = workspace_[workspace_.reverse_skips],
                             .scale = static_cast<float>(*call_.scale)},
-                           {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+                           {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
   void replay_states(const std::optional<Tensor>& first) const {
@@ -247,7 +247,7 @@ class Backward {
                              .gradients = gradients_in_parts(),
                              .scale = static_cast<float>(*call_.scale),
                              .parts = gradient_parts(call_.K, call_.V)},
-                            {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
   void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {

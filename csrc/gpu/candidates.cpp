@@ -22,9 +22,13 @@ constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
 // sequences than this the search takes longer than the wait.
 constexpr int64_t kMostSearched = 64;
 
+kernels::Dtype dtype_of(const Shape& shape) {
+  return shape.fp16 ? kernels::Dtype::kFloat16 : kernels::Dtype::kBfloat16;
+}
+
 bool has_fused_kernel(const ForwardShape& shape) {
   return kernels::is_compiled(
-      kernels::FusedForwardParams{.dtype = shape.fp16 ? kernels::Dtype::kFloat16 : kernels::Dtype::kBfloat16,
+      kernels::FusedForwardParams{.dtype = dtype_of(shape),
                                   .K = instance_K(shape.K),
                                   .normalize = shape.use_qk_l2norm,
                                   .low_level = shape.low_level});
@@ -104,6 +108,12 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
 }  // namespace
 
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
+
+bool normalizes_inside(const BackwardShape& shape) {
+  return shape.use_qk_l2norm &&
+         kernels::is_compiled(kernels::ChunkBackwardParams{
+             .dtype = dtype_of(shape), .K = instance_K(shape.K), .normalize = true});
+}
 
 int64_t heads_per_cta(const Shape& shape, int64_t chunk_slots) {
   const int64_t group = shape.group();

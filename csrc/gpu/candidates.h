@@ -27,6 +27,9 @@ int64_t average_chunks(const ForwardShape& shape);
 // Whether only cu_seqlens say how long the sequences are. The device then cuts none if all are short.
 inline bool device_knows_more(const Shape& shape) { return shape.varlen && shape.N > 1; }
 
+// Whether the kernels of the backward do the call's l2norm themselves, see BackwardDispatch.
+bool normalizes_inside(const BackwardShape& shape);
+
 // Dispatch::heads_per_cta: the most heads that still leave a CTA for each SM.
 int64_t heads_per_cta(const Shape& shape, int64_t chunk_slots);
 

@@ -261,12 +261,12 @@ double token_gradients_us(const ForwardShape& shape, const Schedule& s) {
   return overlapped(cycles_us(shape, parts / s.sms * part), bytes_us(shape, s.H_v * s.total * bytes));
 }
 
-// The l2norm, which is the same in all modes: it reads and writes q and k, and later also their gradients.
+// The kernels of the l2norm, the same in all modes: they read and write q and k, and later also their gradients.
 double around_us(const BackwardShape& shape) {
   const auto tokens = static_cast<double>(shape.B * shape.T);
   const double row = static_cast<double>(shape.K) * tokens;
   double us = 0;
-  if (shape.use_qk_l2norm) {
+  if (shape.use_qk_l2norm && !normalizes_inside(shape)) {
     us += kL2norm + bytes_us(shape.forward(), 2 * row * static_cast<double>(shape.H_k) * (4 + 6));
   }
   return us;

@@ -99,6 +99,8 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
 BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   BackwardDispatch d{};
   static_cast<Dispatch&>(d) = decide_common(shape, forced, fastest(shape, forced));
+  d.normalizes_inside = normalizes_inside(shape);
+  d.l2norm = shape.use_qk_l2norm && !d.normalizes_inside;
   d.gate_gradients = shape.activations || gradient_parts(shape.K, shape.V) > 1;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   return d;

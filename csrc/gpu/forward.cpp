@@ -21,7 +21,6 @@ ForwardShape shape_of(const Call& call, const States& states) {
   ForwardShape shape{shape_of(call)};
   shape.low_level = call.output_A;
   shape.output_h = call.output_h;
-  shape.fp16 = call.dtype == ScalarType::Half;
   shape.batch_invariant = call.batch_invariant;
   shape.checkpoint_every = states.kept.checkpoint_every;
   shape.resumable = states.resumable();

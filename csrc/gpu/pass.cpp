@@ -20,6 +20,7 @@ Shape shape_of(const Call& call) {
           .use_qk_l2norm = call.use_qk_l2norm,
           .K = call.K,
           .V = call.V,
+          .fp16 = call.dtype == ScalarType::Half,
           .in_halves = call.in_halves};
 }
 

@@ -35,6 +35,7 @@ struct Shape {
   bool varlen = true;
   bool use_qk_l2norm = false;
   int64_t K = 128, V = 128;
+  bool fp16 = false;       // q is fp16
   bool in_halves = false;  // a call of ranks (halves.h): each sequence is cut, because the cuts give its maps
 
   int64_t group() const { return H_v / H_k; }  // value heads of a query/key head
@@ -49,14 +50,14 @@ struct Shape {
     return std::tuple(CardField{"sm_count", &Card::sm_count}, CardField{"sm_mhz", &Card::sm_mhz},
                       CardField{"memory_gb_s", &Card::memory_gb_s}, Field{"auto_cp", &Shape::auto_cp},
                       Field{"varlen", &Shape::varlen}, Field{"use_qk_l2norm", &Shape::use_qk_l2norm},
-                      Field{"K", &Shape::K}, Field{"V", &Shape::V}, Field{"in_halves", &Shape::in_halves});
+                      Field{"K", &Shape::K}, Field{"V", &Shape::V}, Field{"fp16", &Shape::fp16},
+                      Field{"in_halves", &Shape::in_halves});
   }
 };
 
 struct ForwardShape : Shape {
   bool low_level = false;        // chunk_gated_delta_rule_fwd: A is returned
   bool output_h = false;         // h is returned
-  bool fp16 = false;             // q is fp16
   bool batch_invariant = false;  // no segments, and two kernels: their tiles do not change the bits
   int64_t checkpoint_every = 0;  // tokens after which states are kept; 0: none
   bool resumable = false;        // chunk_forward's instances that begin a chunk after each checkpoint
@@ -66,7 +67,7 @@ struct ForwardShape : Shape {
   static constexpr auto options() {
     return std::tuple_cat(Shape::options(),
                           std::tuple(Field{"low_level", &ForwardShape::low_level},
-                                     Field{"output_h", &ForwardShape::output_h}, Field{"fp16", &ForwardShape::fp16}));
+                                     Field{"output_h", &ForwardShape::output_h}));
   }
 };
 
@@ -79,7 +80,7 @@ struct BackwardShape : Shape {
     return std::tuple_cat(Shape::options(), std::tuple(Field{"activations", &BackwardShape::activations}));
   }
 
-  // The shape of the forward over the same chunks. Its queries and keys are normalized already.
+  // The shape of the forward over the same chunks, with queries and keys that are normalized already.
   ForwardShape forward() const {
     ForwardShape shape{*this};
     shape.use_qk_l2norm = false;

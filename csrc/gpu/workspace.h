@@ -96,7 +96,7 @@ struct ForwardWorkspace : PassWorkspace {
 struct BackwardWorkspace : PassWorkspace {
   BackwardWorkspace(const BackwardShape& shape, const BackwardDispatch& d)
       : PassWorkspace(shape, d, false, false),
-        backward_gates(reserve<float>(d.chunk_slots * shape.H_v * BackwardGate::kCount * kChunk)),
+        backward_gates(reserve<float>(d.chunk_slots * shape.H_v * gate_rows(d) * kChunk)),
         v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk)),
         h(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * instance_K(shape.K))),
         dh(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
@@ -106,12 +106,12 @@ struct BackwardWorkspace : PassWorkspace {
         dg_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
         gate_sums(reserve<float>(d.gate_gradients ? d.chunk_slots * shape.H_v * 2 : 0)),
         counters(reserve<int32_t>(d.gate_gradients ? ceil_div(shape.H_v, kGateHeads) : 0)),
-        normalized(reserve<uint16_t>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
-        rstd(reserve<float>(shape.use_qk_l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
+        normalized(reserve<uint16_t>(d.l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
+        rstd(reserve<float>(d.l2norm ? 2 * shape.B * shape.T * shape.H_k : 0)),
         grad_states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
         reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)) {}
 
-  const Region<float> backward_gates;  // [chunk_slots, H_v, BackwardGate::kCount, kChunk]
+  const Region<float> backward_gates;  // [chunk_slots, H_v, gate_rows, kChunk]
   const Region<uint16_t> v_new;        // [chunk_slots, H_v, kChunk, rows]
   const Region<uint16_t> h;            // [chunk_slots, H_v, rows, K]: a chunk's first state
   // Only with wide keys:
@@ -123,7 +123,7 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<float> db_parts, dg_parts;  // [gradient_parts, B * T, H_v]
   const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias
   const Region<int32_t> counters;          // [H_v / kGateHeads]
-  // Only with the l2norm:
+  // Only with the kernels of the l2norm:
   const Region<uint16_t> normalized;  // [2, B * T, H_k, K]: queries and keys, divided by their norms
   const Region<float> rstd;           // [2, B * T, H_k]: 1 / the norms
   // Only with maps:
@@ -131,6 +131,9 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<int32_t> reverse_skips;  // [segments, H_v]: whether M is left out for gradients
 
  private:
+  static int64_t gate_rows(const BackwardDispatch& d) {
+    return d.normalizes_inside ? int64_t{NormalizedGate::kCount} : int64_t{BackwardGate::kCount};
+  }
   static int64_t parts(const Shape& shape) { return gradient_parts(shape.K, shape.V); }
 };
 

@@ -239,7 +239,8 @@ the call of a rank in context parallelism. Raises ValueError for a shape that no
                R"(What a backward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. use_qk_l2norm: the l2norm is inside. activations: the activation of gate or beta is
-inside. in_halves: the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
+inside. fp16: the dtype of q. in_halves: the call of a rank in context parallelism. Raises ValueError for a shape that no
+call has.)");
   module.def(
       "exchange_overrides",
       [](const std::optional<Override>& forward, const std::optional<Override>& backward) {

@@ -12,19 +12,33 @@ from kernels_tl.config import CHUNK_BACKWARD as TILE
 from kernels_tl.core.common import SWIZZLE_128B, C, descriptor, element_type, extern
 from kernels_tl.core.cta import fragments, load_segment_early, locate_cta
 from kernels_tl.core.pipeline import Stage, stage_of
-from kernels_tl.gradients.backward_state import Full, gate, multiply, token_sums
-from kernels_tl.gradients.reverse_recurrence import gate_row
-from kernels_tl.layout import BackwardGate, TokenSum
+from kernels_tl.gradients.backward_state import Full, multiply, token_sums
+from kernels_tl.gradients.reverse_recurrence import GateTable, gate_row
+from kernels_tl.layout import BackwardGate, NormalizedGate, TokenSum
 
 STAGES = TILE.stages
 VALUE_THREADS, GATE_THREADS = 64, 32  # they follow the warp that loads
 VALUE_ROWS = C // (VALUE_THREADS // 32)  # rows of a chunk that a warp of dV takes
 
 
-def output_roles(dtype, K, sizes, value_tiles):
+def output_roles(dtype, K, normalize, sizes, value_tiles):
     """The macros of the roles: make_keys, make_values, make_gates."""
     H_v, value_dim = sizes.H_v, sizes.value_dim
     element = element_type(dtype)
+    table = GateTable(normalize)
+    gates = table.rows
+
+    def gamma_row(tiles, s, fade):
+        """The row of the table with gamma of the tokens; with the l2norm the row `fade`, which lacks gamma_1."""
+        return gate_row(tiles, s, fade if normalize else BackwardGate.GAMMA)
+
+    def gamma_factor(tiles, s, factor):
+        """What is missing in gamma_row, times a factor."""
+        return factor * table.gamma(tiles, s, 0) if normalize else factor
+
+    def project(gradient, tile, tiles, s, rstd):
+        """The backward of the l2norm."""
+        return extern(f"project_rows<{element}>", gradient.data, tile, gate_row(tiles, s, rstd))
 
     def make_key_registers():
         return fragments(
@@ -53,7 +67,7 @@ def output_roles(dtype, K, sizes, value_tiles):
         one = Stage(0, p)
         multiply(tiles.V_new[z, :, :], tiles.dS[z, :, :], r.dK)
         one.wait_for(ready.h_loaded)
-        multiply(tiles.dO[z, :, :], tiles.h[z, :, :], r.product)
+        multiply(tiles.dO[z, :, :], tiles.S[z, :, :], r.product)
         T.wait_wgmma(1)
         T.barrier_arrive(ready.taken)
         T.barrier_arrive(ready.values_released)
@@ -62,7 +76,7 @@ def output_roles(dtype, K, sizes, value_tiles):
             f"scale_and_dot<{element}>",
             r.dK.data,
             K_tile,
-            gate_row(tiles, s, BackwardGate.DECAY),
+            gate_row(tiles, s, gates.DECAY),
             carried,
             token_sums(tiles, p, TokenSum.KEY),
         )
@@ -73,8 +87,8 @@ def output_roles(dtype, K, sizes, value_tiles):
             f"scale_and_dot<{element}>",
             r.product.data,
             Q_tile,
-            gate_row(tiles, s, BackwardGate.GAMMA),
-            scale,
+            gamma_row(tiles, s, table.QUERY_FADE),
+            gamma_factor(tiles, s, scale),
             token_sums(tiles, p, TokenSum.QUERY),
         )
         Stage(0, 0).wait_for(ready.gated)
@@ -82,6 +96,8 @@ def output_roles(dtype, K, sizes, value_tiles):
         T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.gated_taken)
+        if normalize:
+            project(r.product, Q_tile, tiles, s, NormalizedGate.QUERY_RSTD)
         T.barrier_arrive(ready.Q_released)
         one.wait_until_free(ready.keys_taken)
         extern(f"stage_fragment<{element}, {C}>", r.product.data, T.access_ptr(tiles.dQ, "w"))
@@ -89,7 +105,7 @@ def output_roles(dtype, K, sizes, value_tiles):
     @T.macro
     def end_dK(r, tiles, ready, s, z, p):
         """Adds the terms of dK with U."""
-        multiply(tiles.U[z, :, :], tiles.h[z, :, :], r.product)
+        multiply(tiles.U[z, :, :], tiles.S[z, :, :], r.product)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.h_released)
         T.barrier_arrive(ready.U_taken)
@@ -99,9 +115,10 @@ def output_roles(dtype, K, sizes, value_tiles):
             r.dK.data,
             r.product.data,
             K_tile,
-            gate_row(tiles, s, BackwardGate.GAMMA),
-            gate_row(tiles, s, BackwardGate.BETA),
+            gamma_row(tiles, s, table.KEY_FADE),
+            gate_row(tiles, s, gates.BETA),
             token_sums(tiles, p, TokenSum.STATE),
+            gamma_factor(tiles, s, T.float32(1)),
         )
         T.barrier_arrive(ready.sums_made[p])
         Stage(0, 1).wait_for(ready.gated)
@@ -109,6 +126,8 @@ def output_roles(dtype, K, sizes, value_tiles):
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, transpose_A=True, policy=Full)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.gated_taken)
+        if normalize:
+            project(r.dK, K_tile, tiles, s, NormalizedGate.KEY_RSTD)
         extern(f"stage_fragment<{element}, {C}>", r.dK.data, T.access_ptr(tiles.dK, "w"))
         T.fence_proxy_async()
         T.barrier_arrive(ready.keys_staged)
@@ -138,7 +157,7 @@ def output_roles(dtype, K, sizes, value_tiles):
             s = extern("kept", step % STAGES, returns="int32")
             z = extern("kept", 0, returns="int32")
             end_dK(r, tiles, ready, s, z, p)
-            carried = gate(tiles, s, BackwardGate.GAMMA, 0)
+            carried = table.gamma(tiles, s, 0)
             stage.arrive(ready.released)
 
     @T.macro
@@ -163,7 +182,7 @@ def output_roles(dtype, K, sizes, value_tiles):
                 T.access_ptr(tiles.U, "r"),
                 T.access_ptr(dv[row, piece.hv, piece.v0], "w"),
                 T.Cast("int32", H_v * value_dim),
-                gate_row(tiles, s, BackwardGate.BETA),
+                gate_row(tiles, s, gates.BETA),
                 warp * VALUE_ROWS,
                 segment.length - c * C,
                 T.Cast("int32", value_dim) - piece.v0,
@@ -173,7 +192,7 @@ def output_roles(dtype, K, sizes, value_tiles):
                 T.access_ptr(tiles.U, "r"),
                 T.access_ptr(v[row, piece.hv, piece.v0], "r"),
                 T.Cast("int32", H_v * value_dim),
-                gate_row(tiles, s, BackwardGate.BETA),
+                gate_row(tiles, s, gates.BETA),
                 token_sums(tiles, p, TokenSum.VALUE),
                 warp * VALUE_ROWS,
                 segment.length - c * C,
@@ -204,7 +223,7 @@ def output_roles(dtype, K, sizes, value_tiles):
             stage.wait_for(ready.loaded)
             pair.wait_for(ready.sums_made)
             extern(
-                f"store_gate_gradients<{element}>",
+                f"store_gate_gradients<{element}, {str(normalize).lower()}>",
                 T.access_ptr(tiles.sums[p, 0, 0], "r"),
                 T.access_ptr(tiles.columns[p, 0, 0], "r"),
                 T.access_ptr(tiles.products[p, 0], "r"),

@@ -12,8 +12,8 @@ from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
 from kernels_tl.core.pipeline import Stage, stage_of
-from kernels_tl.gradients.reverse_recurrence import gate_row
-from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier, TokenSum
+from kernels_tl.gradients.reverse_recurrence import GateTable, gate_row
+from kernels_tl.layout import FROM_SCAN, NO_STATE, NamedBarrier, NormalizedGate, TokenSum
 
 V = TILE.tile  # value rows a CTA
 STAGES = TILE.stages
@@ -25,10 +25,6 @@ def token_sums(tiles, p, row):
     return T.access_ptr(tiles.sums[p, row, 0], "w")
 
 
-def gate(tiles, s, row, i):
-    return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
-
-
 @T.macro
 def multiply(left, right, product, transpose_A=False, transpose_B=False):
     """product = left right, in flight."""
@@ -36,9 +32,18 @@ def multiply(left, right, product, transpose_A=False, transpose_B=False):
     T.wgmma_gemm(left, right, product, policy=Full, clear_accum=True, **transposes)
 
 
-def state_role(dtype, K, H_v, value_tiles):
+def state_role(dtype, K, normalize, H_v, value_tiles):
     """The macro of the role, `carry`."""
     element = element_type(dtype)
+    table = GateTable(normalize)
+    gates = table.rows
+
+    def norms(tiles, s, which):
+        """Factors of the rows and columns of G (which = 0) or F (which = 1)."""
+        if not normalize:
+            return ()
+        rows = (NormalizedGate.QUERY_RSTD, NormalizedGate.KEY_RSTD)[which]
+        return gate_row(tiles, s, rows), gate_row(tiles, s, NormalizedGate.KEY_RSTD)
 
     def make_state_registers():
         return fragments(
@@ -65,16 +70,17 @@ def state_role(dtype, K, H_v, value_tiles):
         gated = T.alloc_local([8], "uint32")
         T.wait_wgmma(0)
         extern(
-            f"gate_products<{element}, {str(which == 0).lower()}>",
+            f"gate_products<{element}, {str(which == 0).lower()}, {str(normalize).lower()}>",
             r.products.data,
             r.likeness.data,
-            gate_row(tiles, s, BackwardGate.LOG),
-            gate_row(tiles, s, BackwardGate.BETA),
+            gate_row(tiles, s, gates.LOG),
+            gate_row(tiles, s, gates.BETA),
             scale,
             gated.data,
             token_sums(tiles, p, (TokenSum.BETWEEN, TokenSum.BETA)[which]),
             T.access_ptr(tiles.columns[p, 0, 0], "w"),
             token_sums(tiles, p, TokenSum.VALUE),
+            *norms(tiles, s, which),
         )
         Stage(0, which).wait_until_free(ready.gated_taken)
         extern("stage_gated", gated.data, T.access_ptr(tiles.G[z, 0, 0], "w"))
@@ -98,14 +104,14 @@ def state_role(dtype, K, H_v, value_tiles):
             r.faded_dO.data,
             r.faded_dO_rest.data,
             T.access_ptr(tiles.dO[0, 0, warpgroup * ROWS], "r"),
-            gate_row(tiles, s, BackwardGate.FADE),
+            gate_row(tiles, s, table.QUERY_FADE),
             scale,
             offset,
             column,
         )
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)
         multiply(tiles.dS[0, :, :], tiles.K[s, :, :], r.U, transpose_B=True)
-        fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1) * carried)
+        fade = T.alloc_var("float32", init=table.fade(tiles, s) * carried)
         for i, j in T.Parallel(V, K):
             r.dS[i, j] *= fade
         one.wait_for(ready.Q_loaded)
@@ -113,7 +119,7 @@ def state_role(dtype, K, H_v, value_tiles):
         T.wgmma_gemm(r.faded_dO_rest, tiles.Q[0, :, :], r.dS, policy=Full)
         one.wait_for(ready.matrices_loaded)
         T.wait_wgmma(0)
-        extern("multiply_columns", r.U.data, gate_row(tiles, s, BackwardGate.DECAY), carried, column)
+        extern("multiply_columns", r.U.data, gate_row(tiles, s, gates.DECAY), carried, column)
         T.wgmma_gemm(tiles.dO[0, :, :], tiles.P[0, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
 
@@ -130,8 +136,8 @@ def state_role(dtype, K, H_v, value_tiles):
             f"fade_columns<{element}>",
             r.faded_U.data,
             r.U.data,
-            gate_row(tiles, s, BackwardGate.BETA),
-            gate_row(tiles, s, BackwardGate.FADE),
+            gate_row(tiles, s, gates.BETA),
+            gate_row(tiles, s, table.KEY_FADE),
             column,
         )
         T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
@@ -152,7 +158,7 @@ def state_role(dtype, K, H_v, value_tiles):
         extern(
             f"tile_product<{element}, {V}>",
             T.access_ptr(tiles.dS, "r"),
-            T.access_ptr(tiles.h, "r"),
+            T.access_ptr(tiles.S, "r"),
             carried,
             T.access_ptr(tiles.products[p, 0], "w"),
         )
@@ -204,7 +210,7 @@ def state_role(dtype, K, H_v, value_tiles):
             stage.wait_for(ready.loaded)
             begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup)
             end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
-            carried = gate(tiles, s, BackwardGate.GAMMA, 0)
+            carried = table.gamma(tiles, s, 0)
             stage.arrive(ready.released)
         if segment.initial >= 0:
             for i, j in T.Parallel(V, K):

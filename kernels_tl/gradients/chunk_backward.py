@@ -27,6 +27,11 @@ Roles. Two warpgroups carry dS^T and compute U, G and diag(beta) F (backward_sta
 matrices in shared memory. A third warpgroup computes dQ and dK, up to a chunk later; two warps compute dV; one computes
 dbeta and dg (backward_outputs.py). One warp loads by TMA, here.
 
+The l2norm inside (`normalize`): Q and K are the queries and keys before it, and the factors 1 / |q| and 1 / |k| are in
+the gates (NormalizedGate). G has them in its rows and columns, and diag(beta) F has 1 / |k| in both. So dQ and dK above
+become the gradients of the normalised rows, divided by the norms. project_rows makes the gradients of q and k of them.
+"The l2norm of the backward" in docs/design.md has the formulas.
+
 Accuracy:
 
 - dS is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma. 16 bits hold gamma / gamma_1
@@ -46,7 +51,7 @@ Each ring has one stage. K and the gates have two, because the first and the las
 import tilelang.language as T
 
 from kernels_tl.bundles import Gradients, Matrices, Plan, Sizes, StateGradients, Tokens
-from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
+from kernels_tl.config import CHUNK_BACKWARD as TILE, CHUNK_BACKWARD_NORMALIZE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -60,7 +65,8 @@ from kernels_tl.core.cta import barriers, fetch, load_segment_early, locate_cta,
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of
 from kernels_tl.gradients.backward_outputs import GATE_THREADS, VALUE_THREADS, output_roles
 from kernels_tl.gradients.backward_state import STATE_THREADS, state_role
-from kernels_tl.layout import BackwardGate, SegmentColumn, TokenSum
+from kernels_tl.gradients.reverse_recurrence import GateTable
+from kernels_tl.layout import SegmentColumn, TokenSum
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
@@ -78,29 +84,30 @@ assert CONSUMERS == STATE_THREADS + KEY_THREADS
 assert TILE.producers == 32 + VALUE_THREADS + GATE_THREADS
 
 
-def chunk_backward(dtype, K):
+def chunk_backward(dtype, K, normalize):
     sizes = Sizes()
+    gates = GateTable(normalize).rows
     H_v, value_dim, value_rows = sizes.H_v, sizes.value_dim, sizes.value_rows
     (parts,) = dims("parts")
     value_tiles = T.truncdiv(T.Cast("int32", value_rows), V)
     assert V == 2 * ROWS and K == 128, "two warpgroups carry dS^T, and a tile has two panels"
-    carry = state_role(dtype, K, H_v, value_tiles)
-    outputs = output_roles(dtype, K, sizes, value_tiles)
+    carry = state_role(dtype, K, normalize, H_v, value_tiles)
+    outputs = output_roles(dtype, K, normalize, sizes, value_tiles)
 
     def make_tiles():
         return shared(
-            TILE.shared,
+            (CHUNK_BACKWARD_NORMALIZE if normalize else TILE).shared,
             Q=([1, C, K], dtype),
             K=([STAGES, C, K], dtype),
             dO=([1, C, V], dtype),
-            h=([1, V, K], dtype),
+            S=([1, V, K], dtype),  # h
             V_new=([1, C, V], dtype),
             L=([1, C, C], dtype),  # L^T
             P=([1, C, C], dtype),  # P^T
             dS=([1, V, K], dtype),  # dS'^T
             U=([1, C, V], dtype),
             G=([1, C, C], dtype),  # later: diag(beta) F
-            gates=([STAGES, BackwardGate.COUNT, C], "float32"),
+            gates=([STAGES, gates.COUNT, C], "float32"),
             sums=([2, TokenSum.COUNT, C], "float32"),
             columns=([2, 4, C], "float32"),  # column sums of E over the rows of each warp
             products=([2, STATE_THREADS // 32], "float32"),  # <S, dS'> over the rows of each warp
@@ -179,7 +186,7 @@ def chunk_backward(dtype, K):
             fetch(v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
             T.barrier_arrive(ready.values_loaded)
             one.wait_until_free(ready.h_released)
-            fetch(h[chunk, hv, v0 : v0 + V, :], tiles.h[0, :, :], ready.h_loaded)
+            fetch(h[chunk, hv, v0 : v0 + V, :], tiles.S[0, :, :], ready.h_loaded)
             T.barrier_arrive(ready.h_loaded)
 
     @T.prim_func
@@ -188,7 +195,7 @@ def chunk_backward(dtype, K):
         tokens: Tokens(sizes, dtype),
         grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
         plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype, BackwardGate),
+        matrices: Matrices(sizes, dtype, gates),
         h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
         v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),

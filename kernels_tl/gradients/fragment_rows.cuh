@@ -115,6 +115,12 @@ class RowDots<__nv_bfloat16> {
     }
   }
 
+  // The dot of the thread's row + 8 half.
+  __device__ __forceinline__ float of_row(int half) const {
+    const int lane = lane_here();
+    return __shfl_sync(~0u, diagonal_.of_row(half), (lane & ~3) | lane >> 3);
+  }
+
  private:
   Diagonal<__nv_bfloat16> diagonal_;
 };
@@ -157,12 +163,13 @@ __device__ __forceinline__ void scale_and_dot(float* fragment, const void* tile,
   dots.store(sums, row, {1.f, 1.f});
 }
 
-// sums = diag(factors) rowsum(added * tile), fragment -= diag(betas) diag(factors) added, by one warpgroup.
+// sums = x rowsum(added * tile), fragment -= diag(betas) x added with x = factor diag(factors), by one warpgroup.
 template <typename T, int kPanels = 2>
 __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* added, const void* tile,
-                                                 const float* factors, const float* betas, float* sums) {
+                                                 const float* factors, const float* betas, float* sums,
+                                                 float factor = 1.f) {
   const int row = first_row();
-  const float scale[2] = {factors[row], factors[row + 8]};
+  const float scale[2] = {factors[row] * factor, factors[row + 8] * factor};
   const float taken[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
   RowDots<T> dots;
   for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
@@ -173,6 +180,31 @@ __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* a
     }
   });
   dots.store(sums, row, scale);
+}
+
+// The backward of the l2norm y = x / |x|, by one warpgroup: from dy / |x| in `fragment` to dx. The tile has x, and rstd
+// 1 / |x| of its rows.
+//
+//   dx = (dy - y rowsum(y * dy)) / |x| = fragment - diag(rstd^2 rowsum(fragment * tile)) tile
+template <typename T>
+__device__ __forceinline__ void project_rows(float* fragment, const void* tile, const float* rstd) {
+  constexpr int kPanels = 2;
+  RowDots<T> dots;
+  for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp_here(),
+                                     [&](int i, const uint32_t (&x)[4]) { dots.add(fragment + i, x); });
+  const int row = first_row();
+  const float taken[2] = {-rstd[row] * rstd[row] * dots.of_row(0), -rstd[row + 8] * rstd[row + 8] * dots.of_row(1)};
+  // The shuffle hides that the rows are the same. Otherwise the compiler keeps the tile in registers, and spills.
+  const int warp = __shfl_sync(~0u, warp_here(), 0);
+  for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp, [&](int i, const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const float2 pair = unpack(T(), x[p]);
+      float* const to = fragment + i + 4 * (p & 1) + 2 * (p / 2);
+      to[0] += taken[p / 2] * pair.x;
+      to[1] += taken[p / 2] * pair.y;
+    }
+  });
 }
 
 // x[0] = sum of x[lane / 4] over the eight lanes with the same lane % 4. x[0] to x[7] are a lane's terms of eight

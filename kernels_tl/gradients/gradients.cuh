@@ -17,23 +17,32 @@ __device__ __forceinline__ bool needs_V(__half, float) { return true; }
 //
 //   kDiagonal (G):   gated = scale tril(products) * D,                 E = gated * likeness below the diagonal
 //   else (F):        gated = scale diag(betas) stril(products) * D,    E = gated * likeness
+//   kNormalize:      gated = diag(row_norms) that diag(column_norms)
 //
 //   row_sums [2, 64]    sum over a warpgroup's columns of E without its factor betas
 //   columns  [4, 64]    sum over a warp's rows of E; set with kDiagonal, else added to
 //   diagonal [64]       without kDiagonal: products_ii / betas_i, which is dbeta_i, unless needs_V
 //
 // `gated` is rounded, for stage_gated. A warpgroup has 32 columns; a warp has 16 rows of them, as two 16 x 16 blocks.
-template <typename T, bool kDiagonal>
+template <typename T, bool kDiagonal, bool kNormalize>
 class GatedProducts {
  public:
+  // row_norms, column_norms: with kNormalize, factors of the rows and columns of `gated`.
   __device__ __forceinline__ GatedProducts(const float* products, const float* likeness, const float* log_gates,
-                                           const float* betas, float scale, float* diagonal)
-      : products_(products), likeness_(likeness), log_gates_(log_gates), diagonal_(diagonal), row_(first_row()) {
+                                           const float* betas, float scale, float* diagonal, const float* row_norms,
+                                           const float* column_norms)
+      : products_(products),
+        likeness_(likeness),
+        log_gates_(log_gates),
+        column_norms_(column_norms),
+        diagonal_(diagonal),
+        row_(first_row()) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       b_[half] = log_gates[row_ + 8 * half];
       beta_[half] = kDiagonal ? 1.f : betas[row_ + 8 * half];
-      factor_[half] = beta_[half] * scale;
+      scale_[half] = kNormalize ? scale * row_norms[row_ + 8 * half] : scale;
+      factor_[half] = beta_[half] * scale_[half];
     }
   }
 
@@ -46,6 +55,10 @@ class GatedProducts {
     for (int m = 0; m < 2; ++m) {
       const int n = 2 * pair + m;
       const float2 b_j = *reinterpret_cast<const float2*>(log_gates_ + 8 * n + column);
+      float2 norm_j;
+      if constexpr (kNormalize) {
+        norm_j = *reinterpret_cast<const float2*>(column_norms_ + 8 * n + column);
+      }
 #pragma unroll
       for (int half = kOnDiagonal ? m : 0; half < 2; ++half) {
         const bool crossed = kOnDiagonal && half == m;  // the diagonal crosses this 8 x 8 block
@@ -56,6 +69,9 @@ class GatedProducts {
           const float D = exp2_fast(b_[half] - (e ? b_j.y : b_j.x));
           const float ungated = products_[at];
           x[e] = D * ungated;  // may be inf above the diagonal, where it is not used
+          if constexpr (kNormalize) {
+            x[e] *= e ? norm_j.y : norm_j.x;
+          }
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
           const float E = below ? x[e] * likeness_[at] : 0.f;
           sum_[half] += E;
@@ -70,7 +86,7 @@ class GatedProducts {
     }
   }
 
-  __device__ __forceinline__ void run(uint32_t* gated, float scale, float* row_sums, float* columns) {
+  __device__ __forceinline__ void run(uint32_t* gated, float* row_sums, float* columns) {
     const int warp = warp_index(), warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const int column = 32 * warpgroup + 2 * (lane_here() & 3);
 #pragma unroll
@@ -89,25 +105,27 @@ class GatedProducts {
     column_sums(below_);
     float* const own_column = columns + warp * kChunk + column + 8 * (lane_here() / 8) + (lane_here() / 4 & 1);
     *own_column = kDiagonal ? below_[0] : *own_column + below_[0];
-    sum_[0] *= scale;
-    sum_[1] *= scale;
+    sum_[0] *= scale_[0];
+    sum_[1] *= scale_[1];
     store_row_sums(row_sums + warpgroup * kChunk, row_, sum_);
   }
 
  private:
-  const float *products_, *likeness_, *log_gates_;
+  const float *products_, *likeness_, *log_gates_, *column_norms_;
   float* diagonal_;
   int row_;
-  float b_[2], beta_[2], factor_[2];
+  float b_[2], beta_[2], scale_[2], factor_[2];
   float sum_[2] = {}, below_[8] = {};
 };
 
-template <typename T, bool kDiagonal>
+template <typename T, bool kDiagonal, bool kNormalize = false>
 __device__ __forceinline__ void gate_products(const float* products, const float* likeness, const float* log_gates,
                                               const float* betas, float scale, uint32_t* gated, float* row_sums,
-                                              float* columns, float* diagonal) {
-  GatedProducts<T, kDiagonal>(products, likeness, log_gates, betas, scale, diagonal)
-      .run(gated, scale, row_sums, columns);
+                                              float* columns, float* diagonal, const float* row_norms = nullptr,
+                                              const float* column_norms = nullptr) {
+  GatedProducts<T, kDiagonal, kNormalize>(products, likeness, log_gates, betas, scale, diagonal, row_norms,
+                                          column_norms)
+      .run(gated, row_sums, columns);
 }
 
 __device__ __forceinline__ void stage_gated(const uint32_t* gated, void* tile) {
@@ -255,15 +273,16 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
 
 constexpr float kForgotten = -150.f;  // log2 of a decay that is 0 in fp32
 
-// dbeta and dg of a chunk (formula in chunk_backward.py), by one warp, from the rows of TokenSum and BackwardGate. Lane
-// l has tokens 2l and 2l + 1.
-template <typename T>
+// dbeta and dg of a chunk (formula in chunk_backward.py), by one warp, from the rows of TokenSum and of BackwardGate or,
+// with kNormalize, NormalizedGate. Lane l has tokens 2l and 2l + 1.
+template <typename T, bool kNormalize = false>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
                                                      const float* gates, float* db, float* dg, int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
   // If e^g is 0, dg is 0: the sums would leave a rounding error, which dA_log multiplies by g, down to -1024. One bit a
   // lane and token, because registers are short.
+  static_assert(BackwardGate::kLog == NormalizedGate::kLog && BackwardGate::kBeta == NormalizedGate::kBeta);
   const float2 logs = pair(gates + BackwardGate::kLog * kChunk);
   const float before = __shfl_up_sync(~0u, logs.y, 1);
   const unsigned bits[2] = {__ballot_sync(~0u, logs.x - (lane > 0 ? before : 0.f) < kForgotten),
@@ -300,7 +319,11 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
   for (int i = 0; i < 8; ++i) {
     state += products[i];
   }
-  state *= load_factor(gates + BackwardGate::kGamma * kChunk + kChunk - 1);
+  if constexpr (kNormalize) {
+    state *= exp2_fast(load_factor(gates + NormalizedGate::kLog * kChunk + kChunk - 1));
+  } else {
+    state *= load_factor(gates + BackwardGate::kGamma * kChunk + kChunk - 1);
+  }
   const bool forgets[2] = {(bits[0] >> lane & 1) != 0, (bits[1] >> lane & 1) != 0};
   const float gradient[2] = {suffix + prefix + state, suffix - y[0] + prefix + z.x + state};
   const float betas_gradient[2] = {needs_V(T(), betas.x) ? uv.x - x.x + f.x : uv.x,

@@ -16,13 +16,41 @@ import tilelang.language as T
 from kernels_tl.config import is_wide
 from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import fragments, named
-from kernels_tl.layout import BackwardGate
+from kernels_tl.layout import BackwardGate, NormalizedGate
 from kernels_tl.states.wide_state import multiply_state
 
 Full = T.GemmWarpPolicy.FullRow
 
 
-def registers(rows, K, dtype):
+class GateTable:
+    """The table of a chunk's gates: BackwardGate's rows or, with the l2norm inside, NormalizedGate's. Tiles have it as
+    `gates`, by stages."""
+
+    def __init__(self, normalize):
+        self.normalize = normalize
+        self.rows = NormalizedGate if normalize else BackwardGate
+        self.QUERY_FADE = NormalizedGate.QUERY_FADE if normalize else BackwardGate.FADE
+        self.KEY_FADE = NormalizedGate.KEY_FADE if normalize else BackwardGate.FADE
+
+    def number(self, tiles, s, row, i):
+        return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
+
+    def gamma(self, tiles, s, i):
+        """gamma_i, the same in all threads."""
+        if self.normalize:
+            return extern("exp2_fast", self.number(tiles, s, NormalizedGate.LOG, i), returns="float32")
+        return self.number(tiles, s, BackwardGate.GAMMA, i)
+
+    def fade(self, tiles, s):
+        """gamma_C / gamma_1, the same in all threads."""
+        if self.normalize:
+            log = NormalizedGate.LOG
+            decay = self.number(tiles, s, log, C - 1) - self.number(tiles, s, log, 0)
+            return extern("exp2_fast", decay, returns="float32")
+        return self.number(tiles, s, BackwardGate.FADE, C - 1)
+
+
+def registers(rows, K, dtype, normalize=False):
     """The registers of the warpgroups that carry `rows` rows of dS^T."""
     made = fragments(
         dS=([rows, K], "float32"),  # dS'^T, dS^T
@@ -39,7 +67,7 @@ def registers(rows, K, dtype):
     if is_wide(K):
         vars(made).update(vars(named(dSK=T.alloc_local([32], "float32"))))  # only CUDA functions use it
     vars(made).update(vars(ahead))
-    made.element, made.K = element_type(dtype), K
+    made.element, made.K, made.table = element_type(dtype), K, GateTable(normalize)
     return made
 
 
@@ -52,7 +80,7 @@ def begin_step(r, tiles, s, dO, offset, column, scale):
     """Takes dS'^T in dS. Leaves dS'^T K^T in dSK and dO^T P in U. dS becomes dS^T / gamma_1 without its term of U, in
     flight.
 
-    s is the stage of the chunk's tiles: L and P are the transposed matrices, gates has BackwardGate's rows. dO is the
+    s is the stage of the chunk's tiles: L and P are the transposed matrices, gates is a GateTable. dO is the
     first element of the warpgroup's tile of dO. offset and column are the thread's place in a tile and in a fragment
     (core/tiles.cuh)."""
     T.copy(r.dS, r.dS_16)
@@ -65,20 +93,17 @@ def begin_step(r, tiles, s, dO, offset, column, scale):
         r.faded_dO.data,
         r.faded_dO_rest.data,
         T.access_ptr(dO, "r"),
-        gate_row(tiles, s, BackwardGate.FADE),
+        gate_row(tiles, s, r.table.QUERY_FADE),
         scale,
         offset,
         column,
     )
-    fade = T.alloc_var(
-        "float32",
-        init=extern("load_factor", T.access_ptr(tiles.gates[s, BackwardGate.FADE, C - 1], "r"), returns="float32"),
-    )
+    fade = T.alloc_var("float32", init=r.table.fade(tiles, s))
     for i, j in T.Parallel(*r.dS.shape):
         r.dS[i, j] *= fade
     T.wgmma_gemm(r.faded_dO, tiles.Q[s, :, :], r.dS, policy=Full)
     T.wgmma_gemm(r.faded_dO_rest, tiles.Q[s, :, :], r.dS, policy=Full)
-    extern("load_column_factors", r.decays.data, gate_row(tiles, s, BackwardGate.DECAY), column)
+    extern("load_column_factors", r.decays.data, gate_row(tiles, s, r.table.rows.DECAY), column)
     T.wait_wgmma(2)
 
 
@@ -91,16 +116,14 @@ def end_step(r, tiles, s, column):
     extern(
         "load_column_products",
         r.fades.data,
-        gate_row(tiles, s, BackwardGate.BETA),
-        gate_row(tiles, s, BackwardGate.FADE),
+        gate_row(tiles, s, r.table.rows.BETA),
+        gate_row(tiles, s, r.table.KEY_FADE),
         column,
     )
     T.wait_wgmma(0)
     extern(f"round_scaled_columns<{r.element}>", r.faded_U.data, r.U.data, r.fades.data)
     T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
-    gamma = T.alloc_var(
-        "float32", init=extern("load_factor", gate_row(tiles, s, BackwardGate.GAMMA), returns="float32")
-    )
+    gamma = T.alloc_var("float32", init=r.table.gamma(tiles, s, 0))
     T.wait_wgmma(0)
     for i, j in T.Parallel(*r.dS.shape):
         r.dS[i, j] *= gamma
@@ -121,7 +144,7 @@ def wide_step(r, tiles, s, z, dO, offset, column, scale, staged=None, released=n
     T.wgmma_gemm(
         tiles.dO[z, :, :], tiles.P[z, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full, clear_accum=True
     )
-    extern("load_column_factors", r.decays.data, gate_row(tiles, s, BackwardGate.DECAY), column)
+    extern("load_column_factors", r.decays.data, gate_row(tiles, s, r.table.rows.DECAY), column)
     T.wait_wgmma(0)
     extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
     T.copy(r.U, r.U_16)
@@ -131,15 +154,12 @@ def wide_step(r, tiles, s, z, dO, offset, column, scale, staged=None, released=n
         r.faded_dO.data,
         r.faded_dO_rest.data,
         T.access_ptr(dO, "r"),
-        gate_row(tiles, s, BackwardGate.FADE),
+        gate_row(tiles, s, r.table.QUERY_FADE),
         scale,
         offset,
         column,
     )
-    fade = T.alloc_var(
-        "float32",
-        init=extern("load_factor", T.access_ptr(tiles.gates[s, BackwardGate.FADE, C - 1], "r"), returns="float32"),
-    )
+    fade = T.alloc_var("float32", init=r.table.fade(tiles, s))
     for i, j in T.Parallel(*r.dS.shape):
         r.dS[i, j] *= fade
     T.wgmma_gemm(r.faded_dO, tiles.Q[z, :, :], r.dS, policy=Full)
@@ -147,17 +167,15 @@ def wide_step(r, tiles, s, z, dO, offset, column, scale, staged=None, released=n
     extern(
         "load_column_products",
         r.fades.data,
-        gate_row(tiles, s, BackwardGate.BETA),
-        gate_row(tiles, s, BackwardGate.FADE),
+        gate_row(tiles, s, r.table.rows.BETA),
+        gate_row(tiles, s, r.table.KEY_FADE),
         column,
     )
     T.wait_wgmma(2)
     extern(f"round_scaled_columns<{r.element}>", r.faded_U.data, r.U.data, r.fades.data)
     T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
     use_U()
-    gamma = T.alloc_var(
-        "float32", init=extern("load_factor", gate_row(tiles, s, BackwardGate.GAMMA), returns="float32")
-    )
+    gamma = T.alloc_var("float32", init=r.table.gamma(tiles, s, 0))
     T.wait_wgmma(1)
     released()
     T.wait_wgmma(0)

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
-from kernels_tl.config import BACKWARD_MAPS, is_wide
+from kernels_tl.config import BACKWARD_MAPS, BACKWARD_MAPS_NORMALIZE, is_wide
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -34,8 +34,8 @@ from kernels_tl.core.common import (
 )
 from kernels_tl.core.cta import Variables, clear_rows_after, fetch, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
-from kernels_tl.gradients.reverse_recurrence import begin_step, end_step, registers, wide_step
-from kernels_tl.layout import BackwardGate, ForwardGate, NamedBarrier, SegmentFlag
+from kernels_tl.gradients.reverse_recurrence import GateTable, begin_step, end_step, registers, wide_step
+from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.maps.segment_maps import (
     CONSUMERS,
     MAP_M,
@@ -58,11 +58,12 @@ PRELUDE = """
 MAP_DZ = 2  # the third result, after MAP_Z and MAP_M
 
 
-def backward_maps(dtype, K):
+def backward_maps(dtype, K, normalize):
     sizes = Sizes()
     H_v, value_rows = sizes.H_v, sizes.value_rows
-    assert ForwardGate.COUNT == BackwardGate.COUNT, "each in the same place"
-    tile = BACKWARD_MAPS[K]
+    reverse_gates = GateTable(normalize).rows
+    assert ForwardGate.COUNT <= reverse_gates.COUNT, "each in the same place"
+    tile = BACKWARD_MAPS_NORMALIZE if normalize else BACKWARD_MAPS[K]
     STAGES = tile.stages
     M_TILES = K // V
     roles = map_roles(dtype, K, tile, partial=True, of_backward=True)
@@ -73,7 +74,7 @@ def backward_maps(dtype, K):
             K=([STAGES, C, K], dtype),
             V=([STAGES, C, V], dtype),  # or dO
             L=([STAGES, C, C], dtype),
-            gates=([STAGES, ForwardGate.COUNT, C], "float32"),  # or BackwardGate's
+            gates=([STAGES, reverse_gates.COUNT, C], "float32"),  # or ForwardGate's
             Q=([STAGES, C, K], dtype),
             P=([STAGES, C, C], dtype),
             swizzle=("V",),
@@ -119,7 +120,7 @@ def backward_maps(dtype, K):
     def compute_dZ(tiles, ready, chunks, segment, hv, v0, grad_states, scale):
         """The consumers of dZ: the recurrence in reverse from dS' = 0, then dZ to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-        r = registers(V, K, dtype)
+        r = registers(V, K, dtype, normalize)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         T.clear(r.dS)
@@ -173,7 +174,7 @@ def backward_maps(dtype, K):
         grad_o: T.Tensor([sizes.tokens, H_v, sizes.value_dim], dtype),
         plan: Plan(sizes),
         matrices: Matrices(sizes, dtype),
-        backward_gates: T.Tensor([sizes.chunk_slots, H_v, BackwardGate.COUNT, C], "float32"),
+        backward_gates: T.Tensor([sizes.chunk_slots, H_v, reverse_gates.COUNT, C], "float32"),
         maps: Maps(sizes, dtype, K),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         reverse_skips: T.Tensor([sizes.segment_slots, H_v], "int32"),

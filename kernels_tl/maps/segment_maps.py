@@ -130,7 +130,7 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
             stage = stage_of(c - start, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-            fetch(matrices.gates[slot, hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, hv, :, :], tiles.gates[s, 0 : ForwardGate.COUNT, :], ready.loaded[s])
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             fetch(tokens.v[t : t + C, hv, v0 : v0 + V], tiles.V[s, :, :], ready.loaded[s])

@@ -1,4 +1,5 @@
-// The gates of a chunk and value head: b_i = g_1 + ... + g_i, beta_i, and the tables ForwardGate and BackwardGate.
+// The gates of a chunk and value head: b_i = g_1 + ... + g_i, beta_i, and the tables ForwardGate, BackwardGate
+// and NormalizedGate.
 #pragma once
 
 #include "core/activations.cuh"
@@ -165,6 +166,25 @@ __device__ __forceinline__ void store_backward_gates(const float* gates, float* 
     table[BackwardGate::kDecay * kChunk + token] = exp2_fast(gates[kChunk - 1] - b);
     table[BackwardGate::kFade * kChunk + token] = exp2_fast(b - gates[0]);
     table[BackwardGate::kBeta * kChunk + token] = gates[kChunk + token];
+  }
+}
+
+// The same for NormalizedGate. Lane l passes 1 / |k| and 1 / |q| of tokens l and l + 32.
+__device__ __forceinline__ void store_normalized_gates(const float* gates, float rstd_k_low, float rstd_k_high,
+                                                       float rstd_q_low, float rstd_q_high, float* table) {
+  const int lane = lane_here();
+  const float rstd_k[2] = {rstd_k_low, rstd_k_high}, rstd_q[2] = {rstd_q_low, rstd_q_high};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    const float b = gates[token], fade = exp2_fast(b - gates[0]);
+    table[NormalizedGate::kLog * kChunk + token] = b;
+    table[NormalizedGate::kQueryFade * kChunk + token] = fade * rstd_q[i];
+    table[NormalizedGate::kDecay * kChunk + token] = exp2_fast(gates[kChunk - 1] - b) * rstd_k[i];
+    table[NormalizedGate::kKeyFade * kChunk + token] = fade * rstd_k[i];
+    table[NormalizedGate::kBeta * kChunk + token] = gates[kChunk + token];
+    table[NormalizedGate::kQueryRstd * kChunk + token] = rstd_q[i];
+    table[NormalizedGate::kKeyRstd * kChunk + token] = rstd_k[i];
   }
 }
 

@@ -8,14 +8,15 @@
                                                    (common.block_row)
     A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b
-    backward_gates  [chunk_slots, H_v, 5, C] fp32  if wanted: BackwardGate's rows
+    backward_gates  [chunk_slots, H_v, rows, C] fp32  if wanted: BackwardGate's; with the l2norm NormalizedGate's
     turns      [chunk_slots * key parts, H_k]      if wanted: zeros, from which chunk_backward or token_gradients counts
     counters   [H_v / 8]                           if wanted: zeros, for gate_gradients
 
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
 
-The backward passes normalised queries and keys, dv as o, and as g perhaps b (`cumulative`). Rows that no sequence
+The backward passes dv as o, as g perhaps b (`cumulative`), and normalised queries and keys if its kernels lack the
+l2norm. Rows that no sequence
 covers get zeros in o, A and g_cumsum. In the backward dq and dk get them too, and db and dg unless gate_gradients runs.
 
 D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
@@ -64,8 +65,10 @@ from kernels_tl.layout import (
     GATE_HEADS,
     INVERSE_STRIDE,
     PADDING,
+    BackwardGate,
     ChunkColumn,
     NamedBarrier,
+    NormalizedGate,
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -206,8 +209,8 @@ def chunk_matrices(dtype, K, normalize):
 
     @T.macro
     def make_products(tiles, scale):
-        """Leaves K K^T and K Q^T in shared memory. Returns the lane's factors for the table of gates: those of its low
-        and high key, and of its low and high query."""
+        """Leaves K K^T and K Q^T in shared memory. Returns the lane's factors for the tables of gates: those of its low
+        and high key, and of its low and high query. They are 1 without the l2norm."""
         KK = T.alloc_fragment([C, C], "float32")
         KQ = T.alloc_fragment([C, C], "float32")
         T.wgmma_gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
@@ -219,16 +222,16 @@ def chunk_matrices(dtype, K, normalize):
         factors = T.alloc_local([4], "float32")
         factors[0] = 1.0
         factors[1] = 1.0
-        factors[2] = scale
-        factors[3] = scale
+        factors[2] = 1.0
+        factors[3] = 1.0
         if normalize:
             Q = T.access_ptr(tiles.Q, "r")
             extern(f"chunk_norms<{element}, {K}>", T.access_ptr(tiles.inverses, "rw"), KK.data, Q)
             T.sync_threads(NamedBarrier.MATRICES, THREADS)
             factors[0] = tiles.inverses[0, lane]
             factors[1] = tiles.inverses[0, lane + 32]
-            factors[2] = scale * tiles.inverses[0, C + lane]
-            factors[3] = scale * tiles.inverses[0, C + lane + 32]
+            factors[2] = tiles.inverses[0, C + lane]
+            factors[3] = tiles.inverses[0, C + lane + 32]
         else:
             T.sync_threads(NamedBarrier.MATRICES, THREADS)  # K and Q have been read
         extern(
@@ -291,7 +294,7 @@ def chunk_matrices(dtype, K, normalize):
         plan: Plan(sizes),
         matrices: Matrices(sizes, dtype),
         outputs: Outputs(sizes, dtype),
-        backward: BackwardTables(sizes),
+        backward: BackwardTables(sizes, NormalizedGate if normalize else BackwardGate),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows
         heads: T.int32,  # heads a CTA: a divisor of group, at most 4
         scale: T.float32,
@@ -333,13 +336,17 @@ def chunk_matrices(dtype, K, normalize):
                             "store_gates",
                             T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
                             T.access_ptr(tiles.diagonals, "r"),
-                            *(factors[i] for i in range(4)),
+                            factors[0],
+                            factors[1],
+                            scale * factors[2],
+                            scale * factors[3],
                             T.access_ptr(matrices.gates[slot, hv, 0, 0], "w"),
                         )
                         if backward.has_backward_gates != 0:
                             extern(
-                                "store_backward_gates",
+                                "store_normalized_gates" if normalize else "store_backward_gates",
                                 T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
+                                *((factors[i] for i in range(4)) if normalize else ()),
                                 T.access_ptr(backward.backward_gates[slot, hv, 0, 0], "w"),
                             )
                     invert_diagonal(tiles, team)

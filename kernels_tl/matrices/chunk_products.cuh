@@ -34,6 +34,9 @@ __device__ __forceinline__ void for_diagonal(const float* x, Use use) {
   }
 }
 
+// 1 / |x| of a row x.
+__device__ __forceinline__ float rstd(float square) { return rsqrtf(square + float{kNormEps}); }
+
 // norms[i] = scale / |q_i| for the rows of a tile of 64 x kK, by four warps.
 template <typename T, int kK>
 __device__ __forceinline__ void query_norms(float* norms, const void* Q, float scale) {
@@ -56,18 +59,20 @@ __device__ __forceinline__ void query_norms(float* norms, const void* Q, float s
     }
   }
   sum += __shfl_xor_sync(~0u, sum, 16);
-  norms[row] = scale * rsqrtf(sum + float{kNormEps});  // both lanes of a row write the same number
+  norms[row] = scale * rstd(sum);  // both lanes of a row write the same number
 }
 
-__device__ __forceinline__ float key_norm(float square) {
-  return square > 0.f ? rsqrtf(square + float{kNormEps}) : 0.f;  // a row of zeros: a factor that fp16 can hold
-}
+// The same, but 0 for a row of zeros, because fp16 cannot hold its factor.
+__device__ __forceinline__ float key_norm(float square) { return square > 0.f ? rstd(square) : 0.f; }
 
 // norms = 1 / |k_i| of a chunk, from the diagonal of K K^T, then 1 / |q_i|, from Q in shared memory. Four warps call
 // it.
 template <typename T, int kK>
 __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
-  for_diagonal(KK, [norms](int i, float square) { norms[i] = key_norm(square); });
+  // In bf16 the backward needs the factor of a row of zeros, too.
+  for_diagonal(KK, [norms](int i, float square) {
+    norms[i] = std::is_same_v<T, __half> ? key_norm(square) : rstd(square);
+  });
   query_norms<T, kK>(norms + kChunk, Q, 1.f);
 }
 
