@@ -44,7 +44,10 @@ def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", t
     """
     # All processes are forked from one that has imported PyTorch and does nothing else: imports cost seconds each.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "flash_qla"])
+    preloaded = ["torch.distributed.tensor.parallel", "flash_qla"]
+    if not torch.cuda.is_available():  # Inductor's import asks CUDA for devices, and CUDA then works in no fork
+        preloaded.append("torch._inductor.compile_fx")
+    context.set_forkserver_preload(preloaded)
     deadline = time.monotonic() + LIMIT
     with tempfile.TemporaryDirectory() as folder:
         processes = [
