@@ -11,7 +11,8 @@ second?
 The engine is vLLM, SGLang or transformers; generation_vllm.py, generation_sglang.py and generation_transformers.py list
 its features and loads. The model has random weights, the same in every process, in the shape of a Qwen3.5, a Qwen3-Next
 with few experts, or an OLMo-Hybrid. Each feature runs twice, each time in a process of its own. Results are added to
-those in FILE.json, in place of older ones of the same feature.
+those in FILE.json, in place of older ones of the same feature. If one of the two processes fails, FILE.json keeps the
+other one's results, and the next start measures only what is missing.
 
 Agreement: greedy tokens of the same prompts. Random models have many near ties, and rounding decides them. So where two
 runs part, the table gives the margin: the difference of the two highest log-probabilities. The yardstick is the engine
@@ -41,6 +42,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -373,20 +375,51 @@ def holding(lock: str | None, how: int):
         yield
 
 
-def results_of(cells: list[tuple[str, str, str]], options: argparse.Namespace) -> list[tuple]:
-    """(one of `cells`, the results of the engine's own kernels and of flash_qla's), one after the other."""
-    waiting, found = [(what, kernels) for what in cells for kernels in ("own", "flash_qla")], []
+def results_of(waiting: list[tuple], options: argparse.Namespace) -> Iterator[tuple]:
+    """(what, kernels, the results or None) of each (what, kernels), one after the other."""
     while waiting:
         together, waiting = waiting[: options.jobs], waiting[options.jobs :]
         with holding(options.lock, fcntl.LOCK_SH):
             runs = [Run(*one, options.limit_s) for one in together]
             for run in runs:
                 run.get_ready()
-        for run in runs:
+        for (what, kernels), run in zip(together, runs, strict=True):
             with holding(options.lock, fcntl.LOCK_EX):
-                found.append(run.result())
-            if len(found) % 2 == 0:
-                yield cells[len(found) // 2 - 1], found[-2:]
+                result = run.result()
+            yield what, kernels, result
+
+
+class Results:
+    """Pairs of runs, and runs that wait for the other one of their pair; in a file, if there is one."""
+
+    def __init__(self, out: str | None):
+        self._out = out and Path(out)
+        found = json.loads(self._out.read_text()) if out and self._out.exists() else {}
+        self.cells, self._halves = found.get("cells", []), found.get("halves", [])
+
+    def has_half(self, engine: str, what: tuple[str, str, str], layers: int, kernels: str) -> bool:
+        return any(
+            x["engine"].lower().startswith(engine)
+            and (x["architecture"], x["states"], x["feature"], x["layers"], x["kernels"]) == (*what, layers, kernels)
+            for x in self._halves
+        )
+
+    def add(self, run: dict) -> dict | None:
+        """The pair, if this run completes one."""
+        cell, key = None, key_of(run)
+        pair = {x["kernels"]: x for x in (*self._halves, run) if key_of(x) == key}
+        self._halves = [x for x in self._halves if key_of(x) != key]
+        if len(pair) == 2:
+            cell = pair_of(pair["own"], pair["flash_qla"])
+            self.cells = [x for x in self.cells if key_of(x) != key] + [cell]
+        else:
+            self._halves.append(run)
+        if self._out:
+            stored = {"environment": environment(), "cells": self.cells}
+            self._out.write_text(
+                json.dumps(stored | {"halves": self._halves} if self._halves else stored, indent=1) + "\n"
+            )
+        return cell
 
 
 def key_of(cell: dict) -> tuple:
@@ -405,18 +438,19 @@ def main() -> None:
         cell = measure(options, feature, options.measure == "flash_qla", Turn(options.turn))
         Path(options.out).write_text(json.dumps(cell))
         os._exit(0)  # engines may wait for threads of theirs
-    wanted = itertools.product(options.architecture.split(","), options.states.split(","), features)
-    out, failed = options.out and Path(options.out), []
-    cells = json.loads(out.read_text())["cells"] if out and out.exists() else []
-    for what, runs in results_of(list(wanted), options):
-        if None in runs:
-            failed.append(", ".join(what))
-            continue
-        cell = pair_of(*runs)
-        cells = [x for x in cells if key_of(x) != key_of(cell)] + [cell]
-        report([cell])
-        if out:
-            out.write_text(json.dumps({"environment": environment(), "cells": cells}, indent=1) + "\n")
+    results, failed = Results(options.out), []
+    waiting = []
+    for what in itertools.product(options.architecture.split(","), options.states.split(","), features):
+        waiting += [
+            (what, kernels)
+            for kernels in ("own", "flash_qla")
+            if not results.has_half(options.engine, what, options.layers, kernels)
+        ]
+    for what, kernels, run in results_of(waiting, options):
+        if run is None:
+            failed.append(f"{', '.join(what)} with {kernels}")
+        elif cell := results.add(run):
+            report([cell])
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}")
 
