@@ -214,7 +214,8 @@ def measure(options: argparse.Namespace, feature: str, ours: bool, turn: Turn) -
                 found[name] = value - before[name]
             samples[load].append(found)
     for load, found in samples.items():
-        cell[load] = of_samples(found[1:])  # the first one warms up
+        sizes = dict(zip(("requests", "prompt_tokens", "new_tokens"), module.LOADS[load], strict=True))
+        cell[load] = {"load": sizes, **of_samples(found[1:])}  # the first one warms up
     cell["calls"] = engine.calls()
     return cell
 
@@ -255,7 +256,8 @@ def pair_of(own: dict, ours: dict) -> dict:
         cell["from_cache"] = compare(ours["batch"], ours["again"]) | {"cached_tokens": ours["cached_tokens"]}
         cell["yardstick_from_cache"] = compare(own["batch"], own["again"])
     for load in loads_of(own):
-        cell[load] = {"own": own[load], "flash_qla": ours[load]}
+        cell[load] = {"load": own[load].pop("load", None), "own": own[load], "flash_qla": ours[load]}
+        cell[load]["flash_qla"].pop("load", None)
     return cell
 
 

@@ -472,7 +472,7 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
         name: len(found["cells"]) for name, found in results.items()
     }
     data = report.load(tmp_path)
-    for name in set(report.TABLES) - {"context_parallelism", "tested"}:
+    for name in set(report.TABLES) - {"checkpoints", "context_parallelism", "engines", "transformers", "tested"}:
         assert "| " in report.TABLES[name](data), name
 
 
@@ -605,6 +605,39 @@ def test_every_table_without_results(tmp_path):
     data = report.load(tmp_path)
     for table in (*report.TABLES.values(), report.readme_forward):
         assert not re.search(r"\d[.%]", table(data))
+
+
+def test_table_of_checkpoints(tmp_path):
+    ms = {"op": 1.0, "pool": 2.0, "checkpoints": 3.0, "blocks": 4.0, "invariant": 5.0, "resumable": 6.0}
+    cell = {"heads": "2x8", "sequences": "1x8192", "state_dtype": "bf16", "ms": ms}
+    results = {"environment": {"driver": "580", "torch": "2.11"}, "cells": [cell]}
+    (tmp_path / "prefill_h200.json").write_text(json.dumps(results))
+    lines = report.checkpoints(report.load(tmp_path)).splitlines()
+    assert "| H200 | 2x8 | 1x8192 | bf16 | 2.000 | 1.50 | 2.00 | 2.50 | 3.00 | 2.00 |" in lines
+
+
+def test_tables_of_generation(tmp_path):
+    def speeds(new, own, ours):
+        load = {"requests": 1, "prompt_tokens": 60, "new_tokens": new}
+        return {"load": load, "own": {"tokens_per_s": own}, "flash_qla": {"tokens_per_s": ours}}
+
+    def cell(engine, **loads):
+        about = {"engine": engine, "architecture": "qwen3_5", "states": "bfloat16", "feature": "graphs"}
+        found = {"same": 1, "of": 2, "margins": [0.125]}
+        return about | {"agreement": found, "yardstick": {"same": 1, "of": 1, "margins": []}} | loads
+
+    of_engine = {"prefill": speeds(4, [1000.0, 3000.0], [4000.0]), "decode": speeds(4, [8.0], [4.0])}
+    of_generate = {"batch 1": speeds(20, [40.0], [80.0]), "batch 16": speeds(20, [400.0], [600.0])}
+    results = {"environment": {"driver": "580", "torch": "2.11"}}
+    results["cells"] = [cell("vLLM 0", **of_engine), cell("transformers 5", **of_generate)]
+    (tmp_path / "generation_h100.json").write_text(json.dumps(results))
+    data = report.load(tmp_path)
+    found = "graphs | 1 of 2 | 0.125 | - |"
+    row = f"| H100 | vLLM 0 | qwen3_5 | bfloat16 | {found} 2,000 | 4,000 | 2.00 | 8 | 4 | 0.50 |"
+    assert row in report.engines(data).splitlines()
+    row = f"| H100 | transformers 5 | qwen3_5 | {found} 10 | 20 | 2.00 | 100 | 150 | 1.50 |"
+    assert row in report.transformers(data).splitlines()
+    assert report.engines(data).endswith("H100: driver 580, torch 2.11.")
 
 
 def test_figures_of_a_card(card_folder):
