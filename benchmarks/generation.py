@@ -40,6 +40,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -175,6 +176,18 @@ class Turn:
             Path(self._folder, "ready").touch()
             while not Path(self._folder, "go").exists():
                 time.sleep(0.02)
+
+
+def end_with_parent() -> None:
+    """Ends this process and those of its engine, which are a session of their own, soon after its parent has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def measure(options: argparse.Namespace, feature: str, ours: bool, turn: Turn) -> dict:
@@ -436,6 +449,8 @@ def main() -> None:
     module = importlib.import_module(f"generation_{options.engine}")
     features = options.features.split(",") if options.features else list(module.FEATURES)
     if options.measure:
+        if options.turn:
+            end_with_parent()
         [feature] = features
         cell = measure(options, feature, options.measure == "flash_qla", Turn(options.turn))
         Path(options.out).write_text(json.dumps(cell))

@@ -915,3 +915,22 @@ def test_engines_that_fail(tmp_path, monkeypatch, capsys):
     stored = json.loads(Path("out.json").read_text())
     assert [x["feature"] for x in stored["cells"]] == ["works", "fails"] and "halves" not in stored
     assert "fails:" in capsys.readouterr().out
+
+
+def test_an_engine_ends_with_the_benchmark(tmp_path):
+    """However the benchmark ends, no process of its keeps the card."""
+    ends = "import sys, time; import generation; generation.end_with_parent(); print('started', flush=True); time.sleep(60)"
+    starts = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {ends!r}], start_new_session=True, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+os._exit(1)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])}
+    run = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, env=environment)
+    process = Path("/proc", run.stdout.strip(), "stat")
+    deadline = time.monotonic() + 20
+    while process.exists() and process.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
