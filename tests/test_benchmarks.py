@@ -917,9 +917,9 @@ def test_engines_that_fail(tmp_path, monkeypatch, capsys):
     assert "fails:" in capsys.readouterr().out
 
 
-def test_an_engine_ends_with_the_benchmark(tmp_path):
+def test_an_engine_ends_with_the_benchmark():
     """However the benchmark ends, no process of its keeps the card."""
-    ends = "import sys, time; import generation; generation.end_with_parent(); print('started', flush=True); time.sleep(60)"
+    ends = "import time, generation; generation.end_with_parent(); print('started', flush=True); time.sleep(60)"
     starts = f"""
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {ends!r}], start_new_session=True, stdout=subprocess.PIPE, text=True)
