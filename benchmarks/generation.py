@@ -1,137 +1,129 @@
-"""Text generation by vLLM with its own Gated DeltaNet kernels and with flash_qla's: the same tokens? how many a second?
+"""Text generation by an engine with its own Gated DeltaNet kernels and with flash_qla's: the same tokens? how many a
+second?
 
     python benchmarks/generation.py --out FILE.json
-    python benchmarks/generation.py --features prefix,ngram --states bfloat16
-    python benchmarks/generation.py --architecture qwen3_next --layers 8
+    python benchmarks/generation.py --features prefix,ngram --states float32,bfloat16
+    python benchmarks/generation.py --architecture qwen3_5,qwen3_next --layers 8
+    python benchmarks/generation.py --engine sglang --features radix,replay
+    python benchmarks/generation.py --engine transformers --architecture olmo_hybrid
     python benchmarks/generation.py --report FILE.json
 
-The model has random weights, the same in every process, in the shape of a Qwen3.5, a Qwen3-Next with few experts, or an
-OLMo-Hybrid. Each feature runs twice, each time in a process of its own:
+The engine is vLLM, SGLang or transformers; generation_vllm.py, generation_sglang.py and generation_transformers.py list
+its features and loads. The model has random weights, the same in every process, in the shape of a Qwen3.5, a Qwen3-Next
+with few experts, or an OLMo-Hybrid. Each feature runs twice, each time in a process of its own. Results are added to
+those in FILE.json, in place of older ones of the same feature. If one of the two processes fails, FILE.json keeps the
+other one's results, and the next start measures only what is missing.
 
-  eager     without CUDA graphs and torch.compile
-  graphs    decoding in CUDA graphs
-  default   vLLM's default: Inductor, with full and piecewise CUDA graphs
-  prefix    eager, with prefix caching; prompts come twice, the second time from the cache
-  ngram     eager, with speculative decoding from n-grams of the text
+Agreement: greedy tokens of the same prompts. Random models have many near ties, and rounding decides them. So where two
+runs part, the table gives the margin: the difference of the two highest log-probabilities. The yardstick is the engine
+beside itself, with the same prompts one at a time.
 
-Agreement: greedy tokens of 24 prompts of 5 to 1500 tokens. Random models have many near ties, and rounding decides
-them. So where two runs part, the table gives the margin: the difference of the two highest log-probabilities. The
-yardstick is the engine beside itself, with the same prompts one at a time.
-
-Speed: prompt and new tokens a second, median of --samples, for two loads. "prefill" has 32 prompts of 2048 tokens and 8
-new tokens each, "decode" 64 prompts of 64 tokens and 256 new tokens each.
+Speed: prompt and new tokens a second, median of --samples, for each load. With drafts, the number of tokens that a step
+gives a request, 1 plus the accepted drafts, and the time of a step.
 
 Calls: how often layers called the functions that flash_qla replaces, and how often these were flash_qla's. In CUDA
-graphs a call counts when it is captured.
+graphs a call counts when it is captured. For transformers the number of layers, and of those that flash_qla switched.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import fcntl
 import importlib
+import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from common import environment
 
+ENGINES = ("vllm", "sglang", "transformers")
 VOCABULARY = 32000
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-# Arguments of vllm.LLM
-FEATURES = {
-    "eager": {"enforce_eager": True},
-    "graphs": {"compilation_config": GRAPHS},
-    "default": {},
-    "prefix": {"enforce_eager": True, "enable_prefix_caching": True},
-    "ngram": {"enforce_eager": True, "speculative_config": NGRAM},
+KINDS_OF_LAYERS = (["linear_attention"] * 3 + ["full_attention"]) * 64
+
+# Fields of config.json
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
-LOADS = {"prefill": (32, 2048, 8), "decode": (64, 64, 256)}  # prompts, their tokens, new tokens
-NEW_TOKENS = 32  # of the prompts whose tokens are compared
-ALONE = 8  # prompts that also come one at a time
-
-# vLLM's modules of layers, and the functions in them that flash_qla replaces
-GDN = "vllm.model_executor.layers.mamba.gdn"
-REPLACED = {
-    f"{GDN}.qwen_gdn_linear_attn": (
-        "fla_chunk_gated_delta_rule",
-        "fi_chunk_gated_delta_rule",
-        "fused_recurrent_gated_delta_rule_packed_decode",
-        "fused_sigmoid_gating_delta_rule_update",
-    ),
-    f"{GDN}.olmo_gdn_linear_attn": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+}
+QWEN3_5 = {"attn_output_gate": True, "full_attention_interval": 4, "rope_parameters": ROPE}
+ARCHITECTURES = {
+    "qwen3_5": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **QWEN3_5},
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        **QWEN3_5,
+        **EXPERTS,
+    },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "full_attention_interval": 4,
+        "rope_parameters": ROPE,
+        **EXPERTS,
+    },
+    "olmo_hybrid": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "model_type": "olmo_hybrid",
+        "linear_num_key_heads": 32,
+        "linear_allow_neg_eigval": True,
+    },
 }
 
 
-def model_config(architecture: str, layers: int, states: str) -> dict:
+def model_config(architecture: str, layers: int) -> dict:
     """config.json of a model whose every fourth layer is attention."""
-    kinds = (["linear_attention"] * 3 + ["full_attention"]) * layers
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_conv_kernel_dim": 4,
-        "layer_types": kinds[:layers],
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-    own = {
-        "qwen3_5": {
-            "architectures": ["Qwen3_5ForCausalLM"],
-            "model_type": "qwen3_5_text",
-            "attn_output_gate": True,
-            "full_attention_interval": 4,
-            "mamba_ssm_dtype": states,
-            "rope_parameters": rope,
-        },
-        "qwen3_next": {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "full_attention_interval": 4,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 1024,
-            "shared_expert_intermediate_size": 1024,
-            "rope_parameters": rope,
-        },
-        "olmo_hybrid": {
-            "architectures": ["OlmoHybridForCausalLM"],
-            "model_type": "olmo_hybrid",
-            "linear_num_key_heads": 32,
-            "linear_allow_neg_eigval": True,
-        },
-    }
-    return common | own[architecture]
+    of_layers = {"num_hidden_layers": layers, "layer_types": KINDS_OF_LAYERS[:layers]}
+    return COMMON | of_layers | ARCHITECTURES[architecture]
 
 
 def initialize(model: torch.nn.Module) -> None:
     """Random weights with which every layer matters, the same in every process."""
+    # Norms multiply by 1 + weight, OLMo-Hybrid's by the weight.
+    around_one = "Olmo" in type(model).__name__
     for name, parameter in model.named_parameters():
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
 
@@ -145,8 +137,7 @@ def initialize(model: torch.nn.Module) -> None:
         elif "conv1d" in name:
             value = 0.5 * draw(torch.randn)
         elif parameter.dim() == 1:
-            around = 1 if name.endswith("linear_attn.norm.weight") else 0  # the other norms multiply by 1 + weight
-            value = around + 0.1 * draw(torch.randn)
+            value = (around_one or name.endswith("linear_attn.norm.weight")) + 0.1 * draw(torch.randn)
         elif "embed_tokens" in name:
             value = draw(torch.randn)
         else:
@@ -155,117 +146,102 @@ def initialize(model: torch.nn.Module) -> None:
         parameter.data.copy_(value)
 
 
-def make_prompts(count: int, lengths: tuple[int, int], seed: int) -> list[dict]:
+def make_prompts(count: int, lengths: tuple[int, int], seed: int) -> list[list[int]]:
     draw = random.Random(seed)
-    return [
-        {"prompt_token_ids": [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(*lengths))]}
-        for _ in range(count)
-    ]
+    return [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(*lengths))] for _ in range(count)]
 
 
-def count_calls(calls: dict[str, int]) -> None:
-    """Has the layers' functions count their calls: calls["total"], and calls["flash_qla"] of them."""
-    for path, names in REPLACED.items():
-        module = sys.modules.get(path)
-        for name in names:
-            function = getattr(module, name, None)
-            if function is None:
-                continue
+def completion(tokens: list[int], ranked: list[list[float]]) -> dict:
+    """A request's tokens, and at each of them the margin of the two highest log-probabilities.
 
-            def counted(*args, _function=function, **kwargs):
-                calls["total"] += 1
-                calls["flash_qla"] += _function.__module__.startswith("flash_qla")
-                return _function(*args, **kwargs)
-
-            setattr(module, name, functools.wraps(function)(counted))
+    Args:
+        ranked: at each token, log-probabilities with the highest ones among them; empty if there are none.
+    """
+    best = [sorted(step, reverse=True)[:2] for step in ranked]
+    return {"tokens": list(tokens), "margins": [round(first - second, 4) for first, second in best]}
 
 
-def generate(llm, prompts: list[dict], new_tokens: int, logprobs: int | None = None) -> list:
-    from vllm import SamplingParams
+class Turn:
+    """Processes that share a card get ready side by side, and measure one after the other.
 
-    greedy = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
-    return llm.generate(prompts, greedy, use_tqdm=False)
+    Args:
+        folder: where the processes and their parent meet; None for a process that is alone.
+    """
+
+    def __init__(self, folder: str | None):
+        self._folder = folder and Path(folder)
+
+    def wait(self) -> None:
+        if self._folder:
+            Path(self._folder, "ready").touch()
+            while not Path(self._folder, "go").exists():
+                time.sleep(0.02)
 
 
-def tokens_of(outputs: list) -> list[dict]:
-    """Of each request: the tokens, and at each of them the margin of the two highest log-probabilities."""
-    found = []
-    for request in outputs:
-        [completion] = request.outputs
-        ranked = [sorted((x.logprob for x in step.values()), reverse=True) for step in completion.logprobs]
-        margins = [best - second for best, second, *_ in ranked]
-        found.append({"tokens": list(completion.token_ids), "margins": margins})
-    return found
+def end_with_parent() -> None:
+    """Ends this process and those of its engine, which are a session of their own, soon after its parent has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
-def measure(options: argparse.Namespace, feature: str, ours: bool) -> dict:
+def measure(options: argparse.Namespace, feature: str, ours: bool, turn: Turn) -> dict:
     """One feature of one engine, in this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # calls are counted in this process
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for apply_model
-    if feature == "ngram":
-        os.environ["VLLM_GDN_DECODE_KERNEL"] = "triton"  # its fused kernel for drafts stays with vLLM
-    import vllm
-
-    if ours:
-        from flash_qla.integrations.vllm import use_flash_qla
-
-        use_flash_qla()
-    with tempfile.TemporaryDirectory() as folder:
-        config = model_config(options.architecture, options.layers, options.states)
-        Path(folder, "config.json").write_text(json.dumps(config))
-        arguments = {
-            "model": folder,
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "max_model_len": 4096,
-            "max_num_batched_tokens": 8192,
-            "max_num_seqs": 64,
-            "gpu_memory_utilization": options.memory,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-        calls = {"total": 0, "flash_qla": 0}
-        for path in REPLACED:
-            import_if_there(path)
-        count_calls(calls)
-        for given in (options.engine_arguments, "{}" if ours else options.own_arguments):
-            arguments |= json.loads(given)
-        llm = vllm.LLM(**arguments | FEATURES[feature])
-    llm.apply_model(initialize)
+    module = importlib.import_module(f"generation_{options.engine}")
+    engine = module.Engine(options, feature, ours)
     cell = {
-        "engine": f"vLLM {vllm.__version__}",
+        "engine": engine.name,
         "architecture": options.architecture,
+        "layers": options.layers,
         "states": options.states,
         "feature": feature,
-        "kernels": "flash_qla" if ours else "vLLM",
+        "kernels": "flash_qla" if ours else "own",
     }
-    prompts = make_prompts(24, (5, 1500), seed=7)
-    cell["batch"] = tokens_of(generate(llm, prompts, NEW_TOKENS, logprobs=5))
-    if feature == "prefix":
-        again = generate(llm, prompts, NEW_TOKENS, logprobs=5)
-        cell["again"] = tokens_of(again)
-        cell["cached_tokens"] = sum(x.num_cached_tokens or 0 for x in again)
-    cell["alone"] = [tokens_of(generate(llm, [x], NEW_TOKENS, logprobs=5))[0] for x in prompts[:ALONE]]
-    for load, (count, length, new_tokens) in LOADS.items():
-        rates = []
-        for sample in range(options.samples + 1):
+    prompts = make_prompts(*module.PROMPTS, seed=7)
+    cell["batch"] = engine.generate(prompts, module.NEW_TOKENS, ranked=True)
+    if feature in module.FROM_CACHE:
+        before = engine.counts()["cached_tokens"]
+        cell["again"] = engine.generate(prompts, module.NEW_TOKENS, ranked=True)
+        cell["cached_tokens"] = engine.counts()["cached_tokens"] - before
+    cell["alone"] = [engine.generate([x], module.NEW_TOKENS, ranked=True)[0] for x in prompts[: module.ALONE]]
+    samples = {load: [] for load in module.LOADS}
+    for sample in range(options.samples + 1):
+        if sample == 1:
+            turn.wait()
+        for load, (count, length, new_tokens) in module.LOADS.items():
             # New prompts each time, or the cache of prefixes would have them.
             given = make_prompts(count, (length, length), seed=100 + sample)
+            before = engine.counts()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            generate(llm, given, new_tokens)
+            engine.generate(given, new_tokens)
             torch.cuda.synchronize()
-            rates.append(count * (length + new_tokens) / (time.perf_counter() - start))
-        cell[load] = sorted(rates[1:])  # the first one warms up
-    cell["calls"] = calls
+            seconds = time.perf_counter() - start
+            found = {"tokens_per_s": count * (length + new_tokens) / seconds, "seconds": seconds}
+            for name, value in engine.counts().items():
+                found[name] = value - before[name]
+            samples[load].append(found)
+    for load, found in samples.items():
+        sizes = dict(zip(("requests", "prompt_tokens", "new_tokens"), module.LOADS[load], strict=True))
+        cell[load] = {"load": sizes, **of_samples(found[1:])}  # the first one warms up
+    cell["calls"] = engine.calls()
     return cell
 
 
-def import_if_there(path: str) -> None:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(path)
+def of_samples(samples: list[dict]) -> dict:
+    """The rates in order; if the engine counts steps, tokens of a request a step, and the mean time of a step."""
+    found = {"tokens_per_s": sorted(round(x["tokens_per_s"], 1) for x in samples)}
+    total = {name: sum(x.get(name, 0) for x in samples) for name in ("seconds", "steps", "request_steps", "new_tokens")}
+    if total["steps"]:
+        found["ms_per_step"] = round(1e3 * total["seconds"] / total["steps"], 4)
+    if total["request_steps"]:
+        found["tokens_per_request_step"] = round(total["new_tokens"] / total["request_steps"], 4)
+    return found
 
 
 def compare(a: list[dict], b: list[dict]) -> dict:
@@ -273,14 +249,18 @@ def compare(a: list[dict], b: list[dict]) -> dict:
     margins = []
     for x, y in zip(a, b, strict=False):
         parts = [i for i, (s, t) in enumerate(zip(x["tokens"], y["tokens"], strict=True)) if s != t]
-        margins += [round(x["margins"][parts[0]], 4)] if parts else []
+        margins += [x["margins"][parts[0]]] if parts else []
     count = min(len(a), len(b))
     return {"same": count - len(margins), "of": count, "margins": sorted(margins)}
 
 
+def loads_of(cell: dict) -> list[str]:
+    return [name for name, x in cell.items() if isinstance(x, dict) and ("tokens_per_s" in x or "own" in x)]
+
+
 def pair_of(own: dict, ours: dict) -> dict:
     """What the report and the stored results keep of a feature's two runs."""
-    cell = {name: own[name] for name in ("engine", "architecture", "states", "feature")}
+    cell = {name: own[name] for name in ("engine", "architecture", "layers", "states", "feature")}
     cell["calls"] = ours["calls"]
     cell["agreement"] = compare(own["batch"], ours["batch"])
     cell["yardstick"] = compare(own["alone"], own["batch"])
@@ -288,8 +268,9 @@ def pair_of(own: dict, ours: dict) -> dict:
     if "again" in ours:
         cell["from_cache"] = compare(ours["batch"], ours["again"]) | {"cached_tokens": ours["cached_tokens"]}
         cell["yardstick_from_cache"] = compare(own["batch"], own["again"])
-    for load in LOADS:
-        cell[load] = {"own": own[load], "flash_qla": ours[load]}
+    for load in loads_of(own):
+        cell[load] = {"load": own[load].pop("load", None), "own": own[load], "flash_qla": ours[load]}
+        cell[load]["flash_qla"].pop("load", None)
     return cell
 
 
@@ -308,45 +289,156 @@ def report(cells: list[dict]) -> None:
             cached = cell["from_cache"]["cached_tokens"]
             print(f"  from the cache ({cached} tokens): flash_qla {text_of(cell['from_cache'])}; "
                   f"own kernels {text_of(cell['yardstick_from_cache'])}")  # fmt: skip
-        for load in LOADS:
-            own, ours = (statistics.median(cell[load][x]) for x in ("own", "flash_qla"))
-            spread = " to ".join(f"{x:.0f}" for x in (cell[load]["flash_qla"][0], cell[load]["flash_qla"][-1]))
+        for load in loads_of(cell):
+            both = cell[load]
+            own, ours = (statistics.median(both[x]["tokens_per_s"]) for x in ("own", "flash_qla"))
+            rates = both["flash_qla"]["tokens_per_s"]
+            spread = f"{rates[0]:.0f} to {rates[-1]:.0f}"
             print(f"  {load}: {ours:.0f} tokens/s ({spread}), own kernels {own:.0f}: {ours / own:.2f} times")
+            for name, what in (("tokens_per_request_step", "tokens a step of a request"), ("ms_per_step", "ms a step")):
+                if name in both["own"] and name in both["flash_qla"]:
+                    print(f"    {what}: {both['flash_qla'][name]}, own kernels {both['own'][name]}")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--features", default="default,graphs,eager,prefix,ngram", help=", ".join(FEATURES))
-    parser.add_argument("--architecture", default="qwen3_5", choices=("qwen3_5", "qwen3_next", "olmo_hybrid"))
+    parser.add_argument("--engine", default="vllm", choices=ENGINES)
+    parser.add_argument("--features", help="those of the engine's file, with commas between; default: all")
+    parser.add_argument("--architecture", default="qwen3_5", help=", ".join(ARCHITECTURES))
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument(
-        "--states", default="float32", choices=("float32", "bfloat16"), help="dtype of Qwen3.5's states"
-    )
+    parser.add_argument("--states", default="float32", help="dtype of an engine's states: float32, bfloat16")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--memory", type=float, default=0.5, help="part of the GPU's memory that the engine takes")
-    parser.add_argument("--engine-arguments", default="{}", metavar="JSON", help="more arguments of vllm.LLM")
+    parser.add_argument("--engine-arguments", default="{}", metavar="JSON", help="more arguments of the engine")
     parser.add_argument("--own-arguments", default="{}", metavar="JSON", help="the same for its own kernels alone")
-    parser.add_argument("--limit-s", type=float, default=600, help="seconds that a process may take")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that get ready at the same time; they measure in turns"
+    )
+    parser.add_argument(
+        "--lock", metavar="FILE", help="runs of this script on one card with the same file measure in turns as well"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=600, help="seconds that a process may take to get ready, and then to measure"
+    )
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--report", metavar="FILE", help="print this file's results")
     parser.add_argument("--measure", metavar="KERNELS", choices=("own", "flash_qla"), help="run in this process")
+    parser.add_argument("--turn", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser
 
 
-def in_process(options: argparse.Namespace, feature: str, kernels: str) -> dict | None:
-    """The results of a process, or None if it fails. Its output goes to the terminal."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as part:
+class Run:
+    """A process that measures a feature with the engine's own kernels or with flash_qla's.
+
+    Args:
+        what: architecture, dtype of the states, feature.
+    """
+
+    def __init__(self, what: tuple[str, str, str], kernels: str, limit_s: float):
+        self._name, self._limit_s = f"{', '.join(what)} with {kernels}", limit_s
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._log = (Path(self._folder.name, name) for name in ("out.json", "log"))
         # The last one of an option that is given twice counts.
-        command = [sys.executable, *sys.argv, "--features", feature, "--measure", kernels, "--out", part.name]
-        try:
-            subprocess.run(command, check=True, timeout=options.limit_s)
-        except subprocess.CalledProcessError as error:
-            print(f"{feature} with {kernels}: exit status {error.returncode}")
-            return None
-        except subprocess.TimeoutExpired:
-            print(f"{feature} with {kernels}: more than {options.limit_s:.0f} s")
-            return None
-        return json.load(part)
+        of_this = zip(("--architecture", "--states", "--features"), what, strict=True)
+        command = [sys.executable, *sys.argv, *itertools.chain(*of_this), "--measure", kernels, "--out", self._out]
+        self._begin = time.monotonic()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [str(x) for x in (*command, "--turn", self._folder.name)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # engines have processes of their own, which end with this one
+            )
+
+    def get_ready(self) -> None:
+        while not Path(self._folder.name, "ready").exists() and self._is_running():
+            time.sleep(0.02)
+
+    def result(self) -> dict | None:
+        """The results, or None if it fails."""
+        Path(self._folder.name, "go").touch()
+        self._begin = time.monotonic()
+        while self._is_running():
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        cell = json.loads(self._out.read_text()) if status == 0 and self._out.exists() else None
+        if cell is None:
+            print("\n".join(self._log.read_text(errors="replace").splitlines()[-40:]))
+            print(f"{self._name}: exit status {status}", flush=True)
+        self._folder.cleanup()
+        return cell
+
+    def _is_running(self) -> bool:
+        """Ends the process if it takes too long."""
+        if self._process.poll() is None and time.monotonic() - self._begin > self._limit_s:
+            print(f"{self._name}: more than {self._limit_s:.0f} s", flush=True)
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return self._process.poll() is None
+
+
+@contextlib.contextmanager
+def holding(lock: str | None, how: int):
+    """One run of this script measures (LOCK_EX) while none gets ready (LOCK_SH)."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "a") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+def results_of(waiting: list[tuple], options: argparse.Namespace) -> Iterator[tuple]:
+    """(what, kernels, the results or None) of each (what, kernels), one after the other."""
+    while waiting:
+        together, waiting = waiting[: options.jobs], waiting[options.jobs :]
+        with holding(options.lock, fcntl.LOCK_SH):
+            runs = [Run(*one, options.limit_s) for one in together]
+            for run in runs:
+                run.get_ready()
+        for (what, kernels), run in zip(together, runs, strict=True):
+            with holding(options.lock, fcntl.LOCK_EX):
+                result = run.result()
+            yield what, kernels, result
+
+
+class Results:
+    """Pairs of runs, and runs that wait for the other one of their pair; in a file, if there is one."""
+
+    def __init__(self, out: str | None):
+        self._out = out and Path(out)
+        found = json.loads(self._out.read_text()) if out and self._out.exists() else {}
+        self.cells, self._halves = found.get("cells", []), found.get("halves", [])
+
+    def has_half(self, engine: str, what: tuple[str, str, str], layers: int, kernels: str) -> bool:
+        return any(
+            x["engine"].lower().startswith(engine)
+            and (x["architecture"], x["states"], x["feature"], x["layers"], x["kernels"]) == (*what, layers, kernels)
+            for x in self._halves
+        )
+
+    def add(self, run: dict) -> dict | None:
+        """The pair, if this run completes one."""
+        cell, key = None, key_of(run)
+        pair = {x["kernels"]: x for x in (*self._halves, run) if key_of(x) == key}
+        self._halves = [x for x in self._halves if key_of(x) != key]
+        if len(pair) == 2:
+            cell = pair_of(pair["own"], pair["flash_qla"])
+            self.cells = [x for x in self.cells if key_of(x) != key] + [cell]
+        else:
+            self._halves.append(run)
+        if self._out:
+            stored = {"environment": environment(), "cells": self.cells}
+            self._out.write_text(
+                json.dumps(stored | {"halves": self._halves} if self._halves else stored, indent=1) + "\n"
+            )
+        return cell
+
+
+def key_of(cell: dict) -> tuple:
+    return tuple(cell[name] for name in ("engine", "architecture", "layers", "states", "feature"))
 
 
 def main() -> None:
@@ -354,24 +446,30 @@ def main() -> None:
     if options.report:
         report(json.loads(Path(options.report).read_text())["cells"])
         return
-    features = options.features.split(",")
+    module = importlib.import_module(f"generation_{options.engine}")
+    features = options.features.split(",") if options.features else list(module.FEATURES)
     if options.measure:
+        if options.turn:
+            end_with_parent()
         [feature] = features
-        cell = measure(options, feature, options.measure == "flash_qla")
+        cell = measure(options, feature, options.measure == "flash_qla", Turn(options.turn))
         Path(options.out).write_text(json.dumps(cell))
         os._exit(0)  # engines may wait for threads of theirs
-    cells, failed = [], []
-    for feature in features:
-        runs = [in_process(options, feature, kernels) for kernels in ("own", "flash_qla")]
-        if None in runs:
-            failed.append(feature)
-            continue
-        cells.append(pair_of(*runs))
-        report(cells[-1:])
-        if options.out:
-            Path(options.out).write_text(json.dumps({"environment": environment(), "cells": cells}, indent=1) + "\n")
+    results, failed = Results(options.out), []
+    waiting = []
+    for what in itertools.product(options.architecture.split(","), options.states.split(","), features):
+        waiting += [
+            (what, kernels)
+            for kernels in ("own", "flash_qla")
+            if not results.has_half(options.engine, what, options.layers, kernels)
+        ]
+    for what, kernels, run in results_of(waiting, options):
+        if run is None:
+            failed.append(f"{', '.join(what)} with {kernels}")
+        elif cell := results.add(run):
+            report([cell])
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

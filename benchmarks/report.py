@@ -5,8 +5,8 @@
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
 results are h100.json and h200.json of all.py, errors_h100.json and errors_h200.json of the tests (--errors-json),
-context_parallelism_h100.json and the like, and tests.json of the tests (--record). Each card that was measured has its
-columns. A figure that is in no file is "not measured".
+context_parallelism_h100.json, generation_h100.json, prefill_h100.json and the like, and tests.json of the tests
+(--record). Each card that was measured has its columns. A figure that is in no file is "not measured".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -83,6 +84,8 @@ class Data:
     cards: list[Card]
     ranks: dict[str, dict]  # card -> results of context_parallelism.py
     tests: list[dict]
+    generation: dict[str, dict] = dataclasses.field(default_factory=dict)  # card -> results of generation.py
+    prefill: dict[str, dict] = dataclasses.field(default_factory=dict)  # card -> results of prefill.py
 
     def measured(self, *sections: str) -> list[Card]:
         return [card for card in self.cards if any(card.cells(section) for section in sections)]
@@ -99,8 +102,13 @@ def load(folder: Path) -> Data:
         if found or errors:
             found = found or {"environment": {}, "sections": {}}
             cards.append(Card(label, found["environment"], found["sections"], errors))
-    ranks = {label: read(f"context_parallelism_{name}.json") for name, label in CARDS.items()}
-    return Data(cards, {label: found for label, found in ranks.items() if found}, read("tests.json") or [])
+
+    def of_cards(what: str) -> dict[str, dict]:
+        found = {label: read(f"{what}_{name}.json") for name, label in CARDS.items()}
+        return {label: x for label, x in found.items() if x}
+
+    of_files = (of_cards(what) for what in ("generation", "prefill"))
+    return Data(cards, of_cards("context_parallelism"), read("tests.json") or [], *of_files)
 
 
 # Tables
@@ -574,6 +582,23 @@ def prefill(data: Data) -> str:
     return sections_table(data, keys, ["q/k x v heads", "sequences", "states"], columns, "prefill")
 
 
+def checkpoints(data: Data) -> str:
+    """The price of checkpoints at other places, and of the same bits in any batch."""
+    header = ["card", "q/k x v heads", "sequences", "states", "pool, ms"]
+    ways = {"checkpoints": "every 256", "blocks": "every 528", "invariant": "batch_invariant", "resumable": "both"}
+    header += [*ways.values(), "both over every 256"]
+    rows, lines = [], []
+    for card, results in data.prefill.items():
+        for cell in results["cells"]:
+            ms = cell["ms"]
+            row = [card, heads_of(cell), cell["sequences"], cell["state_dtype"], number(ms["pool"], ".3f")]
+            row += [number(ms[way] / ms["pool"]) for way in ways]
+            rows.append([*row, number(ms["resumable"] / ms["checkpoints"])])
+        environment = results["environment"]
+        lines.append(f"{card}: driver {environment['driver']}, torch {environment['torch']}.")
+    return "\n\n".join([markdown(header, rows), wrapped(" ".join(lines))]) if rows else "Not measured on any card."
+
+
 # Context parallelism
 
 
@@ -705,6 +730,46 @@ def dispatch(data: Data) -> str:
     return sections_table(data, keys, ["q/k x v heads", "sequences"], columns, "dispatch")
 
 
+# Text generation
+
+
+def engines(data: Data) -> str:
+    """Prompt and new tokens a second of engines."""
+    return generation(data, ("prefill", "decode"), new_tokens_only=False)
+
+
+def transformers(data: Data) -> str:
+    """New tokens a second of generate()."""
+    return generation(data, ("batch 1", "batch 16"), new_tokens_only=True)
+
+
+def generation(data: Data, loads: tuple[str, ...], new_tokens_only: bool) -> str:
+    about = {"engine": "engine", "architecture": "model", "states": "states", "feature": "feature"}
+    if new_tokens_only:
+        del about["states"]  # their dtype is the model's
+    header = ["card", *about.values(), "same tokens", "margins up to", "one at a time"]
+    header += [text for load in loads for text in (f"{load}: own, tokens/s", "flash_qla", "times")]
+    rows, lines = [], []
+    for card, results in data.generation.items():
+        cells = [cell for cell in results["cells"] if loads[0] in cell]
+        for cell in cells:
+            agreement, alone = cell["agreement"], cell["yardstick"]["margins"]
+            row = [card, *(cell[name] for name in about)]
+            row += [f"{agreement['same']} of {agreement['of']}"]
+            row += [f"{margins[-1]:.3g}" if margins else "-" for margins in (agreement["margins"], alone)]
+            for load in loads:
+                sizes = cell[load]["load"]
+                part = 1.0
+                if new_tokens_only:
+                    part = sizes["new_tokens"] / (sizes["new_tokens"] + sizes["prompt_tokens"])
+                own, ours = (statistics.median(cell[load][x]["tokens_per_s"]) * part for x in ("own", "flash_qla"))
+                row += [f"{own:,.0f}", f"{ours:,.0f}", f"{ours / own:.2f}"]
+            rows.append(row)
+        environment = results["environment"]
+        lines += [f"{card}: driver {environment['driver']}, torch {environment['torch']}."] if cells else []
+    return "\n\n".join([markdown(header, rows), wrapped(" ".join(lines))]) if rows else "Not measured on any card."
+
+
 # Tests
 
 
@@ -739,10 +804,13 @@ TABLES: dict[str, Callable[[Data], str]] = {
     "head_dims": head_dims,
     "decode": decode,
     "prefill": prefill,
+    "checkpoints": checkpoints,
     "context_parallelism": context_parallelism,
     "memory": memory,
     "dispatch": dispatch,
     "accuracy": accuracy,
+    "engines": engines,
+    "transformers": transformers,
     "tested": tested,
 }
 README_TABLES = TABLES | {"forward": readme_forward}

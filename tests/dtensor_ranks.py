@@ -267,8 +267,10 @@ class Block(nn.Module):
 
 def with_context() -> None:
     """Tensor parallelism as models have it: outputs of the projections stay DTensors."""
+    device = device_of_ranks()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    block, x = Block(32, 4, 16), torch.randn(2, 70, 32)
+    block, x = Block(32, 4, 16).to(device, dtype), torch.randn(2, 70, 32).to(device, dtype)
     expected = block(x)
     expected.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
@@ -278,7 +280,12 @@ def with_context() -> None:
     parallelize_module(block, make_mesh("heads"), plan)
     assert all(isinstance(x, DTensor) for x in itertools.islice(block.parameters(), 3))
     found = block(x)
-    torch.testing.assert_close(found, expected)
     found.square().sum().backward()
-    for name, parameter in block.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], rtol=1e-4, atol=1e-5)
+    of_both = {"output": (found, expected)} | {
+        name: (parameter.grad.full_tensor(), gradients[name]) for name, parameter in block.named_parameters()
+    }
+    for name, (one, other) in of_both.items():
+        if device == "cuda":  # the projections round to bf16 too, and the last one's sum over ranks
+            assert relative_error(one, other.double()) < 3e-2, name
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

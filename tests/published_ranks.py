@@ -6,9 +6,8 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from accuracy import BARS, GRADIENT_BF16_BARS, relative_error
 from cases import ALL_GRADIENTS_OF, Case, make_inputs
-from cp_ranks import LAYOUTS, local_case, run
+from cp_ranks import LAYOUTS, assert_near, local_case, run
 
 import flash_qla
 from flash_qla.cp import exchange_halo
@@ -24,15 +23,6 @@ def published_context_of(case: Case, device: str = "cpu") -> FlashQLACPContext:
         offsets, enable_inter=True, enable_intra=True, num_v_heads=case.H_v, chunk_size=64,
         conv1d_kernel_size=4, cu_seqlens_cpu=offsets.cpu(),
     )  # fmt: skip
-
-
-def assert_near(name: str, found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> None:
-    """On the CPU, in fp64, as close as given. On the GPU either may be a bar away from the truth."""
-    if found.is_cuda:
-        bar = GRADIENT_BF16_BARS.get(name, BARS[torch.bfloat16])
-        assert relative_error(found, expected.double()) < 2 * bar, name
-    else:
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def low_level_on_ranks(cases: list[Case], device: str = "cpu") -> int:

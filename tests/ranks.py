@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+# Modules that ask CUDA nothing when they are imported: CUDA works in no fork of a process that did. Inductor asks.
+PRELOADED = ("torch.distributed.tensor.parallel", "flash_qla")
 LIMIT = 120  # seconds that a group may take; it is there so that a test ends
 
 
@@ -44,7 +46,8 @@ def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", t
     """
     # All processes are forked from one that has imported PyTorch and does nothing else: imports cost seconds each.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "flash_qla"])
+    more = [] if torch.cuda.is_available() else ["torch._inductor.compile_fx"]
+    context.set_forkserver_preload([*PRELOADED, *more])
     deadline = time.monotonic() + LIMIT
     with tempfile.TemporaryDirectory() as folder:
         processes = [

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ decode = importlib.import_module("decode")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 generation = importlib.import_module("generation")
+generation_vllm = importlib.import_module("generation_vllm")
 host = importlib.import_module("host")
 peer_errors = importlib.import_module("peer_errors")
 prefill = importlib.import_module("prefill")
@@ -470,7 +472,7 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
         name: len(found["cells"]) for name, found in results.items()
     }
     data = report.load(tmp_path)
-    for name in set(report.TABLES) - {"context_parallelism", "tested"}:
+    for name in set(report.TABLES) - {"checkpoints", "context_parallelism", "engines", "transformers", "tested"}:
         assert "| " in report.TABLES[name](data), name
 
 
@@ -605,6 +607,39 @@ def test_every_table_without_results(tmp_path):
         assert not re.search(r"\d[.%]", table(data))
 
 
+def test_table_of_checkpoints(tmp_path):
+    ms = {"op": 1.0, "pool": 2.0, "checkpoints": 3.0, "blocks": 4.0, "invariant": 5.0, "resumable": 6.0}
+    cell = {"heads": "2x8", "sequences": "1x8192", "state_dtype": "bf16", "ms": ms}
+    results = {"environment": {"driver": "580", "torch": "2.11"}, "cells": [cell]}
+    (tmp_path / "prefill_h200.json").write_text(json.dumps(results))
+    lines = report.checkpoints(report.load(tmp_path)).splitlines()
+    assert "| H200 | 2x8 | 1x8192 | bf16 | 2.000 | 1.50 | 2.00 | 2.50 | 3.00 | 2.00 |" in lines
+
+
+def test_tables_of_generation(tmp_path):
+    def speeds(new, own, ours):
+        load = {"requests": 1, "prompt_tokens": 60, "new_tokens": new}
+        return {"load": load, "own": {"tokens_per_s": own}, "flash_qla": {"tokens_per_s": ours}}
+
+    def cell(engine, **loads):
+        about = {"engine": engine, "architecture": "qwen3_5", "states": "bfloat16", "feature": "graphs"}
+        found = {"same": 1, "of": 2, "margins": [0.125]}
+        return about | {"agreement": found, "yardstick": {"same": 1, "of": 1, "margins": []}} | loads
+
+    of_engine = {"prefill": speeds(4, [1000.0, 3000.0], [4000.0]), "decode": speeds(4, [8.0], [4.0])}
+    of_generate = {"batch 1": speeds(20, [40.0], [80.0]), "batch 16": speeds(20, [400.0], [600.0])}
+    results = {"environment": {"driver": "580", "torch": "2.11"}}
+    results["cells"] = [cell("vLLM 0", **of_engine), cell("transformers 5", **of_generate)]
+    (tmp_path / "generation_h100.json").write_text(json.dumps(results))
+    data = report.load(tmp_path)
+    found = "graphs | 1 of 2 | 0.125 | - |"
+    row = f"| H100 | vLLM 0 | qwen3_5 | bfloat16 | {found} 2,000 | 4,000 | 2.00 | 8 | 4 | 0.50 |"
+    assert row in report.engines(data).splitlines()
+    row = f"| H100 | transformers 5 | qwen3_5 | {found} 10 | 20 | 2.00 | 100 | 150 | 1.50 |"
+    assert row in report.transformers(data).splitlines()
+    assert report.engines(data).endswith("H100: driver 580, torch 2.11.")
+
+
 def test_figures_of_a_card(card_folder):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     subprocess.run([sys.executable, BENCHMARKS / "plot.py", "--results", card_folder], check=True)
@@ -696,15 +731,22 @@ class StubLLM:
     """An engine whose next token is the sum of a request's tokens, and whose layers make one call a token."""
 
     def __init__(self, **arguments):
-        self.layers = sys.modules[f"{generation.GDN}.olmo_gdn_linear_attn"]
+        self.layers = sys.modules[f"{generation_vllm.GDN}.olmo_gdn_linear_attn"]
         self.shift = int(arguments["seed"])
         assert json.loads(Path(arguments["model"], "config.json").read_text())["model_type"] == "olmo_hybrid"
         assert arguments["enforce_eager"]
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(get_output=self.get_output))
 
     def apply_model(self, function):
         function(torch.nn.Linear(2, 2))
 
+    def get_output(self):
+        """A step with drafts: two tokens of one request."""
+        return SimpleNamespace(outputs=[SimpleNamespace(new_token_ids=[1, 2]), SimpleNamespace(new_token_ids=[])])
+
     def generate(self, prompts, sampling, use_tqdm):
+        for _ in range(sampling.max_tokens):
+            self.llm_engine.engine_core.get_output()
         return [self.complete(x["prompt_token_ids"], sampling) for x in prompts]
 
     def complete(self, prompt, sampling):
@@ -712,52 +754,183 @@ class StubLLM:
         for i in range(sampling.max_tokens):
             self.layers.chunk_gated_delta_rule()
             tokens.append((sum(prompt) + self.shift * (i == 3)) % 100)
-        ranked = {i: SimpleNamespace(logprob=-0.25 * i) for i in range(sampling.logprobs or 0)}
-        completion = SimpleNamespace(token_ids=tokens, logprobs=[ranked] * len(tokens))
+        logprobs = None
+        if sampling.logprobs:
+            logprobs = [{i: SimpleNamespace(logprob=-0.25 * i) for i in range(sampling.logprobs)}] * len(tokens)
+        completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
         return SimpleNamespace(outputs=[completion], num_cached_tokens=64)
 
 
 @pytest.fixture
-def stub_vllm(monkeypatch):
+def without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.fixture
+def stub_vllm(monkeypatch, without_cuda):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(
         __version__="0.0", LLM=StubLLM, SamplingParams=lambda **given: SimpleNamespace(**given)
     ))  # fmt: skip
-    layers = types.ModuleType(f"{generation.GDN}.olmo_gdn_linear_attn")
+    layers = types.ModuleType(f"{generation_vllm.GDN}.olmo_gdn_linear_attn")
     layers.chunk_gated_delta_rule = lambda: None
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
-    monkeypatch.setattr(generation, "LOADS", {"prefill": (2, 8, 1), "decode": (3, 2, 5)})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(generation_vllm, "LOADS", {"prefill": (2, 8, 1), "decode": (3, 2, 5)})
 
 
 def measure_engine(feature, shift):
     arguments = json.dumps({"seed": shift, "enforce_eager": True})
     given = ["--architecture", "olmo_hybrid", "--samples", "2", "--engine-arguments", arguments]
-    return generation.measure(generation.make_parser().parse_args(given), feature, ours=False)
+    options = generation.make_parser().parse_args(given)
+    return generation.measure(options, feature, ours=False, turn=generation.Turn(None))
 
 
 def test_cells_of_an_engine(stub_vllm, capsys):
     own = measure_engine("prefix", 0)
-    new_tokens = (24 + 24 + generation.ALONE) * generation.NEW_TOKENS + 3 * (2 * 1 + 3 * 5)
+    alone = generation_vllm.ALONE
+    new_tokens = (24 + 24 + alone) * generation_vllm.NEW_TOKENS + 3 * (2 * 1 + 3 * 5)
     assert own["calls"] == {"total": new_tokens, "flash_qla": 0}
-    assert [len(own[x]) for x in ("batch", "again", "alone", "prefill")] == [24, 24, generation.ALONE, 2]
+    assert [len(own[x]) for x in ("batch", "again", "alone")] == [24, 24, alone]
+    assert len(own["prefill"]["tokens_per_s"]) == 2 and own["decode"]["tokens_per_request_step"] == 2
 
     cell = generation.pair_of(own, measure_engine("prefix", 1))
     assert cell["agreement"] == {"same": 0, "of": 24, "margins": [0.25] * 24}
-    assert cell["yardstick"] == cell["alone"] == {"same": generation.ALONE, "of": generation.ALONE, "margins": []}
+    assert cell["yardstick"] == cell["alone"] == {"same": alone, "of": alone, "margins": []}
     assert cell["from_cache"]["cached_tokens"] == 24 * 64
 
     generation.report([cell])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "vLLM 0.0, olmo_hybrid, float32 states, prefix:"
     assert lines[2] == "  same tokens as the engine's own kernels: 0 of 24, margins up to 0.25"
+    assert "    tokens a step of a request: 2.0, own kernels 2.0" in lines
 
 
-def test_an_engine_that_fails_is_reported(monkeypatch, capsys):
-    def fail(command, **_):
-        raise subprocess.CalledProcessError(3, command)
+SMALL_MODEL = {
+    **{"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "head_dim": 64},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32},
+}
 
-    monkeypatch.setattr(sys, "argv", ["generation.py", "--features", "eager"])
-    monkeypatch.setattr(subprocess, "run", fail)
-    with pytest.raises(SystemExit, match="failed: eager"):
+
+@pytest.mark.parametrize("architecture", generation.ARCHITECTURES)
+def test_transformers_generate(architecture, without_cuda, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    generation_transformers = importlib.import_module("generation_transformers")
+    monkeypatch.setattr(generation, "VOCABULARY", 100)
+    for name, value in {"PROMPTS": (2, (9, 9)), "NEW_TOKENS": 4, "ALONE": 1, "LOADS": {"batch 2": (2, 9, 4)}}.items():
+        monkeypatch.setattr(generation_transformers, name, value)
+    sizes = SMALL_MODEL | ({"linear_num_key_heads": 4} if architecture == "olmo_hybrid" else {})
+    given = ["--engine", "transformers", "--architecture", architecture, "--layers", "4", "--samples", "1"]
+    options = generation.make_parser().parse_args([*given, "--engine-arguments", json.dumps(sizes)])
+    runs = [generation.measure(options, "eager", ours, generation.Turn(None)) for ours in (False, True)]
+    cell = generation.pair_of(*runs)
+    assert cell["calls"] == {"total": 3, "flash_qla": 3}
+    assert cell["agreement"]["of"] == 2 and max(cell["agreement"]["margins"], default=0) < 0.2
+    assert cell["batch 2"]["own"]["tokens_per_s"][0] > 0
+
+
+def test_counts_of_sglang(tmp_path, monkeypatch):
+    """The plugin counts SGLang's own functions and flash_qla's, whichever plugin is called first."""
+    generation_sglang = importlib.import_module("generation_sglang")
+    loader = types.ModuleType("sglang.srt.model_loader.loader")
+    layers = types.ModuleType(generation_sglang.MODULE)
+    layers.chunk_gated_delta_rule = lambda: None
+    for module in (loader, layers):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    import flash_qla
+
+    for name in generation_sglang.CALLED:
+        monkeypatch.setattr(flash_qla, name, lambda: None)
+    notes = tmp_path / "notes.json"
+    monkeypatch.setenv(generation_sglang.NOTES, str(notes))
+    monkeypatch.setenv("FLASH_QLA_SGLANG", "1")
+    generation_sglang.in_scheduler()
+    assert not hasattr(loader, "initialize_dummy_weights")  # this is no child of SGLang's
+    monkeypatch.setattr(generation_sglang.multiprocessing, "parent_process", lambda: 1)
+    generation_sglang.in_scheduler()
+    assert loader.initialize_dummy_weights is generation.initialize
+    layers.chunk_gated_delta_rule()
+    flash_qla.decode_gated_delta_rule_packed()
+    flash_qla.decode_gated_delta_rule_buffered()
+    deadline = time.monotonic() + 20
+    while not notes.exists() or json.loads(notes.read_text()) != {"own": 1, "flash_qla": 2}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_plugin_of_sglang(tmp_path, monkeypatch):
+    """importlib.metadata finds it in a process of SGLang's."""
+    generation_sglang = importlib.import_module("generation_sglang")
+    for name in ("PYTHONPATH", "SGLANG_PLUGINS"):
+        monkeypatch.setenv(name, "other")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    generation_sglang.add_plugin(tmp_path)
+    code = "from importlib.metadata import entry_points\n"
+    code += "print([x.load().__name__ for x in entry_points(group='sglang.srt.plugins') if x.name.startswith('gener')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.strip() == "['in_scheduler']", found.stderr
+    assert os.environ["SGLANG_PLUGINS"].split(",") == ["other", generation_sglang.PLUGIN, "flash_qla"]
+
+
+FAILING = """
+import json, sys, time
+from pathlib import Path
+
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+turn = Path(arguments["--turn"])
+if arguments["--features"] == "hangs":
+    time.sleep(60)
+(turn / "ready").touch()
+while not (turn / "go").exists():
+    time.sleep(0.01)
+if arguments["--features"] == "fails" and arguments["--measure"] == "own" and not Path("mended").exists():
+    sys.exit("no engine here")
+tokens = [{"tokens": [1, 2], "margins": [0.5, 0.25]}] * 2
+cell = {"engine": "vLLM 0", "architecture": arguments["--architecture"], "layers": int(arguments["--layers"])}
+cell |= {"states": arguments["--states"], "feature": arguments["--features"], "kernels": arguments["--measure"]}
+cell |= {"batch": tokens, "alone": tokens, "calls": {"total": 1, "flash_qla": 1}}
+Path(arguments["--out"]).write_text(json.dumps(cell | {"decode": {"tokens_per_s": [1.0]}}))
+"""
+
+
+def test_engines_that_fail(tmp_path, monkeypatch, capsys):
+    """A process that fails or hangs costs nothing but its own results, and the next start measures what is missing."""
+    (tmp_path / "generation.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options):
+        given = ["--out", "out.json", "--layers", "4", "--lock", "lock", *options]
+        monkeypatch.setattr(sys, "argv", ["generation.py", *given])
         generation.main()
-    assert "eager with flash_qla: exit status 3" in capsys.readouterr().out
+
+    with pytest.raises(SystemExit, match=r"failed: qwen3_5, float32, hangs with own; .* hangs with flash_qla; .*fails"):
+        run("--features", "works,hangs,fails", "--jobs", "6", "--limit-s", "3")
+    printed = capsys.readouterr().out
+    assert "qwen3_5, float32, hangs with own: more than 3 s" in printed and "no engine here" in printed
+    stored = json.loads(Path("out.json").read_text())
+    assert [x["feature"] for x in stored["cells"]] == ["works"]
+    assert [(x["feature"], x["kernels"]) for x in stored["halves"]] == [("fails", "flash_qla")]
+
+    Path("mended").touch()
+    run("--features", "fails")
+    stored = json.loads(Path("out.json").read_text())
+    assert [x["feature"] for x in stored["cells"]] == ["works", "fails"] and "halves" not in stored
+    assert "fails:" in capsys.readouterr().out
+
+
+def test_an_engine_ends_with_the_benchmark():
+    """However the benchmark ends, no process of its keeps the card."""
+    ends = "import time, generation; generation.end_with_parent(); print('started', flush=True); time.sleep(60)"
+    starts = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {ends!r}], start_new_session=True, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+os._exit(1)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])}
+    run = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, env=environment)
+    process = Path("/proc", run.stdout.strip(), "stat")
+    deadline = time.monotonic() + 20
+    while process.exists() and process.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -168,11 +168,11 @@ def test_compiled_for_other_lengths(backend):
 @pytest.mark.parametrize("backend", [None, pytest.param(BACKEND, marks=pytest.mark.long)])
 def test_gradients_that_are_none(backend):
     """No rank leaves the others waiting."""
-    run_on_ranks(3, cp_ranks.gradients_that_are_none, [ONE, OF_ITS_OWN], backend, timeout=20)
+    run_on_ranks(3, cp_ranks.gradients_that_are_none, [ONE, OF_ITS_OWN], "cpu", backend, timeout=20)
 
 
 def test_compiled_halo():
-    run_on_ranks(2, cp_ranks.compiled_halo, ONE, BACKEND)
+    run_on_ranks(2, cp_ranks.compiled_halo, ONE, "cpu", BACKEND)
 
 
 @pytest.mark.parametrize("world_size", (1, 3, 8))
@@ -181,7 +181,7 @@ def test_halos(world_size):
 
 
 def test_a_convolution_before_it():
-    run_on_ranks(3, cp_ranks.convolved, ONE, 4)
+    run_on_ranks(3, cp_ranks.convolved, ONE, 4, "cpu")
 
 
 # One process that plays all ranks, which is how one GPU can
@@ -593,3 +593,41 @@ def test_two_gpus_in_a_cuda_graph(layout):
 @two_gpus
 def test_two_gpus_exchange_halos():
     run_on_ranks(2, cp_ranks.halos, [(7, 200, 33)], (4,), "cuda", backend="nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_compiled_halo():
+    run_on_ranks(2, cp_ranks.compiled_halo, GPU_CASES[0], "cuda", BACKEND, backend="nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("backend", [None, BACKEND])
+def test_two_gpus_gradients_that_are_none(backend):
+    run_on_ranks(2, cp_ranks.gradients_that_are_none, GPU_CASES[:1], "cuda", backend, backend="nccl", timeout=40)
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_with_a_convolution_before_it():
+    run_on_ranks(2, cp_ranks.convolved, GPU_CASES[0], 4, "cuda", backend="nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_other_heads_on_one():
+    for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, GPU_CASES[0], "1", "cuda", backend="nccl"):
+        shapes = "[((1, 4, 256, 128), torch.float32, False), ((1, 8, 256, 128), torch.float32, False)]"
+        assert shapes in outcome["error"], outcome
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize(
+    ("function", "dtype"), [("chunk_gated_delta_rule", torch.float32), ("exchange_halo", torch.bfloat16)]
+)
+def test_two_gpus_gradients_on_one(function, dtype):
+    case = GPU_CASES[0]
+    for outcome in outcomes_on_ranks(2, cp_ranks.gradients_on_one_rank, case, function, "cuda", backend="nccl"):
+        assert f"{dtype}, False), (" in outcome["error"] and f"{dtype}, True)]" in outcome["error"], outcome

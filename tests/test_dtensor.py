@@ -148,3 +148,16 @@ def test_two_gpus_partial_gradients():
 @pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])
 def test_two_gpus_ops_on_a_pool(name):
     assert run_on_ranks(2, without_derivatives, name, backend="nccl") == [None] * 2
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_a_mesh_of_two_dimensions():
+    """The batch over two GPUs, heads over one."""
+    assert run_on_ranks(2, training, GPU_BATCH, "both", backend="nccl") == [len(GPU_BATCH)] * 2
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_a_layer_with_heads_in_parallel():
+    assert run_on_ranks(2, with_context, backend="nccl") == [None] * 2

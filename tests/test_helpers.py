@@ -6,6 +6,7 @@ import itertools
 
 import accuracy
 import pytest
+import ranks
 import reference
 import torch
 from cases import (
@@ -272,3 +273,21 @@ def test_poison_fills_free_cuda_blocks():
 def test_a_crash_says_where():
     with pytest.raises(AssertionError, match=r"ended by SIGSEGV\n.*Segmentation fault(?s:.*)in string_at"):
         run_python("import ctypes; ctypes.string_at(0)")
+
+
+def test_ranks_start_from_a_process_that_has_not_asked_for_devices():
+    """Where there are GPUs, ranks are forks of a process that has imported these modules. A first question to CUDA in
+    it, such as torch.cuda.is_available(), makes CUDA unusable in all of them."""
+    code = """
+import importlib
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("CUDA was asked")
+
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
+for name in {modules}:
+    importlib.import_module(name)
+"""
+    run_python(code.format(modules=ranks.PRELOADED))
