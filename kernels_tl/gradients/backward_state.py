@@ -12,7 +12,7 @@ from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, element_type, extern
 from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
 from kernels_tl.core.pipeline import Stage, stage_of
-from kernels_tl.gradients.reverse_recurrence import gate_row
+from kernels_tl.gradients.reverse_recurrence import gate, gate_row, gate_rows, round_faded_dO
 from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier, TokenSum
 
 V = TILE.tile  # value rows a CTA
@@ -23,10 +23,6 @@ Full = T.GemmWarpPolicy.FullRow
 
 def token_sums(tiles, p, row):
     return T.access_ptr(tiles.sums[p, row, 0], "w")
-
-
-def gate(tiles, s, row, i):
-    return extern("load_factor", T.access_ptr(tiles.gates[s, row, i], "r"), returns="float32")
 
 
 @T.macro
@@ -68,8 +64,7 @@ def state_role(dtype, K, H_v, value_tiles):
             f"gate_products<{element}, {str(which == 0).lower()}>",
             r.products.data,
             r.likeness.data,
-            gate_row(tiles, s, BackwardGate.LOG),
-            gate_row(tiles, s, BackwardGate.BETA),
+            *gate_rows(tiles, s, BackwardGate.LOG, BackwardGate.BETA),
             scale,
             gated.data,
             token_sums(tiles, p, (TokenSum.BETWEEN, TokenSum.BETA)[which]),
@@ -93,16 +88,7 @@ def state_role(dtype, K, H_v, value_tiles):
         """Leaves dV_new^T in U, and dS^T / gamma_1 without its term of U in dS."""
         one = Stage(0, p)
         one.wait_for(ready.dO_loaded)
-        extern(
-            f"round_scaled_tile<{element}>",
-            r.faded_dO.data,
-            r.faded_dO_rest.data,
-            T.access_ptr(tiles.dO[0, 0, warpgroup * ROWS], "r"),
-            gate_row(tiles, s, BackwardGate.FADE),
-            scale,
-            offset,
-            column,
-        )
+        round_faded_dO(r, tiles, s, tiles.dO[0, 0, warpgroup * ROWS], scale, offset, column)
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)
         multiply(tiles.dS[0, :, :], tiles.K[s, :, :], r.U, transpose_B=True)
         fade = T.alloc_var("float32", init=gate(tiles, s, BackwardGate.FADE, C - 1) * carried)
@@ -126,14 +112,8 @@ def state_role(dtype, K, H_v, value_tiles):
         T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.matrices_released)
-        extern(
-            f"fade_columns<{element}>",
-            r.faded_U.data,
-            r.U.data,
-            gate_row(tiles, s, BackwardGate.BETA),
-            gate_row(tiles, s, BackwardGate.FADE),
-            column,
-        )
+        beta_and_fade = gate_rows(tiles, s, BackwardGate.BETA, BackwardGate.FADE)
+        extern(f"fade_columns<{element}>", r.faded_U.data, r.U.data, *beta_and_fade, column)
         T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
         one.wait_until_free(ready.U_taken)
         extern(
