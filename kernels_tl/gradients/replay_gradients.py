@@ -23,9 +23,10 @@ from kernels_tl.bundles import Matrices, Plan, Sizes, StateGradients, Tokens
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import registers, wide_step
-from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, Dtype, NamedBarrier
+from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier
+from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
@@ -34,11 +35,8 @@ PRELUDE = """
 #include "states/wide_state.cuh"
 """
 
-V = TILE.tile  # value rows a CTA
 STAGES = TILE.stages  # of K and the gates: the first and the last product need them
-CONSUMERS = TILE.consumers
-WARPGROUPS = V // ROWS
-# Producers: a loader, and a storer for each consumer warpgroup.
+assert (TILE.tile, TILE.consumers) == (V, CONSUMERS)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
@@ -73,13 +71,13 @@ def replay_gradients(dtype, K):
             U_stored=[32] * WARPGROUPS,
         )
 
+    def values_of(tiles, ready):
+        return Outgoing(tiles.U, ready.U_staged, ready.U_stored)
+
     @T.macro
     def stage_U(r, tiles, ready, warpgroup, step, offset):
-        own = Stage(warpgroup, step % 2)
-        own.arrive(ready.dS_staged)
-        own.wait_until_free(ready.U_stored)
-        extern(f"stage_transposed<{r.element}>", r.U.data, T.access_ptr(tiles.U[warpgroup, 0, 0], "w"), offset)
-        own.arrive(ready.U_staged)
+        Stage(warpgroup, step % 2).arrive(ready.dS_staged)
+        stage_values(values_of(tiles, ready), r.U, r.element, warpgroup, step, offset)
 
     @T.macro
     def release_others(ready):
@@ -95,16 +93,7 @@ def replay_gradients(dtype, K):
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.dS)
         if segment.final == FROM_SCAN:
-            extern(
-                f"read_state<{K}>",
-                r.dS.data,
-                T.access_ptr(grad_states[piece.slot, piece.hv, piece.v0, 0], "r"),
-                Dtype.FLOAT32,
-                True,
-                K,
-                V,
-                K,
-            )
+            read_scanned(r.dS, grad_states, piece)
         else:
             if segment.final != NO_STATE:
                 final.read(r.dS, segment.final, piece.hv, piece.v0)
@@ -161,30 +150,6 @@ def replay_gradients(dtype, K):
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.others_loaded)
             T.barrier_arrive(ready.others_loaded)
 
-    @T.macro
-    def store(tiles, ready, piece, segment, dh, u):
-        """The storers, one for each consumer warpgroup: dS' and U from shared memory."""
-        w = T.alloc_var("int32", init=storer(CONSUMERS))
-        for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
-            slot = segment.first + segment.chunks - 1 - step
-            v0 = piece.v0 + w * ROWS
-            own = Stage(w, step % 2)
-            own.wait_for(ready.dS_staged)
-            T.fence_proxy_async()
-            for box in T.unroll(BOXES):
-                T.tma_copy(
-                    tiles.dS[w, box, :, :],
-                    dh[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
-                    leader_scope_threads=32,
-                )
-            T.tma_store_wait(0)
-            own.arrive(ready.dS_stored)
-            own.wait_for(ready.U_staged)
-            T.fence_proxy_async()
-            T.tma_copy(tiles.U[w, :, :], u[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
-            T.tma_store_wait(0)
-            own.arrive(ready.U_stored)
-
     @T.prim_func
     def main(
         sizes: sizes,
@@ -220,6 +185,7 @@ def replay_gradients(dtype, K):
                 if is_loader(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices)
                 else:
-                    store(tiles, ready, piece, segment, dh, u)
+                    state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)
+                    store(state, values_of(tiles, ready), dh, u, piece, segment, reverse=True)
 
     return main

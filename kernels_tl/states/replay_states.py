@@ -18,7 +18,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import REPLAY_STATES, WARPGROUP, WGMMA_ROWS as ROWS
+from kernels_tl.config import REPLAY_STATES, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
     C,
@@ -27,9 +27,10 @@ from kernels_tl.core.common import (
     extern,
 )
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
-from kernels_tl.layout import FROM_SCAN, WIDE_TILE, Dtype, ForwardGate, NamedBarrier
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.layout import FROM_SCAN, ForwardGate, NamedBarrier
 from kernels_tl.states.recurrence import begin_step, end_step, registers
+from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
@@ -37,11 +38,6 @@ PRELUDE = """
 #include "core/tiles.cuh"
 #include "states/wide_state.cuh"
 """
-
-V = WIDE_TILE  # value rows a CTA
-WARPGROUPS = V // ROWS
-CONSUMERS = WARPGROUPS * WARPGROUP
-# Producers: a loader, and a storer for each consumer warpgroup.
 
 
 def replay_states(dtype, K):
@@ -82,12 +78,8 @@ def replay_states(dtype, K):
             extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
         own.arrive(ready.h_staged)
 
-    @T.macro
-    def stage_V_new(r, tiles, ready, warpgroup, c, offset):
-        own = Stage(warpgroup, c % 2)
-        own.wait_until_free(ready.V_new_stored)
-        extern(f"stage_transposed<{r.element}>", r.V_new.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), offset)
-        own.arrive(ready.V_new_staged)
+    def values_of(tiles, ready):
+        return Outgoing(tiles.V_new, ready.V_new_staged, ready.V_new_stored)
 
     @T.macro
     def compute(tiles, ready, piece, segment, initial, scanned):
@@ -101,16 +93,7 @@ def replay_states(dtype, K):
         if segment.initial >= 0:
             initial.read(r.S, segment.initial, piece.hv, piece.v0)
         if segment.initial == FROM_SCAN:
-            extern(
-                f"read_state<{K}>",
-                r.S.data,
-                T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r"),
-                Dtype.FLOAT32,
-                True,
-                K,
-                V,
-                K,
-            )
+            read_scanned(r.S, scanned, piece)
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
             stage = stage_of(c, STAGES, s)
@@ -134,7 +117,10 @@ def replay_states(dtype, K):
                 staged=(T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows) if r.is_wide else None,
             )
             T.wait_wgmma(0)
-            end_step(r, tiles, s, column, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
+            values = values_of(tiles, ready)
+            end_step(
+                r, tiles, s, column, meanwhile=partial(stage_values, values, r.V_new, r.element, warpgroup, c, offset)
+            )
             stage.arrive(ready.released)
 
     @T.macro
@@ -155,30 +141,6 @@ def replay_states(dtype, K):
             for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             stage.arrive(ready.loaded)
-
-    @T.macro
-    def store(tiles, ready, piece, segment, h, v_new):
-        """The storers, one for each consumer warpgroup: h and V_new from shared memory."""
-        w = T.alloc_var("int32", init=storer(CONSUMERS))
-        for c in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
-            slot = segment.first + c
-            v0 = piece.v0 + w * ROWS
-            own = Stage(w, c % 2)
-            own.wait_for(ready.h_staged)
-            T.fence_proxy_async()
-            for box in T.unroll(BOXES):
-                T.tma_copy(
-                    tiles.h[w, box, :, :],
-                    h[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
-                    leader_scope_threads=32,
-                )
-            T.tma_store_wait(0)
-            own.arrive(ready.h_stored)
-            own.wait_for(ready.V_new_staged)
-            T.fence_proxy_async()
-            T.tma_copy(tiles.V_new[w, :, :], v_new[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
-            T.tma_store_wait(0)
-            own.arrive(ready.V_new_stored)
 
     @T.prim_func
     def main(
@@ -211,6 +173,7 @@ def replay_states(dtype, K):
                 if is_loader(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, tokens, matrices)
                 else:
-                    store(tiles, ready, piece, segment, h, v_new)
+                    state = Outgoing(tiles.h, ready.h_staged, ready.h_stored)
+                    store(state, values_of(tiles, ready), h, v_new, piece, segment, reverse=False)
 
     return main
