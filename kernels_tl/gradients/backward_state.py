@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, element_type, extern
-from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
+from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta, place_in_tiles
 from kernels_tl.core.pipeline import Stage, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate, gate_row, gate_rows, round_faded_dO
 from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier, TokenSum
@@ -155,8 +155,7 @@ def state_role(dtype, K, H_v, value_tiles):
         segment = load_segment_early(segments, piece.slot)
         r = make_state_registers()
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         if segment.final == FROM_SCAN:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
@@ -182,8 +181,8 @@ def state_role(dtype, K, H_v, value_tiles):
             p = T.alloc_var("int32", init=step % 2)
             stage = stage_of(step, STAGES, s)
             stage.wait_for(ready.loaded)
-            begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup)
-            end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
+            begin_step(r, tiles, ready, s, p, scale, carried, place.offset, place.column, warpgroup)
+            end_step(r, tiles, ready, step, s, p, scale, carried, place.offset, place.column, warpgroup)
             carried = gate(tiles, s, BackwardGate.GAMMA, 0)
             stage.arrive(ready.released)
         if segment.initial >= 0:

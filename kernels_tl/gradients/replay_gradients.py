@@ -19,10 +19,10 @@ from functools import partial
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Matrices, Plan, Sizes, StateGradients, Tokens
+from kernels_tl.bundles import Chunks, ReverseReplay, Sizes, StateGradients
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
-from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import registers, wide_step
 from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier
@@ -88,8 +88,7 @@ def replay_gradients(dtype, K):
         """The consumers: the recurrence, with dS' and U to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype)
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.dS)
         if segment.final == FROM_SCAN:
@@ -116,12 +115,12 @@ def replay_gradients(dtype, K):
                 s,
                 0,
                 tiles.dO[0, 0, warpgroup * ROWS],
-                offset,
-                column,
+                place.offset,
+                place.column,
                 scale,
                 staged=(T.access_ptr(tiles.dS[warpgroup, 0, 0, 0], "w"), rows),
                 released=partial(release_others, ready),
-                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, offset),
+                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, place.offset),
             )
             stage.arrive(ready.released)
         if segment.initial >= 0:
@@ -134,8 +133,7 @@ def replay_gradients(dtype, K):
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             c = segment.chunks - 1 - step
-            t = segment.row + c * C
-            slot = segment.first + c
+            t, slot = segment.row_and_slot(c)
             stage = stage_of(step, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
@@ -152,24 +150,17 @@ def replay_gradients(dtype, K):
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
+        chunks: Chunks(sizes, dtype, BackwardGate),
         grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype, BackwardGate),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         ends: StateGradients(sizes),
-        dh: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
-        u: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        reverse_replay: ReverseReplay(sizes, dtype, K),
         scale: T.float32,
     ):
-        with T.Kernel(
-            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
-        ) as cta:
+        with T.Kernel(grid_of_tiles(sizes), threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece = locate_cta(cta, H_v, T.truncdiv(T.Cast("int32", value_rows), V))
-            segment = load_segment_early(plan.segments, piece.slot)
+            piece, segment = locate_tile(cta, sizes, chunks.plan.segments)
             if (segment.flags + segment.length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
@@ -183,9 +174,17 @@ def replay_gradients(dtype, K):
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices)
+                    load(tiles, ready, piece, segment, hk, chunks.tokens, grad_o, chunks.matrices)
                 else:
                     state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)
-                    store(state, values_of(tiles, ready), dh, u, piece, segment, reverse=True)
+                    store(
+                        state,
+                        values_of(tiles, ready),
+                        reverse_replay.dh,
+                        reverse_replay.u,
+                        piece,
+                        segment,
+                        reverse=True,
+                    )
 
     return main

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
+from kernels_tl.bundles import Checkpoints, Chunks, Maps, Sizes, States
 from kernels_tl.config import CHUNK_FORWARD, WGMMA_ROWS as ROWS, is_wide
 from kernels_tl.core.common import (
     CALLER,
@@ -419,10 +419,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype),
+        chunks: Chunks(sizes, dtype),
         states: States(sizes),
         kept: Checkpoints(sizes),
         maps: Maps(sizes, dtype, K),
@@ -437,21 +434,21 @@ def chunk_forward(dtype, K, value_tile, resumable):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            leave_unless(only_if, cta, plan.segments)
+            leave_unless(only_if, cta, chunks.plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:
                 if HAS_REGISTERS:
                     T.inc_max_nreg(tile.registers[0])
-                ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
+                ends = (states.final(), kept.view(states), chunks.plan.checkpoints, kept.checkpoint_every)
                 compute(tiles, ready, initial, maps.states, *ends, h, has_h, rounds)
             else:
                 if HAS_REGISTERS:
                     T.dec_max_nreg(tile.registers[1])
                 turns = walk.turns()
-                of_loader = (plan.segments, maps.states, initial, kept.checkpoint_every)
-                load(walk, tiles, ready, turns, tokens, matrices, *of_loader)
+                of_loader = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
+                load(walk, tiles, ready, turns, chunks.tokens, chunks.matrices, *of_loader)
                 T.pdl_sync()
-                store(walk, tiles, ready, turns, plan.segments, o, kept.checkpoint_every)
+                store(walk, tiles, ready, turns, chunks.plan.segments, o, kept.checkpoint_every)
 
     return main
