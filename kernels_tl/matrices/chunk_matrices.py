@@ -247,20 +247,23 @@ def chunk_matrices(dtype, K, normalize):
         """Computes the warp's block columns of the matrices from shared memory, and writes them."""
         extern(
             f"make_columns<{element}>",
-            *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
-            descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
             team.warps,
             team.member,
             T.access_ptr(tiles.K, "r"),
             T.access_ptr(tiles.inverses[team.head, 0], "r"),
             T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
             T.access_ptr(tiles.Q, "rw"),
-            T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
-            slot,
-            hv,
-            chunk.row,
-            H_v,
-            T.if_then_else(outputs.has_A != 0, chunk.length, 0),
+            extern(
+                "MatricesOut",
+                *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
+                descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
+                T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
+                slot,
+                hv,
+                chunk.row,
+                H_v,
+                T.if_then_else(outputs.has_A != 0, chunk.length, 0),
+            ),
         )
 
     @T.prim_func

@@ -45,15 +45,7 @@ from kernels_tl.core.common import (
 from kernels_tl.core.cta import Walk, barriers, fetch, leave_unless, load_segment_early, shared, store_rows
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
-from kernels_tl.layout import (
-    FROM_SCAN,
-    NO_STATE,
-    STATE_PAD,
-    Dtype,
-    ForwardGate,
-    NamedBarrier,
-    SegmentColumn,
-)
+from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
