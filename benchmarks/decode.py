@@ -19,7 +19,8 @@ comes; q, k, v and the gates may be. Medians over samples, in microseconds a cal
 
 All functions of a package run, and the fastest one counts. FLA's function takes no slots: states are gathered before it
 and scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The
-fraction is of the copy bandwidth that common.ceilings measures.
+fraction is of the copy bandwidth that common.ceilings measures. The file is long because each package's functions take
+the inputs in another form.
 """
 
 from __future__ import annotations

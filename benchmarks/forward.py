@@ -22,7 +22,8 @@ initial state; the final state is returned. Inputs in another form (FlashInfer t
 computed beforehand. A package that does not support the --head-dims has errors instead of times. Time: median over
 samples, each the replay of a CUDA graph that holds several calls. Workspace: the bytes that a call takes from torch's
 allocator beyond its results. Outputs are compared twice: with the fp64 recurrence on a short batch of each head count
-(relative L2), and, by sketches, with those of flash_qla on the inputs of every cell.
+(relative L2), and, by sketches, with those of flash_qla on the inputs of every cell. The file is long because each peer
+takes the inputs in another form.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
 results are h100.json and h200.json of all.py, errors_h100.json and errors_h200.json of the tests (--errors-json),
 context_parallelism_h100.json, generation_h100.json, prefill_h100.json and the like, and tests.json of the tests
-(--record). Each card that was measured has its columns. A figure that is in no file is "not measured".
+(--record). Each card that was measured has its columns. A figure that is in no file is "not measured". The file is long
+because it has a function for each table.
 """
 
 from __future__ import annotations

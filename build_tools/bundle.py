@@ -11,19 +11,18 @@ A bundle is a class whose fields are tensors and scalars. A kernel takes it as o
 
 The PrimFunc has a parameter for each field, under the field's name. C++ has one struct for the class, which all kernels
 share; each kernel's arguments have it as the member `matrices` (build_tools/codegen.py). A field that a kernel does not
-use costs nothing, because TileLang drops it from the device code.
+use costs nothing, because TileLang drops it from the device code. A field may be a bundle itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The place of a parameter in C++: this member of the arguments, a struct of this name."""
+class Member(NamedTuple):
+    """A member of C++'s arguments, or of another such member: a struct of a bundle."""
 
-    member: str
+    name: str
     struct: str
 
 
@@ -33,10 +32,17 @@ class Bundle:
         self._fields = tuple(fields)
         vars(self).update(fields)
 
-    def declare(self, name, add) -> dict[str, Membership]:
-        """Replaces each field by the parameter that `add(name, annotation)` returns."""
+    def declare(self, name, add) -> dict[str, list[Member]]:
+        """Replaces each field by the parameter that `add(name, annotation)` returns. Returns the members on the way to
+        each parameter, the outermost first."""
+        own = Member(name, type(self).__name__)
+        found = {}
         for field in self._fields:
             value = getattr(self, field)
-            is_dtype = callable(value) and not isinstance(value, type)
-            setattr(self, field, add(field, value() if is_dtype else value))
-        return dict.fromkeys(self._fields, Membership(name, type(self).__name__))
+            if isinstance(value, Bundle):
+                found |= {inner: [own, *members] for inner, members in value.declare(field, add).items()}
+            else:
+                is_dtype = callable(value) and not isinstance(value, type)
+                setattr(self, field, add(field, value() if is_dtype else value))
+                found[field] = [own]
+        return found

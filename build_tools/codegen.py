@@ -19,8 +19,11 @@ def camel_case(kernel: str) -> str:
 
 
 def args_struct(kernel: str, fields: list[Field]) -> str:
-    members = dict.fromkeys(f"{field.struct or field.c_type} {field.member or field.name}" for field in fields)
-    return f"struct {camel_case(kernel)}Args {{\n{''.join(f'  {member};{chr(10)}' for member in members)}}};"
+    return struct_of(f"{camel_case(kernel)}Args", dict(field.members[0] for field in fields))
+
+
+def struct_of(name: str, members: dict[str, str]) -> str:
+    return f"struct {name} {{\n{''.join(f'  {c_type} {member};{chr(10)}' for member, c_type in members.items())}}};"
 
 
 def kernel_source(instance: Instance, lowered: Lowered) -> str:

@@ -9,10 +9,11 @@ Everything is read from TileLang's IR. build_tools/tilelang_patches.py has all c
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from build_tools import tilelang_patches as patches
+from build_tools.bundle import Member
 from build_tools.instance import Instance
 from build_tools.toolchain import ARCH
 
@@ -40,12 +41,16 @@ class Field:
 
     name: str
     c_type: str
-    member: str | None = None  # the bundle that has the field, if any
-    struct: str | None = None  # the bundle's struct
+    within: Sequence[Member] = ()  # the bundles that have the field, the outermost first
+
+    @property
+    def members(self) -> list[tuple[str, str]]:
+        """Name and type of the member of the argument struct, then of the member inside it, down to the field."""
+        return [*self.within, (self.name, self.c_type)]
 
     @property
     def path(self) -> str:
-        return f"{self.member}.{self.name}" if self.member else self.name
+        return ".".join(name for name, _ in self.members)
 
 
 @dataclass
@@ -196,8 +201,7 @@ def _fields(prim_func, bundles: dict, written: set[str]) -> list[Field]:
                 raise LoweringError(f"two different dimensions are called {extent.name}")
     names = [field.name for field in fields]
     for field in fields:
-        if of := bundles.get(field.name):
-            field.member, field.struct = of.member, of.struct
+        field.within = bundles.get(field.name, ())
     return fields + [Field(name, "int64_t") for name in dimensions if name not in names]
 
 

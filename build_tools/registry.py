@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
-from build_tools.codegen import args_struct, camel_case
+from build_tools.codegen import args_struct, camel_case, struct_of
 from build_tools.instance import Instance
 from build_tools.lower import Field
 
@@ -81,8 +82,8 @@ def enums(compiled: list[Compiled]) -> str:
 
 def params_struct(instance: Instance) -> str:
     types = {int: "int64_t", bool: "bool"}
-    members = [f"  {types.get(type(value)) or enum_of(key)} {key};\n" for key, value in instance.params.items()]
-    return f"struct {camel_case(instance.kernel)}Params {{\n{''.join(members)}}};"
+    members = {key: types.get(type(value)) or enum_of(key) for key, value in instance.params.items()}
+    return struct_of(f"{camel_case(instance.kernel)}Params", members)
 
 
 def structs(item: Compiled) -> tuple[str, str]:
@@ -95,17 +96,18 @@ def bundle_structs(compiled: list[Compiled]) -> str:
     for item in compiled:
         of_item: dict[str, dict[str, str]] = {}
         for field in item.fields:
-            if field.struct:
-                of_item.setdefault(field.struct, {})[field.name] = field.c_type
+            for (_, struct), (name, c_type) in pairwise(field.members):
+                of_item.setdefault(struct, {})[name] = c_type
         for struct, members in of_item.items():
             known = structs.setdefault(struct, members)
             if list(known) != list(members):
                 raise ValueError(f"{item.instance.name} has other fields in {struct}: {list(members)}, {list(known)}")
             known |= {name: c_type for name, c_type in members.items() if c_type == "void*"}
-    return "\n".join(
-        f"struct {struct} {{\n{''.join(f'  {c_type} {name};{chr(10)}' for name, c_type in members.items())}}};\n"
-        for struct, members in structs.items()
-    )
+
+    def depth(struct):
+        return 1 + max(depth(c_type) for c_type in structs[struct].values()) if struct in structs else 0
+
+    return "\n".join(f"{struct_of(struct, structs[struct])}\n" for struct in sorted(structs, key=depth))
 
 
 def by_kernel(compiled: list[Compiled]) -> dict[str, list[Compiled]]:

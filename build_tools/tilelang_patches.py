@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from build_tools.bundle import Bundle, Membership
+from build_tools.bundle import Bundle, Member
 
 # Options of TileLang's PassContext that a kernel's PASS_CONFIGS may set
 PASS_CONFIGS = {
@@ -88,14 +88,14 @@ def _without_pass(where, name: str):
 @contextlib.contextmanager
 def bundles_as_parameters():
     """
-    Change: a parameter of a PrimFunc that is a Bundle becomes its fields. Gives the Membership of each, by field.
+    Change: a parameter of a PrimFunc that is a Bundle becomes its fields. Gives the members of each, by field.
     Why: TileLang takes such an object for a constant. Without bundles kernels have up to 50 parameters.
     Upstream: none filed that we know of.
     Until: TileLang's prim_func takes parameters that are records of tensors.
     """
     from tilelang.language.eager.builder import Builder
 
-    found: dict[str, Membership] = {}
+    found: dict[str, list[Member]] = {}
     add = Builder.prim_func_arg
 
     def add_all(builder, name, value):

@@ -271,22 +271,16 @@ void see_global(const void* at, const void* place) {
   }
 }
 
-void read_at(const void* from, int bytes, const void* place) {
+void see(const void* at, int bytes, bool is_write, const void* place) {
   if (kOn && threads > 0) {
-    see_global(from, place);
+    see_global(at, place);
     check_written_at_once();
-    see_registers(from, bytes, false, place);
-    see_read(from, bytes, own_access(place), of_thread[self()], false);
+    see_registers(at, bytes, is_write, place);
+    (is_write ? see_write : see_read)(at, bytes, own_access(place), of_thread[self()], false);
   }
 }
-void write_at(const void* to, int bytes, const void* place) {
-  if (kOn && threads > 0) {
-    see_global(to, place);
-    check_written_at_once();
-    see_registers(to, bytes, true, place);
-    see_write(to, bytes, own_access(place), of_thread[self()], false);
-  }
-}
+void read_at(const void* from, int bytes, const void* place) { see(from, bytes, false, place); }
+void write_at(const void* to, int bytes, const void* place) { see(to, bytes, true, place); }
 
 }  // namespace
 

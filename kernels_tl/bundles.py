@@ -198,6 +198,18 @@ class Matrices(Bundle):
         return self.matrices_0, self.matrices_1, self.matrices_2, self.matrices_3
 
 
+class Chunks(Bundle):
+    """The chunks of a call: their tokens, the plan's tables, and what chunk_matrices computes of each."""
+
+    def __init__(self, sizes, dtype, gate=ForwardGate):
+        super().__init__(
+            sizes=sizes,
+            tokens=Tokens(sizes, dtype),
+            plan=Plan(sizes),
+            matrices=Matrices(sizes, dtype, gate),
+        )
+
+
 class States(Bundle):
     """The caller's states. Their layout is the element strides of v and k within a state. Slots are `slot_stride`
     elements apart. `state_dtype` is a Dtype."""
@@ -286,6 +298,26 @@ class BackwardTables(Bundle):
             turns=T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
             counters=T.Tensor([head_blocks], "int32"),
             has_backward_gates=T.int32,
+        )
+
+
+class Replay(Bundle):
+    """What replay_states computes again: h, S before each chunk, and V_new."""
+
+    def __init__(self, sizes, dtype, K):
+        super().__init__(
+            h=T.Tensor([sizes.chunk_slots, sizes.H_v, sizes.value_rows, K], dtype),
+            v_new=T.Tensor([sizes.chunk_slots, sizes.H_v, C, sizes.value_rows], dtype),
+        )
+
+
+class ReverseReplay(Bundle):
+    """What replay_gradients computes: dh, dS' after each chunk, and U."""
+
+    def __init__(self, sizes, dtype, K):
+        super().__init__(
+            dh=T.Tensor([sizes.chunk_slots, sizes.H_v, sizes.value_rows, K], dtype),
+            u=T.Tensor([sizes.chunk_slots, sizes.H_v, C, sizes.value_rows], dtype),
         )
 
 

@@ -1,5 +1,6 @@
 """Inputs for the tests: a Case says everything about a call, make_inputs and make_gradients build it, check_forward and
-check_backward run the public functions over poisoned memory and compare every output with the fp64 reference."""
+check_backward run the public functions over poisoned memory and compare every output with the fp64 reference. The file
+is long because all of it takes a Case."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ How near that is no constant says: where keys come again, or gates underflow, re
 numbers. So the expected outputs are made in several runs at once, by chunks, in fp64: one exact, one in which every
 operand and result of a product is rounded as the kernels round, the others in which it is off by a random part of that.
 What these runs differ by is what rounding does to this output of these inputs; the bar is a multiple.
+
+The file is long because trials of all ops share inputs, expected outputs and comparison.
 """
 
 import argparse

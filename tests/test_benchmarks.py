@@ -1,4 +1,5 @@
-"""The benchmarks compute what they say, and report what they measured; timing needs a GPU."""
+"""The benchmarks compute what they say, and report what they measured; timing needs a GPU. The file is long because it
+has the tests of all scripts in benchmarks/."""
 
 import argparse
 import importlib

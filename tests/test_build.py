@@ -1,6 +1,7 @@
 """The build: what it says when it fails, and that it builds nothing twice.
 
-Everything runs in subprocesses, as in a build, on a small kernel package of its own.
+Everything runs in subprocesses, as in a build, on a small kernel package of its own. The file is long because nearly
+all tests build that package.
 """
 
 import ast
@@ -74,7 +75,8 @@ def follow():
 """,
 }
 
-# A bundle of a tensor, a size and a scalar, as two kernels take it; the second writes its tensor.
+# A bundle of a tensor, a size and a scalar, as two kernels take it; the second has it in another bundle, and writes its
+# tensor.
 BUNDLES = {
     "instances.py": """
 from build_tools.instance import Instance
@@ -91,6 +93,11 @@ class Rows(Bundle):
     def __init__(self):
         N = T.dynamic("N")
         super().__init__(x=T.Tensor([N], "float32"), N=N, factor=T.float32, unused=T.int32)
+
+
+class Table(Bundle):
+    def __init__(self):
+        super().__init__(count=T.int32, rows=Rows())
 """,
     "read.py": """
 import tilelang.language as T
@@ -112,15 +119,15 @@ def read(which):
     "write.py": """
 import tilelang.language as T
 
-from fixture_kernels.rows import Rows
+from fixture_kernels.rows import Table
 
 
 def write():
     @T.prim_func
-    def main(rows: Rows()):
-        with T.Kernel(T.ceildiv(rows.N, 128), threads=128) as i:
+    def main(table: Table()):
+        with T.Kernel(T.ceildiv(table.rows.N, 128), threads=128) as i:
             for j in T.Parallel(128):
-                rows.x[i * 128 + j] = rows.factor
+                table.rows.x[i * 128 + j] = table.rows.factor
 
     return main
 """,
@@ -281,7 +288,8 @@ class TestCache:
 @pytest.mark.build
 @needs_tilelang
 def test_bundles(tmp_path):
-    """One struct for both kernels, whose tensor is not const as one of them writes it; and enumerators for strings."""
+    """One struct for both kernels, whose tensor is not const as one of them writes it, before the struct that has it;
+    and enumerators for strings."""
     package = write_package(tmp_path, BUNDLES)
     result = build_kernels(package)
     assert result.returncode == 0, result.stdout
@@ -289,10 +297,13 @@ def test_bundles(tmp_path):
     rows = "struct Rows {\n  void* x;\n  int64_t N;\n  float factor;\n  int64_t unused;\n};\n"
     assert header.count(rows) == header.count("struct Rows") == 1, header
     assert "struct ReadArgs {\n  Rows rows;\n  void* y;\n};" in header
-    assert "struct WriteArgs {\n  Rows rows;\n};" in header
+    assert "struct WriteArgs {\n  Table table;\n};" in header
+    table = "struct Table {\n  int64_t count;\n  Rows rows;\n};\n"
+    assert header.count(table) == header.count("struct Table") == 1 and rows in header.partition(table)[0], header
     assert "enum class Which { kFirst, kSecond };" in header and "struct ReadParams {\n  Which which;\n};" in header
     launchers = (package.parent / "out/launchers.cpp").read_text()
-    assert "args.rows.factor" in launchers and "unused" not in launchers
+    assert {"args.rows.factor", "args.table.rows.factor"} <= set(re.findall(r"args[.\w]*", launchers))
+    assert "unused" not in launchers and "count" not in launchers
     registry = (package.parent / "out/registry.cpp").read_text()
     assert "if (params.which == Which::kFirst) return launch_read_first(args, stream);" in registry
 

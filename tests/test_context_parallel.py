@@ -1,6 +1,6 @@
 """The modes on the GPU: of the forward each value tile, with and without context parallelism, by segments of one and
 more chunks, and in one kernel; of the backward those segments. All have the bars of the other tests; each reference is
-made once for all modes that it is compared with."""
+made once for all modes that it is compared with. The file is long because tests of all modes share these references."""
 
 import dataclasses
 import functools

@@ -1,5 +1,5 @@
 """Context parallelism over ranks: groups of processes on the CPU, and of GPUs, against the recurrence over all tokens
-in one place."""
+in one place. The file is long because its tests share what ranks have found."""
 
 import dataclasses
 import functools

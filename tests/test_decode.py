@@ -1,4 +1,5 @@
-"""Decoding from a pool of states, against the recurrence written out in fp64."""
+"""Decoding from a pool of states, against the recurrence written out in fp64. The file is long because all tests share
+a Case and its recurrence."""
 
 import dataclasses
 import itertools

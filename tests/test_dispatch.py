@@ -1,4 +1,5 @@
-"""The launches of a call on a GPU. The host decides from shapes alone, so the tests need no GPU."""
+"""The launches of a call on a GPU. The host decides from shapes alone, so the tests need no GPU. The file is long
+because every choice is tested over the same shapes."""
 
 import concurrent.futures
 import itertools

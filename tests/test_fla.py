@@ -5,7 +5,7 @@ The ops that PyTorch dispatched, forward and backward, show which package ran; F
 
 Neither FLA's kernels nor its dispatch to flash_qla run without a GPU. There FLA is told that the GPU is a Hopper one,
 so that dispatch reaches the CPU implementation, and a stand-in that only counts its calls is where FLA's kernels would
-be.
+be. The file is long because all tests share this stand-in.
 """
 
 import copy

@@ -16,7 +16,8 @@ One line a problem: relative L2 errors, then milliseconds of a forward, and of a
 FLA's, and how many times ours they are. On the GPU those are medians over replays of CUDA graphs. Bars are the tests',
 see accuracy.py; each output over its own is printed as a miss, and any miss makes the exit status 1.
 
-pytest runs all of it on the CPU, and the first two sets on the GPU, with other head dimensions and activations too.
+pytest runs all of it on the CPU, and the first two sets on the GPU, with other head dimensions and activations too. The
+file is long because it is a command and its own tests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The prefill on a pool of states, against chunk_gated_delta_rule between a gather and a scatter. What only a GPU does
-is in test_prefill_gpu.py."""
+is in test_prefill_gpu.py. The file is long because all tests share a pool and its reference."""
 
 import contextlib
 import dataclasses

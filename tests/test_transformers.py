@@ -2,7 +2,7 @@
 
 The reference is the model's own torch implementation. Only rounding may differ, so in float32 results and gradients
 agree to FP32_TOLERANCE, and in bfloat16 flash_qla may be at most BF16_RATIO times as far from the same weights computed
-in float32 as torch is.
+in float32 as torch is. The file is long because all tests share these models.
 """
 
 import copy

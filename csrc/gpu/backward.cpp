@@ -119,14 +119,22 @@ class Backward {
                     {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  // The call's tokens; normalized queries and keys if l2norm runs.
-  kernels::Tokens tokens() const {
-    kernels::Tokens found = pass_.tokens();
+  // Chunks of normalized queries and keys if l2norm runs.
+  kernels::Chunks normalized(kernels::Chunks chunks) const {
     if (d_.l2norm) {
-      uint16_t* const normalized = workspace_[workspace_.normalized];
-      found.q = normalized;
-      found.k = normalized + call_.tokens() * call_.H_k * call_.K;
+      uint16_t* const first = workspace_[workspace_.normalized];
+      chunks.tokens.q = first;
+      chunks.tokens.k = first + call_.tokens() * call_.H_k * call_.K;
     }
+    return chunks;
+  }
+
+  kernels::Chunks chunks() const { return normalized(pass_.chunks()); }
+
+  // The chunks with the backward's gates.
+  kernels::Chunks backward_chunks() const {
+    kernels::Chunks found = chunks();
+    found.matrices.gates = workspace_[workspace_.backward_gates];
     return found;
   }
 
@@ -156,13 +164,10 @@ class Backward {
 
   // The chunks' matrices and gates. The forward's kernel computes A again, because it writes L and P by rows of blocks.
   void chunk_matrices() const {
-    kernels::chunk_matrices({.sizes = pass_.sizes(),
-                             .tokens = tokens(),
+    kernels::chunk_matrices({.chunks = chunks(),
                              .gates = gates_of(call_, call_.g, activations_),
                              .sequences = sequences_of(call_),
                              .slots = states().slots,
-                             .plan = pass_.plan(),
-                             .matrices = pass_.matrices(),
                              .outputs = {.o = out_.dv.mutable_data_ptr(),  // zeros in rows that no sequence has
                                          .A = nullptr,
                                          .g_cumsum = nullptr,
@@ -184,11 +189,8 @@ class Backward {
   }
 
   void backward_maps() const {
-    kernels::backward_maps({.sizes = pass_.sizes(),
-                            .tokens = tokens(),
+    kernels::backward_maps({.chunks = normalized(pass_.map_chunks()),
                             .grad_o = call_.grad_o.const_data_ptr(),
-                            .plan = pass_.map_plan(),
-                            .matrices = pass_.matrices(),
                             .backward_gates = workspace_[workspace_.backward_gates],
                             .maps = pass_.maps(),
                             .grad_states = grad_states(),
@@ -197,23 +199,15 @@ class Backward {
                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
-  void replay_states(const std::optional<Tensor>& first) const {
-    kernels::replay_states({.sizes = pass_.sizes(),
-                            .tokens = tokens(),
-                            .plan = pass_.plan(),
-                            .matrices = pass_.matrices(),
-                            .states = own_states(call_, data(first)),
-                            .maps = pass_.maps(),
-                            .h = workspace_[workspace_.h],
-                            .v_new = workspace_[workspace_.v_new]},
-                           {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+  kernels::Replay replay() const { return {.h = workspace_[workspace_.h], .v_new = workspace_[workspace_.v_new]}; }
+  kernels::ReverseReplay reverse_replay() const {
+    return {.dh = workspace_[workspace_.dh], .u = workspace_[workspace_.u]};
   }
 
-  // The matrices with the backward's gates.
-  kernels::Matrices backward_matrices() const {
-    kernels::Matrices found = pass_.matrices();
-    found.gates = workspace_[workspace_.backward_gates];
-    return found;
+  void replay_states(const std::optional<Tensor>& first) const {
+    kernels::replay_states(
+        {.chunks = chunks(), .states = own_states(call_, data(first)), .maps = pass_.maps(), .replay = replay()},
+        {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   kernels::StateGradients ends(const std::optional<Tensor>& last, const Tensor& dh0) const {
@@ -234,13 +228,9 @@ class Backward {
   }
 
   void chunk_backward(const std::optional<Tensor>& last, const Tensor& dh0) const {
-    kernels::chunk_backward({.sizes = pass_.sizes(),
-                             .tokens = tokens(),
+    kernels::chunk_backward({.chunks = backward_chunks(),
                              .grad_o = call_.grad_o.const_data_ptr(),
-                             .plan = pass_.plan(),
-                             .matrices = backward_matrices(),
-                             .h = workspace_[workspace_.h],
-                             .v_new = workspace_[workspace_.v_new],
+                             .replay = replay(),
                              .grad_states = grad_states(),
                              .ends = ends(last, dh0),
                              .turns = workspace_[workspace_.turns],
@@ -251,29 +241,20 @@ class Backward {
   }
 
   void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
-    kernels::replay_gradients({.sizes = pass_.sizes(),
-                               .tokens = tokens(),
+    kernels::replay_gradients({.chunks = backward_chunks(),
                                .grad_o = call_.grad_o.const_data_ptr(),
-                               .plan = pass_.plan(),
-                               .matrices = backward_matrices(),
                                .grad_states = grad_states(),
                                .ends = ends(last, dh0),
-                               .dh = workspace_[workspace_.dh],
-                               .u = workspace_[workspace_.u],
+                               .reverse_replay = reverse_replay(),
                                .scale = static_cast<float>(*call_.scale)},
                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   void token_gradients() const {
-    kernels::token_gradients({.sizes = pass_.sizes(),
-                              .tokens = tokens(),
+    kernels::token_gradients({.chunks = backward_chunks(),
                               .grad_o = call_.grad_o.const_data_ptr(),
-                              .plan = pass_.plan(),
-                              .matrices = backward_matrices(),
-                              .h = workspace_[workspace_.h],
-                              .v_new = workspace_[workspace_.v_new],
-                              .dh = workspace_[workspace_.dh],
-                              .u = workspace_[workspace_.u],
+                              .replay = replay(),
+                              .reverse_replay = reverse_replay(),
                               .turns = workspace_[workspace_.turns],
                               .gradients = gradients_in_parts(),
                               .scale = static_cast<float>(*call_.scale),

@@ -248,12 +248,30 @@ void make_readable(DecodeCall& call) {
   }
 }
 
-kernels::DecodeGates gates_of(const DecodeCall& call) {
-  return {.a = call.a.const_data_ptr(),
+kernels::DecodeInputs inputs_of(const DecodeCall& call) {
+  return {.q = call.q.const_data_ptr(),
+          .k = call.k.const_data_ptr(),
+          .v = call.v.const_data_ptr(),
+          .a = call.a.const_data_ptr(),
           .b = call.b.const_data_ptr(),
           .A_log = data(call.A_log),
           .dt_bias = data(call.dt_bias),
-          .activations = activations_of(call)};
+          .activations = activations_of(call),
+          .group = call.group(),
+          .scale = static_cast<float>(*call.scale),
+          .normalize = call.use_qk_l2norm,
+          .H_k = call.H_k,
+          .key_dim = call.K,
+          .H_v = call.H_v,
+          .value_dim = call.V,
+          .q_token = token_stride(call.q),
+          .q_head = call.q.stride(2),
+          .k_token = token_stride(call.k),
+          .k_head = call.k.stride(2),
+          .v_token = token_stride(call.v),
+          .v_head = call.v.stride(2),
+          .a_token = token_stride(call.a),
+          .b_token = token_stride(call.b)};
 }
 
 void launch(DecodeCall& call, const Tensor& o) {
@@ -267,10 +285,7 @@ void launch(DecodeCall& call, const Tensor& o) {
   const void* const parents = table(call.op, call.parents, DecodeTable::kParents, kinds);
   const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
   const kernels::DecodeParams instance = instance_of(call);
-  kernels::decode({.q = call.q.const_data_ptr(),
-                   .k = call.k.const_data_ptr(),
-                   .v = call.v.const_data_ptr(),
-                   .gates = gates_of(call),
+  kernels::decode({.inputs = inputs_of(call),
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
@@ -287,23 +302,8 @@ void launch(DecodeCall& call, const Tensor& o) {
                                .null_index = call.null_index},
                    .length = call.T,
                    .update_state = call.writes_back(),
-                   .group = call.group(),
-                   .scale = static_cast<float>(*call.scale),
-                   .normalize = call.use_qk_l2norm,
                    .shares = Grid(call, instance).shares(),
                    .tokens = call.tokens(),
-                   .H_k = call.H_k,
-                   .key_dim = call.K,
-                   .q_token = token_stride(call.q),
-                   .q_head = call.q.stride(2),
-                   .k_token = token_stride(call.k),
-                   .k_head = call.k.stride(2),
-                   .H_v = call.H_v,
-                   .value_dim = call.V,
-                   .v_token = token_stride(call.v),
-                   .v_head = call.v.stride(2),
-                   .a_token = token_stride(call.a),
-                   .b_token = token_stride(call.b),
                    .slots = call.slots(),
                    .slot_stride = call.state_pool.stride(0),
                    .rows = kept ? kept->size(0) : 0,
@@ -327,10 +327,7 @@ void launch(BufferedDecodeCall& call, const Tensor& o) {
   const void* const states = table(call.op, call.state_indices, BufferedTable::kStates, kinds);
   const void* const positions = table(call.op, write_pos, BufferedTable::kPositions, kinds);
   const void* const flushes = table(call.op, call.force_flush, BufferedTable::kFlushes, kinds);
-  kernels::decode_buffered({.q = call.q.const_data_ptr(),
-                            .k = call.k.const_data_ptr(),
-                            .v = call.v.const_data_ptr(),
-                            .gates = gates_of(call),
+  kernels::decode_buffered({.inputs = inputs_of(call),
                             .state_pool = call.state_pool.mutable_data_ptr(),
                             .backlog = {.d_cache = call.d_cache.mutable_data_ptr(),
                                         .k_cache = call.k_cache.mutable_data_ptr(),
@@ -343,23 +340,8 @@ void launch(BufferedDecodeCall& call, const Tensor& o) {
                                         .fp32_changes = has_dtype(call.d_cache, ScalarType::Float),
                                         .fp32_keys = has_dtype(call.k_cache, ScalarType::Float)},
                             .o = o.mutable_data_ptr(),
-                            .group = call.group(),
-                            .scale = static_cast<float>(*call.scale),
-                            .normalize = call.use_qk_l2norm,
                             .early = early_sequences(call),
                             .N = call.N,
-                            .H_k = call.H_k,
-                            .key_dim = call.K,
-                            .q_token = token_stride(call.q),
-                            .q_head = call.q.stride(2),
-                            .k_token = token_stride(call.k),
-                            .k_head = call.k.stride(2),
-                            .H_v = call.H_v,
-                            .value_dim = call.V,
-                            .v_token = token_stride(call.v),
-                            .v_head = call.v.stride(2),
-                            .a_token = token_stride(call.a),
-                            .b_token = token_stride(call.b),
                             .slots = call.slots(),
                             .slot_stride = call.state_pool.stride(0),
                             .length = call.length(),

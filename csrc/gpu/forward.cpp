@@ -132,13 +132,10 @@ class Forward {
   }
 
   void chunk_matrices() const {
-    kernels::chunk_matrices({.sizes = pass_.sizes(),
-                             .tokens = pass_.tokens(),
+    kernels::chunk_matrices({.chunks = pass_.chunks(),
                              .gates = gates(),
                              .sequences = sequences_of(call_),
                              .slots = states_.slots,
-                             .plan = pass_.plan(),
-                             .matrices = pass_.matrices(),
                              .outputs = outputs(),
                              .backward = kNoBackwardTables,
                              .gradients = kNoGradients,
@@ -153,21 +150,16 @@ class Forward {
   }
 
   void segment_maps() const {
-    kernels::segment_maps({.sizes = pass_.sizes(),
-                           .tokens = pass_.tokens(),
-                           .plan = pass_.map_plan(),
-                           .matrices = pass_.matrices(),
-                           .maps = pass_.maps()},
+    kernels::segment_maps({.chunks = pass_.map_chunks(), .maps = pass_.maps()},
                           {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)},
                           stream_);
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {
+    kernels::Chunks chunks = pass_.chunks();
+    chunks.sizes = sizes_of(launch);
     kernels::chunk_forward(
-        {.sizes = sizes_of(launch),
-         .tokens = pass_.tokens(),
-         .plan = pass_.plan(),
-         .matrices = pass_.matrices(),
+        {.chunks = chunks,
          .states = states_.numbers,
          .kept = states_.kept,
          .maps = pass_.maps(),

@@ -57,21 +57,24 @@ kernels::Plan Pass::plan() const {
           .checkpoints = workspace_[workspace_.checkpoints]};
 }
 
-kernels::Plan Pass::map_plan() const {
-  kernels::Plan found = plan();
-  if (d_.in_halves) {
-    found.segments = workspace_[workspace_.map_segments];
-  }
-  return found;
+kernels::Chunks Pass::chunks() const {
+  uint16_t* const first = workspace_[workspace_.matrices];
+  return {.sizes = sizes(),
+          .tokens = tokens(),
+          .plan = plan(),
+          .matrices = {.gates = workspace_[workspace_.gates],
+                       .matrices_0 = block_rows(first, 0),
+                       .matrices_1 = block_rows(first, 1),
+                       .matrices_2 = block_rows(first, 2),
+                       .matrices_3 = block_rows(first, 3)}};
 }
 
-kernels::Matrices Pass::matrices() const {
-  uint16_t* const first = workspace_[workspace_.matrices];
-  return {.gates = workspace_[workspace_.gates],
-          .matrices_0 = block_rows(first, 0),
-          .matrices_1 = block_rows(first, 1),
-          .matrices_2 = block_rows(first, 2),
-          .matrices_3 = block_rows(first, 3)};
+kernels::Chunks Pass::map_chunks() const {
+  kernels::Chunks found = chunks();
+  if (d_.in_halves) {
+    found.plan.segments = workspace_[workspace_.map_segments];
+  }
+  return found;
 }
 
 kernels::Maps Pass::maps() const {
@@ -109,9 +112,9 @@ Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offse
   kernels::compose_maps({.sizes = sizes(),
                          .plan = plan(),
                          .maps = maps,
+                         .offsets = offsets,
                          .states = own_states(call_, data(initial)),
                          .has_initial_state = initial.has_value(),
-                         .offsets = offsets,
                          .composed = composed.mutable_data_ptr(),
                          .mapped_0 = mapped_0,
                          .mapped_1 = mapped_1,

@@ -27,9 +27,9 @@ class Pass {
   kernels::Sizes sizes() const;
   kernels::Tokens tokens() const;
   kernels::Plan plan() const;
-  kernels::Plan map_plan() const;  // has the table of segments that have maps
-  kernels::Matrices matrices() const;
-  kernels::Maps maps() const;  // the states' maps
+  kernels::Chunks chunks() const;
+  kernels::Chunks map_chunks() const;  // have the table of segments that have maps
+  kernels::Maps maps() const;          // the states' maps
 
   // Launches chunk_plan. In halves the second table lacks the ends whose maps are wanted: `dropped` is their
   // SegmentFlag.

@@ -14,8 +14,15 @@ from flash_qla.ops.checks import FLOATING, check_state_dtype
 _INDICES = (torch.int32, torch.int64)
 
 
-def _register_fake(op, call_type, fake):
-    torch.library.register_fake(op._schema.name, lambda *args, **kwargs: fake(call_type(*args, **kwargs)))
+def _fake_of(op):
+    """Registers a function of the op's call as the op's fake."""
+    call_type = schemas.call_of(op)
+
+    def register(fake):
+        torch.library.register_fake(op._schema.name, lambda *args, **kwargs: fake(call_type(*args, **kwargs)))
+        return fake
+
+    return register
 
 
 def _check(call, condition, message):
@@ -180,11 +187,13 @@ def _fake_results(call, output_low_level, output_h):
     )
 
 
+@_fake_of(schemas.forward)
 def _fake_forward(call):
     _, _, o, _, final_state = _fake_results(call, output_low_level=False, output_h=False)
     return o, final_state
 
 
+@_fake_of(schemas.forward_low_level)
 def _fake_low_level(call):
     return _fake_results(call, output_low_level=True, output_h=call.output_h)
 
@@ -209,6 +218,7 @@ def _check_backward_inputs(call, *states):
     return checked
 
 
+@_fake_of(schemas.backward)
 def _fake_backward(call):
     state_shape, compute_dtype = _check_backward_inputs(call, "initial_state", "dht")
     if call.A is not None:
@@ -271,6 +281,7 @@ def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
     return maps, q.new_empty((size,), dtype=torch.uint8)
 
 
+@_fake_of(schemas.forward_begin)
 def _fake_forward_begin(call):
     state_shape, dtype = _check_inputs(call, "initial_state")
     return (
@@ -279,12 +290,14 @@ def _fake_forward_begin(call):
     )
 
 
+@_fake_of(schemas.forward_finish)
 def _fake_forward_finish(call):
     state_shape, dtype = _check_inputs(call, "initial_state")
     dtype = dtype if call.state_dtype is None else call.state_dtype
     return call.q.new_empty(state_shape if call.output_final_state else (0,), dtype=dtype)
 
 
+@_fake_of(schemas.backward_begin)
 def _fake_backward_begin(call):
     state_shape, dtype = _check_backward_inputs(call, "dht")
     activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
@@ -292,10 +305,12 @@ def _fake_backward_begin(call):
     return *begun, *_fake_gradients(call, dtype)
 
 
+@_fake_of(schemas.backward_replay)
 def _fake_backward_replay(call):
     _check_backward_inputs(call, "initial_state")
 
 
+@_fake_of(schemas.backward_finish)
 def _fake_backward_finish(call):
     return _fake_sums(call, *_check_backward_inputs(call, "initial_state", "dht"))
 
@@ -344,6 +359,7 @@ def _check_checkpoints(call):
     )
 
 
+@_fake_of(schemas.prefill)
 def _fake_prefill(call):
     N = _check_tokens(call, "g", "beta")
     _check_activations(call, call.v.shape[2])
@@ -387,6 +403,7 @@ def _check_output(call):
     return call.q.new_empty((0,))  # o is in `out`
 
 
+@_fake_of(schemas.decode)
 def _fake_decode(call):
     N = _check_decode_tokens(call)
     state = "H_v, V, K]" if call.state_v_first else "H_v, K, V]"
@@ -438,6 +455,7 @@ def _check_gates_of_decoding(call):
     )
 
 
+@_fake_of(schemas.decode_packed)
 def _fake_decode_packed(call):
     """Splits mixed_qkv as make_packed_decode_call of csrc/decode.cpp does, and checks the parts."""
     x, a, b = call.mixed_qkv, call.a, call.b
@@ -456,6 +474,7 @@ def _fake_decode_packed(call):
     )
 
 
+@_fake_of(schemas.decode_buffered)
 def _fake_decode_buffered(call):
     N = _check_decode_tokens(call)
     _, T, H_k, K = call.q.shape
@@ -481,17 +500,3 @@ def _fake_decode_buffered(call):
         _check_dtype(call, name, tuple(dict.fromkeys(dtypes)), None)
         _check_shape(call, name, (slots, *shape), symbols)
     return _check_output(call)
-
-
-_register_fake(schemas.forward, schemas.ForwardCall, _fake_forward)
-_register_fake(schemas.forward_low_level, schemas.LowLevelCall, _fake_low_level)
-_register_fake(schemas.backward, schemas.BackwardCall, _fake_backward)
-_register_fake(schemas.forward_begin, schemas.ForwardBeginCall, _fake_forward_begin)
-_register_fake(schemas.forward_finish, schemas.ForwardFinishCall, _fake_forward_finish)
-_register_fake(schemas.backward_begin, schemas.BackwardBeginCall, _fake_backward_begin)
-_register_fake(schemas.backward_replay, schemas.BackwardReplayCall, _fake_backward_replay)
-_register_fake(schemas.backward_finish, schemas.BackwardFinishCall, _fake_backward_finish)
-_register_fake(schemas.prefill, schemas.PrefillCall, _fake_prefill)
-_register_fake(schemas.decode, schemas.DecodeCall, _fake_decode)
-_register_fake(schemas.decode_packed, schemas.DecodePackedCall, _fake_decode_packed)
-_register_fake(schemas.decode_buffered, schemas.DecodeBufferedCall, _fake_decode_buffered)

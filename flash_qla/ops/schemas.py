@@ -31,8 +31,4 @@ def call_of(op):
 
 
 ForwardCall, LowLevelCall, BackwardCall = map(call_of, (forward, forward_low_level, backward))
-ForwardBeginCall, ForwardFinishCall = map(call_of, (forward_begin, forward_finish))
-BackwardBeginCall, BackwardReplayCall = map(call_of, (backward_begin, backward_replay))
-BackwardFinishCall = call_of(backward_finish)
-PrefillCall, DecodeCall, DecodePackedCall = map(call_of, (prefill, decode, decode_packed))
-DecodeBufferedCall = call_of(decode_buffered)
+DecodeCall, DecodePackedCall = map(call_of, (decode, decode_packed))

@@ -62,6 +62,14 @@ class Variables:
         return self._made[name][0]
 
 
+class Segment(Variables):
+    """A segment's columns in chunk_plan's table."""
+
+    def row_and_slot(self, c):
+        """The first row of chunk c, and its slot."""
+        return self.row + c * C, self.first + c
+
+
 class Walk:
     """A CTA's way through the pieces of work, `tiles` parts of the value rows of each head of each segment. CTAs take
     pieces in turns, every other turn in the opposite order: the plan puts long segments first, so each CTA gets long
@@ -94,6 +102,11 @@ class Walk:
         return Variables(segment=segment, hv=part - segment * self.H_v, tile=work - part * self.tiles)
 
 
+def grid_of_tiles(sizes):
+    """CTAs for the wide tiles of each segment and head."""
+    return sizes.segment_slots * sizes.H_v * T.truncdiv(sizes.value_rows, WIDE_TILE)
+
+
 def locate_cta(cta, H_v, tiles):
     """The piece of work of a CTA of [segments * H_v * tiles]: segment slot, value head hv, tile, and v0, its first
     value row, of tiles of WIDE_TILE."""
@@ -108,7 +121,7 @@ def load_segment_early(segments, segment):
     def column(number):
         return load_early(segments[segment, number])
 
-    read = Variables(
+    read = Segment(
         row=column(SegmentColumn.ROW),
         length=column(SegmentColumn.LENGTH),
         first=column(SegmentColumn.CHUNK),
@@ -118,6 +131,12 @@ def load_segment_early(segments, segment):
         final=column(SegmentColumn.FINAL),
     )
     return read.and_also(chunks=T.truncdiv(read.length + (C - 1), C))
+
+
+def locate_tile(cta, sizes, segments):
+    """The piece of work and the segment of a CTA of grid_of_tiles."""
+    piece = locate_cta(cta, sizes.H_v, T.truncdiv(T.Cast("int32", sizes.value_rows), WIDE_TILE))
+    return piece, load_segment_early(segments, piece.slot)
 
 
 @T.macro
@@ -147,6 +166,14 @@ def is_never(sizes):
     """False, but the compiler cannot know it. A branch on it keeps instructions on their side of the branch, and keeps
     the parameters that the branch uses."""
     return sizes.group == 0
+
+
+def place_in_tiles():
+    """The thread's `offset` in a tile that goes transposed to or from registers, and its first `column` of a fragment:
+    see core/tiles.cuh."""
+    return Variables(
+        offset=extern("transposed_offset", returns="int32"), column=extern("first_column", returns="int32")
+    )
 
 
 def fetch(source, target, barrier):

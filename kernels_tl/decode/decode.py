@@ -76,35 +76,56 @@ PATHS = {
 }
 
 
-class DecodeGates(Bundle):
-    """Gates and betas, raw or ready. `activations`, an Activation, says which, and holds their dtypes."""
+class DecodeInputs(Bundle):
+    """The tokens, [tokens, heads, channels] in the caller's strides, and their gates and betas, raw or ready.
+    `activations`, an Activation, says which, and holds their dtypes. `tokens` is the first dimension."""
 
-    def __init__(self, tokens, H_v, strides):
+    def __init__(self, tokens, dtype):
+        H_k, key_dim, H_v, value_dim = dims("H_k", "key_dim", "H_v", "value_dim")
+        names = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token")
+        strides = {name: T.dynamic(name, "int64") for name in names}
+
+        def of_heads(name, heads, channels):
+            return T.StridedTensor(
+                [tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype
+            )
+
         super().__init__(
+            q=of_heads("q", H_k, key_dim),
+            k=of_heads("k", H_k, key_dim),
+            v=of_heads("v", H_v, value_dim),
             a=T.StridedTensor([tokens, H_v], (strides["a_token"], 1), "float32"),
             b=T.StridedTensor([tokens, H_v], (strides["b_token"], 1), "float32"),
             A_log=T.Tensor([H_v], "float32"),
             dt_bias=T.Tensor([H_v], "float32"),
             activations=T.int32,
+            group=T.int32,  # H_v / H_k
+            scale=T.float32,
+            normalize=T.int32,
+            H_k=H_k,
+            key_dim=key_dim,
+            H_v=H_v,
+            value_dim=value_dim,
+            **strides,
         )
 
-    def tokens_of_head(self, qkv, strides, hv, group, scale, normalize):
+    def of_head(self, hv):
         """The DecodeTokens of value head hv: its rows of q, k and v, and its gates."""
-        q, k, v = qkv
+        hk = T.truncdiv(hv, self.group)
         return extern(
             "DecodeTokens",
-            T.access_ptr(q[0, T.truncdiv(hv, group), 0], "r"),
-            T.access_ptr(k[0, T.truncdiv(hv, group), 0], "r"),
-            T.access_ptr(v[0, hv, 0], "r"),
+            T.access_ptr(self.q[0, hk, 0], "r"),
+            T.access_ptr(self.k[0, hk, 0], "r"),
+            T.access_ptr(self.v[0, hv, 0], "r"),
             T.access_ptr(self.a[0, 0], "r"),
             T.access_ptr(self.b[0, 0], "r"),
-            *(strides[f"{name}_token"] for name in "qkvab"),
+            *(self.q_token, self.k_token, self.v_token, self.a_token, self.b_token),
             hv,
             T.access_ptr(self.A_log[0], "r"),
             T.access_ptr(self.dt_bias[0], "r"),
             self.activations,
-            scale,
-            normalize != 0,
+            self.scale,
+            self.normalize != 0,
         )
 
 
@@ -154,15 +175,10 @@ class DecodeShares(Bundle):
 
 
 def decode(dtype, K, state_dtype, path):
-    tokens, H_k, key_dim, H_v, value_dim, slots, N = dims("tokens", "H_k", "key_dim", "H_v", "value_dim", "slots", "N")
-    rows, steps = dims("rows", "steps")
-    strides = {
-        name: T.dynamic(name, "int64")
-        for name in (
-            *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token"),
-            *("slot_stride", "row_stride", "step_stride"),
-        )
-    }
+    tokens, slots, N, rows, steps = dims("tokens", "slots", "N", "rows", "steps")
+    inputs = DecodeInputs(tokens, dtype)
+    H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
+    strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "row_stride", "step_stride")}
     name, ROWS = PATHS[path]
     cta = DECODE[K]["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
     TILE_BYTES = ROWS * K * BYTES[state_dtype]  # a tile of states in shared memory
@@ -170,17 +186,11 @@ def decode(dtype, K, state_dtype, path):
     element, state_element = element_type(dtype), element_type(state_dtype)
     function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
 
-    def of_heads(heads, channels, name):
-        return T.StridedTensor([tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
-
     state_strides = (value_dim * key_dim, key_dim, 1)
 
     @T.prim_func
     def main(
-        q: of_heads(H_k, key_dim, "q"),
-        k: of_heads(H_k, key_dim, "k"),
-        v: of_heads(H_v, value_dim, "v"),
-        gates: DecodeGates(tokens, H_v, strides),
+        inputs: inputs,
         state_pool: T.StridedTensor(
             [slots, H_v, value_dim, key_dim], (strides["slot_stride"], *state_strides), state_dtype
         ),
@@ -193,9 +203,6 @@ def decode(dtype, K, state_dtype, path):
         indices: DecodeTables(N),
         length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
-        group: T.int32,  # H_v / H_k
-        scale: T.float32,
-        normalize: T.int32,
         shares: DecodeShares(),
     ):
         with T.Kernel(
@@ -234,7 +241,7 @@ def decode(dtype, K, state_dtype, path):
                     length,
                     update_state != 0,
                 ),
-                gates.tokens_of_head((q, k, v), strides, hv, group, scale, normalize),
+                inputs.of_head(hv),
                 extern(
                     "DecodeStates",
                     T.access_ptr(state_pool[0, hv, 0, 0], "rw"),

@@ -38,7 +38,7 @@ import tilelang.language as T
 from build_tools.bundle import Bundle
 from kernels_tl.config import DECODE_BUFFERED, DECODE_GROUP as GROUP
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
-from kernels_tl.decode.decode import DecodeGates
+from kernels_tl.decode.decode import DecodeInputs
 from kernels_tl.layout import BufferedTable
 
 # prefetch_state, prefetch_backlog
@@ -52,8 +52,8 @@ class DecodeBacklog(Bundle):
     """The backlogs of all slots, and the tables that say which steps of them a call uses. The flags say whether d_cache
     and k_cache are in fp32."""
 
-    def __init__(self, sizes, strides):
-        N, slots, H_k, key_dim, H_v, value_dim, length = sizes
+    def __init__(self, N, slots, inputs, length, strides):
+        H_k, key_dim, H_v, value_dim = inputs.H_k, inputs.key_dim, inputs.H_v, inputs.value_dim
         super().__init__(
             d_cache=T.StridedTensor(
                 [slots, H_v, length, value_dim], (strides["d_slot"], length * value_dim, value_dim, 1), "float32"
@@ -96,37 +96,22 @@ class DecodeBacklog(Bundle):
 
 
 def decode_buffered(dtype, K, state_dtype):
-    N, slots, H_k, key_dim, H_v, value_dim, length = sizes = dims(
-        "N", "slots", "H_k", "key_dim", "H_v", "value_dim", "length"
-    )
-    strides = {
-        name: T.dynamic(name, "int64")
-        for name in (
-            *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token"),
-            *("slot_stride", "d_slot", "k_slot", "g_slot"),
-        )
-    }
+    N, slots, length = dims("N", "slots", "length")
+    inputs = DecodeInputs(N, dtype)
+    H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
+    strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "d_slot", "k_slot", "g_slot")}
     element, state_element = element_type(dtype), element_type(state_dtype)
-
-    def of_heads(heads, channels, name):
-        return T.StridedTensor([N, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype)
 
     @T.prim_func
     def main(
-        q: of_heads(H_k, key_dim, "q"),
-        k: of_heads(H_k, key_dim, "k"),
-        v: of_heads(H_v, value_dim, "v"),
-        gates: DecodeGates(N, H_v, strides),
+        inputs: inputs,
         state_pool: T.StridedTensor(
             [slots, H_v, value_dim, key_dim],
             (strides["slot_stride"], value_dim * key_dim, key_dim, 1),
             state_dtype,
         ),
-        backlog: DecodeBacklog(sizes, strides),
+        backlog: DecodeBacklog(N, slots, inputs, length, strides),
         o: T.Tensor([N, H_v, value_dim], dtype),
-        group: T.int32,  # H_v / H_k
-        scale: T.float32,
-        normalize: T.int32,
         early: T.int32,  # sequences whose CTAs may begin before the preceding grid has ended
     ):
         with T.Kernel(T.ceildiv(value_dim, GROUP), H_v, N, threads=DECODE_BUFFERED.threads, prelude=PRELUDE) as (
@@ -149,7 +134,7 @@ def decode_buffered(dtype, K, state_dtype):
                     extern(
                         f"prefetch_backlog<{element}>",
                         backlog.first_slots(slots),
-                        backlog.of_head(strides, hv, group, length),
+                        backlog.of_head(strides, hv, inputs.group, length),
                         hv,
                         n,
                         T.Cast("int32", key_dim),
@@ -161,8 +146,8 @@ def decode_buffered(dtype, K, state_dtype):
             extern(
                 f"decode_buffered<{element}, {state_element}, {K}>",
                 backlog.first_slots(slots),
-                gates.tokens_of_head((q, k, v), strides, hv, group, scale, normalize),
-                backlog.of_head(strides, hv, group, length),
+                inputs.of_head(hv),
+                backlog.of_head(strides, hv, inputs.group, length),
                 T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
                 strides["slot_stride"],
                 T.access_ptr(o[0, hv, 0], "w"),

@@ -46,6 +46,10 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             dK=([C, K], "float32"),
         )
 
+    def stages_of(step, s, p):
+        """A chunk's stages: of K and the gates, of the rings of one, and of the rings of sums, columns and products."""
+        return stage_of(step, STAGES, s), Stage(0, p), Stage(p, (step // 2) % 2)
+
     def add_rows(tile, rows, row, hk, valid, turn):
         return extern(
             f"add_rows<{element}>",
@@ -61,6 +65,17 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             turn == 0,
         )
 
+    def scale_and_dot(fragment, tile, factors, factor, sums):
+        return extern(f"scale_and_dot<{element}>", fragment.data, tile, factors, factor, sums)
+
+    def of_values(name, tiles, s, values, access, *more):
+        """Calls a function on U, beta, and the values or their gradients from the number `values` on."""
+        stride = T.Cast("int32", H_v * value_dim)
+        beta = gate_row(tiles, s, gates.BETA)
+        return extern(
+            f"{name}<{element}>", T.access_ptr(tiles.U, "r"), T.access_ptr(values, access), stride, beta, *more
+        )
+
     @T.macro
     def begin_dK(r, tiles, ready, s, z, p, scale, carried):
         """Computes dQ, and the terms of dK without U."""
@@ -72,25 +87,12 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
         T.barrier_arrive(ready.taken)
         T.barrier_arrive(ready.values_released)
         K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
-        extern(
-            f"scale_and_dot<{element}>",
-            r.dK.data,
-            K_tile,
-            gate_row(tiles, s, gates.DECAY),
-            carried,
-            token_sums(tiles, p, TokenSum.KEY),
-        )
+        scale_and_dot(r.dK, K_tile, gate_row(tiles, s, gates.DECAY), carried, token_sums(tiles, p, TokenSum.KEY))
         T.wait_wgmma(0)
         T.barrier_arrive(ready.dO_released)
         Q_tile = T.access_ptr(tiles.Q[z, 0, 0], "r")
-        extern(
-            f"scale_and_dot<{element}>",
-            r.product.data,
-            Q_tile,
-            gamma_row(tiles, s, table.QUERY_FADE),
-            gamma_factor(tiles, s, scale),
-            token_sums(tiles, p, TokenSum.QUERY),
-        )
+        gamma = (gamma_row(tiles, s, table.QUERY_FADE), gamma_factor(tiles, s, scale))
+        scale_and_dot(r.product, Q_tile, *gamma, token_sums(tiles, p, TokenSum.QUERY))
         Stage(0, 0).wait_for(ready.gated)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
@@ -142,9 +144,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             s = T.alloc_var("int32", init=extern("kept", step % STAGES, returns="int32"))
             z = T.alloc_var("int32", init=extern("kept", 0, returns="int32"))
             p = T.alloc_var("int32", init=step % 2)
-            stage = stage_of(step, STAGES, s)
-            one = Stage(0, p)
-            pair = Stage(p, (step // 2) % 2)
+            stage, one, pair = stages_of(step, s, p)
             stage.wait_for(ready.loaded)
             one.wait_for(ready.values_loaded)
             pair.wait_until_free(ready.sums_taken)
@@ -170,33 +170,15 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             c = segment.chunks - 1 - step
             s = step % STAGES
             p = step % 2
-            stage = stage_of(step, STAGES, s)
-            one = Stage(0, p)
-            pair = Stage(p, (step // 2) % 2)
+            stage, one, pair = stages_of(step, s, p)
             row = T.alloc_var("int32", init=segment.row + c * C)
             stage.wait_for(ready.loaded)
             pair.wait_until_free(ready.sums_taken)
             one.wait_for(ready.U_staged)
-            extern(
-                f"store_value_gradients<{element}>",
-                T.access_ptr(tiles.U, "r"),
-                T.access_ptr(dv[row, piece.hv, piece.v0], "w"),
-                T.Cast("int32", H_v * value_dim),
-                gate_row(tiles, s, gates.BETA),
-                warp * VALUE_ROWS,
-                segment.length - c * C,
-                T.Cast("int32", value_dim) - piece.v0,
-            )
-            extern(
-                f"dot_values<{element}>",
-                T.access_ptr(tiles.U, "r"),
-                T.access_ptr(v[row, piece.hv, piece.v0], "r"),
-                T.Cast("int32", H_v * value_dim),
-                gate_row(tiles, s, gates.BETA),
-                token_sums(tiles, p, TokenSum.VALUE),
-                warp * VALUE_ROWS,
-                segment.length - c * C,
-                T.Cast("int32", value_dim) - piece.v0,
+            extent = (warp * VALUE_ROWS, segment.length - c * C, T.Cast("int32", value_dim) - piece.v0)
+            of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", *extent)
+            of_values(
+                "dot_values", tiles, s, v[row, piece.hv, piece.v0], "r", token_sums(tiles, p, TokenSum.VALUE), *extent
             )
             T.barrier_arrive(ready.U_taken)
             pair.arrive(ready.sums_made)
@@ -217,9 +199,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
         for step in T.serial(segment.chunks):
             s = step % STAGES
             p = step % 2
-            stage = stage_of(step, STAGES, s)
-            one = Stage(0, p)
-            pair = Stage(p, (step // 2) % 2)
+            stage, one, pair = stages_of(step, s, p)
             stage.wait_for(ready.loaded)
             pair.wait_for(ready.sums_made)
             extern(

@@ -10,9 +10,9 @@ import tilelang.language as T
 
 from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, element_type, extern
-from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta
+from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta, place_in_tiles
 from kernels_tl.core.pipeline import Stage, stage_of
-from kernels_tl.gradients.reverse_recurrence import GateTable, gate_row
+from kernels_tl.gradients.reverse_recurrence import GateTable, beta_and_fade, gate_row, gate_rows, round_faded_dO
 from kernels_tl.layout import FROM_SCAN, NO_STATE, NamedBarrier, NormalizedGate, TokenSum
 
 V = TILE.tile  # value rows a CTA
@@ -46,7 +46,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         return gate_row(tiles, s, rows), gate_row(tiles, s, NormalizedGate.KEY_RSTD)
 
     def make_state_registers():
-        return fragments(
+        made = fragments(
             dS=([V, K], "float32"),  # dS^T
             U=([V, C], "float32"),  # dS'^T K^T, dV_new^T, U^T in turn
             U_16=([V, C], dtype),
@@ -57,6 +57,8 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             products=([C, C], "float32"),  # dO V_new^T, U V_new^T
             likeness=([C, C], "float32"),  # Q K^T, K K^T
         )
+        made.table = table
+        return made
 
     @T.macro
     def multiply_tokens(r, tiles, s, z, left, alike):
@@ -73,8 +75,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             f"gate_products<{element}, {str(which == 0).lower()}, {str(normalize).lower()}>",
             r.products.data,
             r.likeness.data,
-            gate_row(tiles, s, gates.LOG),
-            gate_row(tiles, s, gates.BETA),
+            *gate_rows(tiles, s, gates.LOG, gates.BETA),
             scale,
             gated.data,
             token_sums(tiles, p, (TokenSum.BETWEEN, TokenSum.BETA)[which]),
@@ -99,16 +100,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         """Leaves dV_new^T in U, and dS^T / gamma_1 without its term of U in dS."""
         one = Stage(0, p)
         one.wait_for(ready.dO_loaded)
-        extern(
-            f"round_scaled_tile<{element}>",
-            r.faded_dO.data,
-            r.faded_dO_rest.data,
-            T.access_ptr(tiles.dO[0, 0, warpgroup * ROWS], "r"),
-            gate_row(tiles, s, table.QUERY_FADE),
-            scale,
-            offset,
-            column,
-        )
+        round_faded_dO(r, tiles, s, tiles.dO[0, 0, warpgroup * ROWS], scale, offset, column)
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)
         multiply(tiles.dS[0, :, :], tiles.K[s, :, :], r.U, transpose_B=True)
         fade = T.alloc_var("float32", init=table.fade(tiles, s) * carried)
@@ -132,14 +124,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
         T.barrier_arrive(ready.matrices_released)
-        extern(
-            f"fade_columns<{element}>",
-            r.faded_U.data,
-            r.U.data,
-            gate_row(tiles, s, gates.BETA),
-            gate_row(tiles, s, table.KEY_FADE),
-            column,
-        )
+        extern(f"fade_columns<{element}>", r.faded_U.data, r.U.data, *beta_and_fade(r, tiles, s), column)
         T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
         one.wait_until_free(ready.U_taken)
         extern(
@@ -181,8 +166,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         segment = load_segment_early(segments, piece.slot)
         r = make_state_registers()
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         if segment.final == FROM_SCAN:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
@@ -208,8 +192,8 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             p = T.alloc_var("int32", init=step % 2)
             stage = stage_of(step, STAGES, s)
             stage.wait_for(ready.loaded)
-            begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup)
-            end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup)
+            begin_step(r, tiles, ready, s, p, scale, carried, place.offset, place.column, warpgroup)
+            end_step(r, tiles, ready, step, s, p, scale, carried, place.offset, place.column, warpgroup)
             carried = table.gamma(tiles, s, 0)
             stage.arrive(ready.released)
         if segment.initial >= 0:

@@ -50,7 +50,7 @@ Each ring has one stage. K and the gates have two, because the first and the las
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Gradients, Matrices, Plan, Sizes, StateGradients, Tokens
+from kernels_tl.bundles import Chunks, Gradients, Replay, Sizes, StateGradients
 from kernels_tl.config import CHUNK_BACKWARD as TILE, CHUNK_BACKWARD_NORMALIZE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
@@ -61,7 +61,7 @@ from kernels_tl.core.common import (
     extern,
     load_early,
 )
-from kernels_tl.core.cta import barriers, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import barriers, fetch, grid_of_tiles, load_segment_early, locate_cta, shared
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of
 from kernels_tl.gradients.backward_outputs import GATE_THREADS, VALUE_THREADS, output_roles
 from kernels_tl.gradients.backward_state import STATE_THREADS, state_role
@@ -150,7 +150,7 @@ def chunk_backward(dtype, K, normalize):
         )
 
     @T.macro
-    def load(tiles, ready, cta, segments, tokens, grad_o, matrices, h, v_new):
+    def load(tiles, ready, cta, segments, tokens, grad_o, matrices, replay):
         """The loader: the chunks' operands, the last chunk's first."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
@@ -161,8 +161,7 @@ def chunk_backward(dtype, K, normalize):
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             c = segment.chunks - 1 - step
-            t = segment.row + c * C
-            chunk = segment.first + c
+            t, chunk = segment.row_and_slot(c)
             p = T.alloc_var("int32", init=step % 2)
             stage = stage_of(step, STAGES, s)
             one = Stage(0, p)
@@ -183,35 +182,29 @@ def chunk_backward(dtype, K, normalize):
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.Q_loaded)
             T.barrier_arrive(ready.Q_loaded)
             one.wait_until_free(ready.values_released)
-            fetch(v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
+            fetch(replay.v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
             T.barrier_arrive(ready.values_loaded)
             one.wait_until_free(ready.h_released)
-            fetch(h[chunk, hv, v0 : v0 + V, :], tiles.S[0, :, :], ready.h_loaded)
+            fetch(replay.h[chunk, hv, v0 : v0 + V, :], tiles.S[0, :, :], ready.h_loaded)
             T.barrier_arrive(ready.h_loaded)
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
+        chunks: Chunks(sizes, dtype, gates),
         grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype, gates),
-        h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
-        v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        replay: Replay(sizes, dtype, K),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         ends: StateGradients(sizes),
         turns: T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
         gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
     ):
-        with T.Kernel(
-            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
-        ) as cta:
+        with T.Kernel(grid_of_tiles(sizes), threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             slot = locate_cta(cta, H_v, value_tiles).slot
-            flags = load_early(plan.segments[slot, SegmentColumn.FLAGS])
-            length = load_early(plan.segments[slot, SegmentColumn.LENGTH])
+            flags = load_early(chunks.plan.segments[slot, SegmentColumn.FLAGS])
+            length = load_early(chunks.plan.segments[slot, SegmentColumn.LENGTH])
             if (flags + length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
@@ -221,19 +214,19 @@ def chunk_backward(dtype, K, normalize):
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 final = ends.view(T.access_ptr(ends.dht[0], "r"))
                 initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
-                carry(tiles, ready, cta, plan.segments, final, initial, grad_states, scale)
+                carry(tiles, ready, cta, chunks.plan.segments, final, initial, grad_states, scale)
             else:
                 if tx < CONSUMERS:
                     T.inc_max_nreg(CONSUMER_REGISTERS)
-                    outputs.make_keys(tiles, ready, cta, plan.segments, scale)
+                    outputs.make_keys(tiles, ready, cta, chunks.plan.segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
                     if is_loader(CONSUMERS):
-                        load(tiles, ready, cta, plan.segments, tokens, grad_o, matrices, h, v_new)
+                        load(tiles, ready, cta, chunks.plan.segments, chunks.tokens, grad_o, chunks.matrices, replay)
                     else:
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
-                            outputs.make_values(tiles, ready, cta, plan.segments, tokens.v, gradients.dv)
+                            outputs.make_values(tiles, ready, cta, chunks.plan.segments, chunks.tokens.v, gradients.dv)
                         else:
-                            outputs.make_gates(tiles, ready, cta, plan.segments, gradients, turns)
+                            outputs.make_gates(tiles, ready, cta, chunks.plan.segments, gradients, turns)
 
     return main

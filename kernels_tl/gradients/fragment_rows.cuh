@@ -73,6 +73,15 @@ __device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[
   }
 }
 
+// The sum of x over the warp's lanes, in each of them.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    x += __shfl_xor_sync(~0u, x, step);
+  }
+  return x;
+}
+
 // diag(a b^T) of 16 rows each, by a warp's tensor cores. Only the two 8 x 8 blocks on the diagonal matter. Each lane
 // with is_mine() holds two entries, those of its rows g and g + 8 of a fragment (g = lane / 4).
 template <typename T>
@@ -83,11 +92,23 @@ class Diagonal {
     multiply_add(T(), low_, a, b[0], b[1]);
     multiply_add(T(), high_, a, b[2], b[3]);
   }
+  // Adds the products of a panel's 64 columns, by rows of matrix_row and factor_row.
+  __device__ __forceinline__ void add_panel(const MatrixRow& a, const MatrixRow& b) {
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t x[4], y[4];
+      load_matrices(x, a.at(n));
+      load_matrices(y, b.at(n));
+      add(x, y);
+    }
+  }
   static __device__ __forceinline__ bool is_mine() { return (lane_here() & 3) == lane_here() >> 3; }
   __device__ __forceinline__ float of_row(int half) const {
     const bool odd = lane_here() & 4;
     return half ? (odd ? high_[3] : high_[2]) : (odd ? low_[1] : low_[0]);
   }
+  // The lane's part of the sum of all entries.
+  __device__ __forceinline__ float sum() const { return is_mine() ? of_row(0) + of_row(1) : 0.f; }
 
  private:
   float low_[4] = {}, high_[4] = {};  // a times rows 0 to 7 of b, and times rows 8 to 15

@@ -26,47 +26,70 @@ __device__ __forceinline__ float2 sum_over_tokens(float2* shared, float2 x) {
   return shared[thread];
 }
 
-// One CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot from token row `row`
-// on. Parts are `part_size` elements apart. The last CTA of these heads to end adds the sums of all slots. A kernel
-// cannot pass records, so everything is an argument.
-__device__ __forceinline__ void gate_gradients(const float* db_parts, const float* dg_parts, int parts,
-                                               int64_t part_size, const void* g, const void* beta, const void* A_log,
-                                               const void* dt_bias, int activations, void* db, void* dg,
-                                               float* sums_of_slots, int* counter, float* dA_log, float* ddt_bias,
-                                               int slot, int slots, int first_head, int H_v, int64_t row, int length,
-                                               bool is_padding) {
-  const int head = first_head + threadIdx.x % kGateHeads, first = threadIdx.x / kGateHeads;
+// Gradients of g and beta, in parts that are `size` elements apart.
+struct GateParts {
+  const float *db, *dg;
+  int count;
+  int64_t size;
+};
+
+// The caller's gates and betas.
+struct RawGates {
+  const void *g, *beta, *A_log, *dt_bias;
+  int activations;
+};
+
+// Their gradients.
+struct RawGradients {
+  void *db, *dg;
+  float *dA_log, *ddt_bias;
+};
+
+// A CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot from token row `row`
+// on.
+struct GateWork {
+  int slot, slots, first_head, H_v;
+  int64_t row;
+  int length;
+  bool is_padding;
+};
+
+// The last CTA of these heads to end adds the sums of all slots.
+__device__ __forceinline__ void gate_gradients(const GateParts& parts, const RawGates& raw, const RawGradients& to,
+                                               const GateWork& work, float* sums_of_slots, int* counter) {
+  const int activations = raw.activations, H_v = work.H_v, slots = work.slots, length = work.length;
+  const int head = work.first_head + threadIdx.x % kGateHeads, first = threadIdx.x / kGateHeads;
   float2 sums = {};  // dA_log, ddt_bias
   if (head < H_v) {
-    const GateBits bits = load_gate_bits(A_log, dt_bias, activations, head);
+    const GateBits bits = load_gate_bits(raw.A_log, raw.dt_bias, activations, head);
     for (int token = first; token < length; token += kGateTokens) {
-      const int64_t at = (row + token) * H_v + head;
+      const int64_t at = (work.row + token) * H_v + head;
       float by_beta = 0.f, by_g = 0.f;
-      if (!is_padding) {
+      if (!work.is_padding) {
         uint32_t g_bits = 0, beta_bits = 0;
         if (activations & Activation::kGate) {
-          g_bits = load_bits(g, activations, Activation::kG, at);
+          g_bits = load_bits(raw.g, activations, Activation::kG, at);
         }
         if (activations & Activation::kSigmoid) {
-          beta_bits = load_bits(beta, activations, Activation::kBeta, at);
+          beta_bits = load_bits(raw.beta, activations, Activation::kBeta, at);
         }
-        for (int part = 0; part < parts; ++part) {
-          by_beta += db_parts[part * part_size + at];
-          by_g += dg_parts[part * part_size + at];
+        for (int part = 0; part < parts.count; ++part) {
+          by_beta += parts.db[part * parts.size + at];
+          by_g += parts.dg[part * parts.size + at];
         }
         if (activations & Activation::kSigmoid) {
           by_beta *= activated_beta_slope(from_bits(beta_bits, activations, Activation::kBeta), activations);
         }
         if (activations & Activation::kGate) {
           const HeadGate gate(bits, activations);
-          const float raw = from_bits(g_bits, activations, Activation::kG);
-          sums.x += by_g * gate(raw);
-          by_g *= gate.slope(raw);
+          const float raw_g = from_bits(g_bits, activations, Activation::kG);
+          sums.x += by_g * gate(raw_g);
+          by_g *= gate.slope(raw_g);
           sums.y += by_g;
         }
       }
-      write_number(db, activations, Activation::kBeta, at, by_beta);
-      write_number(dg, activations, Activation::kG, at, by_g);
+      write_number(to.db, activations, Activation::kBeta, at, by_beta);
+      write_number(to.dg, activations, Activation::kG, at, by_g);
     }
   }
   if (!(activations & Activation::kGate)) {
@@ -77,7 +100,7 @@ __device__ __forceinline__ void gate_gradients(const float* db_parts, const floa
   sums = sum_over_tokens(shared, sums);
   float2* const all_sums = reinterpret_cast<float2*>(sums_of_slots);
   if (first == 0 && head < H_v) {
-    all_sums[static_cast<int64_t>(slot) * H_v + head] = sums;
+    all_sums[static_cast<int64_t>(work.slot) * H_v + head] = sums;
     __threadfence();
   }
   __syncthreads();
@@ -99,9 +122,9 @@ __device__ __forceinline__ void gate_gradients(const float* db_parts, const floa
   }
   sums = sum_over_tokens(shared, sums);
   if (first == 0 && head < H_v) {
-    dA_log[head] = sums.x;
+    to.dA_log[head] = sums.x;
     if (activations & Activation::kBias) {
-      ddt_bias[head] = sums.y;
+      to.ddt_bias[head] = sums.y;
     }
   }
 }

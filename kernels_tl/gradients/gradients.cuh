@@ -164,19 +164,9 @@ __device__ __forceinline__ void tile_product(const void* a, const void* b, float
     const int at = panel * kRows * kRowBytes;
     const MatrixRow from = matrix_row(static_cast<const char*>(a) + at, 16 * warp);
     const MatrixRow with = factor_row(static_cast<const char*>(b) + at, 16 * warp);
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      uint32_t x[4], y[4];
-      load_matrices(x, from.at(n));
-      load_matrices(y, with.at(n));
-      diagonal.add(x, y);
-    }
+    diagonal.add_panel(from, with);
   }
-  float sum = diagonal.is_mine() ? diagonal.of_row(0) + diagonal.of_row(1) : 0.f;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, step);
-  }
+  const float sum = warp_sum(diagonal.sum());
   if (lane_here() == 0) {
     sums[warp] = factor * sum;
   }
@@ -273,8 +263,8 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
 
 constexpr float kForgotten = -150.f;  // log2 of a decay that is 0 in fp32
 
-// dbeta and dg of a chunk (formula in chunk_backward.py), by one warp, from the rows of TokenSum and of BackwardGate or,
-// with kNormalize, NormalizedGate. Lane l has tokens 2l and 2l + 1.
+// dbeta and dg of a chunk (formula in chunk_backward.py), by one warp, from the rows of TokenSum and of BackwardGate
+// or, with kNormalize, NormalizedGate. Lane l has tokens 2l and 2l + 1.
 template <typename T, bool kNormalize = false>
 __device__ __forceinline__ void store_gate_gradients(const float* sums, const float* columns, const float* products,
                                                      const float* gates, float* db, float* dg, int stride, int valid) {

@@ -11,6 +11,8 @@ backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each, 16 row
 of a row. The pieces are a dimension of their own, because the compiler then loads 16 bytes at once instead of 2.
 """
 
+from functools import partial
+
 import tilelang.language as T
 
 from kernels_tl.config import L2NORM
@@ -23,6 +25,20 @@ def lanes_and_rows(K):
     lanes = K // NORM_PIECE
     assert lanes & (lanes - 1) == 0 and lanes <= 32, f"sum_of_lanes adds over a power of two, not {lanes} lanes"
     return lanes, L2NORM.tile // lanes
+
+
+@T.macro
+def take_row(cta, which, K, q, k, of_row):
+    """of_row(row, piece, there, which, tensor) on the thread's piece of a row of q or k, [rows, pieces, NORM_PIECE].
+    `there` says whether there is such a piece."""
+    lanes, rows = lanes_and_rows(K)
+    row = cta * rows + T.get_thread_binding() // lanes
+    piece = T.get_thread_binding() % lanes
+    there = (row < q.shape[0]) & (piece < T.Cast("int32", q.shape[1]))
+    if which == 0:
+        of_row(row, piece, there, 0, q)
+    else:
+        of_row(row, piece, there, 1, k)
 
 
 @T.macro
@@ -39,7 +55,7 @@ def l2norm(dtype, K):
     LANES, ROWS = lanes_and_rows(K)
 
     @T.macro
-    def normalize(row, piece, there, which, x, normalized, rstd):
+    def normalize(normalized, rstd, row, piece, there, which, x):
         values = T.alloc_local([NORM_PIECE], "float32")
         squares = T.alloc_var("float32", init=0.0)
         for i in T.unroll(NORM_PIECE):
@@ -64,12 +80,6 @@ def l2norm(dtype, K):
         rstd: T.Tensor([2, rows], "float32"),
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
-            row = cta * ROWS + T.get_thread_binding() // LANES
-            piece = T.get_thread_binding() % LANES
-            there = (row < rows) & (piece < T.Cast("int32", pieces))
-            if which == 0:
-                normalize(row, piece, there, 0, q, normalized, rstd)
-            else:
-                normalize(row, piece, there, 1, k, normalized, rstd)
+            take_row(cta, which, K, q, k, partial(normalize, normalized, rstd))
 
     return main

@@ -9,10 +9,12 @@
 backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of dq or of dk each. A lane takes a piece of a row.
 """
 
+from functools import partial
+
 import tilelang.language as T
 
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
-from kernels_tl.gradients.l2norm import lanes_and_rows, sum_of_lanes
+from kernels_tl.gradients.l2norm import lanes_and_rows, sum_of_lanes, take_row
 from kernels_tl.layout import NORM_PIECE
 
 
@@ -21,7 +23,7 @@ def l2norm_backward(dtype, K):
     LANES, ROWS = lanes_and_rows(K)
 
     @T.macro
-    def replace(row, piece, there, which, normalized, rstd, gradient):
+    def replace(normalized, rstd, row, piece, there, which, gradient):
         y = T.alloc_local([NORM_PIECE], "float32")
         dy = T.alloc_local([NORM_PIECE], "float32")
         products = T.alloc_var("float32", init=0.0)
@@ -55,12 +57,6 @@ def l2norm_backward(dtype, K):
         dk: T.Tensor([rows, pieces, NORM_PIECE], dtype),
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
-            row = cta * ROWS + T.get_thread_binding() // LANES
-            piece = T.get_thread_binding() % LANES
-            there = (row < rows) & (piece < T.Cast("int32", pieces))
-            if which == 0:
-                replace(row, piece, there, 0, normalized, rstd, dq)
-            else:
-                replace(row, piece, there, 1, normalized, rstd, dk)
+            take_row(cta, which, K, dq, dk, partial(replace, normalized, rstd))
 
     return main

@@ -19,13 +19,14 @@ from functools import partial
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Matrices, Plan, Sizes, StateGradients, Tokens
+from kernels_tl.bundles import Chunks, ReverseReplay, Sizes, StateGradients
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
-from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import registers, wide_step
-from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, Dtype, NamedBarrier
+from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier
+from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
@@ -34,11 +35,8 @@ PRELUDE = """
 #include "states/wide_state.cuh"
 """
 
-V = TILE.tile  # value rows a CTA
 STAGES = TILE.stages  # of K and the gates: the first and the last product need them
-CONSUMERS = TILE.consumers
-WARPGROUPS = V // ROWS
-# Producers: a loader, and a storer for each consumer warpgroup.
+assert (TILE.tile, TILE.consumers) == (V, CONSUMERS)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
@@ -73,13 +71,13 @@ def replay_gradients(dtype, K):
             U_stored=[32] * WARPGROUPS,
         )
 
+    def values_of(tiles, ready):
+        return Outgoing(tiles.U, ready.U_staged, ready.U_stored)
+
     @T.macro
     def stage_U(r, tiles, ready, warpgroup, step, offset):
-        own = Stage(warpgroup, step % 2)
-        own.arrive(ready.dS_staged)
-        own.wait_until_free(ready.U_stored)
-        extern(f"stage_transposed<{r.element}>", r.U.data, T.access_ptr(tiles.U[warpgroup, 0, 0], "w"), offset)
-        own.arrive(ready.U_staged)
+        Stage(warpgroup, step % 2).arrive(ready.dS_staged)
+        stage_values(values_of(tiles, ready), r.U, r.element, warpgroup, step, offset)
 
     @T.macro
     def release_others(ready):
@@ -90,21 +88,11 @@ def replay_gradients(dtype, K):
         """The consumers: the recurrence, with dS' and U to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype)
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.dS)
         if segment.final == FROM_SCAN:
-            extern(
-                f"read_state<{K}>",
-                r.dS.data,
-                T.access_ptr(grad_states[piece.slot, piece.hv, piece.v0, 0], "r"),
-                Dtype.FLOAT32,
-                True,
-                K,
-                V,
-                K,
-            )
+            read_scanned(r.dS, grad_states, piece)
         else:
             if segment.final != NO_STATE:
                 final.read(r.dS, segment.final, piece.hv, piece.v0)
@@ -127,12 +115,12 @@ def replay_gradients(dtype, K):
                 s,
                 0,
                 tiles.dO[0, 0, warpgroup * ROWS],
-                offset,
-                column,
+                place.offset,
+                place.column,
                 scale,
                 staged=(T.access_ptr(tiles.dS[warpgroup, 0, 0, 0], "w"), rows),
                 released=partial(release_others, ready),
-                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, offset),
+                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, place.offset),
             )
             stage.arrive(ready.released)
         if segment.initial >= 0:
@@ -145,8 +133,7 @@ def replay_gradients(dtype, K):
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             c = segment.chunks - 1 - step
-            t = segment.row + c * C
-            slot = segment.first + c
+            t, slot = segment.row_and_slot(c)
             stage = stage_of(step, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
@@ -161,50 +148,19 @@ def replay_gradients(dtype, K):
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.others_loaded)
             T.barrier_arrive(ready.others_loaded)
 
-    @T.macro
-    def store(tiles, ready, piece, segment, dh, u):
-        """The storers, one for each consumer warpgroup: dS' and U from shared memory."""
-        w = T.alloc_var("int32", init=storer(CONSUMERS))
-        for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
-            slot = segment.first + segment.chunks - 1 - step
-            v0 = piece.v0 + w * ROWS
-            own = Stage(w, step % 2)
-            own.wait_for(ready.dS_staged)
-            T.fence_proxy_async()
-            for box in T.unroll(BOXES):
-                T.tma_copy(
-                    tiles.dS[w, box, :, :],
-                    dh[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
-                    leader_scope_threads=32,
-                )
-            T.tma_store_wait(0)
-            own.arrive(ready.dS_stored)
-            own.wait_for(ready.U_staged)
-            T.fence_proxy_async()
-            T.tma_copy(tiles.U[w, :, :], u[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
-            T.tma_store_wait(0)
-            own.arrive(ready.U_stored)
-
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
+        chunks: Chunks(sizes, dtype, BackwardGate),
         grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype, BackwardGate),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         ends: StateGradients(sizes),
-        dh: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
-        u: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        reverse_replay: ReverseReplay(sizes, dtype, K),
         scale: T.float32,
     ):
-        with T.Kernel(
-            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=TILE.threads, prelude=PRELUDE
-        ) as cta:
+        with T.Kernel(grid_of_tiles(sizes), threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece = locate_cta(cta, H_v, T.truncdiv(T.Cast("int32", value_rows), V))
-            segment = load_segment_early(plan.segments, piece.slot)
+            piece, segment = locate_tile(cta, sizes, chunks.plan.segments)
             if (segment.flags + segment.length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
@@ -218,8 +174,17 @@ def replay_gradients(dtype, K):
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices)
+                    load(tiles, ready, piece, segment, hk, chunks.tokens, grad_o, chunks.matrices)
                 else:
-                    store(tiles, ready, piece, segment, dh, u)
+                    state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)
+                    store(
+                        state,
+                        values_of(tiles, ready),
+                        reverse_replay.dh,
+                        reverse_replay.u,
+                        piece,
+                        segment,
+                        reverse=True,
+                    )
 
     return main

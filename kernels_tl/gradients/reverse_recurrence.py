@@ -75,6 +75,39 @@ def gate_row(tiles, s, row):
     return T.access_ptr(tiles.gates[s, row, 0], "r")
 
 
+def gate_rows(tiles, s, *rows):
+    return [gate_row(tiles, s, row) for row in rows]
+
+
+def beta_and_fade(r, tiles, s):
+    return gate_rows(tiles, s, r.table.rows.BETA, r.table.KEY_FADE)
+
+
+def round_faded_dO(r, tiles, s, dO, scale, offset, column):
+    """faded_dO + faded_dO_rest = dO^T diag(scale gamma / gamma_1): dO is the first element of the warpgroup's tile."""
+    return extern(
+        f"round_scaled_tile<{element_type(str(r.faded_dO.dtype))}>",
+        r.faded_dO.data,
+        r.faded_dO_rest.data,
+        T.access_ptr(dO, "r"),
+        gate_row(tiles, s, r.table.QUERY_FADE),
+        scale,
+        offset,
+        column,
+    )
+
+
+@T.macro
+def begin_dS(r, tiles, s, z, dO, offset, column, scale):
+    """dS'^T in dS becomes dS^T / gamma_1 without its term of U, in flight. z is the stage of Q."""
+    round_faded_dO(r, tiles, s, dO, scale, offset, column)
+    fade = T.alloc_var("float32", init=r.table.fade(tiles, s))
+    for i, j in T.Parallel(*r.dS.shape):
+        r.dS[i, j] *= fade
+    T.wgmma_gemm(r.faded_dO, tiles.Q[z, :, :], r.dS, policy=Full)
+    T.wgmma_gemm(r.faded_dO_rest, tiles.Q[z, :, :], r.dS, policy=Full)
+
+
 @T.macro
 def begin_step(r, tiles, s, dO, offset, column, scale):
     """Takes dS'^T in dS. Leaves dS'^T K^T in dSK and dO^T P in U. dS becomes dS^T / gamma_1 without its term of U, in
@@ -88,21 +121,7 @@ def begin_step(r, tiles, s, dO, offset, column, scale):
     T.wgmma_gemm(
         tiles.dO[s, :, :], tiles.P[s, :, :], r.U, transpose_A=True, transpose_B=True, policy=Full, clear_accum=True
     )
-    extern(
-        f"round_scaled_tile<{r.element}>",
-        r.faded_dO.data,
-        r.faded_dO_rest.data,
-        T.access_ptr(dO, "r"),
-        gate_row(tiles, s, r.table.QUERY_FADE),
-        scale,
-        offset,
-        column,
-    )
-    fade = T.alloc_var("float32", init=r.table.fade(tiles, s))
-    for i, j in T.Parallel(*r.dS.shape):
-        r.dS[i, j] *= fade
-    T.wgmma_gemm(r.faded_dO, tiles.Q[s, :, :], r.dS, policy=Full)
-    T.wgmma_gemm(r.faded_dO_rest, tiles.Q[s, :, :], r.dS, policy=Full)
+    begin_dS(r, tiles, s, s, dO, offset, column, scale)
     extern("load_column_factors", r.decays.data, gate_row(tiles, s, r.table.rows.DECAY), column)
     T.wait_wgmma(2)
 
@@ -113,13 +132,7 @@ def end_step(r, tiles, s, column):
     extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
     T.copy(r.U, r.U_16)
     T.wgmma_gemm(r.U_16, tiles.L[s, :, :], r.U, transpose_B=True, policy=Full)
-    extern(
-        "load_column_products",
-        r.fades.data,
-        gate_row(tiles, s, r.table.rows.BETA),
-        gate_row(tiles, s, r.table.KEY_FADE),
-        column,
-    )
+    extern("load_column_products", r.fades.data, *beta_and_fade(r, tiles, s), column)
     T.wait_wgmma(0)
     extern(f"round_scaled_columns<{r.element}>", r.faded_U.data, r.U.data, r.fades.data)
     T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
@@ -149,28 +162,8 @@ def wide_step(r, tiles, s, z, dO, offset, column, scale, staged=None, released=n
     extern("add_scaled_columns", r.U.data, r.dSK.data, r.decays.data)
     T.copy(r.U, r.U_16)
     T.wgmma_gemm(r.U_16, tiles.L[z, :, :], r.U, transpose_B=True, policy=Full)
-    extern(
-        f"round_scaled_tile<{r.element}>",
-        r.faded_dO.data,
-        r.faded_dO_rest.data,
-        T.access_ptr(dO, "r"),
-        gate_row(tiles, s, r.table.QUERY_FADE),
-        scale,
-        offset,
-        column,
-    )
-    fade = T.alloc_var("float32", init=r.table.fade(tiles, s))
-    for i, j in T.Parallel(*r.dS.shape):
-        r.dS[i, j] *= fade
-    T.wgmma_gemm(r.faded_dO, tiles.Q[z, :, :], r.dS, policy=Full)
-    T.wgmma_gemm(r.faded_dO_rest, tiles.Q[z, :, :], r.dS, policy=Full)
-    extern(
-        "load_column_products",
-        r.fades.data,
-        gate_row(tiles, s, r.table.rows.BETA),
-        gate_row(tiles, s, r.table.KEY_FADE),
-        column,
-    )
+    begin_dS(r, tiles, s, z, dO, offset, column, scale)
+    extern("load_column_products", r.fades.data, *beta_and_fade(r, tiles, s), column)
     T.wait_wgmma(2)
     extern(f"round_scaled_columns<{r.element}>", r.faded_U.data, r.U.data, r.fades.data)
     T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)

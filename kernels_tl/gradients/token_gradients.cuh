@@ -19,22 +19,13 @@ __device__ __forceinline__ void add_panel_product(float* sum, const void* a, con
   const MatrixRow from = matrix_row(own_panel(a), 16 * warp_here());
   const MatrixRow with = factor_row(own_panel(b), 16 * warp_here());
   Diagonal<T> diagonal;
-#pragma unroll
-  for (int n = 0; n < 8; n += 2) {
-    uint32_t x[4], y[4];
-    load_matrices(x, from.at(n));
-    load_matrices(y, with.at(n));
-    diagonal.add(x, y);
-  }
-  *sum += diagonal.is_mine() ? diagonal.of_row(0) + diagonal.of_row(1) : 0.f;
+  diagonal.add_panel(from, with);
+  *sum += diagonal.sum();
 }
 
 // sums[w] = the sum of `sum` over the lanes of warp w.
 __device__ __forceinline__ void store_warp_sum(float* sums, float sum) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, step);
-  }
+  sum = warp_sum(sum);
   if (lane_here() == 0) {
     sums[threadIdx.x / 32] = sum;
   }

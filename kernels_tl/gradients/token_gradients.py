@@ -25,7 +25,7 @@ in tiles of V. dQ and dK take the memory of these tiles afterwards.
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Gradients, Matrices, Plan, Sizes, Tokens
+from kernels_tl.bundles import Chunks, Gradients, Replay, ReverseReplay, Sizes
 from kernels_tl.config import TOKEN_GRADIENTS as TILE, key_parts
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, SWIZZLE_128B, C, descriptor, dims, element_type, extern
 from kernels_tl.core.cta import Variables, barriers, clear_rows_after, fetch, fragments, shared
@@ -51,7 +51,7 @@ assert TILE.producers == 32 + VALUE_THREADS + GATE_THREADS
 
 def token_gradients(dtype, K):
     sizes = Sizes()
-    H_v, value_dim, value_rows = sizes.H_v, sizes.value_dim, sizes.value_rows
+    H_v, value_dim = sizes.H_v, sizes.value_dim
     (parts,) = dims("parts")
     element = element_type(dtype)
     PARTS = key_parts(K)
@@ -199,7 +199,7 @@ def token_gradients(dtype, K):
         T.barrier_arrive(ready.keys_staged)
 
     @T.macro
-    def load(tiles, ready, work, turns, hk, tokens, grad_o, matrices, h, v_new, dh, u):
+    def load(tiles, ready, work, turns, hk, tokens, grad_o, matrices, replay, reverse_replay):
         """The loader."""
         t = work.row
         for i in T.serial(turns):
@@ -209,10 +209,12 @@ def token_gradients(dtype, K):
             v0 = T.alloc_var("int32", init=i * V)
             k0 = T.alloc_var("int32", init=work.part * KEYS)
             fetch(grad_o[t : t + C, work.hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
-            fetch(h[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEYS], tiles.h[s, :, :], ready.loaded[s])
-            fetch(u[work.slot, work.hv, :, v0 : v0 + V], tiles.U[s, :, :], ready.loaded[s])
-            fetch(v_new[work.slot, work.hv, :, v0 : v0 + V], tiles.V_new[s, :, :], ready.loaded[s])
-            fetch(dh[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEYS], tiles.dS[s, :, :], ready.loaded[s])
+            fetch(replay.h[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEYS], tiles.h[s, :, :], ready.loaded[s])
+            fetch(reverse_replay.u[work.slot, work.hv, :, v0 : v0 + V], tiles.U[s, :, :], ready.loaded[s])
+            fetch(replay.v_new[work.slot, work.hv, :, v0 : v0 + V], tiles.V_new[s, :, :], ready.loaded[s])
+            fetch(
+                reverse_replay.dh[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEYS], tiles.dS[s, :, :], ready.loaded[s]
+            )
             stage.arrive(ready.loaded)
             if i == 0:
                 fetch(matrices.gates[work.slot, work.hv, :, :], tiles.gates[0, :, :], ready.keys_loaded)
@@ -297,15 +299,10 @@ def token_gradients(dtype, K):
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
+        chunks: Chunks(sizes, dtype, BackwardGate),
         grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype, BackwardGate),
-        h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
-        v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
-        dh: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
-        u: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        replay: Replay(sizes, dtype, K),
+        reverse_replay: ReverseReplay(sizes, dtype, K),
         turns: T.Tensor([sizes.chunk_slots * PARTS, sizes.H_k], "int32"),
         gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
@@ -319,9 +316,9 @@ def token_gradients(dtype, K):
             slot = T.alloc_var("int32", init=T.truncdiv(cta, T.Cast("int32", H_v) * PARTS))
             rest = T.alloc_var("int32", init=cta - slot * T.Cast("int32", H_v) * PARTS)
             part = T.alloc_var("int32", init=T.truncdiv(rest, T.Cast("int32", H_v)))
-            if plan.chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
+            if chunks.plan.chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
                 extern("leave")
-            work = work_of(slot, rest - part * T.Cast("int32", H_v), part, plan.chunks)
+            work = work_of(slot, rest - part * T.Cast("int32", H_v), part, chunks.plan.chunks)
             hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
             turns_of_values = T.alloc_var("int32", init=T.ceildiv(T.Cast("int32", value_dim), V))
             tx = T.get_thread_binding()
@@ -331,10 +328,11 @@ def token_gradients(dtype, K):
             else:
                 T.dec_max_nreg(OTHER_REGISTERS)
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, work, turns_of_values, hk, tokens, grad_o, matrices, h, v_new, dh, u)
+                    replays = (replay, reverse_replay)
+                    load(tiles, ready, work, turns_of_values, hk, chunks.tokens, grad_o, chunks.matrices, *replays)
                 else:
                     if tx < CONSUMERS + 32 + VALUE_THREADS:
-                        make_values(tiles, ready, work, turns_of_values, tokens.v, gradients.dv)
+                        make_values(tiles, ready, work, turns_of_values, chunks.tokens.v, gradients.dv)
                     else:
                         make_gates(tiles, ready, work, hk, gradients, turns)
 

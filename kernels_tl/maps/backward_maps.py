@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
+from kernels_tl.bundles import Chunks, Maps, Sizes
 from kernels_tl.config import BACKWARD_MAPS, BACKWARD_MAPS_NORMALIZE, is_wide
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
@@ -32,7 +32,15 @@ from kernels_tl.core.common import (
     block_rows,
     extern,
 )
-from kernels_tl.core.cta import Variables, clear_rows_after, fetch, load_segment_early, locate_cta, shared
+from kernels_tl.core.cta import (
+    Variables,
+    clear_rows_after,
+    fetch,
+    load_segment_early,
+    locate_cta,
+    place_in_tiles,
+    shared,
+)
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import GateTable, begin_step, end_step, registers, wide_step
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
@@ -121,8 +129,7 @@ def backward_maps(dtype, K, normalize):
         """The consumers of dZ: the recurrence in reverse from dS' = 0, then dZ to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, normalize)
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         T.clear(r.dS)
         for step in T.serial(chunks):
             c = chunks - 1 - step
@@ -137,10 +144,10 @@ def backward_maps(dtype, K, normalize):
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             dO = tiles.dO[s, 0, warpgroup * ROWS]
             if is_wide(K):
-                wide_step(r, tiles, s, s, dO, offset, column, scale)
+                wide_step(r, tiles, s, s, dO, place.offset, place.column, scale)
             else:
-                begin_step(r, tiles, s, dO, offset, column, scale)
-                end_step(r, tiles, s, column)
+                begin_step(r, tiles, s, dO, place.offset, place.column, scale)
+                end_step(r, tiles, s, place.column)
             stage.arrive(ready.released)
         if chunks > 0:
             for i, j in T.Parallel(V, K):
@@ -153,8 +160,7 @@ def backward_maps(dtype, K, normalize):
         for step in T.serial(T.if_then_else(is_loader(CONSUMERS), chunks, 0)):
             s = T.alloc_var("int32", init=step % STAGES)
             c = chunks - 1 - step
-            t = segment.row + c * C
-            slot = segment.first + c
+            t, slot = segment.row_and_slot(c)
             stage = stage_of(step, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
@@ -169,11 +175,8 @@ def backward_maps(dtype, K, normalize):
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
+        chunks: Chunks(sizes, dtype),
         grad_o: T.Tensor([sizes.tokens, H_v, sizes.value_dim], dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype),
         backward_gates: T.Tensor([sizes.chunk_slots, H_v, reverse_gates.COUNT, C], "float32"),
         maps: Maps(sizes, dtype, K),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
@@ -198,7 +201,7 @@ def backward_maps(dtype, K, normalize):
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
             hv = T.alloc_var("int32", init=piece.hv)
-            segment = load_segment_early(plan.segments, piece.slot)
+            segment = load_segment_early(chunks.plan.segments, piece.slot)
             # Flags of a segment that lacks this map: a last one has no Z, a first one no dZ, one that is both no M.
             without = T.alloc_var(
                 "int32",
@@ -214,7 +217,7 @@ def backward_maps(dtype, K, normalize):
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
             segment = segment.and_also(slot=piece.slot)
-            needed = chunks_that_matter(segment, hv, which, matrices.gates, maps.skips, reverse_skips)
+            needed = chunks_that_matter(segment, hv, which, chunks.matrices.gates, maps.skips, reverse_skips)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(tile.registers[0])
@@ -225,9 +228,11 @@ def backward_maps(dtype, K, normalize):
             else:
                 T.dec_max_nreg(tile.registers[1])
                 if which == MAP_DZ:
-                    inputs = (tokens, grad_o, backward_gates, matrices)
+                    inputs = (chunks.tokens, grad_o, backward_gates, chunks.matrices)
                     load_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, hk, *inputs)
                 else:
-                    roles.load(tiles, ready, needed.first, segment.chunks, segment, hv, v0, hk, tokens, matrices)
+                    roles.load(
+                        tiles, ready, needed.first, segment.chunks, segment, hv, v0, hk, chunks.tokens, chunks.matrices
+                    )
 
     return main

@@ -25,7 +25,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.config import COMPOSE_MAPS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, load_early
-from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
@@ -48,20 +48,10 @@ def compose_maps(dtype, K, reverse):
     of_map = map_step(dtype, K, reverse)
     STAGES = of_map.stages
 
-    def make_tiles():
-        return shared(
-            tile.shared,
-            **of_map.tiles,
-            skip=([STAGES], "int32"),
-            swizzle=("Z",),
-        )
-
     def make_barriers():
-        return barriers(
+        return of_map.make_barriers(
             loaded=[32] * STAGES,  # loader to consumers: Z and skip
             released=[CONSUMERS] * STAGES,  # consumers to loader
-            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
-            map_released=[CONSUMERS] * MAP_STAGES,
         )
 
     @T.macro
@@ -72,35 +62,33 @@ def compose_maps(dtype, K, reverse):
             initial.read_columns(S, n, hv, v0)
 
     @T.macro
-    def compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, r):
+    def compute(tiles, ready, parts, n, hv, v0, k0, is_M, initial, has_initial_state, composed, which):
         """The consumers: S from segment to segment, then the last S to global memory."""
         skip = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
-        S = T.alloc_fragment([K, COLUMNS], "float32")
-        S_16 = T.alloc_fragment([K, COLUMNS], dtype)
-        rest = T.alloc_fragment([K, COLUMNS], dtype)
-        begin(S, initial, n, hv, v0, k0, is_M, has_initial_state)
+        r = of_map.make_registers()
+        begin(r.S, initial, n, hv, v0, k0, is_M, has_initial_state)
         for step in T.serial(parts):
             u = T.alloc_var("int32", init=step % STAGES)
             stage = stage_of(step, STAGES, u)
             stage.wait_for(ready.loaded)
             skip = tiles.skip[u]
             if skip == 0:
-                of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
+                of_map.round_in_parts(r, tiles, maps_used)
             if is_M == 0:
-                extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                extern("read_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
             else:
-                T.clear(S)
+                T.clear(r.S)
             stage.arrive(ready.released)
             if skip == 0:
                 m = maps_used % MAP_STAGES
-                of_map.add_product(S, tiles, ready, m, maps_used)
+                of_map.add_product(r.S, tiles, ready, m, maps_used)
                 maps_used = maps_used + 1
         row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
         rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))
         for i, j in T.Parallel(K, COLUMNS):
             if (i < initial.key_dim) & (j < rows):
-                composed[r, hv, row + j, i] = S[i, j]
+                composed[which, hv, row + j, i] = r.S[i, j]
 
     @T.macro
     def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):
@@ -139,11 +127,9 @@ def compose_maps(dtype, K, reverse):
         sizes: sizes,
         plan: Plan(sizes),
         maps: Maps(sizes, dtype, K),
+        offsets: T.Tensor([sizes.segment_slots, H_v, sizes.value_rows, K], "float32"),  # Z^T in the segments' own slots
         states: States(sizes),
         has_initial_state: T.int32,
-        offsets: T.Tensor(
-            [sizes.segment_slots, H_v, sizes.value_rows, K], "float32"
-        ),  # Z^T of a segment in its own slot
         composed: T.Tensor([mapped, H_v, map_rows, key_channels], "float32"),
         mapped_0: T.int32,
         mapped_1: T.int32,
@@ -153,7 +139,7 @@ def compose_maps(dtype, K, reverse):
             threads=tile.threads,
             prelude=PRELUDE,
         ) as cta:
-            tiles = make_tiles()
+            tiles = of_map.make_tiles(tile.shared, skip=([STAGES], "int32"))
             ready = make_barriers()
             of_Z = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))
             of_both = T.alloc_var("int32", init=of_Z + T.truncdiv(key_dim + (COLUMNS - 1), COLUMNS))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.config import SEGMENT_SCAN, is_wide
-from kernels_tl.core.cta import fetch
+from kernels_tl.core.cta import barriers, fetch, fragments, shared
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier
 
@@ -30,7 +30,7 @@ def consumers(K):
 
 
 def map_step(dtype, K, reverse):
-    """The tiles of a step, and its macros. A step computes M S, or M^T S with `reverse`."""
+    """The resources of a step, and its macros. A step computes M S, or M^T S with `reverse`."""
     BLOCK_ROWS = ROWS if is_wide(K) else K
     BLOCKS = K // BLOCK_ROWS
     BUFFERS = 1 if is_wide(K) else 2  # of S
@@ -54,6 +54,19 @@ def map_step(dtype, K, reverse):
         rows = slice(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) if is_wide(K) else slice(None)
         return M[slot, hv, part, :, rows] if reverse else M[slot, hv, part, rows, :]
 
+    def make_tiles(kilobytes, **more):
+        return shared(kilobytes, **tiles_of_step, **more, swizzle=("Z",))
+
+    def make_barriers(**more):
+        return barriers(
+            **more,
+            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
+            map_released=[consumers(K)] * MAP_STAGES,  # consumers to loader
+        )
+
+    def make_registers():
+        return fragments(S=([K, COLUMNS], "float32"), S_16=([K, COLUMNS], dtype), rest=([K, COLUMNS], dtype))
+
     @T.macro
     def store_part(part, tiles, turn, number):
         if is_wide(K):
@@ -63,15 +76,15 @@ def map_step(dtype, K, reverse):
             T.copy(part, tiles.S[turn % 2, number, :, :])
 
     @T.macro
-    def round_in_parts(S, S_16, rest, tiles, turn):
+    def round_in_parts(r, tiles, turn):
         """S to shared memory, as a rounded part and the rest."""
-        T.copy(S, S_16)
+        T.copy(r.S, r.S_16)
         for i, j in T.Parallel(K, COLUMNS):
-            rest[i, j] = S[i, j] - T.Cast("float32", S_16[i, j])
+            r.rest[i, j] = r.S[i, j] - T.Cast("float32", r.S_16[i, j])
         if is_wide(K):  # all warpgroups have read the last S
             T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
-        store_part(S_16, tiles, turn, 0)
-        store_part(rest, tiles, turn, 1)
+        store_part(r.S_16, tiles, turn, 0)
+        store_part(r.rest, tiles, turn, 1)
         T.fence_proxy_async()
         T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
 
@@ -106,5 +119,11 @@ def map_step(dtype, K, reverse):
             stage.arrive(ready.map_loaded)
 
     return SimpleNamespace(
-        tiles=tiles_of_step, stages=stages, round_in_parts=round_in_parts, add_product=add_product, load_map=load_map
+        stages=stages,
+        make_tiles=make_tiles,
+        make_barriers=make_barriers,
+        make_registers=make_registers,
+        round_in_parts=round_in_parts,
+        add_product=add_product,
+        load_map=load_map,
     )

@@ -18,15 +18,9 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, Tokens
+from kernels_tl.bundles import Chunks, Maps, Sizes
 from kernels_tl.config import SEGMENT_MAPS, WARPGROUP, WGMMA_ROWS as ROWS, is_wide
-from kernels_tl.core.common import (
-    EXPLICIT_PASS_CONFIGS,
-    C,
-    after,
-    block_rows,
-    extern,
-)
+from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import (
     barriers,
     clear_rows_after,
@@ -34,6 +28,7 @@ from kernels_tl.core.cta import (
     leave_without_work,
     load_segment_early,
     locate_cta,
+    place_in_tiles,
     shared,
 )
 from kernels_tl.core.pipeline import is_loader, stage_of
@@ -86,8 +81,7 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
         """The consumers: the recurrence, then Z or M to global memory. m0 is the first row of M^T."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, tile.early_factors, output=False, exact=of_backward)
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         for i, j in T.Parallel(V, K):
             r.S[i, j] = T.Select((which == MAP_M) & (i + m0 == j), 1.0, 0.0)
         for c in T.serial(start, chunks):
@@ -96,9 +90,9 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
             stage.wait_for(ready.loaded)
             if partial:
                 clear_after(tiles, s, segment.length - c * C)
-            begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], offset, column, which == MAP_Z)
+            begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], place.offset, place.column, which == MAP_Z)
             T.wait_wgmma(0)
-            end_step(r, tiles, s, column)
+            end_step(r, tiles, s, place.column)
             stage.arrive(ready.released)
 
         if start < chunks:
@@ -125,8 +119,7 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(start, T.if_then_else(is_loader(CONSUMERS), chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
-            t = segment.row + c * C
-            slot = segment.first + c
+            t, slot = segment.row_and_slot(c)
             stage = stage_of(c - start, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
@@ -186,10 +179,7 @@ def segment_maps(dtype, K, partial):
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype),
+        chunks: Chunks(sizes, dtype),
         maps: Maps(sizes, dtype, K),
     ):
         with T.Kernel(
@@ -201,19 +191,20 @@ def segment_maps(dtype, K, partial):
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
             m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
-            segment = load_segment_early(plan.segments, piece.slot)
+            segment = load_segment_early(chunks.plan.segments, piece.slot)
             if (segment.flags >= SegmentFlag.LAST) | (segment.length == 0):  # it needs no map
                 leave_without_work(cta)
             T.pdl_sync()
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             segment = segment.and_also(slot=piece.slot)
-            start = first_chunk(segment, piece.hv, which, matrices.gates, maps.skips)
+            start = first_chunk(segment, piece.hv, which, chunks.matrices.gates, maps.skips)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(tile.registers[0])
                 roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, m0, maps)
             else:
                 T.dec_max_nreg(tile.registers[1])
-                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, tokens, matrices)
+                inputs = (chunks.tokens, chunks.matrices)
+                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, *inputs)
 
     return main

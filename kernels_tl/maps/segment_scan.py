@@ -31,7 +31,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Maps, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
-from kernels_tl.core.cta import barriers, fetch, shared
+from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
@@ -69,21 +69,11 @@ def segment_scan(dtype, K, reverse):
         """Whether a segment with these flags is the scan's last."""
         return flags % SegmentFlag.LAST != 0 if reverse else flags >= SegmentFlag.LAST
 
-    def make_tiles():
-        return shared(
-            tile.shared,
-            **of_map.tiles,
-            about=([STAGES], "int32"),
-            swizzle=("Z",),
-        )
-
     def make_barriers():
-        return barriers(
+        return of_map.make_barriers(
             loaded=[32] * STAGES,  # loader to the others: Z and about
             made=[CONSUMERS] * STAGES,  # consumers to storer: S in the place of Z
             stored=[32] * STAGES,  # storer to loader: the stage is free
-            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
-            map_released=[CONSUMERS] * MAP_STAGES,  # consumers to loader
         )
 
     def part_of(states, slot, hv, v0, box):
@@ -96,27 +86,25 @@ def segment_scan(dtype, K, reverse):
         about = T.alloc_var("int32", init=0)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
-        S = T.alloc_fragment([K, COLUMNS], "float32")
-        S_16 = T.alloc_fragment([K, COLUMNS], dtype)
-        rest = T.alloc_fragment([K, COLUMNS], dtype)
-        T.clear(S)
+        r = of_map.make_registers()
+        T.clear(r.S)
         if slot != NO_STATE:
-            initial.read_columns(S, slot, hv, v0)
+            initial.read_columns(r.S, slot, hv, v0)
             if is_scanned:
                 for i, j in T.Parallel(K, COLUMNS):
-                    states[first_slot, hv, v0 + j, i] = S[i, j]
+                    states[first_slot, hv, v0 + j, i] = r.S[i, j]
         while about < END:
             u = step % STAGES
             stage = stage_of(step, STAGES, u)
             stage.wait_for(ready.loaded)
             about = tiles.about[u]
             if about % END != SKIP:
-                of_map.round_in_parts(S, S_16, rest, tiles, maps_used)
-            extern("read_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                of_map.round_in_parts(r, tiles, maps_used)
+            extern("read_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
             if about % END != SKIP:
                 m = maps_used % MAP_STAGES
-                of_map.add_product(S, tiles, ready, m, maps_used)
-                extern("write_columns", S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
+                of_map.add_product(r.S, tiles, ready, m, maps_used)
+                extern("write_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
                 T.fence_proxy_async()
                 maps_used = maps_used + 1
             stage.arrive(ready.made)
@@ -184,7 +172,7 @@ def segment_scan(dtype, K, reverse):
         beside: T.int32,  # only with reverse
     ):
         with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=tile.threads, prelude=PRELUDE) as cta:
-            tiles = make_tiles()
+            tiles = of_map.make_tiles(tile.shared, about=([STAGES], "int32"))
             ready = make_barriers()
             parts = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))
             part = T.alloc_var("int32", init=T.truncdiv(cta, parts))

@@ -371,14 +371,10 @@ __device__ __forceinline__ void make_column(const void* blocks, const float* inv
 
 // Computes and stores the block columns of a warp, the `member`-th of a team of `warps`. Column 0 has four blocks,
 // column 3 has one, so a team of two shares them as 0, 3 and 1, 2. `staging` has room for two tiles for each warp of
-// the CTA. A kernel cannot pass records, so everything is an argument.
+// the CTA.
 template <typename T>
-__device__ __forceinline__ void make_columns(const CUtensorMap& rows_0, const CUtensorMap& rows_1,
-                                             const CUtensorMap& rows_2, const CUtensorMap& rows_3, const CUtensorMap& A,
-                                             int warps, int member, const void* blocks, const float* inverses,
-                                             const float* gates, void* staging, void* A_rows, int slot, int hv, int row,
-                                             int HV, int valid) {
-  const MatricesOut out{rows_0, rows_1, rows_2, rows_3, A, A_rows, slot, hv, row, HV, valid};
+__device__ __forceinline__ void make_columns(int warps, int member, const void* blocks, const float* inverses,
+                                             const float* gates, void* staging, const MatricesOut& out) {
   char* const mine = static_cast<char*>(staging) + warp_index() * 2 * kColumnBytes;
   const int columns = warps == 1 ? 0b1111 : warps == 2 ? (member == 0 ? 0b1001 : 0b0110) : 1 << member;
   if (columns & 1) {

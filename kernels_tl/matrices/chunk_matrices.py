@@ -32,18 +32,7 @@ hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
 
 import tilelang.language as T
 
-from kernels_tl.bundles import (
-    BackwardTables,
-    Gates,
-    Gradients,
-    Matrices,
-    Outputs,
-    Plan,
-    Sequences,
-    Sizes,
-    Slots,
-    Tokens,
-)
+from kernels_tl.bundles import BackwardTables, Chunks, Gates, Gradients, Outputs, Sequences, Sizes, Slots
 from kernels_tl.config import CHUNK_MATRICES, WARPGROUP, key_parts
 from kernels_tl.core.common import (
     CALLER,
@@ -152,6 +141,7 @@ def chunk_matrices(dtype, K, normalize):
         T.tma_copy(tokens.k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
         T.tma_copy(tokens.q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
         T.barrier_arrive(ready.loaded)
+        extent = (H_v, heads, chunk.length)
         if inside.activations != 0:
             extern(
                 "activate_chunk",
@@ -164,9 +154,7 @@ def chunk_matrices(dtype, K, normalize):
                 cumulative != 0,
                 T.Cast("int64", chunk.row) * H_v + first,
                 first,
-                H_v,
-                heads,
-                chunk.length,
+                *extent,
             )
             T.sync_threads(NamedBarrier.MATRICES, THREADS)
         if warp == 0:
@@ -175,9 +163,7 @@ def chunk_matrices(dtype, K, normalize):
                     "load_cumulative_gates",
                     T.access_ptr(tiles.gates, "rw"),
                     T.access_ptr(inside.g[chunk.row, first], "r"),
-                    H_v,
-                    heads,
-                    chunk.length,
+                    *extent,
                 )
             else:
                 extern(
@@ -186,9 +172,7 @@ def chunk_matrices(dtype, K, normalize):
                     T.access_ptr(inside.g[chunk.row, first], "r"),
                     inside.activations != 0,
                     T.access_ptr(outputs.g_cumsum[chunk.row, first], "w"),
-                    H_v,
-                    heads,
-                    chunk.length,
+                    *extent,
                     T.if_then_else(outputs.has_g_cumsum != 0, chunk.length, 0),
                 )
         if (warp == 1) & (inside.activations == 0):
@@ -196,9 +180,7 @@ def chunk_matrices(dtype, K, normalize):
                 "load_beta",
                 T.access_ptr(tiles.gates, "rw"),
                 T.access_ptr(inside.beta[chunk.row, first], "r"),
-                H_v,
-                heads,
-                chunk.length,
+                *extent,
             )
         T.barrier_wait(ready.loaded, 0)
         if chunk.length < C:
@@ -268,31 +250,31 @@ def chunk_matrices(dtype, K, normalize):
         """Computes the warp's block columns of the matrices from shared memory, and writes them."""
         extern(
             f"make_columns<{element}>",
-            *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
-            descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
             team.warps,
             team.member,
             T.access_ptr(tiles.K, "r"),
             T.access_ptr(tiles.inverses[team.head, 0], "r"),
             T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
             T.access_ptr(tiles.Q, "rw"),
-            T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
-            slot,
-            hv,
-            chunk.row,
-            H_v,
-            T.if_then_else(outputs.has_A != 0, chunk.length, 0),
+            extern(
+                "MatricesOut",
+                *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
+                descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
+                T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
+                slot,
+                hv,
+                chunk.row,
+                H_v,
+                T.if_then_else(outputs.has_A != 0, chunk.length, 0),
+            ),
         )
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
+        chunks: Chunks(sizes, dtype),  # matrices are written
         gates: Gates(sizes),
         sequences: Sequences(),
         slots: Slots(sizes),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype),
         outputs: Outputs(sizes, dtype),
         backward: BackwardTables(sizes, NormalizedGate if normalize else BackwardGate),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows
@@ -307,13 +289,13 @@ def chunk_matrices(dtype, K, normalize):
             tiles = make_tiles()
             ready = make_barriers()
             T.annotate_min_blocks_per_sm(tile.ctas)
-            leave_unless(only_if, cta, plan.segments)
+            leave_unless(only_if, cta, chunks.plan.segments)
             share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs of a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)
             hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
             leads = first == hk * sizes.group  # the first CTA of a chunk and query/key head
-            chunk = find_chunk(slot, cta < early_ctas, plan.chunks, sequences, slots)
+            chunk = find_chunk(slot, cta < early_ctas, chunks.plan.chunks, sequences, slots)
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))
@@ -324,7 +306,7 @@ def chunk_matrices(dtype, K, normalize):
                 of_backward = (gradients, backward.has_backward_gates, gate_gradients)
                 clear_padding(chunk, first, heads, hk, leads, outputs, *of_backward)
             else:
-                load(tiles, ready, chunk, warp, first, hk, heads, tokens, gates, outputs, cumulative)
+                load(tiles, ready, chunk, warp, first, hk, heads, chunks.tokens, gates, outputs, cumulative)
                 factors = make_products(tiles, scale)
                 if (backward.has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     for part in range(KEY_PARTS):
@@ -340,7 +322,7 @@ def chunk_matrices(dtype, K, normalize):
                             factors[1],
                             scale * factors[2],
                             scale * factors[3],
-                            T.access_ptr(matrices.gates[slot, hv, 0, 0], "w"),
+                            T.access_ptr(chunks.matrices.gates[slot, hv, 0, 0], "w"),
                         )
                         if backward.has_backward_gates != 0:
                             extern(
@@ -350,7 +332,7 @@ def chunk_matrices(dtype, K, normalize):
                                 T.access_ptr(backward.backward_gates[slot, hv, 0, 0], "w"),
                             )
                     invert_diagonal(tiles, team)
-                    make_columns(tiles, team, slot, hv, chunk, matrices.rows, outputs)
+                    make_columns(tiles, team, slot, hv, chunk, chunks.matrices.rows, outputs)
             if (gate_gradients != 0) & (slot == 0) & (T.get_thread_binding() == 0):
                 backward.counters[T.truncdiv(first, GATE_HEADS)] = 0
 

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Checkpoints, Maps, Matrices, Plan, Sizes, States, Tokens
+from kernels_tl.bundles import Checkpoints, Chunks, Maps, Sizes, States
 from kernels_tl.config import CHUNK_FORWARD, WGMMA_ROWS as ROWS, is_wide
 from kernels_tl.core.common import (
     CALLER,
@@ -45,15 +45,7 @@ from kernels_tl.core.common import (
 from kernels_tl.core.cta import Walk, barriers, fetch, leave_unless, load_segment_early, shared, store_rows
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
-from kernels_tl.layout import (
-    FROM_SCAN,
-    NO_STATE,
-    STATE_PAD,
-    Dtype,
-    ForwardGate,
-    NamedBarrier,
-    SegmentColumn,
-)
+from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -419,10 +411,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
 
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype),
+        chunks: Chunks(sizes, dtype),
         states: States(sizes),
         kept: Checkpoints(sizes),
         maps: Maps(sizes, dtype, K),
@@ -437,21 +426,21 @@ def chunk_forward(dtype, K, value_tile, resumable):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            leave_unless(only_if, cta, plan.segments)
+            leave_unless(only_if, cta, chunks.plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:
                 if HAS_REGISTERS:
                     T.inc_max_nreg(tile.registers[0])
-                ends = (states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
+                ends = (states.final(), kept.view(states), chunks.plan.checkpoints, kept.checkpoint_every)
                 compute(tiles, ready, initial, maps.states, *ends, h, has_h, rounds)
             else:
                 if HAS_REGISTERS:
                     T.dec_max_nreg(tile.registers[1])
                 turns = walk.turns()
-                of_loader = (plan.segments, maps.states, initial, kept.checkpoint_every)
-                load(walk, tiles, ready, turns, tokens, matrices, *of_loader)
+                of_loader = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
+                load(walk, tiles, ready, turns, chunks.tokens, chunks.matrices, *of_loader)
                 T.pdl_sync()
-                store(walk, tiles, ready, turns, plan.segments, o, kept.checkpoint_every)
+                store(walk, tiles, ready, turns, chunks.plan.segments, o, kept.checkpoint_every)
 
     return main

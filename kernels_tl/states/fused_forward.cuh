@@ -305,39 +305,51 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   }
 }
 
-// Computes L and P of a chunk; a negative *length says that there is no chunk. A warpgroup calls it, and `barrier` is
-// its named barrier. With kLowLevel the warpgroup also stages A in its tile of O as soon as the tile is free. It
-// arrives at `staged` even without a chunk, because the storer counts on it. A kernel cannot pass records, so
-// everything is an argument.
+// Barriers of a stage: the chunk's gates, K and Q are there, L and P are; and of the tiles of O.
+template <typename Barrier>
+struct MakerBarriers {
+  Barrier &gated, &loaded, &made, &stored, &staged;
+};
+
+// Tiles of a stage, the warpgroup's scratch, and the tiles of O. A negative *length says that there is no chunk.
+struct MakerTiles {
+  const int* length;
+  void* K;
+  const void* Q;
+  float *table, *scratch;
+  void *L, *P, *O;
+};
+
+// Computes L and P of a chunk. A warpgroup calls it, and `barrier` is its named barrier. With kLowLevel the warpgroup
+// also stages A in its tile of O as soon as the tile is free. It arrives at `staged` even without a chunk, because the
+// storer counts on it.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
-__device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, Barrier& made, int phase,
-                                              const int* length, void* K, const void* Q, float* table, float scale,
-                                              float* scratch, void* L, void* P, int barrier, Barrier& stored,
-                                              Barrier& staged, int place, void* O) {
-  gated.wait(phase);
-  const int valid = *length;
+__device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& ready, const MakerTiles& tiles, int phase,
+                                              float scale, int barrier, int place) {
+  ready.gated.wait(phase);
+  const int valid = *tiles.length;
   if (valid < 0) {
     if constexpr (kLowLevel) {
-      (&staged)[wait_for_tile_of_A(stored, place)].arrive();
+      (&ready.staged)[wait_for_tile_of_A(ready.stored, place)].arrive();
     }
     return;
   }
-  loaded.wait(phase);
+  ready.loaded.wait(phase);
   if (valid < kChunk) {
     // K's rows after the sequence belong to others. Q's stay: they only reach columns of P^T and O^T that are not
     // stored.
-    clear_rows_after(K, 2, valid, 128);
+    clear_rows_after(tiles.K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);
   }
   float KK[32], KQ[32];
   fence_wgmma();
-  begin_product<T>(KK, K, K);
-  begin_product<T>(KQ, K, Q);
+  begin_product<T>(KK, tiles.K, tiles.K);
+  begin_product<T>(KQ, tiles.K, tiles.Q);
   if constexpr (kNormalize) {
-    query_norms<T, 128>(table + FusedGate::kQueryScale * kChunk, Q, scale);
+    query_norms<T, 128>(tiles.table + FusedGate::kQueryScale * kChunk, tiles.Q, scale);
   }
-  const MatricesMaker<T, kNormalize> maker(table, scratch, scale);
+  const MatricesMaker<T, kNormalize> maker(tiles.table, tiles.scratch, scale);
   float diagonal[8], D[4][8], X[4][2][4] = {};
   const float b_row[2] = {maker.of_row(FusedGate::kLog, 0), maker.of_row(FusedGate::kLog, 1)};
   float from[2] = {maker.of_row(FusedGate::kFromBlockEnd, 0), maker.of_row(FusedGate::kFromBlockEnd, 1)};
@@ -357,15 +369,15 @@ __device__ __forceinline__ void make_matrices(Barrier& gated, Barrier& loaded, B
   maker.gate(D, diagonal, from);
 
   end_product<0>(KQ);
-  maker.put_attention(P, KQ, D);
+  maker.put_attention(tiles.P, KQ, D);
   maker.invert(X);
-  maker.put_inverse(L, X, D);
+  maker.put_inverse(tiles.L, X, D);
   fence_boxes();
-  made.arrive();
+  ready.made.arrive();
   if constexpr (kLowLevel) {
-    const int own = wait_for_tile_of_A(stored, place);
-    stage_inverse<T, kNormalize>(X, table, static_cast<char*>(O) + own * (kChunk * 128));
-    (&staged)[own].arrive();
+    const int own = wait_for_tile_of_A(ready.stored, place);
+    stage_inverse<T, kNormalize>(X, tiles.table, static_cast<char*>(tiles.O) + own * (kChunk * 128));
+    (&ready.staged)[own].arrive();
   }
 }
 

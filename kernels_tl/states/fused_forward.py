@@ -113,23 +113,22 @@ def fused_forward(dtype, K, normalize, low_level):
         """Computes L and P of the chunk in stage s. A warpgroup's."""
         extern(
             f"make_matrices<{options}>",
-            ready.gated[s],
-            ready.loaded[s],
-            ready.made[s],
+            extern("MakerBarriers", ready.gated[s], ready.loaded[s], ready.made[s], ready.stored[0], ready.staged[0]),
+            extern(
+                "MakerTiles",
+                T.access_ptr(tiles.lengths[s], "r"),
+                T.access_ptr(tiles.K[s, 0, 0], "rw"),
+                T.access_ptr(tiles.Q[s, 0, 0], "r"),
+                T.access_ptr(tiles.gates[s, 0, 0], "rw"),
+                T.access_ptr(tiles.scratch[warpgroup, 0], "rw"),
+                T.access_ptr(tiles.L[s, 0, 0], "w"),
+                T.access_ptr(tiles.P[s, 0, 0], "w"),
+                T.access_ptr(tiles.O[0, 0, 0], "w"),
+            ),
             in_phase,
-            T.access_ptr(tiles.lengths[s], "r"),
-            T.access_ptr(tiles.K[s, 0, 0], "rw"),
-            T.access_ptr(tiles.Q[s, 0, 0], "r"),
-            T.access_ptr(tiles.gates[s, 0, 0], "rw"),
             scale,
-            T.access_ptr(tiles.scratch[warpgroup, 0], "rw"),
-            T.access_ptr(tiles.L[s, 0, 0], "w"),
-            T.access_ptr(tiles.P[s, 0, 0], "w"),
             NamedBarrier.FUSED_MAKER + warpgroup,
-            ready.stored[0],
-            ready.staged[0],
             place,
-            T.access_ptr(tiles.O[0, 0, 0], "w"),
         )
 
     @T.macro

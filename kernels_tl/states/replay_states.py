@@ -17,19 +17,14 @@ from functools import partial
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Maps, Matrices, Plan, Sizes, States, Tokens
-from kernels_tl.config import REPLAY_STATES, WARPGROUP, WGMMA_ROWS as ROWS
-from kernels_tl.core.common import (
-    EXPLICIT_PASS_CONFIGS,
-    C,
-    after,
-    block_rows,
-    extern,
-)
-from kernels_tl.core.cta import barriers, clear_rows_after, fetch, load_segment_early, locate_cta, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
-from kernels_tl.layout import FROM_SCAN, WIDE_TILE, Dtype, ForwardGate, NamedBarrier
+from kernels_tl.bundles import Chunks, Maps, Replay, Sizes, States
+from kernels_tl.config import REPLAY_STATES, WGMMA_ROWS as ROWS
+from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
+from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.layout import FROM_SCAN, ForwardGate, NamedBarrier
 from kernels_tl.states.recurrence import begin_step, end_step, registers
+from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
@@ -38,15 +33,9 @@ PRELUDE = """
 #include "states/wide_state.cuh"
 """
 
-V = WIDE_TILE  # value rows a CTA
-WARPGROUPS = V // ROWS
-CONSUMERS = WARPGROUPS * WARPGROUP
-# Producers: a loader, and a storer for each consumer warpgroup.
-
 
 def replay_states(dtype, K):
     sizes = Sizes()
-    H_v, value_rows = sizes.H_v, sizes.value_rows
     tile = REPLAY_STATES[K]
     STAGES = tile.stages
     assert (tile.tile, tile.consumers) == (V, CONSUMERS)
@@ -82,35 +71,21 @@ def replay_states(dtype, K):
             extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
         own.arrive(ready.h_staged)
 
-    @T.macro
-    def stage_V_new(r, tiles, ready, warpgroup, c, offset):
-        own = Stage(warpgroup, c % 2)
-        own.wait_until_free(ready.V_new_stored)
-        extern(f"stage_transposed<{r.element}>", r.V_new.data, T.access_ptr(tiles.V_new[warpgroup, 0, 0], "w"), offset)
-        own.arrive(ready.V_new_staged)
+    def values_of(tiles, ready):
+        return Outgoing(tiles.V_new, ready.V_new_staged, ready.V_new_stored)
 
     @T.macro
     def compute(tiles, ready, piece, segment, initial, scanned):
         """The consumers: the recurrence, with h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, tile.early_factors, output=False, exact=True)
-        offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
-        column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+        place = place_in_tiles()
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.S)
         if segment.initial >= 0:
             initial.read(r.S, segment.initial, piece.hv, piece.v0)
         if segment.initial == FROM_SCAN:
-            extern(
-                f"read_state<{K}>",
-                r.S.data,
-                T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r"),
-                Dtype.FLOAT32,
-                True,
-                K,
-                V,
-                K,
-            )
+            read_scanned(r.S, scanned, piece)
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
             stage = stage_of(c, STAGES, s)
@@ -128,13 +103,20 @@ def replay_states(dtype, K):
                 tiles,
                 s,
                 tiles.V[s, warpgroup, 0, 0],
-                offset,
-                column,
+                place.offset,
+                place.column,
                 meanwhile=partial(stage_h, r, tiles, ready, warpgroup, c, rows),
                 staged=(T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows) if r.is_wide else None,
             )
             T.wait_wgmma(0)
-            end_step(r, tiles, s, column, meanwhile=partial(stage_V_new, r, tiles, ready, warpgroup, c, offset))
+            values = values_of(tiles, ready)
+            end_step(
+                r,
+                tiles,
+                s,
+                place.column,
+                meanwhile=partial(stage_values, values, r.V_new, r.element, warpgroup, c, place.offset),
+            )
             stage.arrive(ready.released)
 
     @T.macro
@@ -143,8 +125,7 @@ def replay_states(dtype, K):
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
-            t = segment.row + c * C
-            slot = segment.first + c
+            t, slot = segment.row_and_slot(c)
             stage = stage_of(c, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
@@ -156,48 +137,17 @@ def replay_states(dtype, K):
                 fetch(source, target, ready.loaded[s])
             stage.arrive(ready.loaded)
 
-    @T.macro
-    def store(tiles, ready, piece, segment, h, v_new):
-        """The storers, one for each consumer warpgroup: h and V_new from shared memory."""
-        w = T.alloc_var("int32", init=storer(CONSUMERS))
-        for c in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
-            slot = segment.first + c
-            v0 = piece.v0 + w * ROWS
-            own = Stage(w, c % 2)
-            own.wait_for(ready.h_staged)
-            T.fence_proxy_async()
-            for box in T.unroll(BOXES):
-                T.tma_copy(
-                    tiles.h[w, box, :, :],
-                    h[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
-                    leader_scope_threads=32,
-                )
-            T.tma_store_wait(0)
-            own.arrive(ready.h_stored)
-            own.wait_for(ready.V_new_staged)
-            T.fence_proxy_async()
-            T.tma_copy(tiles.V_new[w, :, :], v_new[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
-            T.tma_store_wait(0)
-            own.arrive(ready.V_new_stored)
-
     @T.prim_func
     def main(
-        sizes: sizes,
-        tokens: Tokens(sizes, dtype),
-        plan: Plan(sizes),
-        matrices: Matrices(sizes, dtype),
+        chunks: Chunks(sizes, dtype),
         states: States(sizes),
         maps: Maps(sizes, dtype, K),
-        h: T.Tensor([sizes.chunk_slots, H_v, value_rows, K], dtype),
-        v_new: T.Tensor([sizes.chunk_slots, H_v, C, value_rows], dtype),
+        replay: Replay(sizes, dtype, K),
     ):
-        with T.Kernel(
-            sizes.segment_slots * H_v * T.truncdiv(value_rows, V), threads=tile.threads, prelude=PRELUDE
-        ) as cta:
+        with T.Kernel(grid_of_tiles(sizes), threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece = locate_cta(cta, H_v, T.truncdiv(T.Cast("int32", value_rows), V))
-            segment = load_segment_early(plan.segments, piece.slot)
+            piece, segment = locate_tile(cta, sizes, chunks.plan.segments)
             if (segment.length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
@@ -209,8 +159,9 @@ def replay_states(dtype, K):
             else:
                 T.dec_max_nreg(tile.registers[1])
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, piece, segment, hk, tokens, matrices)
+                    load(tiles, ready, piece, segment, hk, chunks.tokens, chunks.matrices)
                 else:
-                    store(tiles, ready, piece, segment, h, v_new)
+                    state = Outgoing(tiles.h, ready.h_staged, ready.h_stored)
+                    store(state, values_of(tiles, ready), replay.h, replay.v_new, piece, segment, reverse=False)
 
     return main

@@ -1,0 +1,66 @@
+"""What replay_states and replay_gradients share. A chunk's state, S or dS', and its values, V_new or U, go from each
+consumer warpgroup through shared memory to a warp that stores them.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from kernels_tl.config import WARPGROUP, WGMMA_ROWS as ROWS
+from kernels_tl.core.common import C, extern
+from kernels_tl.core.pipeline import Stage, storer
+from kernels_tl.layout import WIDE_TILE, Dtype
+
+V = WIDE_TILE  # value rows a CTA
+WARPGROUPS = V // ROWS
+CONSUMERS = WARPGROUPS * WARPGROUP
+# Producers: a loader, and a storer for each consumer warpgroup.
+
+
+class Outgoing(NamedTuple):
+    """A matrix of each chunk on its way to global memory."""
+
+    tile: object  # shared memory, a part for each consumer warpgroup
+    staged: object  # barriers, a consumer warpgroup to its storer: the part has the chunk's matrix
+    stored: object  # back: it has left
+
+
+def read_scanned(fragment, scanned, piece):
+    """Reads rows of S^T from the states that segment_scan has written."""
+    K = scanned.shape[-1]
+    state = T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r")
+    return extern(f"read_state<{K}>", fragment.data, state, Dtype.FLOAT32, True, K, V, K)
+
+
+@T.macro
+def stage_values(values, fragment, element, warpgroup, step, offset):
+    own = Stage(warpgroup, step % 2)
+    own.wait_until_free(values.stored)
+    extern(f"stage_transposed<{element}>", fragment.data, T.access_ptr(values.tile[warpgroup, 0, 0], "w"), offset)
+    own.arrive(values.staged)
+
+
+@T.macro
+def store(state, values, states, rows, piece, segment, reverse):
+    """The storers, one for each consumer warpgroup: the state to `states`, the values to `rows`. `reverse`: the last
+    chunk first."""
+    w = T.alloc_var("int32", init=storer(CONSUMERS))
+    for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
+        slot = segment.first + (segment.chunks - 1 - step if reverse else step)
+        v0 = piece.v0 + w * ROWS
+        own = Stage(w, step % 2)
+        own.wait_for(state.staged)
+        T.fence_proxy_async()
+        for box in T.unroll(state.tile.shape[1]):
+            T.tma_copy(
+                state.tile[w, box, :, :],
+                states[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
+                leader_scope_threads=32,
+            )
+        T.tma_store_wait(0)
+        own.arrive(state.stored)
+        own.wait_for(values.staged)
+        T.fence_proxy_async()
+        T.tma_copy(values.tile[w, :, :], rows[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
+        T.tma_store_wait(0)
+        own.arrive(values.stored)
