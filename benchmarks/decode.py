@@ -13,7 +13,8 @@ comes; q, k, v and the gates may be. Medians over samples, in microseconds a cal
   --keep last    the state after the last token goes back to its slot: a sequence reads one state and writes one
   --keep every   the state after each token is kept: by vLLM in slots, by SGLang in a buffer, by flash_qla in both ways
   --keep lagging every --steps-th state goes back, and steps in between to a backlog (flash_qla, SGLang). A sample is
-                 whole cycles, so times and bytes are those of an average step. The functions of --keep last run, too
+                 whole cycles, so times and bytes are those of an average step. The functions of --keep last run, too.
+                 flash_qla's changes are in fp32; on bf16 states also in bf16 ("rounded"), as SGLang's function has them
   --keep plain   no pool: a state for each sequence, [V, K] or [K, V], and ready gates, as FLA's and transformers'
                  functions have them; the last state goes to a new tensor, in flash_qla also to where it came from
 
@@ -209,6 +210,8 @@ def flash_qla_calls(case: Case) -> dict[str, Callable]:
     for steps in case.steps:
         function = partial(buffered, case)
         calls[f"buffered {steps}"] = Lagging(function, case, steps, torch.float32, torch.bfloat16)
+        if case.state_dtype == torch.bfloat16:  # changes as SGLang's function keeps them
+            calls[f"rounded {steps}"] = Lagging(function, case, steps, torch.bfloat16, torch.bfloat16)
     return calls
 
 
@@ -351,24 +354,28 @@ CALLS = {
 
 @torch.no_grad()
 def check(calls_of: Callable, **of_case) -> dict[str, dict[str, float]]:
-    """Relative L2 errors of each function's o, on three sequences, from the recurrence in fp64."""
+    """Relative L2 errors of each function's o, on three sequences, from the recurrence in fp64. A Lagging decodes the
+    token again at each step of a cycle."""
     errors = {}
     for name in calls_of(Case(batch=3, pools=1, **of_case)):
         case = Case(batch=3, pools=1, **of_case)  # the states are what they were
+        call = calls_of(case)[name]
+        steps = call.steps if isinstance(call, Lagging) else 1
         gates, activations = (case.a, case.b), {"A_log": case.A_log, "dt_bias": case.dt_bias, **common.INSIDE}
         if case.keep == "plain":
             gates, activations = (case.g, case.beta), {}
         v_first = not name.startswith("K-first")
         expected = reference.gated_delta_rule(
-            *(case.q, case.k, case.v, *gates),
+            *(x.repeat(1, steps, *(1 for _ in x.shape[2:])) for x in (case.q, case.k, case.v, *gates)),
             scale=case.K**-0.5,
             initial_state=case.states(0, v_first)[case.slots.long()].float(),
             state_v_first=v_first,
             use_qk_l2norm_in_kernel=True,
             **activations,
-        )
-        o = calls_of(case)[name](0)
-        errors[name] = {"o": relative_error(o.reshape(expected.o.shape), expected.o)}
+        ).o
+        o = [call(0, step).clone() for step in range(steps)] if isinstance(call, Lagging) else [call(0)]
+        of_step = (case.batch, case.tokens, *expected.shape[2:])
+        errors[name] = {"o": relative_error(torch.cat([x.reshape(of_step) for x in o], 1), expected)}
     return errors
 
 

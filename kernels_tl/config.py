@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from kernels_tl.layout import (
     DECODE_CTAS_BLOCKS,
     DECODE_CTAS_BUFFERED,
+    DECODE_CTAS_BUFFERED_MMA,
     DECODE_CTAS_KEY_FIRST,
     DECODE_CTAS_MMA,
     DECODE_CTAS_ONE_16,
     DECODE_CTAS_ROWS,
     DECODE_CTAS_WIDE,
     DECODE_CTAS_WIDE_KEY_FIRST,
+    DECODE_ROWS_BUFFERED_MMA,
     DECODE_TILE,
     DECODE_WARP_ROWS,
     DECODE_WARPS,
@@ -189,5 +191,8 @@ DECODE = {
     },
 }
 
-# Spilled registers are stored and loaded once a CTA.
-DECODE_BUFFERED = Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED, spills=72)
+# Keyed by whether tokens and states have one dtype.
+DECODE_BUFFERED = {
+    False: decode_group(DECODE_CTAS_BUFFERED),
+    True: Tile(tile=DECODE_ROWS_BUFFERED_MMA, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED_MMA),
+}

@@ -104,7 +104,11 @@ INSTANCES = [
         for path in decode_paths(**types, state_dtype=dtype)
     ),
     *(
-        Instance("decode.decode_buffered", types | {"state_dtype": dtype}, spill_budget=config.DECODE_BUFFERED.spills)
+        Instance(
+            "decode.decode_buffered",
+            types | {"state_dtype": dtype},
+            spill_budget=config.DECODE_BUFFERED[dtype == types["dtype"]].spills,
+        )
         for types in NARROW_TYPES
         for dtype in STATE_DTYPES
     ),

@@ -47,13 +47,14 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # - path `blocks`: lanes that share a value row; value rows of a lane
 # - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits
 # - the same with keys of more than 128 channels: on states [V, K], on states [K, V]
-# - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time
+# - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time; the same and
+#   value rows of a CTA, if tokens and states have one dtype of 16 bits
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST, DECODE_CTAS_ONE_16 = 7, 3, 4, 5, 8
 DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
-DECODE_BACKLOG, DECODE_CTAS_BUFFERED = 32, 7
+DECODE_BACKLOG, DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA, DECODE_ROWS_BUFFERED_MMA = 32, 7, 6, 64
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
 # from one diagonal block of K K^T to the next. Two blocks' rows are read together, so they lie in different banks.

@@ -133,6 +133,8 @@ SIZES = {"K": 128, "V": 136, "T": 7, "B": 2}
         (Case(**SIZES, dtype=BF16, state_dtype=BF16, H_k=1), 4, {"d_dtype": BF16}),
         (Case(**SIZES | {"T": 20}, dtype=BF16, state_dtype=BF16), 18, {"k_dtype": FP32}),
         (Case(**SIZES, dtype=FP16, state_dtype=FP16, gate_dtype=FP16), 4, {"d_dtype": FP16}),
+        (Case(T=20, B=2, K=72, V=40, dtype=BF16, state_dtype=BF16), 17, {}),
+        (Case(T=34, B=1, H_k=1, H_v=2, K=8, V=8, dtype=FP16, state_dtype=FP16), 32, {"k_dtype": FP32}),
         (Case(**SIZES, dtype=FP16, state_dtype=BF16, H_k=1, H_v=3), 4, {"gap": 8}),
         (Case(**SIZES | {"K": 24, "V": 8}, dtype=BF16, state_dtype=FP16, index_dtype=torch.int64), 4, {}),
         (Case(T=7, K=96, V=256, dtype=BF16, gate_dtype=BF16, bias=False), 3, {}),
@@ -201,6 +203,20 @@ def test_backlog_of_one_step(state_dtype, device):
             assert torch.equal(o, expected) and torch.equal(call["state_pool"], pool)
         assert relative_error(o, expected.double()) <= BARS[o.dtype]
         assert relative_error(call["state_pool"], pool.double()) <= max(BARS[FP32], BARS[state_dtype])
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_a_written_state_is_rounded_once(dtype, device):
+    """Nearly all of its numbers are those of the recurrence in fp64, rounded to the dtype of the pool."""
+    case = for_device(Case(T=8, B=2, K=128, V=72, dtype=dtype, state_dtype=dtype), device)
+    call = make_call(case, 8, device)
+    reference = Reference(call)
+    for t in range(8):
+        decode_gated_delta_rule_buffered(**call | step_of(call, t))
+        call["write_pos"] += 1
+        reference.step(t)
+    for slot, expected in zip(reference.slots, reference.states, strict=True):
+        assert (call["state_pool"][slot].cpu() != expected.to(dtype)).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)

@@ -315,9 +315,11 @@ void launch(DecodeCall& call, const Tensor& o) {
 }
 
 int64_t early_sequences(const BufferedDecodeCall& call) {
+  const bool by_tensor_cores = has_dtype(call.state_pool, call.dtype);
+  const int64_t rows = by_tensor_cores ? kDecodeRowsBufferedMma : kGroupRows;
+  const int64_t ctas_of_sm = by_tensor_cores ? kDecodeCtasBufferedMma : kDecodeCtasBuffered;
   const int64_t turns = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
-  return first_places(call.N, call.H_v * ceil_div(call.V, kGroupRows), turns,
-                      gpu_of(call.q).card.sm_count * kDecodeCtasBuffered);
+  return first_places(call.N, call.H_v * ceil_div(call.V, rows), turns, gpu_of(call.q).card.sm_count * ctas_of_sm);
 }
 
 void launch(BufferedDecodeCall& call, const Tensor& o) {

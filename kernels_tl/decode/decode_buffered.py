@@ -21,14 +21,19 @@ of its key.
     g_cache        [slots, H_v, length]
     state_indices, write_pos, force_flush [N]           int32, int64 or absent, as `tables` says (BufferedTable)
 
-d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [groups of value rows, H_v, N] CTAs.
+d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [tiles of value rows, H_v, N] CTAs.
 
-- A warp copies eight value rows of S_0 to shared memory, a lane 16 bytes of each of its rows, and waits for its own
-  copies. A CTA's warps share the backlog's keys, k and q.
-- Each warp multiplies the keys with k and q by tensor cores: a left factor is 16 keys, the right factor has k and q as
-  columns.
-- A lane has a step of the backlog. It adds the step's share to its own part of the sums S_0 k and S_0 q. So the sums
-  over the steps cost no reduction of their own.
+- One bulk copy brings a CTA's rows of S_0 to shared memory, others bring the token and the backlog's keys. Each warp
+  copies the changes in its own rows, for itself.
+- The warps share the numbers that all value rows need. One computes the gates, one the products of k and q with
+  themselves, the others those of the backlog's keys with k and q, by tensor cores (decode/decode_backlog.cuh): a left
+  factor is 16 keys, the right factor has k and q as columns.
+- Rows of S_0 in the dtype of the tokens become left factors, too: 16 rows a warp (decode/decode_buffered_mma.cuh). The
+  l2norm's factors follow after the products, so all factors are exact. A write of the state takes a product of changes
+  and keys in TF32. Keys are exact in TF32, changes are in two parts.
+- Other states are multiplied in fp32, eight rows a warp (decode/decode_buffered.cuh).
+- The lanes that share a row share the backlog's steps. Each adds its steps to its own part of the sums S_0 k and S_0 q,
+  so the sums over the steps cost no reduction of their own.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -101,6 +106,7 @@ def decode_buffered(dtype, K, state_dtype):
     H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
     strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "d_slot", "k_slot", "g_slot")}
     element, state_element = element_type(dtype), element_type(state_dtype)
+    cta = DECODE_BUFFERED[state_dtype == dtype]
 
     @T.prim_func
     def main(
@@ -114,19 +120,16 @@ def decode_buffered(dtype, K, state_dtype):
         o: T.Tensor([N, H_v, value_dim], dtype),
         early: T.int32,  # sequences whose CTAs may begin before the preceding grid has ended
     ):
-        with T.Kernel(T.ceildiv(value_dim, GROUP), H_v, N, threads=DECODE_BUFFERED.threads, prelude=PRELUDE) as (
-            tile,
-            hv,
-            n,
-        ):
-            T.annotate_min_blocks_per_sm(DECODE_BUFFERED.ctas)
+        with T.Kernel(T.ceildiv(value_dim, cta.tile), H_v, N, threads=cta.threads, prelude=PRELUDE) as (tile, hv, n):
+            T.annotate_min_blocks_per_sm(cta.ctas)
+            loaded, keys_loaded = T.alloc_barrier([2]), T.alloc_barrier([1])
             if n < early:
                 extern(
                     f"prefetch_state<{state_element}>",
                     backlog.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern("DecodeShare", n, tile * GROUP, 1),
+                    extern("DecodeShare", n, tile * cta.tile, cta.tile // GROUP),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )
@@ -145,6 +148,8 @@ def decode_buffered(dtype, K, state_dtype):
 
             extern(
                 f"decode_buffered<{element}, {state_element}, {K}>",
+                loaded[0],
+                keys_loaded[0],
                 backlog.first_slots(slots),
                 inputs.of_head(hv),
                 backlog.of_head(strides, hv, inputs.group, length),
@@ -153,7 +158,7 @@ def decode_buffered(dtype, K, state_dtype):
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.Cast("int64", H_v) * value_dim,
                 n,
-                tile * GROUP,
+                tile * cta.tile,
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
             )

@@ -54,11 +54,6 @@ struct LaneToken {
   float decay, beta, qk;
 };
 
-// Factors of a token's q and k as they are in memory, with the scale and the l2norm; and its log decay.
-struct TokenFactors {
-  float q, k, g;
-};
-
 // A loaded token, before it is normalised and activated. All loads are in flight before the first use. L is a RowLanes.
 template <typename Element, typename L>
 class RawToken {
@@ -72,10 +67,6 @@ class RawToken {
   }
 
   __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens) const {
-    TokenFactors ignored;
-    return prepare(tokens, ignored);
-  }
-  __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens, TokenFactors& factors) const {
     LaneToken<L::kChannels> token;
     unpack_channels(token.q, q_);
     unpack_channels(token.k, k_);
@@ -92,8 +83,7 @@ class RawToken {
       token.k[i] *= k_factor;
     }
     const int activations = tokens.activations;
-    factors = {q_factor, k_factor, log_decay(from_bits(a_, activations, Activation::kG), gate_, activations)};
-    token.decay = expf(factors.g);
+    token.decay = expf(log_decay(from_bits(a_, activations, Activation::kG), gate_, activations));
     token.beta = step_size(from_bits(b_, activations, Activation::kBeta), activations);
     return token;
   }

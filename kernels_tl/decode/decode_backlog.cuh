@@ -1,0 +1,482 @@
+// The backlog of a state that lags: its place in memory, its keys and changes in shared memory, and the numbers that
+// warps compute from it; see decode/decode_buffered.py.
+#pragma once
+
+#include "decode/decode_rows.cuh"
+
+namespace flash_qla::device {
+
+static_assert(kDecodeBacklog == kWarp);  // a lane has a step of the backlog
+
+__device__ __forceinline__ Table no_table() { return Table(nullptr, TableKind::kNone, 1); }
+
+// Entry `row` of a table of one column, read from L2. No load waits for another one, unlike those of Table::fresh.
+class Entry {
+ public:
+  __device__ __forceinline__ Entry(const Table& table, int row) : is_wide_(table.is_wide()) {
+    const int* const from = static_cast<const int*>(table.numbers) + (is_wide_ ? 2 * row : row);
+    if (table) {
+      low_ = __ldcg(from);
+    }
+    if (is_wide_) {
+      high_ = __ldcg(from + 1);
+    }
+  }
+  __device__ __forceinline__ int64_t operator()() const {
+    return is_wide_ ? static_cast<int64_t>(high_) << 32 | static_cast<uint32_t>(low_) : low_;
+  }
+
+ private:
+  const bool is_wide_;
+  int low_ = 0, high_ = 0;
+};
+
+// The backlogs of all slots, and a head's place in them. gates points to the value head's part of slot 0, the other two
+// to slot 0. Strides go from slot to slot, in elements.
+struct DecodeBacklog {
+  void *changes, *keys;  // of the element type of k, or fp32
+  float* gates;
+  int64_t change_stride, key_stride, gate_stride;
+  Table positions, flushes;
+  int length;     // most steps of a backlog
+  int key_head;   // the head of k
+  bool is_first;  // whether the value head is the first one of its group, which writes the key
+  bool fp32_changes, fp32_keys;
+
+  // Offsets of the first key and of the first change of a head's backlog.
+  __device__ __forceinline__ int64_t first_key(int64_t slot, int key_dim) const {
+    return slot * key_stride + int64_t{key_head} * length * key_dim;
+  }
+  __device__ __forceinline__ int64_t first_change(int64_t slot, int head, int value_dim) const {
+    return slot * change_stride + int64_t{head} * length * value_dim;
+  }
+};
+
+// The tables' entries of a sequence. They may have any numbers. All loads are in flight before the first use.
+class SequenceEntries {
+ public:
+  __device__ __forceinline__ SequenceEntries(const FirstSlots& slots, const DecodeBacklog& backlog, int n)
+      : index_(slots.indices, as_of_lane(n)),
+        position_(backlog.positions, as_of_lane(n)),
+        flush_(backlog.flushes, as_of_lane(n)) {}
+
+  __device__ __forceinline__ int64_t slot(const FirstSlots& slots, int n) const {
+    return slots.indices ? slots.checked(index_()) : n;
+  }
+  // The number of steps in the backlog.
+  __device__ __forceinline__ int steps(const DecodeBacklog& backlog) const {
+    return static_cast<int>(clamp(position_(), 0, backlog.length - 1));
+  }
+  __device__ __forceinline__ bool must_flush() const { return flush_() != 0; }
+
+ private:
+  const Entry index_, position_, flush_;
+};
+
+// Prefetches a head's backlog into L2, as prefetch_state does with the state. One CTA of the head calls it. Another
+// warp does it than that of prefetch_state, so that neither waits for the other's loads.
+template <typename Element>
+__device__ __forceinline__ void prefetch_backlog(const FirstSlots& slots, const DecodeBacklog& backlog, int head, int n,
+                                                 int key_dim, int value_dim) {
+  if (threadIdx.x != kWarp) {
+    return;
+  }
+  const SequenceEntries entries(slots, backlog, n);
+  const int64_t slot = entries.slot(slots, n);
+  const int steps = entries.steps(backlog);
+  if (slot == kNoState || steps == 0) {
+    return;
+  }
+  const auto prefetch = [steps](const void* numbers, bool fp32, int64_t first, int dim) {
+    const int size = fp32 ? sizeof(float) : sizeof(Element);
+    prefetch_bytes(static_cast<const char*>(numbers) + first * size, steps * dim * size);
+  };
+  prefetch(backlog.changes, backlog.fp32_changes, backlog.first_change(slot, head, value_dim), value_dim);
+  if (backlog.is_first) {
+    prefetch(backlog.keys, backlog.fp32_keys, backlog.first_key(slot, key_dim), key_dim);
+  }
+  const float* const gates = backlog.gates + slot * backlog.gate_stride;
+  prefetch_line(gates);
+  prefetch_line(gates + steps - 1);
+}
+
+// A left factor of 16 rows, as pieces of eight channels: each lane has a piece of rows lane / 4 and lane / 4 + 8 a
+// turn, the factors of two mmas. So a lane has eight neighbouring channels, where the fragments of two mmas have pairs:
+// the right factor has its channels in the same order.
+template <int K>
+struct LeftFactor {
+  static constexpr int kPiecesOfTurn = 4;  // one for each of the lanes that share a row
+  static constexpr int kTurns = K / 8 / kPiecesOfTurn;
+  static_assert(K % (8 * kPiecesOfTurn) == 0);
+
+  // The number of the lane's pieces.
+  __device__ __forceinline__ static int piece_of(int turn) {
+    return turn * kPiecesOfTurn + static_cast<int>(threadIdx.x) % 4;
+  }
+};
+
+// The token's k and q in shared memory, and v in the CTA's rows. Channels after a head's last one count as zeros.
+template <typename Element, int K, int kTileRows>
+class TokenRows {
+ public:
+  using Left = LeftFactor<K>;
+  enum Row { kOfKey, kOfQuery };
+
+  // Starts the copies. One thread calls it.
+  template <typename Barrier>
+  __device__ __forceinline__ void fetch(Barrier& loaded, const DecodeTokens& tokens, int64_t at, int first_row,
+                                        int key_dim, int value_dim) {
+    constexpr int kSize = sizeof(Element);
+    const int bytes = key_dim * kSize, bytes_of_v = min(kTileRows, value_dim - first_row) * kSize;
+    loaded.arrive_and_expect_tx(2 * bytes + bytes_of_v);
+    copy_bytes(rows_[kOfKey], 0, static_cast<const Element*>(tokens.k) + at * tokens.k_stride, bytes, loaded);
+    copy_bytes(rows_[kOfQuery], 0, static_cast<const Element*>(tokens.q) + at * tokens.q_stride, bytes, loaded);
+    copy_bytes(v_, 0, static_cast<const Element*>(tokens.v) + at * tokens.v_stride + first_row, bytes_of_v, loaded);
+  }
+
+  // sums = left [k q]. All lanes that share a row get its products with k, then with q: sums[0] and sums[1], and
+  // sums[2] and sums[3] eight rows below. left(turn, half) is the lane's piece of row lane / 4 + 8 half. k is in even
+  // columns of the right factor, q in odd ones.
+  template <typename GetLeft>
+  __device__ __forceinline__ void multiply(float (&sums)[4], int key_dim, GetLeft left) const {
+    float others[4] = {};  // fewer mmas wait for each other
+#pragma unroll
+    for (int turn = 0; turn < Left::kTurns; ++turn) {
+      uint4 x = {}, low = {}, high = {};
+      if (8 * Left::piece_of(turn) < key_dim) {
+        x = right(turn), low = left(turn, 0), high = left(turn, 1);
+      }
+      multiply_add(Element(), sums, {low.x, high.x, low.y, high.y}, x.x, x.y);
+      multiply_add(Element(), others, {low.z, high.z, low.w, high.w}, x.z, x.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[i] += others[i];
+    }
+  }
+  // The products of k and of q with themselves: use(row, its product with k, with q) in one lane each.
+  template <typename Use>
+  __device__ __forceinline__ void multiply_self(int key_dim, Use use) const {
+    float sums[4] = {};
+    multiply(sums, key_dim, [&](int turn, int) { return right(turn); });
+    if (lane() % 4 == 0 && lane() < 8) {
+      use(lane() / 4, sums[0], sums[1]);
+    }
+  }
+
+  __device__ __forceinline__ float v(int row) const { return to_float(v_[row]); }
+  __device__ __forceinline__ uint4 key(int piece) const { return rows_[kOfKey][piece]; }
+  // Channels from `channel` on.
+  template <int kCount>
+  __device__ __forceinline__ void load(float (&x)[kCount], Row row, int channel) const {
+    struct alignas(2 * kCount) Pairs {
+      uint32_t of[kCount / 2];
+    };
+    const Pairs pairs = *reinterpret_cast<const Pairs*>(reinterpret_cast<const Element*>(rows_[row]) + channel);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float2 pair = unpack(Element(), pairs.of[i]);
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
+  __device__ __forceinline__ uint4 right(int turn) const { return rows_[lane() / 4 % 2][Left::piece_of(turn)]; }
+
+  uint4 rows_[2][K / 8 + Left::kPiecesOfTurn];  // both are read together, so they lie in different banks
+  alignas(16) Element v_[kTileRows];
+};
+
+// The keys of a head's backlog, copied to shared memory. Rows are as in memory: key_dim elements.
+template <typename Element, int K>
+class BacklogKeys {
+ public:
+  static constexpr int kPieces = K / 8;  // of a row
+  using Shared = uint4[kDecodeBacklog * kPieces];
+  static constexpr int kTile = 16, kTiles = kDecodeBacklog / kTile;
+
+  __device__ __forceinline__ BacklogKeys(Shared& shared, const DecodeBacklog& backlog, int64_t slot, int steps,
+                                         int key_dim)
+      : shared_(shared),
+        keys_(backlog.keys),
+        first_(backlog.first_key(slot, key_dim)),
+        is_fp32_(backlog.fp32_keys),
+        steps_(steps),
+        key_dim_(key_dim) {}
+
+  // Starts the copy. One thread calls it.
+  template <typename Barrier>
+  __device__ __forceinline__ void fetch(Barrier& loaded) const {
+    const int bytes = is_fp32_ ? 0 : steps_ * key_dim_ * static_cast<int>(sizeof(Element));
+    loaded.arrive_and_expect_tx(bytes);
+    if (bytes > 0) {
+      copy_bytes(shared_, 0, static_cast<const Element*>(keys_) + first_, bytes, loaded);
+    }
+  }
+  // Copies fp32 keys. All threads of the CTA call it.
+  __device__ __forceinline__ void convert() const {
+    if (is_fp32_) {
+      const float4* const from = reinterpret_cast<const float4*>(static_cast<const float*>(keys_) + first_);
+#pragma unroll 1
+      for (int i = threadIdx.x; i < steps_ * key_dim_ / 8; i += kDecodeThreads) {
+        const float4 a = from[2 * i], b = from[2 * i + 1];
+        shared_[i] = {pack(Element(), a.x, a.y), pack(Element(), a.z, a.w), pack(Element(), b.x, b.y),
+                      pack(Element(), b.z, b.w)};
+      }
+      __syncthreads();
+    }
+  }
+
+  // Eight channels of a step.
+  __device__ __forceinline__ const uint4& piece(int step, int piece) const {
+    return shared_[step * key_dim_ / 8 + piece];
+  }
+  // Arranges the keys so that `arranged` reads four neighbouring steps from different banks. The token's key follows
+  // them, then zeros. All threads of the CTA call it; afterwards only `arranged` is valid.
+  template <typename Token>
+  __device__ __forceinline__ void arrange(const Token& token) const {
+    constexpr int kOwn = kDecodeBacklog * kPieces / kDecodeThreads;
+    uint4 own[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int step = (i * kDecodeThreads + threadIdx.x) / kPieces, place = threadIdx.x % kPieces;
+      own[i] = uint4{};
+      if (step <= steps_ && 8 * place < key_dim_) {
+        own[i] = step < steps_ ? piece(step, place) : token.key(place);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int step = (i * kDecodeThreads + threadIdx.x) / kPieces, place = threadIdx.x % kPieces;
+      shared_[arranged_place(step, place)] = own[i];
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ const uint4& arranged(int step, int piece) const {
+    return shared_[arranged_place(step, piece)];
+  }
+  // Channels of a step.
+  template <int kCount>
+  __device__ __forceinline__ void load(float (&x)[kCount], int step, int channel) const {
+    struct alignas(2 * kCount) Pairs {
+      uint32_t of[kCount / 2];
+    };
+    const Pairs pairs =
+        *reinterpret_cast<const Pairs*>(reinterpret_cast<const Element*>(shared_) + step * key_dim_ + channel);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float2 pair = unpack(Element(), pairs.of[i]);
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+  // Writes the token's key as the next step. One warp calls it.
+  template <typename Token>
+  __device__ __forceinline__ void write(const Token& token) const {
+    const int piece = threadIdx.x % kWarp;
+    if (8 * piece >= key_dim_) {
+      return;
+    }
+    const int64_t to = first_ + steps_ * key_dim_ + 8 * piece;
+    const uint4 key = token.key(piece);
+    if (is_fp32_) {
+      const uint32_t pairs[4] = {key.x, key.y, key.z, key.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        reinterpret_cast<float2*>(static_cast<float*>(keys_) + to)[i] = unpack(Element(), pairs[i]);
+      }
+    } else {
+      *reinterpret_cast<uint4*>(static_cast<Element*>(keys_) + to) = key;
+    }
+  }
+
+ private:
+  static_assert(kPieces % 16 == 0 && kDecodeThreads % kPieces == 0);
+  __device__ __forceinline__ static int arranged_place(int step, int piece) {
+    return step * kPieces + (piece ^ step % 4 * 4);
+  }
+
+  Shared& shared_;
+  void* const keys_;
+  const int64_t first_;
+  const bool is_fp32_;
+  const int steps_, key_dim_;
+};
+
+// The changes of a head's backlog. Each warp copies those in its kRows value rows to shared memory, for itself.
+template <typename Element, int kRows>
+class BacklogChanges {
+ public:
+  struct Shared {
+    alignas(16) char of_steps[kDecodeBacklog][kRows * sizeof(float) + 16];  // steps begin in different banks
+  };
+
+  __device__ __forceinline__ BacklogChanges(Shared (&shared)[kDecodeWarps], const DecodeBacklog& backlog, int64_t slot,
+                                            int head, int steps, int value_dim)
+      : shared_(shared[threadIdx.x / kWarp]),
+        changes_(backlog.changes),
+        first_(backlog.first_change(slot, head, value_dim)),
+        is_fp32_(backlog.fp32_changes),
+        steps_(steps),
+        V_(value_dim) {}
+
+  // Starts asynchronous copies of the warp's rows, from first_row on.
+  __device__ __forceinline__ void fetch(int first_row) const {
+    is_fp32_ ? copy<float>(first_row) : copy<Element>(first_row);
+    commit_copies();
+  }
+  __device__ __forceinline__ static void await() {
+    wait_for_copies<0>();
+    __syncwarp();
+  }
+  // The changes of a step in kCount of the warp's rows.
+  template <int kCount>
+  __device__ __forceinline__ void load(float (&x)[kCount], int step, int row) const {
+    const char* const from = shared_.of_steps[step];
+    if (is_fp32_) {
+      struct alignas(kCount < 4 ? 4 * kCount : 16) Numbers {
+        float of[kCount];
+      };
+      const Numbers numbers = *reinterpret_cast<const Numbers*>(from + row * sizeof(float));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        x[i] = numbers.of[i];
+      }
+    } else {
+      struct alignas(2 * kCount) Pairs {
+        uint32_t of[kCount / 2];
+      };
+      const Pairs pairs = *reinterpret_cast<const Pairs*>(from + row * sizeof(Element));
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        const float2 pair = unpack(Element(), pairs.of[i]);
+        x[2 * i] = pair.x;
+        x[2 * i + 1] = pair.y;
+      }
+    }
+  }
+  // Writes the token's change in a row as the next step.
+  __device__ __forceinline__ void write(int row, float change) const {
+    const int64_t to = first_ + steps_ * V_ + row;
+    if (is_fp32_) {
+      static_cast<float*>(changes_)[to] = change;
+    } else {
+      static_cast<Element*>(changes_)[to] = from_float(Element(), change);
+    }
+  }
+
+ private:
+  template <typename T>
+  __device__ __forceinline__ void copy(int first_row) const {
+    constexpr int kCount = 16 / sizeof(T), kPieces = kRows / kCount;
+    const int lane = threadIdx.x % kWarp, in_rows = lane % kPieces * kCount, row = first_row + in_rows;
+    const T* const from = static_cast<const T*>(changes_) + first_ + row;
+#pragma unroll 1
+    for (int step = lane / kPieces; step < steps_ && row < V_; step += kWarp / kPieces) {
+      copy_async(shared_.of_steps[step] + in_rows * sizeof(T), from + step * V_, true);
+    }
+  }
+
+  Shared& shared_;
+  void* const changes_;
+  const int64_t first_;
+  const bool is_fp32_;
+  const int steps_, V_;
+};
+
+// The gates of a token and of its backlog, before they are activated. All loads are in flight before the first use.
+class RawGates {
+ public:
+  __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at) {
+    const int head = as_of_lane(tokens.head);
+    a_ = load_bits(tokens.a, tokens.activations, Activation::kG, at * tokens.a_stride + head);
+    b_ = load_bits(tokens.b, tokens.activations, Activation::kBeta, at * tokens.b_stride + head);
+    gate_ = load_gate_bits(tokens.A_log, tokens.dt_bias, tokens.activations, head);
+  }
+  __device__ __forceinline__ float g(int activations) const {
+    return log_decay(from_bits(a_, activations, Activation::kG), gate_, activations);
+  }
+  __device__ __forceinline__ float beta(int activations) const {
+    return step_size(from_bits(b_, activations, Activation::kBeta), activations);
+  }
+
+ private:
+  uint32_t a_ = 0, b_ = 0;
+  GateBits gate_;
+};
+
+// The numbers of a token on a state that lags: factors of k and q as they are in memory, with the scale and the l2norm;
+// the decay since S_0; q^T k.
+struct LaggingToken {
+  float key, query, decay, beta, qk;
+};
+
+// The numbers that the value rows of a CTA share, in shared memory. Its warps compute them: each has its own.
+class BacklogFactors {
+ public:
+  static constexpr int kGatesWarp = kDecodeWarps - 1, kTokenWarp = 0, kFirstTileWarp = 1;
+
+  // The gates warp calls it. g is the log decay of the lane's step, or 0.
+  __device__ __forceinline__ void set_decays(float of_token, float beta, float g) {
+    const int lane = threadIdx.x % kWarp;
+    float decays = expf(g);  // from the lane's step to the backlog's last one
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const float later = __shfl_down_sync(~0u, decays, distance);
+      decays *= lane + distance < kWarp ? later : 1.f;
+    }
+    const float later = __shfl_down_sync(~0u, decays, 1);
+    since_[lane] = of_token * (lane + 1 < kWarp ? later : 1.f);
+    if (lane == 0) {
+      decay_ = of_token * decays;
+      beta_ = beta;
+    }
+  }
+  // All warps call it, once the token and the keys have arrived. The products of steps that the backlog lacks are any
+  // numbers.
+  template <typename Keys, typename Token>
+  __device__ __forceinline__ void set_products(const Keys& keys, const Token& token, int steps, int key_dim) {
+    static_assert(kFirstTileWarp + Keys::kTiles <= kDecodeWarps);
+    const int warp = threadIdx.x / kWarp, tile = warp - kFirstTileWarp, lane = threadIdx.x % kWarp;
+    if (warp == kTokenWarp) {
+      token.multiply_self(key_dim, [&](int row, float with_k, float with_q) { of_token_[row] = {with_k, with_q}; });
+    } else if (tile < Keys::kTiles && tile * Keys::kTile < steps) {
+      const int first = tile * Keys::kTile + lane / 4;
+      float sums[4] = {};
+      token.multiply(sums, key_dim,
+                     [&](int turn, int half) { return keys.piece(first + 8 * half, Token::Left::piece_of(turn)); });
+      if (const int half = lane % 4; half < 2) {
+        products_[first + 8 * half] = half == 0 ? float2{sums[0], sums[1]} : float2{sums[2], sums[3]};
+      }
+    }
+  }
+  __device__ __forceinline__ LaggingToken token(const DecodeTokens& tokens) const {
+    const float2 of_key = of_token_[0], of_query = of_token_[1];
+    LaggingToken token = {.key = 1.f, .query = tokens.scale, .decay = decay_, .beta = beta_};
+    if (tokens.normalize) {
+      constexpr float kEps = static_cast<float>(kNormEps);
+      token.key = rsqrtf(of_key.x + kEps);
+      token.query *= rsqrtf(of_query.y + kEps);
+    }
+    token.qk = of_key.y * token.key * token.query;
+    return token;
+  }
+
+  // The factors of a step's change: in S; in S k and S q, but for those of k and q.
+  __device__ __forceinline__ float of_state(int step) const { return since_[step]; }
+  __device__ __forceinline__ float2 of_sums(int step) const {
+    const float2 products = products_[step];
+    return {since_[step] * products.x, since_[step] * products.y};
+  }
+
+ private:
+  float2 products_[kDecodeBacklog];
+  float since_[kDecodeBacklog];  // the decay since the step
+  float2 of_token_[2];           // products of k and of q with k and q
+  float decay_, beta_;
+};
+
+}  // namespace flash_qla::device

@@ -1,0 +1,151 @@
+// One token of a sequence on value rows of a state that lags, by tensor cores: 16 rows a warp. Tokens and states have
+// the same 16-bit dtype, so rows of S_0 become left factors without a conversion; see decode/decode_buffered.py.
+#pragma once
+
+#include "decode/decode_backlog.cuh"
+
+namespace flash_qla::device {
+
+// The rows are neighbours. Row lane / 4 of a fragment is row 2 (lane / 4) of the warp, row lane / 4 + 8 the next one.
+template <typename Element, int K>
+class MmaLaggingRows {
+ public:
+  static constexpr int kRows = 16;                        // of a warp
+  static constexpr int kTileRows = kRows * kDecodeWarps;  // of a CTA
+  using Left = LeftFactor<K>;
+  using Token = TokenRows<Element, K, kTileRows>;
+  using Keys = BacklogKeys<Element, K>;
+  using Changes = BacklogChanges<Element, kRows>;
+  using Tile = Element[kTileRows * K];  // S_0 in shared memory: rows are as in memory
+
+  __device__ __forceinline__ MmaLaggingRows(int first_row, int key_dim, int value_dim)
+      : row_(first_row + row_in_tile()), K_(key_dim), V_(value_dim) {}
+
+  __device__ __forceinline__ static int first_row_of_warp() { return warp() * kRows; }
+  __device__ __forceinline__ static int own_row_in_tile() { return row_in_tile() + lane() % 2; }
+  // The lane's own row: of the four lanes that share two rows, the first two have changes, the others outputs.
+  __device__ __forceinline__ int own_row() const { return row_ + lane() % 2; }
+  __device__ __forceinline__ bool has_change() const { return lane() % 4 < 2 && row_ < V_; }
+  __device__ __forceinline__ void write_output(Element* o, float out) const {
+    if (lane() % 4 >= 2 && row_ < V_) {
+      o[own_row()] = from_float(Element(), out);
+    }
+  }
+
+  // Products of rows with k and q: sums over the lanes that share a row.
+  using Products = float[4];
+  __device__ __forceinline__ void multiply(Products& products, const Tile& tile, const Token& token) const {
+    token.multiply(products, K_, [&](int turn, int half) { return piece(tile, turn, half); });
+  }
+
+  struct Row {
+    float change, out;
+  };
+  // The own row's change and output. `products` are those with S_0. The lanes that share rows share the steps.
+  __device__ __forceinline__ Row advance(const Products& products, const Changes& changes,
+                                         const BacklogFactors& factors, const LaggingToken& token, int steps,
+                                         float v) const {
+    float sums[4] = {};  // S k in both rows, S q in both
+#pragma unroll
+    for (int first = 0; first < kDecodeBacklog; first += kStepsOfTurn) {
+      if (first < steps) {
+#pragma unroll
+        for (int i = 0; i < kStepsOfTurn; i += 4) {
+          if (const int step = first + i + lane() % 4; step < steps) {
+            const float2 factor = factors.of_sums(step);
+            float d[2];
+            changes.load(d, step, row_in_warp());
+            sums[0] += factor.x * d[0];
+            sums[1] += factor.x * d[1];
+            sums[2] += factor.y * d[0];
+            sums[3] += factor.y * d[1];
+          }
+        }
+      }
+    }
+    const bool second = lane() % 2, of_query = lane() % 4 >= 2;
+    const float with_key = second ? products[2] : products[0], with_query = second ? products[3] : products[1];
+    const float own = token.decay * (of_query ? with_query : with_key) + sum_and_scatter<4>(sums, lane() % 4);
+    const float sum = own * (of_query ? token.query : token.key);
+    const float change = token.beta * (v - sum);
+    return {change, sum + __shfl_xor_sync(~0u, change, 2) * token.qk};
+  }
+
+  // Writes decay S_0 + change k^T + sum of since_i d_i k_i^T over the steps of the backlog: a product of changes with
+  // keys in TF32. Keys are exact, changes are in two parts of 11 bits.
+  __device__ __forceinline__ void flush(Element* state, const Tile& tile, const Token& token, const Keys& keys,
+                                        const Changes& changes, const BacklogFactors& factors, float decay,
+                                        float change, int steps) const {
+    keys.arrange(token);
+    const float own[2] = {__shfl_sync(~0u, change, 0, 4), __shfl_sync(~0u, change, 1, 4)};
+#pragma unroll 1
+    for (int turn = 0; turn < Left::kTurns; ++turn) {
+      float S[4][4];  // pairs of channels: of both rows
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 own_piece = is_there(turn) ? piece(tile, turn, half) : uint4{};
+        const uint32_t pairs[4] = {own_piece.x, own_piece.y, own_piece.z, own_piece.w};
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const float2 x = unpack(Element(), pairs[pair]);
+          S[pair][2 * half] = decay * x.x;
+          S[pair][2 * half + 1] = decay * x.y;
+        }
+      }
+      // A right factor is eight steps of eight channels: a pair of each of the four lanes that share a row.
+      const int column = lane() / 4, place = turn * Left::kPiecesOfTurn + column / 2;
+#pragma unroll 1
+      for (int first = 0; first <= steps; first += kStepsOfTurn) {
+        float high[2][2], low[2][2];
+        uint32_t pairs[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int step = first + 4 * i + lane() % 4;
+          const float factor = factors.of_state(step);
+          float d[2];
+          changes.load(d, step, row_in_warp());
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float x = step < steps ? factor * d[half] : step == steps ? own[half] : 0.f;
+            high[i][half] = truncate_to_tf32(x);
+            low[i][half] = x - high[i][half];
+          }
+          const uint4 key = keys.arranged(step, place);
+          pairs[i][0] = key.x, pairs[i][1] = key.y, pairs[i][2] = key.z, pairs[i][3] = key.w;
+        }
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const float key[2] = {unpack(Element(), pairs[0][pair] >> column % 2 * 16).x,
+                                unpack(Element(), pairs[1][pair] >> column % 2 * 16).x};
+          mma_tf32(S[pair], high[0][0], high[0][1], high[1][0], high[1][1], key[0], key[1]);
+          mma_tf32(S[pair], low[0][0], low[0][1], low[1][0], low[1][1], key[0], key[1]);
+        }
+      }
+      if (is_there(turn)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto packed = [&](int pair) { return pack(Element(), S[pair][2 * half], S[pair][2 * half + 1]); };
+          __stcg(reinterpret_cast<uint4*>(state + (row_ + half) * K_ + 8 * Left::piece_of(turn)),
+                 uint4{packed(0), packed(1), packed(2), packed(3)});
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kStepsOfTurn = 8;
+
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
+  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
+  // The first of the lane's two rows.
+  __device__ __forceinline__ static int row_in_warp() { return lane() / 4 * 2; }
+  __device__ __forceinline__ static int row_in_tile() { return first_row_of_warp() + row_in_warp(); }
+  __device__ __forceinline__ bool is_there(int turn) const { return row_ < V_ && 8 * Left::piece_of(turn) < K_; }
+  __device__ __forceinline__ uint4 piece(const Tile& tile, int turn, int half) const {
+    return *reinterpret_cast<const uint4*>(tile + (row_in_tile() + half) * K_ + 8 * Left::piece_of(turn));
+  }
+
+  const int row_, K_, V_;
+};
+
+}  // namespace flash_qla::device
