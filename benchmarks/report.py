@@ -4,9 +4,9 @@
     python benchmarks/report.py --check  # only compare; the exit status is 1 if a page differs
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
-results are h100.json and h200.json of all.py, errors_h100.json and errors_h200.json of the tests (--errors-json),
-context_parallelism_h100.json and the like, and tests.json of the tests (--record). Each card that was measured has its
-columns. A figure that is in no file is "not measured".
+results are h100.json and h200.json of all.py, wide_h100.json of its sections for wide keys, errors_h100.json and
+errors_h200.json of the tests (--errors-json), context_parallelism_h100.json and the like, and tests.json of the tests
+(--record). Each card that was measured has its columns. A figure that is in no file is "not measured".
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def load(folder: Path) -> Data:
         found, errors = read(f"{name}.json"), read(f"errors_{name}.json")
         if found or errors:
             found = found or {"environment": {}, "sections": {}}
-            cards.append(Card(label, found["environment"], found["sections"], errors))
+            wide = read(f"wide_{name}.json") or {"environment": {}, "sections": {}}
+            alone = {x: section | {"environment": wide["environment"]} for x, section in wide["sections"].items()}
+            cards.append(Card(label, found["environment"], found["sections"] | alone, errors))
     ranks = {label: read(f"context_parallelism_{name}.json") for name, label in CARDS.items()}
     return Data(cards, {label: found for label, found in ranks.items() if found}, read("tests.json") or [])
 
