@@ -3,6 +3,7 @@
     python benchmarks/all.py --out benchmarks/results
     python benchmarks/all.py --out DIR --packages flash_qla,flashinfer --sections forward,mixed --seconds 120
     python benchmarks/all.py --out DIR --peers-path DIR:DIR
+    python benchmarks/all.py --out DIR --packages flash_qla,fla --sections ceilings,wide,wide_step,wide_decode
 
 The results are one file, named after the card: h100.json or h200.json. It has the card, the driver, versions, the
 commit, the date, and the cells of each section. benchmarks/report.py writes the tables of the documents from it, and
@@ -47,9 +48,12 @@ SEQUENCES = "1x8192,1x32768,4096x8,8192x4,1x2048,1024x8,28672+4096,16384+16384"
 OTHER_DIMS = {"30x30": "96x192", "16x32": "64x64", "8x8": "128x256", "6x6": "256x512"}  # heads of K x V
 
 
-def of_other_dims(command: str) -> list[str]:
-    lines = [f"{command} --heads {heads} --head-dims {dims}" for heads, dims in OTHER_DIMS.items()]
-    return [f"{line} --sequences 1x8192,4096x8" for line in lines]
+# Keys of more than 128 channels; the first are those of FLA's GatedDeltaNet layer
+WIDE_DIMS = {"6x6": "256x512", "4x4": "256x256", "16x16": "256x256"}
+
+
+def of_dims(dims: dict[str, str], command: str) -> list[str]:
+    return [f"{command} --heads {heads} --head-dims {of_heads}" for heads, of_heads in dims.items()]
 
 
 DECODE = "decode --heads 16x32,2x8,16x64,4x16 --batches 1,8,64,256 --tokens 1"
@@ -68,12 +72,19 @@ SECTIONS = {
     ],
     "mixed": ["forward --gates bench --variants op --heads 2x8,4x16,8x24,8x32 --sequences 16384+2048x8"],
     "prefill": ["prefill --sequences 1x8192,1024x8,256x32 --samples 5"],
-    "head_dims": of_other_dims("forward --gates bench"),
-    "head_dims_step": of_other_dims("backward --activations"),
+    "head_dims": of_dims(OTHER_DIMS, "forward --gates bench --sequences 1x8192,4096x8"),
+    "head_dims_step": of_dims(OTHER_DIMS, "backward --activations --sequences 1x8192,4096x8"),
+    "wide": of_dims(WIDE_DIMS, "forward --gates bench --variants op --sequences 1x8192,4096x8,1024x8"),
+    "wide_step": of_dims(WIDE_DIMS, "backward --sequences 1x8192,4096x8,1024x8"),
+    "wide_decode": of_dims(WIDE_DIMS, "decode --keep plain --batches 1,8,64,256 --tokens 1 --state-dtypes fp32"),
     "dispatch": ["dispatch --heads 2x8,16x32 --sequences 1x8192,1024x8,4096x8,16384+2048x8"],
     "accuracy": ["peer_errors"],
     "host": ["host --processes 3 --batches 51"],
 }
+
+
+# Sections that run only if --sections names them: FLA takes minutes to compile and to tune itself.
+ASKED = ("wide", "wide_step", "wide_decode")
 
 
 @dataclasses.dataclass
@@ -89,7 +100,8 @@ PROCESSES = [
     Process(
         "flash_qla",
         {"ceilings": 8, "forward": 35, "backward": 20, "decode": 20, "drafts": 10, "options": 12, "mixed": 5}
-        | {"prefill": 20, "head_dims": 8, "head_dims_step": 12, "dispatch": 15, "accuracy": 40, "host": 40},
+        | {"prefill": 20, "head_dims": 8, "head_dims_step": 12, "wide": 8, "wide_step": 12, "wide_decode": 6}
+        | {"dispatch": 15, "accuracy": 40, "host": 40},
     ),
     Process("flashinfer", {"forward": 25, "mixed": 5}),
     Process("flash_qla_jit", {"forward": 35, "backward": 25}),
@@ -98,6 +110,7 @@ PROCESSES = [
     Process("sglang", {"decode": 20, "drafts": 10}, FLA_TRITON),
     Process("attn_gym", {"decode": 20}),
     Process("fla", {"backward": 30, "accuracy": 35, "head_dims_step": 12}, FLA_BACKWARD),
+    Process("fla", {"wide": 40, "wide_decode": 20, "wide_step": 150}, FLA_BACKWARD),
 ]
 COMPILE_SECONDS = 60
 COMPILE_JOBS = 5
@@ -283,7 +296,7 @@ def versions_of(results: dict) -> dict[str, str]:
 
 def main(options) -> int:
     start = time.monotonic()
-    chosen = options.sections.split(",") if options.sections else list(SECTIONS)
+    chosen = options.sections.split(",") if options.sections else [name for name in SECTIONS if name not in ASKED]
     packages = options.packages.split(",") if options.packages else [process.package for process in PROCESSES]
     processes = [
         dataclasses.replace(process, sections={x: s for x, s in process.sections.items() if x in chosen})

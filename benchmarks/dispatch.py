@@ -5,7 +5,8 @@
     python benchmarks/dispatch.py --report FILE.json
 
 Each batch has a line with the model's choice, then the op in one kernel, without context parallelism, and with segments
-of several lengths, the last two with both value tiles. A choice may leave the decision to the device: N > M cuts after
+of several lengths, the last two with both value tiles. With keys of more than 128 channels there is one value tile, and
+no one kernel. A choice may leave the decision to the device: N > M cuts after
 N chunks if a sequence has more than M, and N > M : V otherwise takes value tile V.
 
 The model knows only the average length of a batch. For its choice it predicts an expectation over batches of that
@@ -65,10 +66,12 @@ class Forward:
     fields = FIELDS
 
     @staticmethod
-    def modes(H_v: int, V: int, lengths: list[int], sm_count: int) -> Iterator[dict]:
+    def modes(H_v: int, head_dims: tuple[int, int], lengths: list[int], sm_count: int) -> Iterator[dict]:
         """Modes of forced_dispatch."""
-        yield {"fused": True}
-        for value_tile in (NARROW_TILE, WIDE_TILE):
+        K, V = head_dims
+        if K <= 128:
+            yield {"fused": True}
+        for value_tile in (NARROW_TILE, WIDE_TILE) if K <= 128 else (WIDE_TILE,):
             for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
                 yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": False}
 
@@ -88,8 +91,8 @@ class Backward:
     fields = BACKWARD_FIELDS
 
     @staticmethod
-    def modes(*batch) -> Iterator[dict]:
-        for segment_chunks in segmentations(*batch, WIDE_TILE):
+    def modes(H_v: int, head_dims: tuple[int, int], lengths: list[int], sm_count: int) -> Iterator[dict]:
+        for segment_chunks in segmentations(H_v, head_dims[1], lengths, sm_count, WIDE_TILE):
             yield {"segment_chunks": segment_chunks}
 
     @staticmethod
@@ -122,7 +125,7 @@ def measure(package: str, options) -> Iterator[dict]:
             call = direction.call(H_k, H_v, lengths, options.head_dims)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
-            for mode in ({}, *direction.modes(H_v, V, lengths, card["sm_count"])):
+            for mode in ({}, *direction.modes(H_v, options.head_dims, lengths, card["sm_count"])):
                 with direction.forced(mode):
                     times = time_graph(call, options.samples, options.sample_ms)
                     if mode and equal:

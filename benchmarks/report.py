@@ -4,10 +4,10 @@
     python benchmarks/report.py --check  # only compare; the exit status is 1 if a page differs
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
-results are h100.json and h200.json of all.py, errors_h100.json and errors_h200.json of the tests (--errors-json),
-context_parallelism_h100.json, generation_h100.json, prefill_h100.json and the like, and tests.json of the tests
-(--record). Each card that was measured has its columns. A figure that is in no file is "not measured". The file is long
-because it has a function for each table.
+results are h100.json and h200.json of all.py, wide_h100.json of its sections for wide keys, errors_h100.json and
+errors_h200.json of the tests (--errors-json), context_parallelism_h100.json, generation_h100.json, prefill_h100.json
+and the like, and tests.json of the tests (--record). Each card that was measured has its columns. A figure that is in
+no file is "not measured". The file is long because it has a function for each table.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def load(folder: Path) -> Data:
         found, errors = read(f"{name}.json"), read(f"errors_{name}.json")
         if found or errors:
             found = found or {"environment": {}, "sections": {}}
-            cards.append(Card(label, found["environment"], found["sections"], errors))
+            wide = read(f"wide_{name}.json") or {"environment": {}, "sections": {}}
+            alone = {x: section | {"environment": wide["environment"]} for x, section in wide["sections"].items()}
+            cards.append(Card(label, found["environment"], found["sections"] | alone, errors))
 
     def of_cards(what: str) -> dict[str, dict]:
         found = {label: read(f"{what}_{name}.json") for name, label in CARDS.items()}
@@ -381,6 +383,63 @@ def head_dims(data: Data) -> str:
     return sections_table(data, keys, ["heads of K x V", "sequences"], columns, *sections)
 
 
+# Wide keys: more than 128 channels
+
+
+def wide(data: Data) -> str:
+    """The passes, then decoding, both beside FLA."""
+    sections = ("wide", "wide_step", "wide_decode")
+    if not data.measured(*sections):
+        return sections_table(data, {}, [], lambda card: [], *sections)
+    keys = heads_and_sequences(cell for card in data.cards for section in sections[:2] for cell in card.cells(section))
+    passes = (
+        ("forward", "ms", "floor_ms"),
+        ("backward", "backward_ms", "backward_floor_ms"),
+        ("step", "step_ms", None),
+    )
+
+    def columns(card: Card) -> list[Column]:
+        forward = forward_times(card, "wide")
+        ours = by_package(card, "wide_step").get("flash_qla", {})
+        fla = by_package(card, "wide_step").get("fla", {})
+        of_pass = {
+            "forward": (forward.get(("flash_qla", "default"), {}), forward.get(("fla", "default"), {})),
+            "backward": (ours, fla),
+            "step": (ours, fla),
+        }
+        found: list[Column] = []
+        for name, field, floor in passes:
+            times, peer = of_pass[name]
+            if not times:
+                continue
+            found.append((f"{name}, ms", lambda key, x=times, f=field: number(x.get(key, {}).get(f), ".3f")))
+            if floor:
+                found.append(("of the floor", lambda key, x=times, f=field, g=floor: part(x.get(key, {}), g, f)))
+            found.append(("FLA", lambda key, x=peer, y=times, f=field: number(ratio(x, y, key, f))))
+        return found
+
+    cards = data.measured(*sections)
+    batches = {
+        (heads_of(cell), cell["batch"]): [heads_of(cell), str(cell["batch"])]
+        for card in cards
+        for cell in sorted(card.cells("wide_decode"), key=lambda cell: (parse_heads(cell["heads"]), cell["batch"]))
+    }
+
+    def of_batch(card: Card) -> list[Column]:
+        return us_columns(card, "wide_decode", lambda pair: (*pair, "plain", "fp32"), {"FLA": ("fla",)})
+
+    parts = [
+        table(keys, ["heads of K x V", "sequences"], cards, columns),
+        "Decoding:",
+        table(batches, ["heads of K x V", "sequences"], cards, of_batch),
+    ]
+    return "\n\n".join([*parts, environment_line(cards, *sections)])
+
+
+def part(cell: dict, floor: str, field: str) -> str:
+    return f"{cell[floor] / cell[field]:.0%}" if field in cell else "-"
+
+
 # Memory
 
 
@@ -460,7 +519,7 @@ def decode_cells(card: Card, section: str) -> dict[tuple, dict[str, dict]]:
     """Key -> package -> its fastest function's cell."""
     found: dict[tuple, dict[str, dict]] = {}
     for cell in card.cells(section):
-        key = (cell["heads"], cell["batch"], cell["keep"], cell["state_dtype"])
+        key = (heads_of(cell), cell["batch"], cell["keep"], cell["state_dtype"])
         best = found.setdefault(key, {})
         if cell["package"] not in best or cell["us"] < best[cell["package"]]["us"]:
             best[cell["package"]] = cell
@@ -803,6 +862,7 @@ TABLES: dict[str, Callable[[Data], str]] = {
     "host": host,
     "backward": backward,
     "head_dims": head_dims,
+    "wide": wide,
     "decode": decode,
     "prefill": prefill,
     "checkpoints": checkpoints,

@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 from build_tools import tilelang_patches as patches
+from build_tools.strip import strip
 from build_tools.toolchain import ARCH, Toolkit, package_root
 
 PREAMBLE = patches.HOST_HEADERS / "preamble.h"
@@ -51,12 +52,12 @@ class Compiler:
             self.options.append(f"--use-pch={file}")
 
     def compile(self, source: Path) -> tuple[bytes, str]:
-        """The cubin, and the compiler's output."""
+        """The cubin without variables that it does not use, and the compiler's output."""
         program = self._create(HEADERS_END + source.read_text(), source.name)
         status = self._compile(program)
         said = self._read(program, "ProgramLog").rstrip(b"\0").decode()
         self._check(status, said)
-        return self._read(program, "CUBIN"), said
+        return strip(self._read(program, "CUBIN"), self._read(program, "PTX").rstrip(b"\0").decode()), said
 
     def _create(self, text: str, name: str) -> ctypes.c_void_p:
         program = ctypes.c_void_p()

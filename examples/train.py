@@ -1,6 +1,7 @@
 """Train a small Qwen3-Next on a text file, with flash_qla and with the model's own torch implementation.
 
     python examples/train.py [--device cpu|cuda] [--dtype fp32|bf16] [--steps N] [--file PATH] [--out FOLDER]
+    python examples/train.py --model fla [--dtype bf16] [--steps N] [--file PATH] [--out FOLDER]
     python examples/train.py --plot FOLDER/train.json
     torchrun --standalone --nproc-per-node W examples/train.py [--context-ranks C] [--length TOKENS] [...]
 
@@ -17,6 +18,9 @@ inputs and outputs, in each run. The Gated Delta Rule then has bf16 q, k and v, 
   torch       keeps gates, the triangular solve and states in fp32; autocast computes its matrix products in bf16.
 
 The default on a CPU is fp32 for everything in both; flash_qla has no fp32 on a GPU.
+
+--model fla trains a model of flash-linear-attention (FLA) instead, on a GPU: GatedDeltaNet layers with their default
+heads, keys of 256 channels and values of 512. The reference is FLA's own kernels.
 
 torchrun spreads each of its long sequences over C ranks, by default all W (context parallelism). W / C such groups have
 a sequence each (data parallelism). The model then has Gated DeltaNet layers only, because attention layers need a
@@ -40,8 +44,8 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":
-    # The model would use flash-linear-attention, if installed, instead of plain torch.
+if __name__ == "__main__" and not {"fla", "--model=fla"} & set(sys.argv):
+    # Qwen3-Next would use flash-linear-attention, if installed, instead of plain torch.
     sys.modules["fla"] = None
 
 import torch
@@ -53,6 +57,7 @@ from transformers_model import build_model
 
 import flash_qla
 from flash_qla.cp import build_cp_context, exchange_halo
+from flash_qla.integrations import fla as of_fla
 from flash_qla.integrations.transformers import use_flash_qla
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,6 +89,13 @@ SETTINGS = {
             "linear_num_value_heads": 8,
         },
     },
+}
+# Of FLA's model. Its layers have their defaults: 6 heads, keys of 256 channels, values of 512.
+SETTINGS_OF_FLA = {
+    "steps": 300,
+    "rows": 8,
+    "length": 1024,
+    "model": {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 256},
 }
 # Settings that differ if torchrun started the processes
 OVER_RANKS = {
@@ -187,6 +199,24 @@ def causal_conv1d(x, *args, cp_context=None, **kwargs):
     return _causal_conv1d(torch.cat([halo, x], -1), *args, **kwargs)[..., halo.shape[-1] :]
 
 
+def build_fla_model(device, **options):
+    """FLA's GatedDeltaNet language model with random weights."""
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+
+    torch.manual_seed(0)
+    return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**options)).to(device)
+
+
+@contextlib.contextmanager
+def fla_on_flash_qla(model):
+    """FLA's layers call flash_qla within the block."""
+    of_fla.use_flash_qla()
+    try:
+        yield
+    finally:
+        of_fla.restore()
+
+
 def train(name, model, batches, dtype, ranks=None):
     """Train `model` on `batches` [steps, rows, length], over ranks if they are given.
 
@@ -231,8 +261,9 @@ def final_loss(losses):
     return statistics.mean(losses[-min(LAST, -(-len(losses) // 4)) :])
 
 
-def train_all(settings, text, device, dtype, ranks):
-    """Name -> run, for three runs: the tested one, its reference, and the reference with perturbed weights.
+def train_all(kind, settings, text, device, dtype, ranks):
+    """Name -> run, for three runs of a model of this kind: the tested one, its reference, and the reference with
+    perturbed weights.
 
     Only the first rank has the last two.
     """
@@ -240,16 +271,20 @@ def train_all(settings, text, device, dtype, ranks):
     runs = {}
 
     def run(name, with_flash_qla, perturbed=False, ranks=None):
-        model = build_model("qwen3_next", device, **settings["model"])
+        if kind == "fla":
+            model, switched = build_fla_model(device, **settings["model"]), fla_on_flash_qla
+        else:
+            model, switched = build_model("qwen3_next", device, **settings["model"]), use_flash_qla
         if perturbed:
             perturb(model, torch.finfo(dtype).eps)
-        with use_flash_qla(model) if with_flash_qla else contextlib.nullcontext():
+        with switched(model) if with_flash_qla else contextlib.nullcontext():
             runs[name] = train(name, model, batches, dtype, ranks)
 
     if not ranks:
+        reference = "FLA" if kind == "fla" else "torch"
         run("flash_qla", True)
-        run("torch", False)
-        run("torch, perturbed", False, perturbed=True)
+        run(reference, False)
+        run(f"{reference}, perturbed", False, perturbed=True)
         return runs
     run(f"{ranks.data} x {ranks.context} ranks", True, ranks=ranks)
     if is_first():
@@ -330,6 +365,7 @@ def write(results, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    parser.add_argument("--model", choices=("qwen3_next", "fla"), default="qwen3_next")
     parser.add_argument("--device", choices=SETTINGS, default="cuda" if hopper else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--steps", type=int, help="default: 120 on a CPU, 400 on a GPU; under torchrun 40 and 60")
@@ -348,8 +384,12 @@ def main():
         parser.error("--device cuda: torch sees no CUDA device")
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps is {args.steps}, expected at least 1")
-    settings = dict(SETTINGS[args.device])
+    if args.model == "fla" and args.device == "cpu":
+        parser.error("--model fla needs a GPU")
+    settings = dict(SETTINGS_OF_FLA if args.model == "fla" else SETTINGS[args.device])
     over_ranks = dist.is_torchelastic_launched()
+    if over_ranks and args.model == "fla":
+        parser.error("--model fla runs in one process")
     if over_ranks:
         settings |= OVER_RANKS[args.device]
         layers = settings["model"].get("num_hidden_layers", 4)
@@ -370,12 +410,13 @@ def main():
         modeling_qwen3_next.causal_conv1d_fn = causal_conv1d
     transformers.logging.set_verbosity_error()  # its warning about plain torch does not matter here
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    description = f"Qwen3-Next, {args.file.name}, {dtype}, {device_name}"
+    of_model = "FLA's GatedDeltaNet" if args.model == "fla" else "Qwen3-Next"
+    description = f"{of_model}, {args.file.name}, {dtype}, {device_name}"
     if is_first():
         print(f"{description}: {settings['steps']} steps of {settings['rows']} x {settings['length']} bytes")
 
     entropy = entropies(text)
-    runs = train_all(settings, text, torch.device(args.device), DTYPES[dtype], ranks)
+    runs = train_all(args.model, settings, text, torch.device(args.device), DTYPES[dtype], ranks)
     if not is_first():
         dist.destroy_process_group()
         return 0
@@ -388,6 +429,7 @@ def main():
                 "flash_qla": flash_qla.__version__,
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
+                **({"fla": sys.modules["fla"].__version__} if args.model == "fla" else {}),
                 "python": platform.python_version(),
             },
             "device": device_name if args.device == "cpu" else gpu_and_driver(),

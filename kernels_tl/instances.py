@@ -12,7 +12,8 @@ DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", *DTYPES)  # pools have states in these
 KEY_DIMS = (128, 256)
 
-RESUMABLE_SPILLS = {NARROW_TILE: 0, WIDE_TILE: 12}  # bytes that these instances of chunk_forward spill more
+# Bytes that these instances of chunk_forward spill more, by K and value tile
+RESUMABLE_SPILLS = {128: {NARROW_TILE: 0, WIDE_TILE: 12}, 256: {WIDE_TILE: 32}}
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
 NARROW_TYPES = [types for types in TYPES if not is_wide(types["K"])]
@@ -45,12 +46,11 @@ INSTANCES = [
         Instance(
             "states.chunk_forward",
             types | {"value_tile": tile, "resumable": resumable},
-            spill_budget=numbers.spills + RESUMABLE_SPILLS[tile] * resumable,
+            spill_budget=numbers.spills + RESUMABLE_SPILLS[types["K"]][tile] * resumable,
         )
         for types in TYPES
         for tile, numbers in config.CHUNK_FORWARD[types["K"]].items()
         for resumable in (False, True)
-        if not (resumable and is_wide(types["K"]))  # a wide state has no copy in 16 bits
     ),
     *(
         Instance("states.fused_forward", types | {"normalize": normalize, "low_level": low_level})

@@ -390,19 +390,26 @@ def test_later_file_counts(results, tmp_path):
 
 
 def test_modes_of_a_batch():
-    found = list(dispatch.Forward.modes(8, 128, [2048], 132))
+    dims = (128, 128)
+    found = list(dispatch.Forward.modes(8, dims, [2048], 132))
     assert found[0] == {"fused": 1}
     assert [x["segment_chunks"] for x in found if x.get("value_tile") == 128] == [0, 16, 11, 8, 6, 4, 3, 2]
     assert max(x["segment_chunks"] for x in found[1:]) == 16 and {"value_tile": 64, "segment_chunks": 2} not in found
-    assert [x.get("segment_chunks") for x in dispatch.Forward.modes(64, 128, [64] * 3, 132)] == [None, 0, 0]
-    assert [x["segment_chunks"] for x in dispatch.Backward.modes(8, 128, [2048], 132)] == [0, 16, 11, 8, 6, 4, 3, 2]
+    assert [x.get("segment_chunks") for x in dispatch.Forward.modes(64, dims, [64] * 3, 132)] == [None, 0, 0]
+    assert [x["segment_chunks"] for x in dispatch.Backward.modes(8, dims, [2048], 132)] == [0, 16, 11, 8, 6, 4, 3, 2]
 
 
 def test_modes_of_other_head_dims():
     """Two tiles are twice as many pieces, also where one is not full."""
     for H_v, V in ((64, 128), (32, 192), (32, 256)):
-        assert {"fused": 1} in list(dispatch.Forward.modes(H_v, V, [2048], 132))
-        assert [x["segment_chunks"] for x in dispatch.Backward.modes(H_v, V, [2048], 132)] == [0, 16, 11, 8, 6]
+        assert {"fused": 1} in list(dispatch.Forward.modes(H_v, (128, V), [2048], 132))
+        assert [x["segment_chunks"] for x in dispatch.Backward.modes(H_v, (256, V), [2048], 132)] == [0, 16, 11, 8, 6]
+
+
+def test_modes_of_wide_keys():
+    """One value tile, and no kernel that does everything."""
+    found = list(dispatch.Forward.modes(8, (136, 128), [2048], 132))
+    assert {x["value_tile"] for x in found} == {128} and not any(x["fused"] for x in found)
 
 
 def test_report_of_modes(capsys):
@@ -444,6 +451,7 @@ TINY = ["--heads", "1x2"]
 TINY_SECTIONS = {
     "decode": [*TINY, "--batches", "1"],
     "drafts": [*TINY, "--batches", "1"],
+    "wide_decode": [*TINY, "--batches", "1"],
     "accuracy": ["--cases", "2x8 1x1"],
     "host": [*TINY, "--device", "cpu", "--batches", "1", "--processes", "1"],
 }

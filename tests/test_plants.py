@@ -10,7 +10,7 @@ import plants
 import pytest
 
 PLANTS = plants.read_all()
-FOLDERS = ("csrc/cpu", "csrc/gpu", "csrc", "kernels_tl", "flash_qla/integrations", "flash_qla")
+FOLDERS = ("csrc/cpu", "csrc/gpu", "csrc", "kernels_tl", "build_tools", "flash_qla/integrations", "flash_qla")
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)

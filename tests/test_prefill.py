@@ -26,10 +26,15 @@ MODES = {
     "wide": {"value_tile": 128, "segment_chunks": 0},
     "cut": {"value_tile": 64, "segment_chunks": 1},
 }
+WIDE_KEYS = {"wide_keys": MODES["wide"]}  # these modes also have other sizes
 
 
 def in_mode(device: str, mode: str):
-    return forward_mode(**MODES[mode]) if device == "cuda" else contextlib.nullcontext()
+    return forward_mode(**(MODES | WIDE_KEYS)[mode]) if device == "cuda" else contextlib.nullcontext()
+
+
+def sizes_in(mode: str) -> dict:
+    return SIZES | ({"K": 136, "V": 136} if mode in WIDE_KEYS else {})
 
 
 def of_modes(*modes: str):
@@ -184,13 +189,13 @@ def test_without_tokens(device, mode):
             check_by_hand(arguments, device)
 
 
-@of_modes("fused", "narrow", "wide")
+@of_modes("fused", "narrow", "wide", *WIDE_KEYS)
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
 @pytest.mark.parametrize("every", (64, 128, 16, 80))
 def test_checkpoints(device, mode, every, pool_dtype):
     """The states of shorter prefills, bit for bit, in a tensor of their own or in slots."""
     with in_mode(device, mode):
-        check_checkpoints(device, every, pool_dtype, torch.equal)
+        check_checkpoints(device, sizes_in(mode), every, pool_dtype, torch.equal)
 
 
 @pytest.mark.gpu
@@ -199,12 +204,12 @@ def test_checkpoints_of_segments():
         return not y.any() or accuracy.relative_error(x, y.double()) < accuracy.BF16_BAR
 
     with in_mode("cuda", "cut"):
-        check_checkpoints("cuda", 128, FP32, are_near)
+        check_checkpoints("cuda", SIZES, 128, FP32, are_near)
 
 
-def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right) -> None:
+def check_checkpoints(device: str, sizes: dict, every: int, pool_dtype: torch.dtype, is_right) -> None:
     """`is_right` compares states with those of shorter prefills."""
-    case = Case(**SIZES, lengths=(70, 0, 130, 64, 1, 300, 128), padding=5)  # the last one ends with a checkpoint
+    case = Case(**sizes, lengths=(70, 0, 130, 64, 1, 300, 128), padding=5)  # the last one ends with a checkpoint
     arguments = make_arguments(case, pool_dtype, device=device)
     arguments["state_indices"][3] = -1  # a whole checkpoint and no more, without a slot
     before, of_tokens = copied(arguments["state_pool"]), ("q", "k", "v", "g", "beta")
@@ -245,11 +250,11 @@ def check_checkpoints(device: str, every: int, pool_dtype: torch.dtype, is_right
     check_pool(pool, before, finals | {slot: pool[slot] for slot in in_slots})
 
 
-@of_modes("fused", "narrow", "wide")
+@of_modes("fused", "narrow", "wide", *WIDE_KEYS)
 @pytest.mark.parametrize("every", (1, 16, 80, 100, 130, 2**31 - 1))
 def test_checkpoints_anywhere(device, mode, every):
     """Against the fp64 recurrence of shorter sequences. The output is that of the whole ones."""
-    case = for_device(Case(**SIZES, lengths=(70, 0, 130, 5 if every == 1 else 200), padding=3), device)
+    case = for_device(Case(**sizes_in(mode), lengths=(70, 0, 130, 5 if every == 1 else 200), padding=3), device)
     arguments = make_arguments(case, device=device)
     if every == 1:  # as many chunks as tokens
         arguments |= {name: arguments[name][:, 130:] for name in ("q", "k", "v", "g", "beta")}
@@ -278,13 +283,13 @@ def test_checkpoints_anywhere(device, mode, every):
     assert (kept[-1] == 7).all()
 
 
-@of_modes("fused", "narrow", "wide", "cut")
+@of_modes("fused", "narrow", "wide", "cut", *WIDE_KEYS)
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16), ids=str)
 @pytest.mark.parametrize("every", (64, 128, 80))
 def test_a_hit_is_a_miss(device, mode, every, pool_dtype):
     """With batch_invariant, calls that start from checkpoints give the bits of the call that left these: outputs, later
     checkpoints and last states."""
-    case = Case(**SIZES, lengths=(70, 0, 130, 64, 300, 160), padding=5)
+    case = Case(**sizes_in(mode), lengths=(70, 0, 130, 64, 300, 160), padding=5)
     arguments = make_arguments(case, pool_dtype, device=device)
     of_tokens, N = ("q", "k", "v", "g", "beta"), len(case.lengths)
     most = max(case.lengths) // every
@@ -338,17 +343,17 @@ def test_about_as_many_as_a_warp_sorts(sequences):
         assert accuracy.relative_error(arguments["state_pool"][slot], state.double()) < accuracy.BF16_BAR
 
 
-@of_modes("fused", "narrow", "wide", "cut")
+@of_modes("fused", "narrow", "wide", "cut", *WIDE_KEYS)
 def test_batch_invariance(device, mode):
     """The same bits alone and among others, first and last, with padding and without; whatever the tile, and though
     there are so few heads that the card would want segments."""
-    case = Case(**SIZES, lengths=(70, 3, 200), padding=5, H_v=8)
+    case = Case(**sizes_in(mode), lengths=(70, 3, 200), padding=5, H_v=8)
     arguments = make_arguments(case, device=device)
     before = copied(arguments["state_pool"])
     with in_mode(device, mode):
         o = prefill_gated_delta_rule(**arguments, batch_invariant=True)
     states, slots = copied(arguments["state_pool"]), arguments["state_indices"].long()
-    others = make_arguments(Case(**SIZES, lengths=(1,) * 70, H_v=8), device=device)  # more heads share a CTA
+    others = make_arguments(Case(**sizes_in(mode), lengths=(1,) * 70, H_v=8), device=device)  # more heads share a CTA
     of_tokens = ("q", "k", "v", "g", "beta")
     for n, length in enumerate(case.lengths):
         alone = {name: rows(arguments, arguments[name], n) for name in of_tokens}

@@ -49,10 +49,11 @@ constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward
 constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
-// Wide keys, from the number of products and from the loads of a chunk: not measured. Products with a state take twice
-// the cycles of K = 128, the others as many. A step of segment_scan reads four times the bytes.
+// Wide keys, on an H100 (benchmarks/notes/wide_keys.md). Products with a state take twice the cycles of K = 128, the
+// others as many. A step of segment_scan reads four times the bytes.
 constexpr double kWider = 1.7, kWiderScan = 4;
-constexpr double kChunkReplayGradients = 7500;               // replay_gradients: a chunk
+constexpr double kStartGradients = 15;                       // us: replay_gradients and token_gradients around chunks
+constexpr double kChunkReplayGradients = 12500;              // replay_gradients: a chunk
 constexpr double kTokenPart = 9000, kTokenValueRows = 1000;  // token_gradients: a part of a chunk; 64 value rows of it
 
 // Segments of different lengths leave SMs idle at the end of a batch, for this part of a segment's time.
@@ -291,7 +292,7 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
 double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
   double us = chunk_matrices_us(shape, s) + replay_states_us(shape, s);
-  us += has_wide_keys(shape.K) ? replay_gradients_us(shape, s) + token_gradients_us(shape, s)
+  us += has_wide_keys(shape.K) ? kStartGradients + replay_gradients_us(shape, s) + token_gradients_us(shape, s)
                                : chunk_backward_us(shape, s);
   if (mode.segment_chunks > 0 && !cut) {
     us += kSlotCta * s.H_v * ((s.key_tiles + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);

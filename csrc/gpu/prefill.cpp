@@ -115,11 +115,7 @@ Tensor prefill_cuda(PrefillCall call) {
     add_padding(call);
     run_forward(call, states_of(call), allocate_forward(call));
   } else {
-    const States states = states_of(call);
-    check(!(states.resumable() && has_wide_keys(call.K)), call.op, "checkpoint_every is ", call.checkpoint_every,
-          ", expected a multiple of 64, and float32 states with batch_invariant, for keys of more than 128 channels on "
-          "a GPU");
-    run_forward(call, states, out);
+    run_forward(call, states_of(call), out);
   }
   return output_as_returned(call, call.out, std::move(out.o));
 }

@@ -263,7 +263,8 @@ def chunk_forward(dtype, K, value_tile, resumable):
             while is_end == 0:
                 if resumable:
                     extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
-                    T.copy(r.S, r.S_16)
+                    if not r.is_wide:
+                        T.copy(r.S, r.S_16)
                     # The run's chunks fill c * C to c * C + its tokens, so that is the length in its steps.
                     run = T.alloc_var("int32", init=T.min(checkpoint_every, length - tokens))
                     until = T.alloc_var("int32", init=c * C + run)
