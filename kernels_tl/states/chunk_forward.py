@@ -86,7 +86,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
 
     def size_of(dtype):
         """Bytes of a state's number."""
-        return T.Select(dtype == Dtype.FLOAT32, 4, 2)
+        return T.Select(dtype == Dtype.FLOAT32, 4, T.Select(dtype >= Dtype.FLOAT8_E4M3FN, 1, 2))
 
     def pitch(columns, size=4):
         """Numbers from one row of a state in shared memory to the next."""
