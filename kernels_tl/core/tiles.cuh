@@ -224,11 +224,12 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
   }
 }
 
-// number_at: the address of element i of `numbers`, whose Dtype has 8, 16 or 32 bits and is known at run time. chosen:
-// a if `first`, else b.
-template <typename Number>
+// The functions of states below take a Dtype that is known at run time, of 8 bits only if kFloat8.
+
+// number_at: the address of element i of `numbers`. chosen: a if `first`, else b.
+template <bool kFloat8, typename Number>
 __device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t i) {
-  const int bytes = dtype == Dtype::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2;
+  const int bytes = dtype == Dtype::kFloat32 ? 4 : kFloat8 && is_float8(dtype) ? 1 : 2;
   const char* const at = reinterpret_cast<const char*>(numbers) + i * bytes;
   return const_cast<Number*>(reinterpret_cast<const Number*>(at));
 }
@@ -276,6 +277,7 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
 
 // fragment = columns of S from a caller's state, in the layout of for_columns. `state` points to the first column.
 // Channels and columns that the state lacks are zeros.
+template <bool kFloat8>
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
   const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
@@ -292,7 +294,7 @@ __device__ __forceinline__ void read_state_columns(float* fragment, const void* 
     read(__nv_bfloat16(), number);
   } else if (dtype == Dtype::kFloat16) {
     read(__half(), number);
-  } else if (is_float8(dtype)) {
+  } else if (kFloat8 && is_float8(dtype)) {
     read(Float8(), [=](Float8 x) { return unpack_float8(dtype, x.bits).x; });
   } else {
     read(float(), number);
@@ -340,7 +342,7 @@ __device__ __forceinline__ void for_pairs(Number* state, bool v_first, int strid
 
 // fragment = rows of S^T from a state, with zeros for rows and columns that it lacks. A state of 8 or 16 bits has V
 // first.
-template <int kK>
+template <int kK, bool kFloat8 = false>
 __device__ __forceinline__ void read_state(float* fragment, const void* state, int dtype, bool v_first, int stride,
                                            int rows, int columns) {
   float2* const pairs = reinterpret_cast<float2*>(fragment);
@@ -355,19 +357,19 @@ __device__ __forceinline__ void read_state(float* fragment, const void* state, i
     read_16(__nv_bfloat16());
   } else if (dtype == Dtype::kFloat16) {
     read_16(__half());
-  } else if (dtype == Dtype::kFloat32 && v_first) {
-    for_pairs<kK>(
-        floats, true, stride, rows, columns,
-        [=](int i, const float* at, const float*) { pairs[i] = *reinterpret_cast<const float2*>(at); }, clear);
-  } else if (dtype == Dtype::kFloat32) {
-    for_pairs<kK>(
-        floats, false, stride, rows, columns,
-        [=](int i, const float* at, const float* next) { pairs[i] = {*at, *next}; }, clear);
-  } else {
+  } else if (kFloat8 && is_float8(dtype)) {
     const auto read = [=](int i, const Float8* at, const Float8*) {
       pairs[i] = unpack_float8(dtype, *reinterpret_cast<const uint16_t*>(at));
     };
     for_pairs<kK, false>(static_cast<const Float8*>(state), true, stride, rows, columns, read, clear);
+  } else if (v_first) {
+    for_pairs<kK>(
+        floats, true, stride, rows, columns,
+        [=](int i, const float* at, const float*) { pairs[i] = *reinterpret_cast<const float2*>(at); }, clear);
+  } else {
+    for_pairs<kK>(
+        floats, false, stride, rows, columns,
+        [=](int i, const float* at, const float* next) { pairs[i] = {*at, *next}; }, clear);
   }
   // The branches meet here. Without the pins ptxas merges them later and serializes all WGMMAs (its warning C7514).
 #pragma unroll
@@ -433,7 +435,7 @@ __device__ __forceinline__ void write_bytes(void* state, int thread, int stride,
 }
 
 // state = rows of S^T from an fp32 fragment; the inverse of read_state.
-template <int kK>
+template <int kK, bool kFloat8 = false>
 __device__ __forceinline__ void write_state(const float* fragment, void* state, int dtype, bool v_first, int stride,
                                             int rows, int columns) {
   const float2* const pairs = reinterpret_cast<const float2*>(fragment);
@@ -447,11 +449,14 @@ __device__ __forceinline__ void write_state(const float* fragment, void* state, 
     write_16(__nv_bfloat16());
   } else if (dtype == Dtype::kFloat16) {
     write_16(__half());
-  } else if (dtype == Dtype::kFloat32 && v_first) {
+  } else if (kFloat8 && is_float8(dtype)) {
+    write_bytes<kK>(state, threadIdx.x, stride, rows, columns,
+                    [=](int i) { return pack_float8(dtype, pairs[i].x, pairs[i].y); });
+  } else if (v_first) {
     for_pairs<kK>(
         floats, true, stride, rows, columns,
         [=](int i, float* at, float*) { *reinterpret_cast<float2*>(at) = pairs[i]; }, nothing);
-  } else if (dtype == Dtype::kFloat32) {
+  } else {
     for_pairs<kK>(
         floats, false, stride, rows, columns,
         [=](int i, float* at, float* next) {
@@ -459,9 +464,6 @@ __device__ __forceinline__ void write_state(const float* fragment, void* state, 
           *next = pairs[i].y;
         },
         nothing);
-  } else {
-    write_bytes<kK>(state, threadIdx.x, stride, rows, columns,
-                    [=](int i) { return pack_float8(dtype, pairs[i].x, pairs[i].y); });
   }
 }
 

@@ -232,7 +232,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 rest = rest_of_value(tiles.segment[turn % 2, FIRST_ROW])
                 if FETCHES_STATE:
                     extern(
-                        f"read_state<{K}>",
+                        f"read_state<{K}, true>",
                         r.S.data,
                         T.access_ptr(tiles.S, "r"),
                         state.dtype,
@@ -245,7 +245,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
                     if slot == FROM_SCAN:
                         T.pdl_sync()
                     extern(
-                        f"read_state<{K}>",
+                        f"read_state<{K}, true>",
                         r.S.data,
                         piece_state(
                             slot,
@@ -423,7 +423,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
         tokens: Tokens(sizes, dtype),
         plan: Plan(sizes),
         matrices: Matrices(sizes, dtype),
-        states: States(sizes),
+        states: States(sizes, float8=True),
         kept: Checkpoints(sizes),
         maps: Maps(sizes, dtype, K),
         o: T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
