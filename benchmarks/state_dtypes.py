@@ -8,8 +8,9 @@ the pool's dtype at every token. The relative L2 errors are those of the last to
 all sequences and heads, and of the head with the largest error. Inputs are bf16, the l2norm is inside. The same inputs
 on every device.
 
-Gates are those that a layer learns from its usual start: g = -A softplus(a + dt_bias) with A of each head from (0, 16],
-and softplus(dt_bias) from 1e-3 to 1e-1, log-uniform. A head's half-life is between a token and thousands of tokens.
+Gates are those of a layer's usual start, from which it learns: g = -A softplus(a + dt_bias) with A of each head from
+(0, 16], and softplus(dt_bias) from 1e-3 to 1e-1, log-uniform. A head's half-life is between a token and thousands of
+tokens.
 """
 
 from __future__ import annotations
