@@ -589,7 +589,7 @@ def check_containment(trial: Trial, call: Call, clean: dict, device: str, spoil)
         outputs = spoil(call(**with_nan(trial, call.arguments, token)))
     for name, x in outputs.items():
         changed = may_change(trial, call, name, x, token, device)
-        others = (y.masked_fill(changed, 0) for y in (x, clean[name]))
+        others = (y.where(~changed, 0) for y in (x, clean[name]))
         assert torch.equal(*map(bits, others)), f"{name} has other bits where nothing depends on the NaN in {token}"
 
 
