@@ -43,6 +43,7 @@ from common import FLA_TRITON, argument_parser, ceilings, geometric_mean, parse_
 
 ROTATED_BYTES = 200e6  # a sample touches states of so many bytes before it returns to one: four times the L2 cache
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_DTYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # only flash_qla's functions take these
 SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
 REPLAY_MODULE = "sglang.kernels.ops.attention.linear.fused_recurrent_linear_replayssm"
 REPLAY = "fused_recurrent_linear_replayssm_decode"
@@ -89,8 +90,8 @@ class Case:
         state_bytes = B * self.H_v * V * K * self.state_dtype.itemsize
         self.bytes = state_bytes * (1 + (T if keep_every(self) else 1)) + self.io_bytes()
         self.pools = self.pools or max(1, math.ceil(ROTATED_BYTES / state_bytes))
-        self.pool = torch.empty(self.pools, slots, self.H_v, V, K, device=common.DEVICE, dtype=self.state_dtype)
-        self.pool.normal_(generator=generator)
+        drawn_in = torch.bfloat16 if self.state_dtype.itemsize == 1 else self.state_dtype
+        self.pool = randn(self.pools, slots, self.H_v, V, K, dtype=drawn_in).to(self.state_dtype)
         self.o = torch.empty_like(self.v, memory_format=torch.contiguous_format)
         self.kept = None  # the states after all tokens, beside the pool
         if keep_every(self):

@@ -246,7 +246,7 @@ def check_spills(compiled: list[Compiled]) -> None:
         raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
 
 
-SHARED_BYTES = 227 * 1024  # of a CTA on sm_90
+SHARED_BYTES = 227 * 1024  # the most that a CTA on sm_90 has
 
 
 def check_shared(compiled: list[Compiled]) -> None:

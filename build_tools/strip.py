@@ -24,15 +24,15 @@ SECTION = struct.Struct("<IIQQQQIIQQ")
 SYMBOL = struct.Struct("<IBBHQQ")
 RELOCATION = struct.Struct("<QQq")
 SEGMENT = struct.Struct("<IIQQQQQQ")
-ATTRIBUTE = struct.Struct("<BBH")  # of .nv.info: format, attribute, value or size of the values after it
+ATTRIBUTE = struct.Struct("<BBH")  # an entry of .nv.info: format, attribute, value or size of the values after it
 
 RELOCATIONS, NO_BITS = 4, 8  # types of sections
 WRITABLE, IN_MEMORY, EXECUTABLE, INFO_IS_SECTION = 1, 2, 4, 0x40  # flags of sections
 PROGRAM_HEADERS, LOADED = 6, 1  # types of segments
 READABLE = 4  # flag of segments
 SIZED = 4  # format of an attribute with values after it
-SYMBOL_BITS = 24  # of sh_info of .text
-FIRST_MARK = 0xFFFFFFFC  # from here on, entries of the call graph are no symbols
+SYMBOL_BITS = 24  # bits of a symbol in the sh_info of .text
+FIRST_MARK = 0xFFFFFFFC  # entries of the call graph from this number on are no symbols
 
 VARIABLES = (".nv.constant4", ".nv.global.init", ".nv.global")
 

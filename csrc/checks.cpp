@@ -39,9 +39,15 @@ std::string device_string(const Tensor& tensor) {
 
 const char* dtype_string(ScalarType dtype) {
   static constexpr std::pair<ScalarType, const char*> kNames[] = {
-      {ScalarType::BFloat16, "bfloat16"}, {ScalarType::Half, "float16"}, {ScalarType::Float, "float32"},
-      {ScalarType::Double, "float64"},    {ScalarType::Int, "int32"},    {ScalarType::Long, "int64"},
+      {ScalarType::BFloat16, "bfloat16"},
+      {ScalarType::Half, "float16"},
+      {ScalarType::Float, "float32"},
+      {ScalarType::Double, "float64"},
+      {ScalarType::Int, "int32"},
+      {ScalarType::Long, "int64"},
       {ScalarType::Byte, "uint8"},
+      {ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
+      {ScalarType::Float8_e5m2, "float8_e5m2"},
   };
   for (const auto& [named, name] : kNames) {
     if (named == dtype) {
@@ -90,11 +96,29 @@ void check_devices(const char* op, const Tensor& q, std::initializer_list<NamedT
   }
 }
 
+bool is_float8(const Tensor& tensor) {
+  return has_dtype(tensor, ScalarType::Float8_e4m3fn) || has_dtype(tensor, ScalarType::Float8_e5m2);
+}
+
+namespace {
+
+bool has_at_least_16_bits(const Tensor& tensor) {
+  return has_dtype(tensor, ScalarType::BFloat16) || has_dtype(tensor, ScalarType::Float) ||
+         has_dtype(tensor, ScalarType::Half) || has_dtype(tensor, ScalarType::Double);
+}
+
+}  // namespace
+
 void check_floating(const char* op, const char* name, const Tensor& tensor) {
-  const bool is_floating = has_dtype(tensor, ScalarType::BFloat16) || has_dtype(tensor, ScalarType::Float) ||
-                           has_dtype(tensor, ScalarType::Half) || has_dtype(tensor, ScalarType::Double);
-  if (!is_floating) [[unlikely]] {
+  if (!has_at_least_16_bits(tensor)) [[unlikely]] {
     fail(op, name, " has dtype ", dtype_string(tensor), ", expected bfloat16, float16, float32 or float64");
+  }
+}
+
+void check_floating_of_any_size(const char* op, const char* name, const Tensor& tensor) {
+  if (!has_at_least_16_bits(tensor) && !is_float8(tensor)) [[unlikely]] {
+    fail(op, name, " has dtype ", dtype_string(tensor),
+         ", expected bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2");
   }
 }
 

@@ -41,6 +41,7 @@ std::string shape_string(torch::headeronly::IntHeaderOnlyArrayRef shape);  // [1
 
 // Whether the tensor has the dtype. Tensor::scalar_type is slower: it asks libtorch for one dtype after the other.
 bool has_dtype(const torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
+bool is_float8(const torch::stable::Tensor& tensor);  // float8_e4m3fn or float8_e5m2
 
 // An argument with its name; null: not given.
 using NamedTensor = std::pair<const char*, const torch::stable::Tensor*>;
@@ -54,7 +55,8 @@ void check_defined(const char* op, const char* name, const torch::stable::Tensor
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,
                   const torch::stable::Tensor& q);
 void check_devices(const char* op, const torch::stable::Tensor& q, std::initializer_list<NamedTensor> others);
-void check_floating(const char* op, const char* name, const torch::stable::Tensor& tensor);
+void check_floating(const char* op, const char* name, const torch::stable::Tensor& tensor);  // 16 to 64 bits
+void check_floating_of_any_size(const char* op, const char* name, const torch::stable::Tensor& tensor);  // 8 bits, too
 void check_same_dtype(const char* op, const char* name, const torch::stable::Tensor& tensor,
                       const torch::stable::Tensor& q);
 void check_rank(const char* op, const char* name, const torch::stable::Tensor& tensor, int64_t rank,

@@ -156,6 +156,7 @@ BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arg
     check_rank(op, "state_indices", *arguments.state_indices, 1, "[N]");
   }
   BufferedDecodeCall call{make_decode_call(op, std::move(arguments)), std::move(backlog)};
+  check_floating(op, "state_pool", call.state_pool);
   check(call.T == 1, op, "q has ", call.T, " tokens of each sequence, expected 1 ([B, 1, H_k, K])");
   check_devices(op, call.q,
                 {{"d_cache", &call.d_cache},

@@ -20,7 +20,7 @@ struct DecodeArguments {
   Tensor b = undefined_tensor();           // [B, T, H_v], any floating dtype: raw betas if use_beta_sigmoid, or beta
   std::optional<Tensor> A_log;             // [H_v], any floating dtype
   std::optional<Tensor> dt_bias;           // [H_v], any floating dtype; only with A_log
-  Tensor state_pool = undefined_tensor();  // [slots, H_v, V, K], any floating dtype; written
+  Tensor state_pool = undefined_tensor();  // [slots, H_v, V, K], floating, 8 bits or more; written
   std::optional<Tensor> state_indices;     // [N] or [N, S]: the slot of the sequence's first state; n by default
   std::optional<double> scale;             // K^-0.5 by default
   int64_t null_index = -1;

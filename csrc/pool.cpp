@@ -40,7 +40,7 @@ bool overlaps(const Tensor& tensor, int64_t dimensions, int64_t size) {
 
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols, bool v_first) {
-  check_floating(op, name, tensor);
+  check_floating_of_any_size(op, name, tensor);
   check_rank(op, name, tensor, rank, symbols);
   const auto shape = tensor.sizes(), strides = tensor.strides();
   const int64_t heads = rank - 3;

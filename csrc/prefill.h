@@ -10,7 +10,7 @@ namespace flash_qla {
 
 // Indices are int32 or int64. An index of at most null_index is null: the sequence has no slot.
 struct PoolArguments {
-  Tensor state_pool = undefined_tensor();       // [slots, H_v, V, K], any floating dtype; written
+  Tensor state_pool = undefined_tensor();       // [slots, H_v, V, K], floating, 8 bits or more; written
   Tensor state_indices = undefined_tensor();    // [N]: the slot of each sequence
   std::optional<Tensor> initial_state_indices;  // [N]: the slot that it starts from; state_indices by default
   std::optional<Tensor> has_initial_state;      // [N], bool: whether that state is read, or zero
@@ -18,7 +18,7 @@ struct PoolArguments {
   int64_t checkpoint_every = 0;  // tokens; 0: no checkpoints
   // The states after checkpoint_every tokens, after twice as many, and so on. One of these says where they go:
   std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots
-  std::optional<Tensor> checkpoints;         // [total, H_v, V, K], any floating dtype, written in the sequences' order
+  std::optional<Tensor> checkpoints;         // [total, H_v, V, K], as state_pool, written in the sequences' order
   std::optional<Tensor> out;                 // [B, T, H_v, V], dtype of q: memory for o, any strides
 };
 

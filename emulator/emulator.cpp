@@ -352,19 +352,20 @@ int64_t box_bytes(const CUtensorMap& map) {
   return bytes;
 }
 
-void check_pieces(const void* global, int64_t bytes) {
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) {
-    fail("a copy by pieces of 16 bytes that does not start or end at a multiple of 16");
+void check_pieces(const void* global, int64_t bytes, int piece) {
+  if (reinterpret_cast<uintptr_t>(global) % piece != 0 || bytes % piece != 0) {
+    fail(piece == 16 ? "a copy by pieces of 16 bytes that does not start or end at a multiple of 16"
+                     : "a copy by pieces of 8 bytes that does not start or end at a multiple of 8");
   }
 }
 
-void copy_piece(void* to, const void* from, bool is_there) {
+void copy_piece(void* to, const void* from, bool is_there, int bytes) {
   if (is_there) {
-    check_pieces(from, 16);
+    check_pieces(from, bytes, bytes);
     races::touch(from);
-    std::memcpy(to, from, 16);
+    std::memcpy(to, from, bytes);
   } else {
-    std::memset(to, 0, 16);
+    std::memset(to, 0, bytes);
   }
 }
 

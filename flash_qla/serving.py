@@ -47,9 +47,11 @@ def prefill_gated_delta_rule(
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
         use_gate_in_kernel, A_log, dt_bias: as those of chunk_gated_delta_rule.
         use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
-        state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
-            contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
-            A state is rounded to the pool's dtype once, after the last token.
+        state_pool: [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not
+            float64, and in 8 bits K is a multiple of 16. Each state is contiguous, and slots may be further apart; on
+            the GPU they begin at multiples of 16 bytes. It is written. A state is rounded to the pool's dtype once,
+            after the last token. In 8 bits there is no scale, and a number beyond the dtype's largest becomes the
+            largest.
         state_indices: slot of each sequence, [N], int32 or int64, as all indices. An empty sequence leaves its slot
             alone, which may then be another sequence's. If it starts from zero, the slot becomes zero.
         has_initial_state: [N], bool: False if the sequence starts from zero, whatever its slot holds. True for all
@@ -142,8 +144,10 @@ def decode_gated_delta_rule(
         a, b: [B, T, H_v], any floating dtype. With A_log the inputs of the gate and of the step size; without it the
             log decay g (-inf forgets the state) and the step size beta.
         A_log, dt_bias: parameters of the gate, [H_v], any floating dtype; dt_bias may be None. None: a is g.
-        state_pool: [slots, H_v, V, K], any floating dtype; on the GPU float32, bfloat16 or float16. Each state is
-            contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written.
+        state_pool: [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not
+            float64, and in 8 bits K is a multiple of 16 and V comes first. Each state is contiguous, and slots may be
+            further apart; on the GPU they begin at multiples of 16 bytes. It is written. In 8 bits there is no scale,
+            and a number beyond the dtype's largest becomes the largest.
         state_indices: slot from which each sequence starts, [N], or [N, S] with num_accepted_tokens; int32 or int64,
             as all indices. By default sequence n starts from state n, and state_pool has N states.
         scale: factor on the output; K ** -0.5 by default.
@@ -292,7 +296,7 @@ def decode_gated_delta_rule_buffered(
         v: values, [B, 1, H_v, V], H_v a multiple of H_k, in the dtype of q.
         a, b: raw or ready gates and step sizes, [B, 1, H_v], as those of decode_gated_delta_rule.
         A_log, dt_bias, scale: as those of decode_gated_delta_rule.
-        state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule. It is written.
+        state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule, but not in 8 bits. It is written.
         state_indices: slot of each sequence, [B], int32 or int64, as all indices. None: sequence n has slot n, and
             there are B slots.
         d_cache: changes of the backlogs, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times the

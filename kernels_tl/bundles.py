@@ -212,9 +212,9 @@ class Chunks(Bundle):
 
 class States(Bundle):
     """The caller's states. Their layout is the element strides of v and k within a state. Slots are `slot_stride`
-    elements apart. `state_dtype` is a Dtype."""
+    elements apart. `state_dtype` is a Dtype, of 8 bits only if `float8`."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes, float8=False):
         super().__init__(
             initial_state=T.Tensor([sizes.state_size], "float32"),
             final_state=T.Tensor([sizes.state_size], "float32"),
@@ -223,12 +223,13 @@ class States(Bundle):
             slot_stride=T.int64,
             state_dtype=T.int32,
         )
-        self._sizes = sizes
+        self._sizes, self._float8 = sizes, float8
 
     def view(self, numbers, *where):
         """A StateView of `numbers` in this layout. `where` is slot_stride and Dtype; without it: one run in fp32."""
         strides = (self.state_stride_v, self.state_stride_k)
-        return StateView(numbers, self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim, strides, *where)
+        dims = (self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim)
+        return StateView(numbers, *dims, strides, *where, float8=self._float8)
 
     def initial(self):
         return self.view(T.access_ptr(self.initial_state[0], "r"), self.slot_stride, self.state_dtype)
@@ -302,7 +303,7 @@ class BackwardTables(Bundle):
 
 
 class Replay(Bundle):
-    """What replay_states computes again: h, S before each chunk, and V_new."""
+    """The results of replay_states: h, S before each chunk, and V_new."""
 
     def __init__(self, sizes, dtype, K):
         super().__init__(
@@ -312,7 +313,7 @@ class Replay(Bundle):
 
 
 class ReverseReplay(Bundle):
-    """What replay_gradients computes: dh, dS' after each chunk, and U."""
+    """The results of replay_gradients: dh, dS' after each chunk, and U."""
 
     def __init__(self, sizes, dtype, K):
         super().__init__(

@@ -22,6 +22,7 @@ from kernels_tl.layout import (
     DECODE_CTAS_BUFFERED_MMA,
     DECODE_CTAS_KEY_FIRST,
     DECODE_CTAS_MMA,
+    DECODE_CTAS_ONE_8,
     DECODE_CTAS_ONE_16,
     DECODE_CTAS_ROWS,
     DECODE_CTAS_WIDE,
@@ -166,7 +167,7 @@ GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 # Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one a thread.
 L2NORM = Tile(tile=256, consumers=256)
 
-# Keyed by K, then by path: one_token_16 is one_token with states of 16 bits. Most of the spilled registers are stored
+# Keyed by K, then by path. The suffix _16 or _8: with states of so many bits. Most of the spilled registers are stored
 # and loaded once a CTA.
 DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
 
@@ -180,6 +181,7 @@ DECODE = {
     128: {
         "one_token": decode_group(DECODE_CTAS_ROWS),
         "one_token_16": decode_group(DECODE_CTAS_ONE_16),
+        "one_token_8": decode_group(DECODE_CTAS_ONE_8),
         "rows": decode_group(DECODE_CTAS_ROWS, spills=128),
         "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
         "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
@@ -187,9 +189,16 @@ DECODE = {
     },
     256: {
         "rows": decode_group(DECODE_CTAS_WIDE, spills=184),
+        "rows_8": decode_group(DECODE_CTAS_WIDE, spills=224),
         "key_first": decode_group(DECODE_CTAS_WIDE_KEY_FIRST),
     },
 }
+
+
+def decode_tile(K, path, state_bytes):
+    """The Tile of a path of decode with states of so many bytes a number."""
+    return DECODE[K].get(f"{path}_{8 * state_bytes}", DECODE[K][path])
+
 
 # Keyed by whether tokens and states have one dtype.
 DECODE_BUFFERED = {

@@ -9,7 +9,8 @@ from kernels_tl.config import is_wide
 from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
-STATE_DTYPES = ("float32", *DTYPES)  # pools have states in these
+STATE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of pools, and their bytes
+FLOAT8 = {"float8": 1}  # both formats, for pools but not for states that lag
 KEY_DIMS = (128, 256)
 
 # Bytes that these instances of chunk_forward spill more, by K and value tile
@@ -23,7 +24,9 @@ WIDE_TYPES = [types for types in TYPES if is_wide(types["K"])]
 def decode_paths(dtype, K, state_dtype):
     """The paths of decode that are compiled for K and these dtypes. `tensor_cores` needs tokens and states in bf16,
     because they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none. Both
-    have rows of up to 128 channels."""
+    have rows of up to 128 channels. States of 8 bits have V first, and `rows` takes one token as one_token does."""
+    if state_dtype == "float8":
+        return ("rows",) if is_wide(K) else ("one_token", "rows")
     if is_wide(K):
         return ("rows", "key_first")  # rows takes one token as one_token does
     if dtype == state_dtype == "bfloat16":
@@ -97,10 +100,13 @@ INSTANCES = [
     Instance("gradients.gate_gradients", {}),
     # serving
     *(
-        Instance("decode.decode", types | {"state_dtype": dtype, "path": path}, spill_budget=numbers[path].spills)
+        Instance(
+            "decode.decode",
+            types | {"state_dtype": dtype, "path": path},
+            spill_budget=config.decode_tile(types["K"], path, state_bytes).spills,
+        )
         for types in TYPES
-        for numbers in [config.DECODE[types["K"]]]
-        for dtype in STATE_DTYPES
+        for dtype, state_bytes in (STATE_DTYPES | FLOAT8).items()
         for path in decode_paths(**types, state_dtype=dtype)
     ),
     *(

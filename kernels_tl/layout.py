@@ -45,14 +45,15 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # - warps of a CTA; value rows of a state that a warp has at a time
 # - tokens prepared at a time; tokens of a block; most value rows of a CTA if tokens go through a state together
 # - path `blocks`: lanes that share a value row; value rows of a lane
-# - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits
+# - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits and of 8 bits
 # - the same with keys of more than 128 channels: on states [V, K], on states [K, V]
 # - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time; the same and
 #   value rows of a CTA, if tokens and states have one dtype of 16 bits
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
-DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST, DECODE_CTAS_ONE_16 = 7, 3, 4, 5, 8
+DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST = 7, 3, 4, 5
+DECODE_CTAS_ONE_16, DECODE_CTAS_ONE_8 = 8, 6
 DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
 DECODE_BACKLOG, DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA, DECODE_ROWS_BUFFERED_MMA = 32, 7, 6, 64
 
@@ -158,9 +159,10 @@ class FirstStates:
 
 
 class Dtype:
-    """The dtype of a tensor, as a run-time number, if a kernel takes any floating dtype."""
+    """The dtype of a tensor, as a run-time number, if a kernel takes any floating dtype. Only states have 8 bits; their
+    dtypes come last."""
 
-    FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(4)
+    FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2 = range(6)
 
 
 class Activation:

@@ -43,6 +43,8 @@ BLOCK_FACTOR = 4
 TOKEN_FACTOR = 16
 MIN_BLOCK = 256  # smaller blocks are a few numbers that may cancel; the bar over the whole tensor holds for them too
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of states in a pool
+
 worst: dict[tuple[str, ...], dict] = {}  # (device, dtype, q's dtype, tensor) -> its row of worst_errors
 
 
@@ -90,6 +92,22 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, size: torch.Ten
     difference = torch.linalg.vector_norm(actual.double() - expected).item()
     norms = [torch.linalg.vector_norm(x).item() for x in (expected, size) if x is not None]
     return difference / max(*norms, smallest_norm(actual, actual.numel()))
+
+
+def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as a pool of 8 bits holds it: rounded to nearest. A number beyond the largest becomes the largest, also an
+    infinity; NaN stays NaN."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
+
+
+def is_rounded(actual: torch.Tensor, expected: torch.Tensor, slack: float) -> bool:
+    """Whether each number of 8 bits is some number near the expected one, rounded: off by at most `slack` of the root
+    mean square before the rounding."""
+    off = slack * expected.square().mean().sqrt()
+    least, most = (to_float8(expected + sign * off, actual.dtype).double() for sign in (-1, 1))
+    actual = actual.double()
+    return bool(((least <= actual) & (actual <= most)).all())
 
 
 def worst_block(actual: torch.Tensor, expected: torch.Tensor, size: torch.Tensor | None = None) -> tuple[float, int]:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 import record
 import reference
 import torch
-from accuracy import check as check_accuracy, not_measured
+from accuracy import FLOAT8, check as check_accuracy, not_measured
 from cases import (
     Case,
     backward_mode,
@@ -142,12 +142,17 @@ def draw(seed: int, number: int, device: str) -> Trial:
         tiles = segments | {"value_tile": 128}
     forward = r.choice(({}, {}, tiles, tiles, {"value_tile": 128, "segment_chunks": 0, "fused": int(case.K <= 128)}))
     state_dtypes = (BF16, FP16, FP32) if gpu and op != "chunk" else (BF16, FP16, FP32, FP64)
+    if op in ("prefill", "decode", "decode_packed"):
+        state_dtypes += FLOAT8
+    state_dtype = r.choice(state_dtypes)
+    if gpu and state_dtype in FLOAT8:
+        case = dataclasses.replace(case, K=-(-case.K // 16) * 16, state_v_first=True)
     trial = Trial(
         op,
         case,
         forward,
         r.choice(({}, segments)),
-        r.choice(state_dtypes),
+        state_dtype,
         empty=r.random() < 0.2,
         offsets=r.random() < 0.4,
         padding=r.random() < 0.5,
@@ -220,11 +225,14 @@ class Pool:
         self.shape = (case.H_v, *((case.V, case.K) if case.state_v_first else (case.K, case.V)))
         self.size = case.H_v * case.V * case.K
         states = case.state_scale * torch.randn(slots, self.size, generator=generator, dtype=FP64)
-        gap = r.choice((0, 0, 8, 104 if device == "cuda" else 100))  # slots on a GPU begin at multiples of 16 bytes
+        step = max(1, 2 // trial.state_dtype.itemsize)
+        gap = step * r.choice(
+            (0, 0, 8, 104 if device == "cuda" else 100)
+        )  # slots on a GPU begin at multiples of 16 bytes
         gap = torch.full((slots, gap), torch.nan, dtype=FP64)
         self.rows = torch.cat([states, gap], 1).to(device, trial.state_dtype)
         # States on a GPU begin at multiples of 16 bytes
-        offsets = [x for x in OFFSETS if device == "cpu" or x * trial.state_dtype.itemsize % 16 == 0]
+        offsets = [x for x in (*OFFSETS, 16) if device == "cpu" or x * trial.state_dtype.itemsize % 16 == 0]
         self.offset = r.choice(offsets) if trial.offsets else 0
         self.written: dict[int, torch.Tensor] = {}  # slot -> state in each run
         self.states_of: dict[int, tuple[int, int]] = {}
@@ -240,7 +248,7 @@ class Pool:
         written = list(self.written)
         rest = rows.clone()
         rest[written, : self.size] = 0
-        return self.states(rows)[written], rest.nan_to_num(123)
+        return self.states(rows)[written], (rest.float() if rest.dtype in FLOAT8 else rest).nan_to_num(123)
 
     def expected(self, runs: int) -> torch.Tensor:
         return (
@@ -588,7 +596,7 @@ def check_containment(trial: Trial, call: Call, clean: dict, device: str, spoil)
         outputs = spoil(call(**with_nan(trial, call.arguments, token)))
     for name, x in outputs.items():
         changed = may_change(trial, call, name, x, token, device)
-        others = (y.masked_fill(changed, 0) for y in (x, clean[name]))
+        others = (y.where(~changed, 0) for y in (x, clean[name]))
         assert torch.equal(*map(bits, others)), f"{name} has other bits where nothing depends on the NaN in {token}"
 
 

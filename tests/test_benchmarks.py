@@ -36,6 +36,7 @@ host = importlib.import_module("host")
 peer_errors = importlib.import_module("peer_errors")
 prefill = importlib.import_module("prefill")
 report = importlib.import_module("report")
+state_dtypes = importlib.import_module("state_dtypes")
 
 MS = {
     "flash_qla": {"1x512": 0.01, "ragged32": 0.1},
@@ -338,6 +339,28 @@ def test_cells_of_lagging_states(on_cpu, monkeypatch):
     assert cells["buffered 1"]["bytes"] == cells["decode"]["bytes"]
     state, step = 2 * 24 * 40 * 4, 2 * 40 * 4 + 24 * 2 + 2 * 4  # of d, k and g
     assert cells["buffered 4"]["bytes"] - cells["decode"]["bytes"] == state * (1 / 4 - 1) + step * (3 / 2 + 3 / 4)
+
+
+@pytest.mark.parametrize("state_dtype", ("fp32", "e4m3"))
+def test_pools_of_decoding(on_cpu, state_dtype):
+    """Random states of each dtype."""
+    case = decode.Case(1, 2, 2, 1, "last", decode.STATE_DTYPES[state_dtype], pools=1)
+    assert case.pool.dtype == decode.STATE_DTYPES[state_dtype] and case.pool.float().std() > 0.9
+
+
+def test_cells_of_state_dtypes(capsys):
+    """Errors after one token and after three: fp32 states are exact, states of 8 bits are rounded."""
+    options = state_dtypes.make_parser().parse_args(["--heads", "1x2", "--tokens", "1,3", "--batch", "1"])
+    cells = list(state_dtypes.measure("flash_qla", options))
+    assert [(cell["state_dtype"], cell["tokens"]) for cell in cells] == [
+        (dtype, tokens) for tokens in (1, 3) for dtype in state_dtypes.DTYPES
+    ]
+    errors = {(cell["state_dtype"], cell["tokens"]): cell["state"] for cell in cells}
+    assert errors["fp32", 3] < 1e-6 and errors["bf16", 3] < 1e-2
+    for tokens in (1, 3):
+        assert 0.01 < errors["e4m3", tokens] < errors["e5m2", tokens] < 0.2
+    state_dtypes.report(cells)
+    assert len(capsys.readouterr().out.splitlines()) == len(cells)
 
 
 def test_report_of_decoding(capsys):

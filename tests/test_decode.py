@@ -8,15 +8,17 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import relative_error
+from accuracy import FLOAT8, is_rounded, relative_error
 from cases import on_meta, parametrize
 
 import flash_qla
 from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_packed
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3, E5M2 = FLOAT8
 # Bars of o and of states, in relative L2: rounding of results and of the pool's states
 BARS = {BF16: 4e-3, FP16: 5e-4, FP32: 2e-6, FP64: 1e-13}
+SLACK = 3e-5  # of a state before it is rounded to 8 bits: the largest error of a number in fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,14 @@ class Case:
 
 
 def for_device(case: Case, device: str) -> Case:
-    """The nearest case for a GPU, which takes 16-bit tokens and multiples of 8."""
+    """The nearest case for a GPU, which takes 16-bit tokens and multiples of 8. States of 8 bits have multiples of 16,
+    and V first."""
     if device == "cpu":
         return case
+    if case.state_dtype in FLOAT8:
+        case = dataclasses.replace(
+            case, v_first=True, **{name: -(-getattr(case, name) // 16) * 16 for name in ("K", "gap")}
+        )
     return dataclasses.replace(
         case,
         dtype=case.dtype if case.dtype == FP16 else BF16,
@@ -176,6 +183,13 @@ def states_after_tokens(inputs: dict) -> tuple[torch.Tensor, list[list[torch.Ten
     return o, all_states
 
 
+def is_state(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a state of a pool is the expected one, on the CPU and with V first."""
+    if actual.dtype in FLOAT8:
+        return is_rounded(actual, expected, SLACK)
+    return relative_error(actual, expected) <= max(BARS[actual.dtype], BARS[FP32])
+
+
 def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expected_o: torch.Tensor, before) -> None:
     """o, and of the pool the written slots, all others being what they were."""
     pool, before, o = inputs["state_pool"].cpu(), before.cpu(), o.cpu()
@@ -186,7 +200,7 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
         assert not o.any()
     for slot, state in enumerate(pool):
         if slot in written:
-            assert relative_error(as_v_first(inputs, state), written[slot]) <= max(BARS[pool.dtype], BARS[FP32])
+            assert is_state(as_v_first(inputs, state), written[slot])
         else:
             assert torch.equal(state, before[slot])
 
@@ -207,6 +221,17 @@ ARRANGED = (
     *(Case(plain=True, T=T, v_first=v_first) for T in (1, 4) for v_first in (True, False)),
     Case(plain=True, lengths=(2, 0, 1), padding=1, index_dtype=torch.int64),
     Case(plain=True, lengths=(2, 9, 3), dtype=BF16, state_dtype=BF16),
+)
+
+# Pools of 8 bits
+OF_8_BITS = (
+    *(Case(state_dtype=dtype, T=T, K=128, V=136, gap=16) for dtype in FLOAT8 for T in (1, 3)),
+    Case(state_dtype=E4M3, dtype=FP16, K=96, V=40, H_k=1),
+    Case(state_dtype=E5M2, dtype=BF16, gate_dtype=BF16, lengths=(4, 9, 1, 5), K=256, V=136),
+    Case(state_dtype=E4M3, dtype=FP16, lengths=(1, 0, 12, 2), padding=2, K=144, index_dtype=torch.int64),
+    Case(state_dtype=E5M2, dtype=BF16, plain=True, ready="g beta", l2norm=False, K=64),
+    Case(state_dtype=E4M3, dtype=FP64, gate_dtype=FP64),
+    Case(state_dtype=E5M2, v_first=False, K=7, V=5, gap=3, T=2),
 )
 
 
@@ -234,6 +259,7 @@ ARRANGED = (
     Case(B=0),
     Case(T=0),
     *ARRANGED,
+    *OF_8_BITS,
 )
 def test_last_state_goes_back(case, device):
     case = for_device(case, device)
@@ -246,7 +272,7 @@ def test_last_state_goes_back(case, device):
     check(inputs, {slot: s[-1] for slot, s in found if len(s) > 1}, o, expected, before)
 
 
-@pytest.mark.parametrize("state_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, FP16, E4M3), ids=str)
 @pytest.mark.parametrize("T", (1, 3))
 def test_small_norms(T, state_dtype, device):
     """eps = 1e-6 under the root of the l2norm: a vector of length 1e-3 comes out with length 1 / sqrt(2)."""
@@ -261,7 +287,7 @@ def test_small_norms(T, state_dtype, device):
     check(inputs, written, o, expected, before)
 
 
-@pytest.mark.parametrize("state_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, FP16, E5M2), ids=str)
 @pytest.mark.parametrize("T", (1, 3))
 def test_strides_of_their_own(T, state_dtype, device):
     """q, k, v, a and b are parts of tensors of different widths, so that none has the strides of another."""
@@ -356,7 +382,7 @@ def test_drafts_in_slots(index_dtype, v_first, device):
 
 @pytest.mark.parametrize("with_tree", (False, True))
 @pytest.mark.parametrize("with_rows", (False, True))
-@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, E4M3), ids=str)
 @pytest.mark.parametrize("v_first", (True, False))
 def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, v_first, device):
     """Drafts as SGLang verifies them: the pool is unchanged, the states go to a buffer; perhaps of a tree."""
@@ -376,13 +402,13 @@ def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, v_first, devi
     for row in range(6):
         for t in range(5):
             if row in written:
-                assert relative_error(as_v_first(inputs, kept[row, t]).cpu(), written[row][t + 1]) <= BARS[state_dtype]
+                assert is_state(as_v_first(inputs, kept[row, t]).cpu(), written[row][t + 1])
             else:
                 assert torch.equal(kept[row, t], kept_before[row, t])
 
 
 @pytest.mark.parametrize("v_first", (True, False))
-@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, E5M2), ids=str)
 def test_tree_in_slots(state_dtype, v_first, device):
     """The slot at the start is overwritten by the first token, and still is where the third one starts from."""
     inputs = make_inputs(for_device(Case(B=2, T=4, state_dtype=state_dtype, v_first=v_first), device), device)
@@ -395,7 +421,7 @@ def test_tree_in_slots(state_dtype, v_first, device):
     check(inputs, {writes[n, t].item(): states[n][t + 1] for n in range(2) for t in range(4)}, o, expected, before)
 
 
-@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("state_dtype", (FP32, BF16, E4M3), ids=str)
 @pytest.mark.parametrize(
     ("T", "parents", "spoilt"),
     [(4, None, 2), (6, None, 3), (4, (-1, 0, 0, 1), 2), (7, (-1, 0, 0, 2, 1, 4, 2), 2)],

@@ -9,6 +9,8 @@ import torch
 from subprocesses import run_python
 from test_decode import (
     BF16,
+    E4M3,
+    E5M2,
     FP32,
     FP64,
     WRONG_CONTENTS,
@@ -91,7 +93,14 @@ def test_wrong_contents_are_reported():
         (Case(dtype=FP32), {}, "q has dtype float32, expected bfloat16 or float16 on a GPU"),
         (Case(dtype=BF16, K=264), {}, "q has head dimension K = 264"),
         (Case(dtype=BF16, V=20), {}, "v has head dimension V = 20"),
-        (Case(dtype=BF16, state_dtype=FP64), {}, "state_pool has dtype float64, expected float32, bfloat16 or float16"),
+        (Case(dtype=BF16, state_dtype=FP64), {}, "state_pool has dtype float64, expected float32, bfloat16, float16"),
+        (Case(dtype=BF16, state_dtype=E4M3, K=24), {}, "state_pool has 8 bits and states of K = 24 channels"),
+        (Case(dtype=BF16, state_dtype=E5M2, v_first=False), {}, "state_v_first is False on a state_pool of 8 bits"),
+        (
+            Case(dtype=BF16, state_dtype=E5M2),
+            {"intermediate_states": torch.zeros(3, 1, 4, 24, 16, dtype=E4M3)},
+            "intermediate_states has dtype float8_e4m3fn, expected float8_e5m2",
+        ),
         (Case(dtype=BF16, gap=2), {}, "state_pool has states that do not start at multiples of 16 bytes"),
         (
             Case(dtype=BF16),
@@ -162,7 +171,7 @@ def test_graph(case):
 @pytest.mark.parametrize("V", [128, 136])  # half of a tile may lie outside
 @pytest.mark.parametrize(
     ("state_dtype", "T", "B"),
-    [(BF16, 4, 64), *((dtype, T, B) for dtype in (FP32, BF16) for T in (1, 4) for B in (16, 24))],
+    [(BF16, 4, 64), *((dtype, T, B) for dtype in (FP32, BF16, E4M3) for T in (1, 4) for B in (16, 24))],
 )
 def test_many(state_dtype, T, B, V):
     """A full card; of some sizes two CTAs share a tile of the last sequences. The same bits a second time, and of the

@@ -224,7 +224,7 @@ say(20, ops.prefill_gated_delta_rule, x, x, x, g, g, pool, nothing)
 
 
 @pytest.mark.parametrize(
-    "dtype", (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.uint16, torch.bits8), ids=str
+    "dtype", (torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.complex64, torch.uint16, torch.bits8), ids=str
 )
 @pytest.mark.parametrize("argument", ("g", "q", "state_pool", "has_initial_state", "cu_seqlens"))
 def test_dtypes_that_no_op_takes(argument, dtype):

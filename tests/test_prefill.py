@@ -15,6 +15,8 @@ from poison import poisoned
 from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3, E5M2 = accuracy.FLOAT8
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 SLOTS = 20
 SIZES = {"K": 16, "V": 24, "state_v_first": True, "dtype": FP32}
 LENGTHS = {"lengths": (70, 0, 130, 64, 1, 300), "padding": 5}
@@ -68,7 +70,7 @@ def check_pool(pool: torch.Tensor, before: torch.Tensor, written: dict[int, torc
     expected = copied(before)
     for slot, state in written.items():
         expected[slot] = state
-    bits = torch.int16 if pool.element_size() == 2 else torch.int32
+    bits = BITS[pool.element_size()]
     assert torch.equal(pool._base.view(bits), expected._base.view(bits))
 
 
@@ -77,7 +79,7 @@ def make_arguments(
 ) -> dict:
     """The arguments of the prefill."""
     if device == "cuda":
-        case, gap = for_device(case, device), gap // 8 * 8
+        case, gap = for_device(case, device), gap // 16 * 16
         pool_dtype = FP32 if pool_dtype == FP64 else pool_dtype
     inputs = make_inputs(case, device)
     for name in ("initial_state", "state_v_first", "auto_cp"):
@@ -95,12 +97,17 @@ def by_hand(arguments: dict) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     pool, slots = arguments["state_pool"], arguments["state_indices"].long()
     null = arguments.get("null_index", -1)
     first, is_real = arguments.get("initial_state_indices", slots).long(), slots > null
-    states = torch.where((first > null)[:, None, None, None], pool[first.clamp_min(0)], 0)
+    states, dtype = pool[first.clamp_min(0)], pool.dtype
+    if dtype in accuracy.FLOAT8:
+        states, dtype = states.float(), FP32
+    states = torch.where((first > null)[:, None, None, None], states, 0)
     if arguments.get("has_initial_state") is not None:
         states = torch.where(arguments["has_initial_state"][:, None, None, None], states, 0)
     o, finals = chunk_gated_delta_rule(
-        **inputs, initial_state=states, output_final_state=True, state_v_first=True, state_dtype=pool.dtype
+        **inputs, initial_state=states, output_final_state=True, state_v_first=True, state_dtype=dtype
     )
+    if dtype != pool.dtype:
+        finals = accuracy.to_float8(finals, pool.dtype)
     for n, real in enumerate(is_real.tolist()):
         if not real:
             rows(arguments, o, n).zero_()
@@ -114,6 +121,11 @@ def rows(arguments: dict, x: torch.Tensor, n: int) -> torch.Tensor:
         return x[n : n + 1]
     offsets = arguments["cu_seqlens"].tolist()
     return x[:, offsets[n] : offsets[n + 1]]
+
+
+def can_fuse(pool_dtype: torch.dtype) -> bool:
+    """Whether the fused kernel takes the pool, and so may run in the place of the two kernels, with other bits."""
+    return pool_dtype not in accuracy.FLOAT8
 
 
 def check_by_hand(arguments: dict, device: str) -> None:
@@ -135,6 +147,8 @@ def check_by_hand(arguments: dict, device: str) -> None:
         (Case(**SIZES | {"dtype": FP16}, **LENGTHS, **ALL_INSIDE, g_dtype=FP16, beta_dtype=BF16), {"gap": 64}),
         (Case(**SIZES | {"dtype": FP64}, **LENGTHS, H_v=6, scale=0.7), {"pool_dtype": FP64}),
         (Case(**SIZES | {"dtype": BF16, "K": 96, "V": 192}, **LENGTHS), {"pool_dtype": FP16, "gap": 8}),
+        (Case(**SIZES | {"dtype": BF16, "K": 96, "V": 72}, **LENGTHS), {"pool_dtype": E4M3, "gap": 16}),
+        (Case(**SIZES | {"dtype": FP64}, **LENGTHS), {"pool_dtype": E5M2, "gap": 3}),
         (Case(**SIZES, lengths=(), padding=3), {}),
         (Case(**SIZES, lengths=(0, 0), padding=3), {}),
         (Case(**SIZES, B=2, T=0), {}),
@@ -142,21 +156,26 @@ def check_by_hand(arguments: dict, device: str) -> None:
     ids=str,
 )
 def test_as_gather_and_scatter(device, case, options):
-    check_by_hand(make_arguments(case, **options, device=device), device)
+    arguments = make_arguments(case, **options, device=device)
+    is_free = device == "cpu" or can_fuse(arguments["state_pool"].dtype)
+    with contextlib.nullcontext() if is_free else forward_mode(fused=0):
+        check_by_hand(arguments, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16, E4M3, E5M2), ids=str)
 @pytest.mark.parametrize(("K", "V"), ((128, 128), (64, 64), (96, 192), (256, 256), (136, 64)), ids=str)
 def test_kernels(mode, pool_dtype, K, V):
     """Each, with everything that the op has of its own."""
-    if mode == "fused" and (K > 128 or V > 128):
-        pytest.skip("the fused kernel has keys and values of up to 128 channels")
+    if mode == "fused" and (K > 128 or V > 128 or not can_fuse(pool_dtype)):
+        pytest.skip("the fused kernel has keys and values of up to 128 channels, and no states of 8 bits")
     if K > 128 and MODES[mode].get("value_tile") == 64:
         pytest.skip("wide keys have one value tile")
+    if pool_dtype in accuracy.FLOAT8:
+        K = -(-K // 16) * 16
     case = Case(**SIZES | {"K": K, "V": V, "dtype": BF16}, **LENGTHS, **RAW, **ALL_INSIDE, g_dtype=BF16)
-    arguments = make_arguments(case, pool_dtype, gap=8, device="cuda")
+    arguments = make_arguments(case, pool_dtype, gap=16, device="cuda")
     arguments["state_indices"][2] = -1
     arguments["has_initial_state"] = torch.tensor([True, False, True, False, True, True], device="cuda")
     with in_mode("cuda", mode):
@@ -190,10 +209,12 @@ def test_without_tokens(device, mode):
 
 
 @of_modes("fused", "narrow", "wide", *WIDE_KEYS)
-@pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16, E4M3), ids=str)
 @pytest.mark.parametrize("every", (64, 128, 16, 80))
 def test_checkpoints(device, mode, every, pool_dtype):
     """The states of shorter prefills, bit for bit, in a tensor of their own or in slots."""
+    if mode == "fused" and not can_fuse(pool_dtype):
+        pytest.skip("the fused kernel takes no states of 8 bits")
     with in_mode(device, mode):
         check_checkpoints(device, sizes_in(mode), every, pool_dtype, torch.equal)
 
@@ -284,7 +305,7 @@ def test_checkpoints_anywhere(device, mode, every):
 
 
 @of_modes("fused", "narrow", "wide", "cut", *WIDE_KEYS)
-@pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16, E4M3, E5M2), ids=str)
 @pytest.mark.parametrize("every", (64, 128, 80))
 def test_a_hit_is_a_miss(device, mode, every, pool_dtype):
     """With batch_invariant, calls that start from checkpoints give the bits of the call that left these: outputs, later

@@ -9,6 +9,7 @@ from cases import Case, forward_mode
 from subprocesses import run_python
 from test_prefill import (
     BF16,
+    E5M2,
     FP16,
     FP32,
     FP64,
@@ -186,7 +187,7 @@ def test_graph(mode, every):
             assert torch.equal(captured["state_pool"], later["state_pool"])
 
 
-@pytest.mark.parametrize("pool_dtype", (FP32, FP16), ids=str)
+@pytest.mark.parametrize("pool_dtype", (FP32, FP16, E5M2), ids=str)
 def test_many(pool_dtype):
     """A full card, several pieces of work a CTA, and the same bits a second time."""
     case = Case(**SIZES | {"dtype": BF16, "K": 128, "V": 128}, lengths=(300,) * 18, H_k=4, H_v=32)

@@ -3,11 +3,14 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+#include <torch/headeronly/util/Float8_e5m2.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace flash_qla::cpu {
@@ -26,8 +29,24 @@ auto with_elements(Data* data, torch::headeronly::ScalarType dtype, const auto& 
       return f(static_cast<Like<c10::Half, Data>*>(data));
     case ScalarType::Float:
       return f(static_cast<Like<float, Data>*>(data));
+    case ScalarType::Float8_e4m3fn:
+      return f(static_cast<Like<c10::Float8_e4m3fn, Data>*>(data));
+    case ScalarType::Float8_e5m2:
+      return f(static_cast<Like<c10::Float8_e5m2, Data>*>(data));
     default:
       return f(static_cast<Like<double, Data>*>(data));
+  }
+}
+
+// x, rounded to nearest. In 8 bits a number beyond the largest, also an infinity, becomes the largest; NaN stays NaN.
+template <typename T, typename CT>
+T rounded_to(CT x) {
+  if constexpr (sizeof(T) == 1) {
+    constexpr float kMost = std::is_same_v<T, c10::Float8_e5m2> ? 57344.f : 448.f;
+    const float y = static_cast<float>(x);
+    return T(y > kMost ? kMost : y < -kMost ? -kMost : y);
+  } else {
+    return static_cast<T>(x);
   }
 }
 
@@ -57,13 +76,13 @@ struct WritableFloats {
 
   template <typename CT>
   void set(int64_t i, CT x) const {
-    with_elements(data, dtype, [i, x]<typename T>(T* elements) { elements[i] = static_cast<T>(x); });
+    with_elements(data, dtype, [i, x]<typename T>(T* elements) { elements[i] = rounded_to<T>(x); });
   }
 
   // get() after set(), without the memory.
   template <typename CT>
   CT rounded(CT x) const {
-    with_elements(data, dtype, [&x]<typename T>(T*) { x = static_cast<CT>(static_cast<T>(x)); });
+    with_elements(data, dtype, [&x]<typename T>(T*) { x = static_cast<CT>(rounded_to<T>(x)); });
     return x;
   }
 };

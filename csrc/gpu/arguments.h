@@ -10,11 +10,19 @@
 
 namespace flash_qla {
 
-// The dtype of a kernel's instance: float32 or a 16-bit dtype.
+// The dtype of a kernel's instance: float32, a 16-bit dtype, or both dtypes of 8 bits.
 inline kernels::Dtype instance_dtype(ScalarType dtype) {
-  return dtype == ScalarType::Float      ? kernels::Dtype::kFloat32
-         : dtype == ScalarType::BFloat16 ? kernels::Dtype::kBfloat16
-                                         : kernels::Dtype::kFloat16;
+  switch (dtype) {
+    case ScalarType::Float:
+      return kernels::Dtype::kFloat32;
+    case ScalarType::BFloat16:
+      return kernels::Dtype::kBfloat16;
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2:
+      return kernels::Dtype::kFloat8;
+    default:
+      return kernels::Dtype::kFloat16;
+  }
 }
 
 // The tensor's memory; null without the tensor.
@@ -30,6 +38,10 @@ inline int64_t dtype_code(const Tensor& tensor) {
       return Dtype::kFloat16;
     case ScalarType::Double:
       return Dtype::kFloat64;
+    case ScalarType::Float8_e4m3fn:
+      return Dtype::kFloat8E4m3fn;
+    case ScalarType::Float8_e5m2:
+      return Dtype::kFloat8E5m2;
     default:
       return Dtype::kFloat32;
   }

@@ -56,7 +56,7 @@ void require_tile(const ForwardShape& shape, int64_t forced) {
 
 bool can_fuse(const ForwardShape& shape, const Override& forced) {
   const bool supported = !shape.output_h && !shape.in_halves && !shape.batch_invariant && !shape.resumable;
-  return supported && forced.fused != 0 && has_fused_kernel(shape);
+  return supported && !shape.float8 && forced.fused != 0 && has_fused_kernel(shape);
 }
 
 // Adds the modes of a value tile with segments of this many chunks; 0: no segments. fuses: the fused kernel may take

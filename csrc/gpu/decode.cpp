@@ -59,6 +59,8 @@ void check_shapes(const DecodeCall& call) {
   const int64_t state_size = call.H_v * call.V * call.K;
   check(state_size <= INT32_MAX, call.op, "state_pool has states of ", state_size, " elements, expected at most ",
         INT32_MAX, " on a GPU");
+  check(call.state_v_first || !is_float8(call.state_pool), call.op,
+        "state_v_first is False on a state_pool of 8 bits, expected states with V first, [slots, H_v, V, K], on a GPU");
   check_states_on_gpu(call.op, "state_pool", call.state_pool);
   if (call.intermediate_states) {
     check_same_dtype(call.op, "intermediate_states", *call.intermediate_states, call.state_pool);
@@ -136,6 +138,9 @@ Limits limits_of(const kernels::DecodeParams& instance) {
   }
   switch (instance.path) {
     case Path::kOneToken:
+      if (instance.state_dtype == kernels::Dtype::kFloat8) {
+        return {kDecodeCtasOne8, true};
+      }
       return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false};
     case Path::kRows:
       return {kDecodeCtasRows, false};
@@ -303,6 +308,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .length = call.T,
                    .update_state = call.writes_back(),
                    .shares = Grid(call, instance).shares(),
+                   .float8 = dtype_code(call.state_pool),
                    .tokens = call.tokens(),
                    .slots = call.slots(),
                    .slot_stride = call.state_pool.stride(0),

@@ -24,6 +24,7 @@ ForwardShape shape_of(const Call& call, const States& states) {
   shape.batch_invariant = call.batch_invariant;
   shape.checkpoint_every = states.kept.checkpoint_every;
   shape.resumable = states.resumable();
+  shape.float8 = states.float8();
   return shape;
 }
 

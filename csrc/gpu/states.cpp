@@ -78,10 +78,12 @@ std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tens
 }
 
 void check_states_on_gpu(const char* op, const char* name, const Tensor& tensor) {
-  const ScalarType dtype = tensor.scalar_type();
-  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(dtype), ", expected float32, bfloat16 or float16 on a GPU");
+  if (has_dtype(tensor, ScalarType::Double)) [[unlikely]] {
+    fail(op, name, " has dtype float64, expected float32, bfloat16, float16, float8_e4m3fn or float8_e5m2 on a GPU");
   }
+  const int64_t channels = tensor.size(tensor.dim() - 1);
+  check(!is_float8(tensor) || channels % kPieceBytes == 0, op, name, " has 8 bits and states of K = ", channels,
+        " channels, expected a multiple of 16 on a GPU");
   check_pieces(op, name, tensor, tensor.dim() - 3, "states");
 }
 

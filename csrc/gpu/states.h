@@ -1,6 +1,7 @@
 // The states of a call, in tensors of its own or in slots of a pool. Kernels read and write them in place.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -25,6 +26,8 @@ struct States {
 
   // Whether chunk_forward's resumable instances are needed.
   bool resumable() const { return rounds || kept.checkpoint_every % kChunk != 0; }
+  // Whether some states have 8 bits, whose Dtypes come last.
+  bool float8() const { return std::max(numbers.state_dtype, kept.kept_dtype) >= Dtype::kFloat8E4m3fn; }
 };
 
 // The op's own states: fp32, contiguous, in the layout of the call.

@@ -146,11 +146,11 @@ int64_t box_bytes(const CUtensorMap& map);
 const char* described_address(const CUtensorMap& map);  // null: none
 void move_box(Box move, const CUtensorMap& map, const void* shared, std::initializer_list<int> coordinates,
               const void* barrier = nullptr);  // for a load: its barrier
-// Fails unless address and size are multiples of 16 bytes, as copies in pieces of 16 bytes need. (-fsanitize=alignment
+// Fails unless address and size are multiples of `piece` bytes, as copies in such pieces need. (-fsanitize=alignment
 // checks loads and stores of vectors.)
-void check_pieces(const void* global, int64_t bytes);
-// Copies 16 bytes of global memory to shared memory, or writes zeros.
-void copy_piece(void* to, const void* from, bool is_there);
+void check_pieces(const void* global, int64_t bytes, int piece = 16);
+// Copies a piece of global memory to shared memory, or writes zeros.
+void copy_piece(void* to, const void* from, bool is_there, int bytes);
 // Copies bytes of global memory to shared memory, and completes them at the barrier.
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes);
 
@@ -230,6 +230,15 @@ T __ldg(const T* from) {
 template <typename T>
 void __stcg(T* to, T x) {
   *to = x;
+}
+// Byte i of the result is byte (selector >> 4 i & 7) of y and x, of which x has the four low ones.
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    found |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return found;
 }
 inline int atomicAdd(int* to, int x) { return std::exchange(*to, *to + x); }
 inline void __threadfence() {}

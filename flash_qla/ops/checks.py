@@ -5,6 +5,7 @@ import torch
 from flash_qla._layout import CHUNK
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # only states in a pool
 
 
 def check_offsets(function: str, cu_seqlens: object) -> None:

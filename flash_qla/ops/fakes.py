@@ -9,7 +9,7 @@ import torch
 from flash_qla import _binary
 from flash_qla._layout import CHUNK, DECODE_BACKLOG, HEAD_DIM_STEP, MOST_VALUE_DIM
 from flash_qla.ops import schemas
-from flash_qla.ops.checks import FLOATING, check_state_dtype
+from flash_qla.ops.checks import FLOAT8, FLOATING, check_state_dtype
 
 _INDICES = (torch.int32, torch.int64)
 
@@ -315,19 +315,24 @@ def _fake_backward_finish(call):
     return _fake_sums(call, *_check_backward_inputs(call, "initial_state", "dht"))
 
 
-def _check_pool(call, N, states, tables, v_first=True):
+def _check_pool(call, N, states, tables, v_first=True, float8=True):
     """Checks states [.., H_v, V, K] and tables of indices with a row a sequence.
 
     Args:
         N: the number of sequences.
         states, tables: name of the argument -> symbols of its dimensions, such as "[slots, H_v, V, K]".
         v_first: False if the states are [.., H_v, K, V].
+        float8: whether states may have 8 bits.
     """
     K, (_, _, H_v, V) = call.q.shape[-1], call.v.shape
     for name, symbols in states.items():
         x = getattr(call, name)
         if x is not None:
-            _check_floating(call, name)
+            if float8:
+                text = "bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2"
+                _check_dtype(call, name, (*FLOATING, *FLOAT8), text)
+            else:
+                _check_floating(call, name)
             _check_rank(call, name, len(symbols.split()), symbols)
             _check_shape(call, name, (*x.shape[:-3], H_v, *((V, K) if v_first else (K, V))), symbols)
     for name, symbols in tables.items():
@@ -481,7 +486,7 @@ def _fake_decode_buffered(call):
     _, _, H_v, V = call.v.shape
     _check(call, T == 1, lambda: f"q has {T} tokens of each sequence, expected 1 ([B, 1, H_k, K])")
     tables = dict.fromkeys(("state_indices", "write_pos", "force_flush"), "[N]")
-    _check_pool(call, N, {"state_pool": "[slots, H_v, V, K]"}, tables)
+    _check_pool(call, N, {"state_pool": "[slots, H_v, V, K]"}, tables, float8=False)
     _check_rank(call, "d_cache", 4, "[slots, H_v, L, V]")
     if call.state_indices is None:
         _check_a_state_each(call, N)

@@ -42,8 +42,9 @@ def swizzled(buffer):
 
 
 def element_type(dtype):
-    """The name of a dtype in CUDA C++."""
-    return {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}[dtype]
+    """The name of a dtype in CUDA C++. float8: of either format."""
+    float8 = "flash_qla::device::Float8"
+    return {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float8": float8}[dtype]
 
 
 def block_row(chunk_slots, H_v, j, dtype):

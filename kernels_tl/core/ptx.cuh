@@ -56,6 +56,30 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// Two numbers of 8 bits in the low bytes of a word, `low` in the lowest: e5m2 or e4m3. Both are rounded to nearest. A
+// number beyond the format's largest, also an infinity, becomes the largest; NaN stays NaN. unpack_8 returns the pair
+// in fp16, which holds every number of both formats.
+template <bool kE5M2>
+__device__ __forceinline__ uint32_t pack_8(float low, float high) {
+  uint16_t pair;
+  if constexpr (kE5M2) {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+template <bool kE5M2>
+__device__ __forceinline__ uint32_t unpack_8(uint32_t pair) {
+  uint32_t halves;
+  if constexpr (kE5M2) {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  } else {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  }
+  return halves;
+}
+
 // c += a b, 16 x 8 += (16 x 8)(8 x 8), in TF32. With g = lane / 4, t = lane % 4: c holds (g, 2t), (g, 2t + 1), (g + 8,
 // 2t), (g + 8, 2t + 1); a holds (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b holds (t, g), (t + 4, g).
 __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
@@ -153,6 +177,11 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
 // Copies 16 bytes from global to shared memory or, unless `there`, writes zeros. It skips L1: each byte is read once.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+// The same for 8 bytes, which pass through L1: no other copy of 8 bytes exists.
+__device__ __forceinline__ void copy_async(uint2* to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 8 : 0)
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -10,11 +10,11 @@ class StateView:
     """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] from the pointer `numbers` on.
 
     `strides` are the element strides of v and of k within a state, so the layout is a run-time number. The slots of a
-    pool are `slot_stride` elements apart; None: they follow one another. `dtype` is a Dtype; states of 16 bits have V
-    first."""
+    pool are `slot_stride` elements apart; None: they follow one another. `dtype` is a Dtype, of 8 bits
+    only if `float8`; states of 8 or 16 bits have V first."""
 
-    def __init__(self, numbers, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32):
-        self.numbers, self.dtype = numbers, dtype
+    def __init__(self, numbers, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32, float8=False):
+        self.numbers, self.dtype, self.float8 = numbers, dtype, str(float8).lower()
         self.key_dim, self.value_dim = T.Cast("int32", key_dim), T.Cast("int32", value_dim)
         self.stride_v, self.stride_k = strides
         self.H_v, self.slot_stride = H_v, slot_stride
@@ -34,19 +34,21 @@ class StateView:
             state = (T.Cast("int64", slot) * self.H_v + hv) * head
         else:
             state = T.Cast("int64", slot) * self.slot_stride + T.Cast("int64", hv) * head
-        return extern("number_at", self.numbers, self.dtype, state + v * self.stride_v)
+        return extern(f"number_at<{self.float8}>", self.numbers, self.dtype, state + v * self.stride_v)
 
     def read_columns(self, fragment, slot, hv, v):
         """Reads the warpgroups' columns of S, from value row v on; zeros for columns that the state lacks."""
         extent = (self.stride_v, self.stride_k, self.key_dim, self.value_dim - v)
-        return extern("read_state_columns", fragment.data, self.pointer(slot, hv, v), self.dtype, *extent)
+        return extern(
+            f"read_state_columns<{self.float8}>", fragment.data, self.pointer(slot, hv, v), self.dtype, *extent
+        )
 
     def _of_fragment(self, name, fragment, slot, hv, v):
         """Calls a function of core/tiles.cuh on the warpgroups' rows of S^T, from value row v on. `extent` tells how
         many value rows and channels the state has."""
         state, K = self.pointer(slot, hv, v), fragment.shape[1]
         extent = (self.row_stride, self.value_dim - v, self.key_dim)
-        return extern(f"{name}<{K}>", fragment.data, state, self.dtype, self.is_v_first, *extent)
+        return extern(f"{name}<{K}, {self.float8}>", fragment.data, state, self.dtype, self.is_v_first, *extent)
 
     def read(self, fragment, slot, hv, v=0):
         return self._of_fragment("read_state", fragment, slot, hv, v)
@@ -63,7 +65,8 @@ def chosen(first, a, b):
     """States a if `first`, else b. They may differ in address, slot stride and dtype only."""
     numbers = extern("chosen", first, a.numbers, b.numbers)
     slot_stride, dtype = (T.Select(first, getattr(a, x), getattr(b, x)) for x in ("slot_stride", "dtype"))
-    return StateView(numbers, a.H_v, a.key_dim, a.value_dim, (a.stride_v, a.stride_k), slot_stride, dtype)
+    strides = (a.stride_v, a.stride_k)
+    return StateView(numbers, a.H_v, a.key_dim, a.value_dim, strides, slot_stride, dtype, a.float8 == "true")
 
 
 def is_checkpoint(tokens, length, until, every):

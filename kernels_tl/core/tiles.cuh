@@ -224,11 +224,13 @@ __device__ __forceinline__ void store_tile(const void* tile, void* rows, int str
   }
 }
 
-// number_at: the address of element i of `numbers`, whose Dtype has 16 or 32 bits and is known at run time. chosen: a
-// if `first`, else b.
-template <typename Number>
+// The functions of states below take a Dtype that is known at run time, of 8 bits only if kFloat8.
+
+// number_at: the address of element i of `numbers`. chosen: a if `first`, else b.
+template <bool kFloat8, typename Number>
 __device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t i) {
-  const char* const at = reinterpret_cast<const char*>(numbers) + i * (dtype == Dtype::kFloat32 ? 4 : 2);
+  const int bytes = dtype == Dtype::kFloat32 ? 4 : kFloat8 && is_float8(dtype) ? 1 : 2;
+  const char* const at = reinterpret_cast<const char*>(numbers) + i * bytes;
   return const_cast<Number*>(reinterpret_cast<const Number*>(at));
 }
 template <typename Number>
@@ -275,23 +277,27 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
 
 // fragment = columns of S from a caller's state, in the layout of for_columns. `state` points to the first column.
 // Channels and columns that the state lacks are zeros.
+template <bool kFloat8>
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
   const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
-  const auto read = [=]<typename T>(T) {
+  const auto read = [=]<typename T>(T, auto number) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int k = row + 8 * (i / 2 % 2), v = column + 8 * (i / 4) + i % 2;
       fragment[i] =
-          k < channels && v < columns ? to_float(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
+          k < channels && v < columns ? number(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
     }
   };
+  const auto number = [](auto x) { return to_float(x); };
   if (dtype == Dtype::kBfloat16) {
-    read(__nv_bfloat16());
+    read(__nv_bfloat16(), number);
   } else if (dtype == Dtype::kFloat16) {
-    read(__half());
+    read(__half(), number);
+  } else if (kFloat8 && is_float8(dtype)) {
+    read(Float8(), [=](Float8 x) { return unpack_float8(dtype, x.bits).x; });
   } else {
-    read(float());
+    read(float(), number);
   }
 }
 
@@ -301,7 +307,8 @@ __device__ __forceinline__ void read_state_columns(float* fragment, const void* 
 // S^T lies in the CTA's first warpgroups, 64 rows each, as fragments of 64 x kK. The state has V or K first, with rows
 // `stride` elements apart. It has `rows` value rows and `columns` channels, both multiples of 8. The inputs are opaque
 // like lane_here(), so no address is kept in a register from before the chunks. If the state has all rows and columns
-// (kAll), no pair is checked, because a branch for each pair took 5 % of batches of 1024 tokens.
+// (kAll), no pair is checked, because a branch for each pair took 5 % of batches of 1024 tokens. Without kTwice there
+// is one code, which checks all pairs.
 template <int kK, bool kAll, typename Number, typename Use, typename Skip>
 __device__ __forceinline__ void for_pairs_from(Number* at, int row_step, int column_step, int next, int rows,
                                                int columns, Use use, Skip skip) {
@@ -318,7 +325,7 @@ __device__ __forceinline__ void for_pairs_from(Number* at, int row_step, int col
     at += column_step;
   }
 }
-template <int kK, typename Number, typename Use, typename Skip>
+template <int kK, bool kTwice = true, typename Number, typename Use, typename Skip>
 __device__ __forceinline__ void for_pairs(Number* state, bool v_first, int stride, int rows, int columns, Use use,
                                           Skip skip) {
   int thread = threadIdx.x;
@@ -326,15 +333,16 @@ __device__ __forceinline__ void for_pairs(Number* state, bool v_first, int strid
   const int row = 16 * (thread / 32) + thread % 32 / 4, column = 2 * (thread % 4);
   Number* const at = state + (v_first ? row * stride + column : column * stride + row);
   const int row_step = v_first ? 8 * stride : 8, column_step = v_first ? 8 : 8 * stride, next = v_first ? 1 : stride;
-  if (__all_sync(~0u, row + 8 < rows) && columns == kK) {
+  if (kTwice && __all_sync(~0u, row + 8 < rows) && columns == kK) {
     for_pairs_from<kK, true>(at, row_step, column_step, next, rows, columns, use, skip);
   } else {
     for_pairs_from<kK, false>(at, row_step, column_step, next, rows - row, columns, use, skip);
   }
 }
 
-// fragment = rows of S^T from a state, with zeros for rows and columns that it lacks. A state of 16 bits has V first.
-template <int kK>
+// fragment = rows of S^T from a state, with zeros for rows and columns that it lacks. A state of 8 or 16 bits has V
+// first.
+template <int kK, bool kFloat8 = false>
 __device__ __forceinline__ void read_state(float* fragment, const void* state, int dtype, bool v_first, int stride,
                                            int rows, int columns) {
   float2* const pairs = reinterpret_cast<float2*>(fragment);
@@ -349,6 +357,11 @@ __device__ __forceinline__ void read_state(float* fragment, const void* state, i
     read_16(__nv_bfloat16());
   } else if (dtype == Dtype::kFloat16) {
     read_16(__half());
+  } else if (kFloat8 && is_float8(dtype)) {
+    const auto read = [=](int i, const Float8* at, const Float8*) {
+      pairs[i] = unpack_float8(dtype, *reinterpret_cast<const uint16_t*>(at));
+    };
+    for_pairs<kK, false>(static_cast<const Float8*>(state), true, stride, rows, columns, read, clear);
   } else if (v_first) {
     for_pairs<kK>(
         floats, true, stride, rows, columns,
@@ -397,8 +410,32 @@ __device__ __forceinline__ void write_words(void* state, int thread, int stride,
   }
 }
 
+// The same for 8 bits, in columns that are a multiple of 16. pair(i) is the lane's i-th pair in the low bytes of a
+// word. Each of the four lanes writes 16 of 64 columns.
+template <int kK, typename Pair>
+__device__ __forceinline__ void write_bytes(void* state, int thread, int stride, int rows, int columns, Pair pair) {
+  make_opaque(thread, stride, rows, columns);
+  const int row = 16 * (thread / 32) + thread % 32 / 4, column = 16 * (thread % 4);
+  char* const at = static_cast<char*>(state) + row * stride + column;
+  const auto word = [=](int i) { return pair(i) | pair(i + 2) << 16; };
+#pragma unroll
+  for (int n = 0; n < kK / 8; n += 8) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 2 * n + half;
+      // The words of lane t of the four: columns 2t, 2t + 1, 2t + 8, 2t + 9 of the lane's 16.
+      const uint4 x = transpose_words({word(i), word(i + 4), word(i + 8), word(i + 12)}, thread);
+      if (row + 8 * half < rows && column + 8 * n < columns) {
+        *reinterpret_cast<uint4*>(at + 8 * half * stride + 8 * n) = {
+            __byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.x, x.y, 0x7632),
+            __byte_perm(x.z, x.w, 0x7632)};
+      }
+    }
+  }
+}
+
 // state = rows of S^T from an fp32 fragment; the inverse of read_state.
-template <int kK>
+template <int kK, bool kFloat8 = false>
 __device__ __forceinline__ void write_state(const float* fragment, void* state, int dtype, bool v_first, int stride,
                                             int rows, int columns) {
   const float2* const pairs = reinterpret_cast<const float2*>(fragment);
@@ -412,6 +449,9 @@ __device__ __forceinline__ void write_state(const float* fragment, void* state, 
     write_16(__nv_bfloat16());
   } else if (dtype == Dtype::kFloat16) {
     write_16(__half());
+  } else if (kFloat8 && is_float8(dtype)) {
+    write_bytes<kK>(state, threadIdx.x, stride, rows, columns,
+                    [=](int i) { return pack_float8(dtype, pairs[i].x, pairs[i].y); });
   } else if (v_first) {
     for_pairs<kK>(
         floats, true, stride, rows, columns,

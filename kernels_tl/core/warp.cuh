@@ -54,6 +54,19 @@ __device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
+// A number of a state of 8 bits, whose format is known at run time: Dtype::kFloat8E4m3fn or kFloat8E5m2.
+struct Float8 {
+  uint8_t bits;
+};
+__device__ __forceinline__ bool is_float8(int dtype) { return dtype >= Dtype::kFloat8E4m3fn; }
+// pack and unpack for a pair of them. They compute both formats and select, because code for each would be longer.
+__device__ __forceinline__ uint32_t pack_float8(int dtype, float low, float high) {
+  return dtype == Dtype::kFloat8E5m2 ? pack_8<true>(low, high) : pack_8<false>(low, high);
+}
+__device__ __forceinline__ float2 unpack_float8(int dtype, uint32_t pair) {
+  return unpack(__half(), dtype == Dtype::kFloat8E5m2 ? unpack_8<true>(pair) : unpack_8<false>(pair));
+}
+
 // Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 

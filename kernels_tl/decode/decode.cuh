@@ -66,13 +66,14 @@ class Decode {
     Of<DecodePath::kTensorCores, MmaTokens<kDecodeTokens, K>> more;
   };
   // Whether a CTA may have more value rows than its warps have at a time.
-  static constexpr bool kHasGroups = kPath == DecodePath::kBlocks || kPath == DecodePath::kTensorCores;
+  static constexpr bool kHasGroups = kPath == DecodePath::kBlocks || kPath == DecodePath::kTensorCores ||
+                                     (kPath == DecodePath::kOneToken && sizeof(State) == 1);
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
   __device__ __forceinline__ int groups() const { return kHasGroups ? share.groups : 1; }
   __device__ __forceinline__ int first_row_of(int group) const { return share.first_row + group * kDecodeGroupRows; }
   __device__ __forceinline__ int row_of(int group) const { return first_row_of(group) + warp() * kDecodeWarpRows; }
-  __device__ __forceinline__ Rows rows_of(int group) const { return Rows(row_of(group), K_, V_); }
+  __device__ __forceinline__ Rows rows_of(int group) const { return Rows(row_of(group), K_, V_, states.dtype); }
   __device__ __forceinline__ const State* state_of(int64_t slot) const {
     return static_cast<const State*>(states.pool) + slot * states.slot_stride;
   }

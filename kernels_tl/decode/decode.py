@@ -23,7 +23,8 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel; keys of more than 128 channels have rows and key_first:
+There are five paths, each a kernel; keys of more than 128 channels have rows and key_first, states of 8 bits one_token
+and rows, or rows:
 
 - one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
   between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
@@ -50,7 +51,7 @@ The states of the first sequences are prefetched into L2 while the preceding gri
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
-from kernels_tl.config import DECODE, DECODE_GROUP as GROUP
+from kernels_tl.config import DECODE_GROUP as GROUP, decode_tile
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.core.cta import BYTES
 from kernels_tl.layout import (
@@ -180,10 +181,12 @@ def decode(dtype, K, state_dtype, path):
     H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
     strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "row_stride", "step_stride")}
     name, ROWS = PATHS[path]
-    cta = DECODE[K]["one_token_16" if path == "one_token" and BYTES[state_dtype] == 2 else path]
+    cta = decode_tile(K, path, BYTES[state_dtype])
     TILE_BYTES = ROWS * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
+    if is_float8 := state_dtype == "float8":
+        state_dtype = "uint8"  # TileLang's name of the memory
     function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
 
     state_strides = (value_dim * key_dim, key_dim, 1)
@@ -204,6 +207,7 @@ def decode(dtype, K, state_dtype, path):
         length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
         shares: DecodeShares(),
+        float8: T.int32,  # the Dtype of states of 8 bits
     ):
         with T.Kernel(
             T.ceildiv(value_dim, GROUP * shares.groups),
@@ -251,6 +255,7 @@ def decode(dtype, K, state_dtype, path):
                     strides["step_stride"],
                     T.Cast("int32", rows),
                     T.Cast("int32", steps),
+                    float8 if is_float8 else 0,
                 ),
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),

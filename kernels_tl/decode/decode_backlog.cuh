@@ -34,7 +34,7 @@ class Entry {
 // The backlogs of all slots, and a head's place in them. gates points to the value head's part of slot 0, the other two
 // to slot 0. Strides go from slot to slot, in elements.
 struct DecodeBacklog {
-  void *changes, *keys;  // of the element type of k, or fp32
+  void *changes, *keys;  // their numbers have the element type of k, or are fp32
   float* gates;
   int64_t change_stride, key_stride, gate_stride;
   Table positions, flushes;
@@ -193,7 +193,7 @@ class TokenRows {
 template <typename Element, int K>
 class BacklogKeys {
  public:
-  static constexpr int kPieces = K / 8;  // of a row
+  static constexpr int kPieces = K / 8;  // a row has so many
   using Shared = uint4[kDecodeBacklog * kPieces];
   static constexpr int kTile = 16, kTiles = kDecodeBacklog / kTile;
 

@@ -13,7 +13,7 @@ class LaggingRows : public StateRows<State, K> {
  public:
   using Base = StateRows<State, K>;
   using typename Base::L;
-  static constexpr int kTileRows = kDecodeGroupRows;  // of a CTA
+  static constexpr int kTileRows = kDecodeGroupRows;  // a CTA has so many rows
   using Token = TokenRows<Element, K, kTileRows>;
   using Keys = BacklogKeys<Element, K>;
   using Changes = BacklogChanges<Element, kDecodeWarpRows>;

@@ -10,8 +10,8 @@ namespace flash_qla::device {
 template <typename Element, int K>
 class MmaLaggingRows {
  public:
-  static constexpr int kRows = 16;                        // of a warp
-  static constexpr int kTileRows = kRows * kDecodeWarps;  // of a CTA
+  static constexpr int kRows = 16;                        // a warp has so many
+  static constexpr int kTileRows = kRows * kDecodeWarps;  // a CTA has so many
   using Left = LeftFactor<K>;
   using Token = TokenRows<Element, K, kTileRows>;
   using Keys = BacklogKeys<Element, K>;

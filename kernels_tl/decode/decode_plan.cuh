@@ -108,6 +108,7 @@ struct DecodeStates {
   void *pool, *kept;
   int64_t slot_stride, row_stride, step_stride;
   int rows, steps;  // 0 if no states are kept
+  int dtype;        // the Dtype of a Float8; else unused
 
   template <typename State>
   struct Places {

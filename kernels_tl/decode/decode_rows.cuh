@@ -32,16 +32,19 @@ class StateRows {
  public:
   using L = RowLanes<State, K>;
   static constexpr int kPieces = L::kRows * L::kPieces;
-  using Raw = uint4[kPieces];          // a lane's pieces of its rows, as in memory
-  using Tile = uint4[kPieces][kWarp];  // those of all lanes, in shared memory
+  static constexpr bool kIsFloat8 = sizeof(State) == 1;
+  using Piece = std::conditional_t<kIsFloat8, uint2, uint4>;
+  using Raw = Piece[kPieces];          // a lane's pieces of its rows, as in memory
+  using Tile = Piece[kPieces][kWarp];  // those of all lanes, in shared memory
 
-  // The rows begin at row `row` of a head's state.
-  __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim) : row_(row), K_(key_dim), V_(value_dim) {}
+  // The rows begin at row `row` of a head's state. `dtype`: that of a Float8.
+  __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim, int dtype = 0)
+      : row_(row), K_(key_dim), V_(value_dim), dtype_(dtype) {}
 
   __device__ __forceinline__ void load(Raw& raw, const State* state) const {
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
-      raw[p] = is_there(p) ? __ldcg(reinterpret_cast<const uint4*>(state + offset(p))) : uint4{};
+      raw[p] = is_there(p) ? __ldcg(reinterpret_cast<const Piece*>(state + offset(p))) : Piece{};
     }
   }
   // The warp's tile among those of the CTA.
@@ -63,9 +66,13 @@ class StateRows {
     set(raw);
   }
   __device__ __forceinline__ void set(const Raw& raw) {
+    if constexpr (kIsFloat8) {
+      with_format([&](auto is_e5m2) { unpack_bytes<is_e5m2>(raw); });
+    } else {
 #pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      unpack_piece(S_[p / L::kPieces] + p % L::kPieces * L::kPieceChannels, raw[p]);
+      for (int p = 0; p < kPieces; ++p) {
+        unpack_piece(numbers_of(p), raw[p]);
+      }
     }
   }
   // A lane's piece of a row: L::kPieceChannels numbers.
@@ -82,22 +89,24 @@ class StateRows {
       }
     }
   }
+  // The inverse of unpack_piece.
+  __device__ __forceinline__ static uint4 pack_piece(const float* numbers) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(State) == 4) {
+        words[i] = __float_as_uint(numbers[i]);
+      } else {
+        words[i] = pack(State(), numbers[2 * i], numbers[2 * i + 1]);
+      }
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
   __device__ __forceinline__ void write(State* state) const {
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const float* const numbers = S_[p / L::kPieces] + p % L::kPieces * L::kPieceChannels;
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(State) == 4) {
-          words[i] = __float_as_uint(numbers[i]);
-        } else {
-          words[i] = pack(State(), numbers[2 * i], numbers[2 * i + 1]);
-        }
-      }
-      if (is_there(p)) {
-        __stcg(reinterpret_cast<uint4*>(state + offset(p)), uint4{words[0], words[1], words[2], words[3]});
-      }
+    if constexpr (kIsFloat8) {
+      with_format([&](auto is_e5m2) { write_pieces(state, pack_bytes<is_e5m2>); });
+    } else {
+      write_pieces(state, pack_piece);
     }
   }
 
@@ -138,10 +147,48 @@ class StateRows {
 
  protected:
   static constexpr int kLanesOfSum = L::kLanes / (2 * L::kRows);  // lanes that get the same sum
-  const int row_, K_, V_;
+  const int row_, K_, V_, dtype_;
   float S_[L::kRows][L::kChannels];
 
  private:
+  __device__ __forceinline__ float* numbers_of(int p) {
+    return S_[p / L::kPieces] + p % L::kPieces * L::kPieceChannels;
+  }
+  __device__ __forceinline__ const float* numbers_of(int p) const {
+    return const_cast<StateRows*>(this)->numbers_of(p);
+  }
+
+  // use(whether the format of a Float8 is e5m2), as a constant: there is code for both.
+  template <typename Use>
+  __device__ __forceinline__ void with_format(Use use) const {
+    dtype_ == Dtype::kFloat8E5m2 ? use(std::true_type()) : use(std::false_type());
+  }
+  template <bool kE5M2>
+  __device__ __forceinline__ void unpack_bytes(const Raw& raw) {
+#pragma unroll
+    for (int i = 0; i < 4 * kPieces; ++i) {
+      const uint32_t word = i % 4 < 2 ? raw[i / 4].x : raw[i / 4].y;
+      const float2 pair = unpack(__half(), unpack_8<kE5M2>(i % 2 ? word >> 16 : word));
+      numbers_of(i / 4)[2 * (i % 4)] = pair.x;
+      numbers_of(i / 4)[2 * (i % 4) + 1] = pair.y;
+    }
+  }
+  template <bool kE5M2>
+  __device__ __forceinline__ static uint2 pack_bytes(const float* x) {
+    const auto word = [=](int i) { return pack_8<kE5M2>(x[i], x[i + 1]) | pack_8<kE5M2>(x[i + 2], x[i + 3]) << 16; };
+    return {word(0), word(4)};
+  }
+  template <typename PackPiece>
+  __device__ __forceinline__ void write_pieces(State* state, PackPiece pack_piece) const {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      const Piece piece = pack_piece(numbers_of(p));
+      if (is_there(p)) {
+        __stcg(reinterpret_cast<Piece*>(state + offset(p)), piece);
+      }
+    }
+  }
+
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
   // offset and is_there take p, the number of one of the lane's pieces.
   __device__ __forceinline__ int offset(int p) const { return row(p / L::kPieces) * K_ + L::channel(p % L::kPieces); }

@@ -6,12 +6,13 @@
 namespace flash_qla::device {
 
 // The layout of kDecodeWarpRows value rows of a state in a warp. A lane has kPieces pieces of 16 bytes of each of its
-// kRows rows, which are kTogether rows apart. A piece follows those of the other lanes. Channels after a head's last
+// kRows rows, which are kTogether rows apart; on states of 8 bits a piece has 8 bytes, because the registers of more
+// channels of q and k would not fit. A piece follows those of the other lanes. Channels after a head's last
 // one count as zeros.
 template <typename State, int K>
 struct RowLanes {
   static constexpr int kDim = K;
-  static constexpr int kPieceChannels = 16 / sizeof(State);
+  static constexpr int kPieceChannels = sizeof(State) == 1 ? 8 : 16 / sizeof(State);
   static constexpr int kPieces = K > kWarp* kPieceChannels ? K / (kWarp * kPieceChannels) : 1;
   static constexpr int kChannels = kPieces * kPieceChannels;  // channels of a lane
   static constexpr int kLanes = K / kChannels;                // lanes of a row

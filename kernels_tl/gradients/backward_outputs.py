@@ -33,7 +33,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
         return gate_row(tiles, s, fade if normalize else BackwardGate.GAMMA)
 
     def gamma_factor(tiles, s, factor):
-        """What is missing in gamma_row, times a factor."""
+        """The factor, times gamma_1 if gamma_row lacks it."""
         return factor * table.gamma(tiles, s, 0) if normalize else factor
 
     def project(gradient, tile, tiles, s, rstd):

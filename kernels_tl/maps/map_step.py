@@ -19,7 +19,7 @@ from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier
 
 ROWS = 64  # rows of S of a warpgroup: the M of its WGMMA
 COLUMNS = SCAN_COLUMNS  # columns of S of a CTA
-MAP_STAGES = 2  # of M, or of its blocks
+MAP_STAGES = 2  # stages of M, or of its blocks
 BOX = 32  # floats, 128 bytes: the width of the swizzle
 Full = T.GemmWarpPolicy.FullRow
 
@@ -33,11 +33,11 @@ def map_step(dtype, K, reverse):
     """The resources of a step, and its macros. A step computes M S, or M^T S with `reverse`."""
     BLOCK_ROWS = ROWS if is_wide(K) else K
     BLOCKS = K // BLOCK_ROWS
-    BUFFERS = 1 if is_wide(K) else 2  # of S
+    BUFFERS = 1 if is_wide(K) else 2  # copies of S
     stages = SEGMENT_SCAN[K].stages
     tiles_of_step = {
         "M": ([MAP_STAGES, 2, *((K, BLOCK_ROWS) if reverse else (BLOCK_ROWS, K))], dtype),
-        "S": ([BUFFERS, 2, *([BLOCKS] if is_wide(K) else []), BLOCK_ROWS, COLUMNS], dtype),  # in two 16-bit parts
+        "S": ([BUFFERS, 2, *([BLOCKS] if is_wide(K) else []), BLOCK_ROWS, COLUMNS], dtype),  # two 16-bit parts
         "Z": ([stages, K // BOX, COLUMNS, BOX], "float32"),
     }
 

@@ -168,7 +168,7 @@ def segment_scan(dtype, K, reverse):
         sizes: sizes,
         plan: Plan(sizes),
         maps: Maps(sizes, dtype, K),
-        states: States(sizes),
+        states: States(sizes, float8=not reverse),
         beside: T.int32,  # only with reverse
     ):
         with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=tile.threads, prelude=PRELUDE) as cta:

@@ -69,10 +69,9 @@ __device__ __forceinline__ float key_norm(float square) { return square > 0.f ? 
 // it.
 template <typename T, int kK>
 __device__ __forceinline__ void chunk_norms(float* norms, const float* KK, const void* Q) {
-  // In bf16 the backward needs the factor of a row of zeros, too.
-  for_diagonal(KK, [norms](int i, float square) {
-    norms[i] = std::is_same_v<T, __half> ? key_norm(square) : rstd(square);
-  });
+  // The backward in bf16 needs the factor of a row of zeros, too.
+  for_diagonal(
+      KK, [norms](int i, float square) { norms[i] = std::is_same_v<T, __half> ? key_norm(square) : rstd(square); });
   query_norms<T, kK>(norms + kChunk, Q, 1.f);
 }
 

@@ -78,7 +78,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
 
     def size_of(dtype):
         """Bytes of a state's number."""
-        return T.Select(dtype == Dtype.FLOAT32, 4, 2)
+        return T.Select(dtype == Dtype.FLOAT32, 4, T.Select(dtype >= Dtype.FLOAT8_E4M3FN, 1, 2))
 
     def pitch(columns, size=4):
         """Numbers from one row of a state in shared memory to the next."""
@@ -224,7 +224,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 rest = rest_of_value(tiles.segment[turn % 2, FIRST_ROW])
                 if FETCHES_STATE:
                     extern(
-                        f"read_state<{K}>",
+                        f"read_state<{K}, true>",
                         r.S.data,
                         T.access_ptr(tiles.S, "r"),
                         state.dtype,
@@ -237,7 +237,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
                     if slot == FROM_SCAN:
                         T.pdl_sync()
                     extern(
-                        f"read_state<{K}>",
+                        f"read_state<{K}, true>",
                         r.S.data,
                         piece_state(
                             slot,
@@ -413,7 +413,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype),
-        states: States(sizes),
+        states: States(sizes, float8=True),
         kept: Checkpoints(sizes),
         maps: Maps(sizes, dtype, K),
         o: T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),

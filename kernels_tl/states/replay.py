@@ -1,5 +1,5 @@
-"""What replay_states and replay_gradients share. A chunk's state, S or dS', and its values, V_new or U, go from each
-consumer warpgroup through shared memory to a warp that stores them.
+"""The shared code of replay_states and replay_gradients. A chunk's state, S or dS', and its values, V_new or U, go from
+each consumer warpgroup through shared memory to a warp that stores them.
 """
 
 from typing import NamedTuple

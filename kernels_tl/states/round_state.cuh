@@ -19,6 +19,11 @@ __device__ __forceinline__ void round_state(float* fragment, int dtype) {
     round(__nv_bfloat16());
   } else if (dtype == Dtype::kFloat16) {
     round(__half());
+  } else if (is_float8(dtype)) {
+#pragma unroll
+    for (int i = 0; i < kK / 4; ++i) {
+      pairs[i] = unpack_float8(dtype, pack_float8(dtype, pairs[i].x, pairs[i].y));
+    }
   }
   // The branches meet here: see read_state.
 #pragma unroll
