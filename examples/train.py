@@ -56,8 +56,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers_model import build_model
 
 import flash_qla
+import flash_qla.integrations.fla
 from flash_qla.cp import build_cp_context, exchange_halo
-from flash_qla.integrations import fla as of_fla
 from flash_qla.integrations.transformers import use_flash_qla
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -210,11 +210,11 @@ def build_fla_model(device, **options):
 @contextlib.contextmanager
 def fla_on_flash_qla(model):
     """FLA's layers call flash_qla within the block."""
-    of_fla.use_flash_qla()
+    flash_qla.integrations.fla.use_flash_qla()
     try:
         yield
     finally:
-        of_fla.restore()
+        flash_qla.integrations.fla.restore()
 
 
 def train(name, model, batches, dtype, ranks=None):

@@ -35,8 +35,9 @@ def in_mode(device: str, mode: str):
     return forward_mode(**(MODES | WIDE_KEYS)[mode]) if device == "cuda" else contextlib.nullcontext()
 
 
-def sizes_in(mode: str) -> dict:
-    return SIZES | ({"K": 136, "V": 136} if mode in WIDE_KEYS else {})
+def sizes_in(mode: str, pool_dtype: torch.dtype = FP32) -> dict:
+    K = 144 if pool_dtype.itemsize == 1 else 136  # states of 8 bits have pieces of 16 channels
+    return SIZES | ({"K": K, "V": 136} if mode in WIDE_KEYS else {})
 
 
 def of_modes(*modes: str):
@@ -216,7 +217,7 @@ def test_checkpoints(device, mode, every, pool_dtype):
     if mode == "fused" and not can_fuse(pool_dtype):
         pytest.skip("the fused kernel takes no states of 8 bits")
     with in_mode(device, mode):
-        check_checkpoints(device, sizes_in(mode), every, pool_dtype, torch.equal)
+        check_checkpoints(device, sizes_in(mode, pool_dtype), every, pool_dtype, torch.equal)
 
 
 @pytest.mark.gpu
@@ -310,7 +311,7 @@ def test_checkpoints_anywhere(device, mode, every):
 def test_a_hit_is_a_miss(device, mode, every, pool_dtype):
     """With batch_invariant, calls that start from checkpoints give the bits of the call that left these: outputs, later
     checkpoints and last states."""
-    case = Case(**sizes_in(mode), lengths=(70, 0, 130, 64, 300, 160), padding=5)
+    case = Case(**sizes_in(mode, pool_dtype), lengths=(70, 0, 130, 64, 300, 160), padding=5)
     arguments = make_arguments(case, pool_dtype, device=device)
     of_tokens, N = ("q", "k", "v", "g", "beta"), len(case.lengths)
     most = max(case.lengths) // every
