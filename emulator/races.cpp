@@ -442,6 +442,8 @@ void __tsan_read_range(void* from, size_t bytes) {
 void __tsan_write_range(void* to, size_t bytes) {
   emulator::races::write_at(to, static_cast<int>(bytes), __builtin_return_address(0));
 }
+// The guard of a static variable, which the variables in shared memory are here.
+uint8_t __tsan_atomic8_load(const volatile uint8_t* from, int) { return *from; }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

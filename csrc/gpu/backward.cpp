@@ -175,7 +175,7 @@ class Backward {
                                          .has_g_cumsum = false},
                              .backward = {.backward_gates = workspace_[workspace_.backward_gates],
                                           .turns = workspace_[workspace_.turns],
-                                          .counters = workspace_[workspace_.counters],
+                                          .counters = d_.gate_gradients ? workspace_[workspace_.counters] : nullptr,
                                           .has_backward_gates = true},
                              .gradients = gradients(),
                              .heads = d_.heads_per_cta,
