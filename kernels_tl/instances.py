@@ -34,10 +34,10 @@ def decode_paths(dtype, K, state_dtype):
     return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")
 
 
-def has_l2norm_inside(dtype, K):
-    """The instances of chunk_backward and backward_maps: without the l2norm inside and, if there is one, with it. In
-    fp16, products divided by both norms may be below the normal numbers. Wide keys have a backward of their own. Both
-    take normalized keys and queries from the kernel l2norm."""
+def normalizations(dtype, K):
+    """The values of `normalize` that chunk_backward and backward_maps are compiled for: whether the l2norm is inside.
+    Products divided by both norms may be below the normal numbers of fp16, and wide keys have a backward of their own.
+    So both take normalized keys and queries from the kernel l2norm."""
     return (False,) if is_wide(K) or dtype == "float16" else (False, True)
 
 
@@ -71,7 +71,7 @@ INSTANCES = [
         Instance(f"gradients.{kernel}", types)
         for kernel in ("l2norm", "l2norm_backward")
         for types in TYPES
-        if has_l2norm_inside(**types) == (False,)
+        if True not in normalizations(**types)
     ),
     *(
         Instance(
@@ -80,7 +80,7 @@ INSTANCES = [
             spill_budget=config.BACKWARD_MAPS[types["K"]].spills,
         )
         for types in TYPES
-        for normalize in has_l2norm_inside(**types)
+        for normalize in normalizations(**types)
     ),
     *(Instance("states.replay_states", types) for types in TYPES),
     *(
@@ -90,7 +90,7 @@ INSTANCES = [
             spill_budget=(config.CHUNK_BACKWARD_NORMALIZE if normalize else config.CHUNK_BACKWARD).spills,
         )
         for types in NARROW_TYPES
-        for normalize in has_l2norm_inside(**types)
+        for normalize in normalizations(**types)
     ),
     *(
         Instance("gradients.replay_gradients", types, spill_budget=config.REPLAY_GRADIENTS.spills)
