@@ -1,5 +1,6 @@
-// The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. It does not need
-// A, because the recurrence has no chunk inverse.
+// The backward on the CPU: the recurrence in reverse, in parallel over sequences and query/key heads. A sequence's pass
+// is in cpu/backward.h, the formulas of a token's gradients in cpu/chunk.cpp. It does not need A, because the
+// recurrence has no chunk inverse.
 #include "cpu/backward.h"
 
 #include <algorithm>
