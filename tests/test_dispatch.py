@@ -343,10 +343,15 @@ def test_override_of_one_leaves_the_other_to_the_cost_model():
 # The backward
 
 
+L2NORM = {"use_qk_l2norm": True}
+NORMS = ({}, L2NORM, L2NORM | {"fp16": True}, {"fp16": True}, L2NORM)  # each shape of head dimensions meets all
+
+
 @pytest.mark.parametrize("segment_chunks", (-1, 0, 1, 5))
 def test_backward_segments_and_workspace(segment_chunks):
     generator = random.Random(0)
-    for shape in SHAPES:
+    for plain, norm in zip(SHAPES, itertools.cycle(NORMS)):
+        shape = plain | norm
         with backward_mode(segment_chunks):
             found = _C.backward_dispatch(**shape)
         assert math.isfinite(found.predicted_us) and found.predicted_us > 0
