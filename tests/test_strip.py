@@ -3,16 +3,17 @@
 import importlib.util
 import re
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
-from build_tools import strip as module, toolchain  # noqa: E402
-from build_tools.strip import Cubin, strip  # noqa: E402
+# Only for these imports: otherwise later ones would find the checkout's flash_qla/, which may hold no library.
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT)
+    from build_tools import nvrtc, strip as module, toolchain
+    from build_tools.strip import Cubin, strip
 
 SOURCE = """
 struct Limits { static constexpr int most = 7; };
@@ -27,7 +28,6 @@ USED = 'extern "C" __global__ void third(float* x, int i) { *x = table[i]; }\n'
 
 def compile_raw(source: str, folder: Path) -> tuple[bytes, str]:
     """The cubin as the compiler leaves it, and its PTX."""
-    from build_tools import nvrtc
 
     compiler = nvrtc.Compiler(toolchain.find_toolkit(), [folder])
     compiler.options = [option for option in compiler.options if not option.startswith("--pre-include")]
