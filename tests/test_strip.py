@@ -28,7 +28,6 @@ USED = 'extern "C" __global__ void third(float* x, int i) { *x = table[i]; }\n'
 
 def compile_raw(source: str, folder: Path) -> tuple[bytes, str]:
     """The cubin as the compiler leaves it, and its PTX."""
-
     compiler = nvrtc.Compiler(toolchain.find_toolkit(), [folder])
     compiler.options = [option for option in compiler.options if not option.startswith("--pre-include")]
     path = folder / "source.cu"
