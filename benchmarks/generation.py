@@ -49,6 +49,12 @@ from pathlib import Path
 import torch
 from common import environment
 
+# The work of vLLM and SGLang, the same for both. generation_transformers.py has its own.
+PROMPTS = (24, (5, 1500))  # number and lengths of the prompts whose tokens are compared
+NEW_TOKENS = 32  # after each of them
+ALONE = 8  # prompts of these that also come one at a time
+LOADS = {"prefill": (32, 2048, 8), "decode": (64, 64, 128)}  # prompts, their tokens, new tokens
+
 ENGINES = ("vllm", "sglang", "transformers")
 VOCABULARY = 32000
 KINDS_OF_LAYERS = (["linear_attention"] * 3 + ["full_attention"]) * 64
@@ -155,7 +161,7 @@ def completion(tokens: list[int], ranked: list[list[float]]) -> dict:
     """A request's tokens, and at each of them the margin of the two highest log-probabilities.
 
     Args:
-        ranked: at each token, log-probabilities with the highest ones among them; empty if there are none.
+        ranked: some log-probabilities at each token, the two highest among them; empty without log-probabilities.
     """
     best = [sorted(step, reverse=True)[:2] for step in ranked]
     return {"tokens": list(tokens), "margins": [round(first - second, 4) for first, second in best]}

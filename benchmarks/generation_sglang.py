@@ -24,7 +24,15 @@ import threading
 import time
 from pathlib import Path
 
-from generation import completion, initialize, model_config
+from generation import (
+    ALONE as ALONE,
+    LOADS as LOADS,
+    NEW_TOKENS as NEW_TOKENS,
+    PROMPTS as PROMPTS,
+    completion,
+    initialize,
+    model_config,
+)
 
 EAGER = {"disable_cuda_graph": True}
 WITHOUT_CACHE = {"disable_radix_cache": True}
@@ -39,10 +47,6 @@ FEATURES = {
     "replay": GRAPHS | {"enable_linear_replayssm": True},
 }
 FROM_CACHE = ("radix",)
-PROMPTS = (24, (5, 1500))  # whose tokens are compared: their number and lengths
-NEW_TOKENS = 32
-ALONE = 8  # of these prompts, which also come one at a time
-LOADS = {"prefill": (32, 2048, 8), "decode": (64, 64, 128)}  # prompts, their tokens, new tokens
 
 MODULE = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 REPLACED = (

@@ -16,9 +16,9 @@ from generation import completion, initialize, model_config
 
 FEATURES = {"eager": {}, "compiled": {"cache_implementation": "static"}}  # arguments of generate()
 FROM_CACHE = ()
-PROMPTS = (16, (512, 512))  # whose tokens are compared: their number and lengths
+PROMPTS = (16, (512, 512))  # number and lengths of the prompts whose tokens are compared
 NEW_TOKENS = 128
-ALONE = 4  # of these prompts, which also come one at a time
+ALONE = 4  # prompts of these that also come one at a time
 LOADS = {"batch 1": (1, 512, 128), "batch 16": (16, 512, 128)}  # prompts, their tokens, new tokens
 
 

@@ -20,7 +20,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from generation import completion, initialize, model_config
+from generation import (
+    ALONE as ALONE,
+    LOADS as LOADS,
+    NEW_TOKENS as NEW_TOKENS,
+    PROMPTS as PROMPTS,
+    completion,
+    initialize,
+    model_config,
+)
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -35,10 +43,6 @@ FEATURES = {
     "mtp": {"compilation_config": GRAPHS, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
 }
 FROM_CACHE = ("prefix",)
-PROMPTS = (24, (5, 1500))  # whose tokens are compared: their number and lengths
-NEW_TOKENS = 32
-ALONE = 8  # of these prompts, which also come one at a time
-LOADS = {"prefill": (32, 2048, 8), "decode": (64, 64, 128)}  # prompts, their tokens, new tokens
 
 # Modules of layers, and the functions in them that flash_qla replaces
 GDN = "vllm.model_executor.layers.mamba.gdn"

@@ -14,9 +14,8 @@ using torch::stable::Tensor;
 // Checks the caller's memory for o: [B, T, H_v, V], dtype and device of q, any strides.
 void check_out(const Tokens& tokens, const Tensor& out, const Tensor& q);
 
-// The tensor that a device writes o to: the memory of `out`, or a new tensor if there is none or if kernels cannot
-// write it (they need it contiguous and aligned). PyTorch's operators may write it even if `out` is an inference
-// tensor.
+// Returns the tensor that the device writes o to: on the memory of `out` if that is given, contiguous and aligned, else
+// a new one. PyTorch's operators may write it even if `out` is an inference tensor.
 Tensor allocate_output(const Tokens& tokens, const std::optional<Tensor>& out, const Tensor& q);
 
 // The op's result: o or, with `out`, which then has o, an empty tensor of shape [0].

@@ -90,7 +90,7 @@ SETTINGS = {
         },
     },
 }
-# Of FLA's model. Its layers have their defaults: 6 heads, keys of 256 channels, values of 512.
+# Settings for FLA's model. Its layers have their defaults: 6 heads, keys of 256 channels, values of 512.
 SETTINGS_OF_FLA = {
     "steps": 300,
     "rows": 8,

@@ -11,8 +11,8 @@ import flash_qla
 pytestmark = pytest.mark.gpu
 
 # Most that forward and backward may take beside their inputs and do, in bytes per token and value head at 16x32 heads.
-# What they return is 776 of it: o and dv 512, dq and dk 256, db and dg 8. The backward works in some 1100: h 512, V_new
-# 256, the blocks of two matrices 160, gates 40 or, with the l2norm, 48, and the maps and states of segments.
+# Results take 776: o and dv 512, dq and dk 256, db and dg 8. The workspace of the backward takes some 1100: h 512,
+# V_new 256, the blocks of two matrices 160, gates 40 or, with the l2norm, 48, and the maps and states of segments.
 TRAINING_STEP_BYTES = 2000
 
 H_K, H_V, D, WIDTH = 2, 4, 128, 256
