@@ -27,11 +27,10 @@ kernels::Dtype dtype_of(const Shape& shape) {
 }
 
 bool has_fused_kernel(const ForwardShape& shape) {
-  return kernels::is_compiled(
-      kernels::FusedForwardParams{.dtype = dtype_of(shape),
-                                  .K = instance_K(shape.K),
-                                  .normalize = shape.use_qk_l2norm,
-                                  .low_level = shape.low_level});
+  return kernels::is_compiled(kernels::FusedForwardParams{.dtype = dtype_of(shape),
+                                                          .K = instance_K(shape.K),
+                                                          .normalize = shape.use_qk_l2norm,
+                                                          .low_level = shape.low_level});
 }
 
 // Wide keys have fewer instances (kernels_tl/instances.py): no narrow tile, say. The tiles and the maps do not depend
@@ -110,9 +109,8 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
 
 bool normalizes_inside(const BackwardShape& shape) {
-  return shape.use_qk_l2norm &&
-         kernels::is_compiled(kernels::ChunkBackwardParams{
-             .dtype = dtype_of(shape), .K = instance_K(shape.K), .normalize = true});
+  return shape.use_qk_l2norm && kernels::is_compiled(kernels::ChunkBackwardParams{
+                                    .dtype = dtype_of(shape), .K = instance_K(shape.K), .normalize = true});
 }
 
 int64_t heads_per_cta(const Shape& shape, int64_t chunk_slots) {

@@ -56,7 +56,7 @@ struct ForwardDispatch : Dispatch {
 struct BackwardDispatch : Dispatch {
   bool normalizes_inside;  // the kernels take queries and keys as they are, and do the l2norm
   bool l2norm;             // l2norm and l2norm_backward run
-  bool gate_gradients;  // gate_gradients runs: activations are inside, or sums over gradient_parts are needed
+  bool gate_gradients;     // gate_gradients runs: activations are inside, or sums over gradient_parts are needed
 };
 
 ForwardDispatch dispatch_forward(const ForwardShape& shape);

@@ -66,9 +66,8 @@ struct ForwardShape : Shape {
   bool operator==(const ForwardShape&) const = default;
 
   static constexpr auto options() {
-    return std::tuple_cat(Shape::options(),
-                          std::tuple(Field{"low_level", &ForwardShape::low_level},
-                                     Field{"output_h", &ForwardShape::output_h}));
+    return std::tuple_cat(Shape::options(), std::tuple(Field{"low_level", &ForwardShape::low_level},
+                                                       Field{"output_h", &ForwardShape::output_h}));
   }
 };
 
