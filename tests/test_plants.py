@@ -2,6 +2,7 @@
 
 import collections
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,28 @@ def test_applies(plant):
     for run in plant.runs:
         assert (plants.TESTS / run.file).is_file()
         assert run.where == "cpu" or run.file in plants.SELECTED
+
+
+# One process collects the tests of each run, so that it imports the file once.
+COLLECT = """
+import json, sys, pytest
+file, runs = json.loads(sys.argv[1])
+for marks, selection in runs:
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    status = pytest.main([*options, "-m", marks, file, "-k", selection])
+    assert status == pytest.ExitCode.OK, (selection, status)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", sorted({run.file for plant in PLANTS for run in plant.runs}))
+def test_selects_tests(file):
+    """Each run of a fault has tests."""
+    marks = {"cpu": "not gpu", "emulator": "gpu"}
+    runs = {(marks[run.where], run.selection) for plant in PLANTS for run in plant.runs if run.file == file}
+    command = [sys.executable, "-c", COLLECT, json.dumps([str(plants.TESTS / file), sorted(runs)])]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout[-2000:]
 
 
 def test_faults_everywhere():

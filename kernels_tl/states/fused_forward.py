@@ -142,6 +142,7 @@ def fused_forward(dtype, K, normalize, low_level):
         value.wait_for(ready.loaded_v)
         if left < C:
             extern("clear_rows_after", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
+            T.fence_proxy_async()  # before the stage's next load
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
         if is_never(sizes):  # keeps the code before it from moving below the wait
