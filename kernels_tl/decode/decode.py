@@ -39,11 +39,11 @@ only one_token and rows; with keys of more than 128 channels, only rows:
   (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
   queries. A later state takes one more product: the changes, in two parts of 16 bits, with the keys.
 - key_first, on states [.., key_dim, value_dim]: as rows, also for one token (decode/decode_key_first.cuh). Value rows
-  lie side by side in memory, so a CTA moves its 32 together, through shared memory: 128 neighbouring bytes of a key in
-  fp32. The registers, and so the sums, are those of rows on fp32 states.
+  lie side by side in memory, so a CTA moves its 32 rows together, through shared memory: 128 neighbouring bytes of a
+  key in fp32. The registers, and so the sums, are the same as in rows on fp32 states.
 
-Every other path takes a sequence of one token as one_token does, and a sequence of more than eight tokens as rows does.
-Sums are over the same numbers in the same order wherever a sequence lies in a batch.
+Every path but key_first takes a sequence of one token as one_token does, and a sequence of more than eight tokens as
+rows does. The order of all sums is the same wherever a sequence lies in a batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """

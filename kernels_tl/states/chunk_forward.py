@@ -20,9 +20,9 @@ warpgroups share only the loader's stages.
   few heads.
 - Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
 - The consumers take a segment in runs of chunks, each up to the next checkpoint. After each run they write the state.
-- With `resumable` each run is chunks of its own, the last of which may be short (plan/runs.cuh), and if `rounds` is set
-  the state goes on as it was kept, rounded. A call that starts from the checkpoint then does the same as the rest of
-  this one. Segments are whole sequences.
+- With `resumable` a new chunk begins after each checkpoint, so the last chunk of a run may be short (plan/runs.cuh).
+  If `rounds` is set, the recurrence goes on with the state as it was stored, rounded. A call that starts from the
+  checkpoint then computes the same as the rest of this call. Segments are whole sequences.
 """
 
 from types import SimpleNamespace
