@@ -336,8 +336,8 @@ __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& read
   }
   ready.loaded.wait(phase);
   if (valid < kChunk) {
-    // K's rows after the sequence belong to others. Q's stay: they only reach columns of P^T and O^T that are not
-    // stored.
+    // Rows of K after the sequence belong to other sequences. Rows of Q may stay, because they only reach columns of
+    // P^T and O^T that are not stored.
     clear_rows_after(tiles.K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);
