@@ -110,7 +110,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
-        """Computes L and P of the chunk in stage s. A warpgroup's."""
+        """A warpgroup computes L and P of the chunk in stage s."""
         extern(
             f"make_matrices<{options}>",
             extern("MakerBarriers", ready.gated[s], ready.loaded[s], ready.made[s], ready.stored[0], ready.staged[0]),
