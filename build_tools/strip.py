@@ -1,16 +1,16 @@
 """Strips a cubin of variables that its code does not use.
 
 Every `static constexpr` of a header that a kernel includes becomes a variable of the cubin, because NVRTC compiles the
-headers with -default-device. They are some 700 in each cubin, of CUTLASS and of the standard library. ptxas keeps them,
-with a name, a place in memory, and an address in constant bank 4 with its relocation: together two fifths of the
-compressed cubin.
+headers with -default-device. Each cubin has some 700 of these variables, from CUTLASS and the standard library. ptxas
+keeps them, with a name, a place in memory, and an address in constant bank 4 with its relocation. Together they are two
+fifths of the compressed cubin.
 
-strip() removes them if the code mentions none, which the PTX tells. What the driver, cuobjdump and the debugger read of
-the code stays: names, resources and parameters of functions, call graph, frames.
+strip() removes the variables if the PTX shows that no code mentions them. The information that the driver, cuobjdump
+and the debugger read about the code stays: names, resources and parameters of functions, call graph, frames.
 
-A cubin is an ELF file. Besides tables that refer to symbols as in any ELF file, three of CUDA's refer to them: .nv.info
-by some of its attributes, .nv.callgraph, and the sh_info of a function's .text, which also has the registers in its
-upper 8 bits.
+A cubin is an ELF file. Symbols are mentioned in the tables of any ELF file, and in three places that CUDA adds: some
+attributes of .nv.info, .nv.callgraph, and the sh_info of a function's .text. The upper 8 bits of this sh_info are the
+number of registers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PROGRAM_HEADERS, LOADED = 6, 1  # types of segments
 READABLE = 4  # flag of segments
 SIZED = 4  # format of an attribute with values after it
 SYMBOL_BITS = 24  # bits of a symbol in the sh_info of .text
-FIRST_MARK = 0xFFFFFFFC  # entries of the call graph from this number on are no symbols
+FIRST_MARK = 0xFFFFFFFC  # entries of the call graph with this number or a higher one are no symbols
 
 VARIABLES = (".nv.constant4", ".nv.global.init", ".nv.global")
 
 # Attributes whose first value is a symbol: PARAM_CBANK, FRAME_SIZE, MIN_STACK_SIZE, REGCOUNT
 OF_SYMBOLS = {0x0A, 0x11, 0x12, 0x2F}
-# Attributes that name no symbol: the other ones that the kernels have
+# All other attributes that the kernels have. They name no symbol.
 OF_CODE = {0x05, 0x17, 0x19, 0x1B, 0x1C, 0x1E, 0x28, 0x29, 0x31, 0x36, 0x37, 0x38, 0x39, 0x44, 0x50, 0x54, 0x55}
 
 
@@ -61,7 +61,7 @@ class Section:
 
     @property
     def relocated(self) -> int | None:
-        """The number of the section that these relocations are of."""
+        """The number of the section that these relocations change."""
         return self.info if self.type == RELOCATIONS else None
 
 
@@ -105,7 +105,8 @@ class Cubin:
         return bytes(out)
 
     def _segments(self, offsets: list[int], at: int) -> list[tuple]:
-        """The program headers: they themselves, then each run of sections in memory with the same rights."""
+        """The program headers: two for the table of program headers itself, then one for each run of sections in memory
+        with the same rights."""
         runs: list[list[int]] = []
         for i, section in enumerate(self.sections):
             if not section.flags & IN_MEMORY:
@@ -125,8 +126,8 @@ class Cubin:
 
 
 def strip(cubin: bytes, ptx: str) -> bytes:
-    """The cubin without its variables, if no function of its PTX mentions one; else, or if the cubin has contents that
-    are not known, the cubin."""
+    """The cubin without its variables. The cubin as it is, if a function of its PTX mentions a variable, or if the
+    cubin has unknown contents."""
     found = Cubin.read(cubin)
     dropped = {i for i, section in enumerate(found.sections) if section.name in VARIABLES}
     dropped |= {i for i, section in enumerate(found.sections) if section.relocated in dropped}
@@ -163,15 +164,15 @@ def strip(cubin: bytes, ptx: str) -> bytes:
 
 
 def mentioned(ptx: str) -> set[str]:
-    """The names in the PTX, without those that only the declarations of variables have."""
+    """The names in the PTX, except names that occur only in declarations of variables."""
     declaration = r"^\s*(?:\.(?:visible|weak|extern|common)\s+)*\.(?:global|const)\b[^;]*;"
     code = re.sub(declaration, "", ptx, flags=re.MULTILINE)
     return set(re.findall(r"[\w$%]+", code))
 
 
 def _renumber(cubin: Cubin, dropped: set[int], new_symbol: dict[int, int]) -> None:
-    """Writes the symbols' new numbers in the sections that are kept. A KeyError if one refers to a symbol that is
-    dropped."""
+    """Writes the symbols' new numbers into the sections that are kept. Raises KeyError if such a section refers to a
+    dropped symbol."""
     for i, section in enumerate(cubin.sections):
         if i in dropped:
             continue
@@ -206,12 +207,12 @@ def _attributes(data: bytes, new_symbol: dict[int, int]) -> bytes:
 
 
 def _shortened(table: bytes, kept: set[str]) -> bytes:
-    """A table of strings with those that are kept, in their order."""
+    """The table of strings with only the strings in `kept`, in their order."""
     return b"".join(x + b"\0" for x in table[:-1].split(b"\0") if not x or x.decode() in kept)
 
 
 def _find(table: bytes, name: str) -> int:
-    """The offset of the string; of the empty string at the start."""
+    """The offset of the string. The empty string is at the start."""
     return table.index(b"\0" + name.encode() + b"\0") + 1 if name else 0
 
 

@@ -13,7 +13,7 @@ struct ActivationArguments {
   bool use_gate = true;
   bool use_beta_sigmoid = true;
   bool allow_neg_eigval = false;
-  const char* gate_flag = "use_gate_in_kernel";  // what switches the gate on, for messages
+  const char* gate_flag = "use_gate_in_kernel";  // the argument that switches the gate on, for messages
 };
 
 void check_activations(const Tokens& tokens, const torch::stable::Tensor& q, const ActivationArguments& arguments);

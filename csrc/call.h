@@ -18,7 +18,7 @@ namespace flash_qla {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The arguments of all ops. An op leaves those that it lacks at their defaults.
+// The arguments of all ops. An op leaves the arguments that it does not have at their defaults.
 struct Arguments {
   Tensor q = undefined_tensor();     // [B, T, H_k, K]
   Tensor k = undefined_tensor();     // [B, T, H_k, K]
@@ -48,8 +48,8 @@ struct Arguments {
   std::optional<Tensor> workspace;     // [bytes], from the first half; written by the parts after it
 };
 
-// The further arguments of the backward. The gates come as g_raw, or as g_cumsum, which saves their sum; with use_gate
-// g_raw is needed in any case, for its gradient. Arguments::g is the one that the pass reads: g_cumsum if it was given.
+// The further arguments of the backward. The gates come as g_raw, or as g_cumsum, which saves their sum. With use_gate
+// g_raw is always needed, for its gradient. Arguments::g is the tensor that the pass reads: g_cumsum if it was given.
 struct GradientArguments {
   std::optional<Tensor> g_cumsum;  // [B, T, H_v], result of the forward
   std::optional<Tensor> g_raw;     // [B, T, H_v], g of the forward

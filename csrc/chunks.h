@@ -10,8 +10,8 @@ namespace flash_qla {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The last chunk of a sequence may be shorter than the others. So may the last one of a run, after which chunks begin
-// anew: run > 0 tokens; 0: the sequence is one run.
+// The last chunk of a sequence may be shorter than the others. With run > 0 a new chunk begins after every `run`
+// tokens, so the last chunk of a run may be shorter, too. run = 0: the sequence is one run.
 inline int64_t chunk_count(int64_t tokens, int64_t run = 0) {
   return run == 0 ? ceil_div(tokens, kChunk) : tokens / run * chunk_count(run) + chunk_count(tokens % run);
 }

@@ -33,7 +33,7 @@ struct DecodeArguments {
   std::optional<Tensor> parents;               // [N, S]: the token before each token; -1: the first state
   bool update_state = true;                    // the last state replaces the first in its slot
   bool state_v_first = true;                   // false: all states are [.., K, V]
-  std::optional<bool> use_beta_sigmoid;        // as A_log is given by default; a DecodeCall always has it
+  std::optional<bool> use_beta_sigmoid;        // default: whether A_log is given; a DecodeCall always has a value
   bool allow_neg_eigval = false;               // beta = 2 sigmoid(b)
   std::optional<Tensor> out;                   // [B, T, H_v, V], dtype of q: o is written there
 };
@@ -53,7 +53,7 @@ struct Backlog {
   Tensor k_cache = undefined_tensor();    // [slots, H_k, L, K], as d_cache; written
   Tensor g_cache = undefined_tensor();    // [slots, H_v, L], compute dtype; written
   Tensor write_pos = undefined_tensor();  // [N]
-  std::optional<Tensor> force_flush;      // [N]: not 0: the sequence's state catches up
+  std::optional<Tensor> force_flush;      // [N]: if not 0, the sequence's state is written
 
   int64_t length() const { return d_cache.size(2); }
 };

@@ -26,7 +26,7 @@ auto with_reason(const torch::stable::Tensor& on, Function function) {
 // Throws std::runtime_error: the host has no memory. The text is like new_empty's.
 [[noreturn]] void fail_for_memory(const char* op);
 
-// No tensor. Tensor() is no tensor either, but allocates.
+// An undefined tensor. Tensor() is undefined, too, but allocates.
 torch::stable::Tensor undefined_tensor();
 
 // An uninitialized tensor on the device of `like`. Without memory it throws std::runtime_error; on a GPU the text

@@ -1,7 +1,7 @@
 """The Gated Delta Rule for inference engines, whose states lie in a pool [slots, H_v, V, K].
 
-The functions are thin: the ops torch.ops.flash_qla.* check the arguments and do the work. They have as many parameters
-as the ops, whose order is the published interface.
+The functions are thin: the ops torch.ops.flash_qla.* check the arguments and do the work. Each function has its op's
+parameters in the op's order, which is the published interface.
 """
 
 import torch
@@ -52,27 +52,28 @@ def prefill_gated_delta_rule(
             the GPU they begin at multiples of 16 bytes. It is written. A state is rounded to the pool's dtype once,
             after the last token. In 8 bits there is no scale, and a number beyond the dtype's largest becomes the
             largest.
-        state_indices: slot of each sequence, [N], int32 or int64, as all indices. An empty sequence leaves its slot
-            alone, which may then be another sequence's. If it starts from zero, the slot becomes zero.
+        state_indices: slot of each sequence, [N], int32 or int64, as all indices. An empty sequence does not change its
+            slot, so the slot may be another sequence's. If an empty sequence starts from zero, its slot becomes zero.
         has_initial_state: [N], bool: False if the sequence starts from zero, whatever its slot holds. True for all
             sequences by default.
-        null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
+        null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written. The same
             holds for an entry of checkpoint_indices.
         checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on. 0
             keeps none. If it is no multiple of 64, the GPU splits no sequence over the SMs and does not use the fused
-            kernel; each checkpoint then costs up to a chunk of 64 tokens more.
+            kernel; each checkpoint then costs at most one more chunk of 64 tokens.
         checkpoint_indices: slots of these states, [N, blocks]. States beyond the last column are not kept.
         checkpoints: memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides
-            as for state_pool. They follow one another in the order of the sequences, floor(length / checkpoint_every)
-            for each; those of a sequence without a slot keep their contents. It is written.
+            as for state_pool. The states follow one another in the order of the sequences, floor(length /
+            checkpoint_every) for each sequence. The places of a sequence without a slot keep their contents. It is
+            written.
         batch_invariant: the bits of a sequence's results do not depend on the other sequences, on its place in the
             batch, or on padding. The GPU then splits no sequence over the SMs and does not use the fused kernel. On the
             CPU this always holds. With checkpoints the state is also rounded to their dtype after every
-            checkpoint_every tokens, kept or not. So a call that starts from a checkpoint, with the same
-            checkpoint_every, continues with the bits of the call that has left the checkpoint.
+            checkpoint_every tokens, even where no checkpoint is kept. So a call that starts from a checkpoint, with the
+            same checkpoint_every, continues with the same bits as the call that wrote the checkpoint.
         initial_state_indices: slot that each sequence starts from, [N]; state_indices by default. The state after the
-            last token still goes to state_indices. So a request starts from a checkpoint, which several may share,
-            without a copy. A sequence without such a slot starts from zero.
+            last token still goes to state_indices. So requests can start from one checkpoint without a copy. A sequence
+            without such a slot starts from zero.
         out: memory for o, [B, T, H_v, V], in the dtype of q. Contiguous memory that begins at a multiple of 16 bytes is
             written directly, other memory by a copy. It is written, and shares no memory with another argument.
 
@@ -80,8 +81,8 @@ def prefill_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
-            with FLASH_QLA_CHECK=1, an index is out of range, or one sequence writes a slot that another one writes or
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory. On the CPU or with
+            FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot that another one writes or
             reads. The message names the argument, what was expected and what came. Unchecked, the GPU treats an index
             out of range as no slot, and the contents of a slot that is written twice are undefined.
         TypeError: cu_seqlens is a list.
@@ -129,21 +130,21 @@ def decode_gated_delta_rule(
         states = torch.zeros(B, H_v, K, V, device="cuda")  # no pool: a state for each sequence
         o = decode_gated_delta_rule(q, k, v, g, beta, None, None, states, state_v_first=False)
 
-    The log decay is g = -exp(A_log) * softplus(a + dt_bias), the step size beta = sigmoid(b). Without A_log a and b are
-    g and beta. With a state S:
+    The log decay is g = -exp(A_log) * softplus(a + dt_bias), the step size is beta = sigmoid(b). Without A_log, a and b
+    are g and beta. With a state S:
 
         S_t = exp(g_t) S_p + beta_t k_t (v_t - exp(g_t) S_p^T k_t)^T        o_t = scale * S_t^T q_t
 
-    p is the token before t or, with `parents`, the token that it names. The source of the formula is that of
-    chunk_gated_delta_rule. The arithmetic is in float32 (float64 for float64 inputs); states are rounded to the pool's
-    dtype only when they are written. The function has no derivative.
+    p is the token before t or, with `parents`, the parent of t. chunk_gated_delta_rule names the source of the formula.
+    The arithmetic is in float32 (float64 for float64 inputs); states are rounded to the pool's dtype only when they are
+    written. The function has no derivative.
 
     Args:
         q, k: queries and keys, [B, T, H_k, K], T tokens of B sequences; or [1, T, H_k, K] with cu_seqlens.
         v: values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
-        a, b: [B, T, H_v], any floating dtype. With A_log the inputs of the gate and of the step size; without it the
+        a, b: [B, T, H_v], any floating dtype. With A_log the inputs of the gate and of the step size; without A_log the
             log decay g (-inf forgets the state) and the step size beta.
-        A_log, dt_bias: parameters of the gate, [H_v], any floating dtype; dt_bias may be None. None: a is g.
+        A_log, dt_bias: parameters of the gate, [H_v], any floating dtype. Without A_log a is g. dt_bias may be None.
         state_pool: [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not
             float64, and in 8 bits K is a multiple of 16 and V comes first. Each state is contiguous, and slots may be
             further apart; on the GPU they begin at multiples of 16 bytes. It is written. In 8 bits there is no scale,
@@ -151,23 +152,24 @@ def decode_gated_delta_rule(
         state_indices: slot from which each sequence starts, [N], or [N, S] with num_accepted_tokens; int32 or int64,
             as all indices. By default sequence n starts from state n, and state_pool has N states.
         scale: factor on the output; K ** -0.5 by default.
-        null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written. The same
+        null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written. The same
             holds for an entry of write_indices.
         use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
         cu_seqlens: offsets of the sequences, [N + 1], int32 or int64.
         num_accepted_tokens: [N]; sequence n starts from column num_accepted_tokens[n] - 1 of state_indices [N, S], by
             default from column 0.
         write_indices: [N, S]; the state after token t of sequence n goes to slot write_indices[n, t]. The slot that was
-            read is written only if it is among these. States of tokens beyond S columns are not kept.
-        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, on the GPU that of the pool; each state is
+            read is written only if write_indices names it. States of tokens beyond S columns are not kept.
+        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, on the GPU the pool's dtype; each state is
             contiguous. The state after token t of sequence n goes to intermediate_states[row, t]. It is written.
         intermediate_indices: row of each sequence, [N]; n by default. A negative row keeps no states.
-        parents: [N, S], for a tree of drafted tokens: the number of the token before each one, smaller than its own, or
-            -1 for the initial state. Needs update_state=False or write_indices, because a tree has no last state.
+        parents: [N, S], for a tree of drafted tokens: the number of each token's parent, smaller than its own, or -1
+            for the initial state. Needs update_state=False or write_indices, because a tree has no last state.
         update_state: write the state after the last token to the slot that was read. With write_indices this is
             ignored.
         state_v_first: False: all states are [.., H_v, K, V]. The GPU then takes tokens one by one.
-        use_beta_sigmoid_in_kernel: whether beta is sigmoid(b) or b. By default sigmoid(b) with A_log, and b without.
+        use_beta_sigmoid_in_kernel: True: beta is sigmoid(b). False: beta is b. By default True with A_log, and False
+            without.
         allow_neg_eigval: beta is 2 * sigmoid(b).
         out: memory for o, [B, T, H_v, V], in the dtype of q, any strides. A copy fills it if it is not contiguous.
 
@@ -175,8 +177,8 @@ def decode_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence; `out` if that is given.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory; or, on the CPU or
-            with FLASH_QLA_CHECK=1, an index is out of range, or one sequence writes a slot, or a row of
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory. On the CPU or with
+            FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot, or a row of
             intermediate_states, that another one writes or reads. The message names the argument, what was expected and
             what came. Unchecked, the GPU treats an index out of range as no slot.
         TypeError: cu_seqlens is a list.
@@ -219,8 +221,8 @@ def decode_gated_delta_rule_packed(
         o = decode_gated_delta_rule_packed(mixed_qkv, a, b, A_log, dt_bias, pool, state_indices)
 
     Args:
-        mixed_qkv: [B, T, C] with C = 2 H_k K + H_v V: q, k and v of each token, one after the other, heads in their
-            order. Or [B, C] for one token of each sequence. H_v, V and K are those of state_pool.
+        mixed_qkv: [B, T, C] with C = 2 H_k K + H_v V: the heads of q, then of k, then of v of each token. Or [B, C] for
+            one token of each sequence. state_pool says H_v, V and K.
         a, b: [B, T, H_v]; [B, H_v] for one token of each sequence.
         A_log, dt_bias, state_pool, state_indices, scale: as those of decode_gated_delta_rule.
         null_index, use_qk_l2norm_in_kernel, cu_seqlens: as those of decode_gated_delta_rule.
@@ -277,16 +279,17 @@ def decode_gated_delta_rule_buffered(
             )
             write_pos = (write_pos + 1) % L  # 0 after force_flush
 
-    Reading and writing states bounds decoding. Here a state in the pool lags: its slot has a backlog of up to L steps,
-    and outputs are computed from both. With j = write_pos[n] steps in the backlog, the state of sequence n is
+    Reading and writing states bounds decoding. Here a state in the pool lags. Its slot has a backlog of up to L steps,
+    and outputs are computed from the state and the backlog. With j = write_pos[n] steps in the backlog, the state of
+    sequence n is
 
         S = exp(g_1 + ... + g_j) S_pool + sum over i of exp(g_{i+1} + ... + g_j) k_i d_i^T
 
-    The call goes on from S as decode_gated_delta_rule does. If j = L - 1, or with force_flush, it writes the new state
-    to the pool, and the backlog is empty: pass write_pos[n] = 0 next. Otherwise it writes the token as the next step of
-    the backlog: pass j + 1 next. The call does not change write_pos, because all layers of a model share it. Flush a
-    slot before another function reads it. Only the device reads write_pos and force_flush, so one captured call serves
-    every step.
+    The call computes the token from S, as decode_gated_delta_rule does. If j = L - 1, or with force_flush, it writes
+    the new state to the pool, and the backlog is empty: pass write_pos[n] = 0 next. Otherwise it writes the token as
+    the next step of the backlog: pass j + 1 next. The call does not change write_pos, because all layers of a model
+    share it. Flush a slot before another function reads it. Only the device reads write_pos and force_flush, so one
+    captured call serves every step.
 
     With d_cache in float32, results differ from those of decode_gated_delta_rule by the rounding of float32. A pool in
     16 bits rounds a state once in L steps, instead of at each step.
@@ -300,16 +303,16 @@ def decode_gated_delta_rule_buffered(
         state_indices: slot of each sequence, [B], int32 or int64, as all indices. None: sequence n has slot n, and
             there are B slots.
         d_cache: changes of the backlogs, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times the
-            factor of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds them. Each
-            slot is contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is
-            written. Steps from write_pos on may have any contents.
-        k_cache: their keys, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache. Keys are exact in
-            each of the dtypes. It is written.
-        g_cache: their log decays, [slots, H_v, L], float32 (float64 for float64 inputs), strides as for d_cache. It is
-            written.
+            factor of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds changes.
+            Each slot is contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It
+            is written. Steps from write_pos on may have any contents.
+        k_cache: keys of the backlogs, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache. Both
+            dtypes hold keys exactly. It is written.
+        g_cache: log decays of the backlogs, [slots, H_v, L], float32 (float64 for float64 inputs), strides as for
+            d_cache. It is written.
         write_pos: number of steps in the backlog of each sequence, [B], 0 to L - 1.
-        force_flush: [B]; where it is not 0, the call writes the state. None: nowhere.
-        null_index: a slot of at most this is no slot: the sequence has zero output, and nothing is written.
+        force_flush: [B]; where it is not 0, the call writes the state. None: it forces no write.
+        null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written.
         use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
         use_beta_sigmoid_in_kernel, allow_neg_eigval, out: as those of decode_gated_delta_rule.
 
@@ -317,8 +320,8 @@ def decode_gated_delta_rule_buffered(
         o, [B, 1, H_v, V], in the dtype of q; `out` if that is given.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; slots share memory; or, on the CPU or
-            with FLASH_QLA_CHECK=1, an index or write_pos is out of range, or two sequences have the same slot. The
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; slots share memory. On the CPU or with
+            FLASH_QLA_CHECK=1 also: an index or write_pos is out of range, or two sequences have the same slot. The
             message names the argument, what was expected and what came. Unchecked, the GPU treats an index out of range
             as no slot, and takes the nearest valid write_pos.
         NotImplementedError: a gradient is asked for.

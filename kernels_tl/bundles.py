@@ -19,8 +19,8 @@ class Sizes(Bundle):
     tokens          rows of q, k, v: B * T          H_k, H_v       query/key and value heads
     group           H_v / H_k                       N              sequences
     key_dim         channels of a key, at most K    value_dim      of a value
-    value_rows      value_dim in whole wide tiles   state_size     elements of all states
-    chunk_slots     an upper bound of chunks        segment_slots  of segments (csrc/gpu/plan.h)
+    value_rows      value_dim, in whole wide tiles  state_size     elements of all states
+    chunk_slots     at least the number of chunks   segment_slots  at least that of segments (csrc/gpu/plan.h)
     """
 
     def __init__(self):
@@ -43,7 +43,7 @@ class Sizes(Bundle):
 
 
 class Tokens(Bundle):
-    """Queries, keys and values; in the backward queries and keys after the l2norm."""
+    """Queries, keys and values. In the backward, q and k are the rows after the l2norm if the kernel l2norm has run."""
 
     def __init__(self, sizes, dtype):
         super().__init__(
@@ -129,9 +129,9 @@ class Plan(Bundle):
 class Cuts(Bundle):
     """How sequences are cut into segments.
 
-    A segment has `segment_chunks` chunks if some sequence has more than `cut_above` chunks. segment_chunks = 0: a
-    segment is a sequence. `map_segments` is a second table of segments, in which the sequences mapped_0 and mapped_1
-    lack the SegmentFlag `dropped`.
+    Segments have `segment_chunks` chunks if some sequence has more than `cut_above` chunks. With segment_chunks = 0 a
+    segment is a whole sequence. `map_segments` is a second table of segments, in which the sequences mapped_0 and
+    mapped_1 do not have the SegmentFlag `dropped`.
     """
 
     def __init__(self):
@@ -148,8 +148,9 @@ class Cuts(Bundle):
 
 
 class StatePresence(Bundle):
-    """Which states exist. `has_state` is a strided bool of each sequence; it is read if first_states is FLAGGED.
-    `first_indices` has the slots of first states. Without that table they are the slots of last states."""
+    """Which states exist. `has_state` has one bool for each sequence, with a stride; kernels read it if first_states is
+    FLAGGED. `first_indices` has the slots of first states. Without that table, first states have the slots of last
+    states."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -185,7 +186,7 @@ class CheckpointTable(Bundle):
 
 
 class Matrices(Bundle):
-    """The chunks' gates, the table `gate` of layout.py, and the block rows of their two matrices, L and P."""
+    """The chunks' gates, whose rows are the table `gate` of layout.py, and the block rows of L and P of each chunk."""
 
     def __init__(self, sizes, dtype, gate=ForwardGate):
         super().__init__(
@@ -199,7 +200,7 @@ class Matrices(Bundle):
 
 
 class Chunks(Bundle):
-    """The chunks of a call: their tokens, the plan's tables, and what chunk_matrices computes of each."""
+    """The chunks of a call: their tokens, the plan's tables, and the results of chunk_matrices."""
 
     def __init__(self, sizes, dtype, gate=ForwardGate):
         super().__init__(
@@ -211,8 +212,9 @@ class Chunks(Bundle):
 
 
 class States(Bundle):
-    """The caller's states. Their layout is the element strides of v and k within a state. Slots are `slot_stride`
-    elements apart. `state_dtype` is a Dtype, of 8 bits only if `float8`."""
+    """The caller's states. state_stride_v and state_stride_k are the strides of value rows and key channels within a
+    state, in elements. Slots are `slot_stride` elements apart. `state_dtype` is a Dtype; `float8`: it may have 8 bits.
+    """
 
     def __init__(self, sizes, float8=False):
         super().__init__(
@@ -261,10 +263,10 @@ class Maps(Bundle):
     """The affine maps of the segments, S -> M S + Z.
 
     states   Z^T of segment s in slot s + 1; after segment_scan the state before segment s + 1
-    maps     M^T in two 16-bit parts, rounded and rest
-    skips    1 where M is negligible: it is not computed
+    maps     M^T in two 16-bit parts: M^T rounded, and the rest
+    skips    1 where M is negligible, and not computed
 
-    `states` are gradients in reverse: dZ^T of segment s in slot s - 1, then dS'^T after segment s - 1.
+    In reverse `states` are gradients: dZ^T of segment s in slot s - 1; after segment_scan dS'^T after segment s - 1.
     """
 
     def __init__(self, sizes, dtype, K):
@@ -289,8 +291,8 @@ class Outputs(Bundle):
 
 
 class BackwardTables(Bundle):
-    """Tables that chunk_matrices writes for the backward: the gates, and zeros in the counters of chunk_backward
-    (turns) and of gate_gradients (counters)."""
+    """Tables that chunk_matrices writes for the backward: the gates, and zeros in `turns` (gradients/turns.cuh) and
+    `counters` (gate_gradients)."""
 
     def __init__(self, sizes, gate):
         (head_blocks,) = dims("head_blocks")

@@ -8,7 +8,7 @@ dtypes; a table keyed by K has a row for each K. `python -m flash_qla` prints wh
     consumers      threads that compute
     producers      threads that load, store and compute tables; setmaxnreg needs whole warpgroups
     registers      registers of a consumer and of a producer after setmaxnreg; None: as compiled
-    early_factors  quadruples of factors, of eight, that are loaded early: see registers() of states/recurrence.py
+    early_factors  how many of eight quadruples of factors are loaded early: see registers() of states/recurrence.py
     shared         KB of shared memory; the kernel's page asserts that its buffers add up to it
     ctas           CTAs that an SM holds at a time
     spills         bytes that the compiler may spill
@@ -47,7 +47,7 @@ WGMMA_ROWS = 64  # rows of S^T or dS^T that a warpgroup carries: the M of its WG
 
 
 def is_wide(K):
-    """Whether a state of K channels takes so many registers that S^T in 16 bits, too, has none. Its kernels differ."""
+    """Whether a state of K channels leaves no registers for S^T in 16 bits. The kernels of such keys differ."""
     return K > 128
 
 
@@ -79,10 +79,11 @@ def two_warpgroups(**numbers):
     return Tile(tile=WIDE_TILE, consumers=2 * WARPGROUP, producers=WARPGROUP, **numbers)
 
 
-# Tile: sequences of a step, one a thread.
+# Tile: sequences of a step, one for each thread.
 CHUNK_PLAN = Tile(tile=PLAN_STEP, consumers=PLAN_STEP)
 
-# Keyed by K. Tile: value heads of a group that share K K^T, one a warp. CTAs of an SM hide each other's latencies.
+# Keyed by K. Tile: value heads of a group that share K K^T, one for each warp. CTAs of an SM hide each other's
+# latencies.
 CHUNK_MATRICES = {
     128: Tile(tile=4, consumers=WARPGROUP, shared=54.796875, ctas=MATRICES_CTAS),
     256: Tile(tile=4, consumers=WARPGROUP, shared=86.796875, ctas=WIDE_MATRICES_CTAS),
@@ -164,16 +165,16 @@ CHUNK_BACKWARD_NORMALIZE = replace(CHUNK_BACKWARD, shared=225.5625, spills=424)
 # Tile: value heads.
 GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 
-# Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one a thread.
+# Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one for each thread.
 L2NORM = Tile(tile=256, consumers=256)
 
-# Keyed by K, then by path. The suffix _16 or _8: with states of so many bits. Most of the spilled registers are stored
-# and loaded once a CTA.
+# Keyed by K, then by path. A suffix _16 or _8: the path with states of 16 or 8 bits. A CTA stores and loads most of its
+# spilled registers only once.
 DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
 
 
 def decode_group(ctas, **numbers):
-    """A CTA that takes a group of value rows, a few rows a warp."""
+    """A CTA that takes a group of value rows: DECODE_WARP_ROWS rows for each warp."""
     return Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=ctas, **numbers)
 
 
@@ -196,7 +197,7 @@ DECODE = {
 
 
 def decode_tile(K, path, state_bytes):
-    """The Tile of a path of decode with states of so many bytes a number."""
+    """The Tile of a path of decode, with states whose numbers have state_bytes bytes."""
     return DECODE[K].get(f"{path}_{8 * state_bytes}", DECODE[K][path])
 
 

@@ -46,9 +46,9 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # - tokens prepared at a time; tokens of a block; most value rows of a CTA if tokens go through a state together
 # - path `blocks`: lanes that share a value row; value rows of a lane
 # - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits and of 8 bits
-# - the same with keys of more than 128 channels: on states [V, K], on states [K, V]
-# - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time; the same and
-#   value rows of a CTA, if tokens and states have one dtype of 16 bits
+# - CTAs that an SM holds at a time with keys of more than 128 channels: on states [V, K], on states [K, V]
+# - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time; CTAs of an SM
+#   and value rows of a CTA if tokens and states have one dtype of 16 bits
 DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
 DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
 DECODE_LANES, DECODE_LANE_ROWS = 8, 2
@@ -182,13 +182,14 @@ class DecodeTable:
 
 
 class BufferedTable:
-    """The same for decode_buffered's tables."""
+    """The kinds of decode_buffered's tables, as one number in the form of DecodeTable."""
 
     STATES, POSITIONS, FLUSHES = range(0, 6, 2)
 
 
 class TokenSum:
-    """chunk_backward's sums for each token of a chunk, in shared memory [COUNT, CHUNK] fp32 (symbols: its page):
+    """The sums of chunk_backward and token_gradients for each token of a chunk, in shared memory [COUNT, CHUNK] fp32.
+    chunk_backward.py explains the symbols:
 
     QUERY     scale gamma rowsum(Q * Q_S)
     KEY       z
@@ -202,9 +203,9 @@ class TokenSum:
 
 
 class Ring:
-    """The stages of a chunk's tiles in fused_forward, as one number, because each thread keeps it in a register all the
-    time. The names are the first bits of: the stage (two bits), its phase, the stage of V (one bit), its phase. The
-    stage of V is also the number of the warpgroup that computes matrices after this chunk."""
+    """The stages of a chunk's tiles in fused_forward, as one number, because each thread always keeps it in a register.
+    The names are the first bits of: the stage (two bits), its phase, the stage of V (one bit), its phase. The stage of
+    V is also the number of the warpgroup that computes matrices after this chunk."""
 
     STAGE, PHASE, VALUE_STAGE, VALUE_PHASE = 0, 2, 3, 4
     END = 5

@@ -16,7 +16,7 @@ OP = torch.ops.flash_qla.decode_gated_delta_rule_buffered.default
 
 
 def make_backlog(case: Case, L: int, device: str = "cpu", d_dtype=None, k_dtype=None, gap: int = 0) -> dict:
-    """Backlog of NaN, the slots `gap` elements apart."""
+    """A backlog of NaN, with a gap of `gap` elements after each slot."""
     compute_dtype = FP64 if case.dtype == FP64 else FP32
 
     def backlog(dtype, *slot):
@@ -32,7 +32,7 @@ def make_backlog(case: Case, L: int, device: str = "cpu", d_dtype=None, k_dtype=
 
 
 def make_call(case: Case, L: int, device: str = "cpu", **of_backlog) -> dict:
-    """The arguments of a step, with empty backlog; B sequences of T steps have their tokens in `TOKENS`."""
+    """The arguments of a step, with an empty backlog. The tensors of TOKENS have the tokens of all steps, [B, T]."""
     inputs = make_inputs(case, device)
     del inputs["cu_seqlens"]
     write_pos = torch.zeros(case.B, dtype=case.index_dtype, device=device)
@@ -153,7 +153,7 @@ def test_steps(case, L, of_backlog, forced, device):
 
 @pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
 def test_no_slot(state_dtype, device):
-    """The second sequence has none: zeros, and nothing is written, whatever its write_pos is."""
+    """The second sequence has no slot: its output is zero, and nothing is written, whatever its write_pos is."""
     case = for_device(Case(T=5, B=3, state_dtype=state_dtype), device)
     call = make_call(case, 3, device)
     call["state_indices"][1] = -1
@@ -207,7 +207,7 @@ def test_backlog_of_one_step(state_dtype, device):
 
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 def test_a_written_state_is_rounded_once(dtype, device):
-    """Nearly all of its numbers are those of the recurrence in fp64, rounded to the dtype of the pool."""
+    """Nearly all numbers of the state are those of the recurrence in fp64, rounded to the dtype of the pool."""
     case = for_device(Case(T=8, B=2, K=128, V=72, dtype=dtype, state_dtype=dtype), device)
     call = make_call(case, 8, device)
     reference = Reference(call)
@@ -349,7 +349,7 @@ def test_wrong_arguments(change, text):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_wrong_memory_and_contents(change, text):
-    """Which a tracer does not see."""
+    """Errors that a tracer does not see."""
     call = make_call(Case(), 3)
     before = call["state_pool"].clone()
     with pytest.raises(RuntimeError, match=re.escape(text)):
@@ -363,7 +363,7 @@ def test_wrong_memory_and_contents(change, text):
 @pytest.mark.gpu
 @pytest.mark.parametrize("positions", ((-5, 0, 2), (3, 99, 2), (-(2**31), 2**31 - 1, 1)), ids=str)
 def test_positions_outside(positions):
-    """They count as the nearest that there is."""
+    """A write_pos out of range counts as the nearest valid one."""
     call = make_call(for_device(Case(), "cuda"), 3, "cuda")
     generator = torch.Generator().manual_seed(5)
     written = ("state_pool", "d_cache", "k_cache", "g_cache")

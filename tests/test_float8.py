@@ -85,7 +85,7 @@ def test_infinities(T, dtype, device):
 @of_paths
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_every_number_stays(path, dtype, device):
-    """Read and written without a change between: all finite numbers of both formats, in all places of a lane."""
+    """All finite numbers of both formats stay the same if they are read and written, in all places of a lane."""
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
     numbers = numbers[numbers.float().isfinite()]
     indices = torch.randint(len(numbers), (3, 2, 72, 128), generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def test_outputs_do_not_depend_on_the_dtype(K, T, dtype, device):
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_a_start_from_another_slot(dtype, device):
-    """initial_state_indices: two sequences start from one slot, which stays, as from copies of it."""
+    """With initial_state_indices two sequences start from one slot as from copies of it. The slot does not change."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 203, H, 128, generator=generator).to(device, BF16) for H in (2, 2, 4))
     g = -torch.rand(1, 203, 4, generator=generator).to(device)
@@ -141,7 +141,7 @@ def test_no_lagging_states(dtype, meta):
 )
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_opcheck(name, dtype, device):
-    """All but test_schema, which multiplies numbers of 8 bits, as PyTorch's CPU does not."""
+    """All checks but test_schema, which multiplies numbers of 8 bits: PyTorch's CPU cannot do that."""
     arguments = make_call(name, device).arguments
     states = ("state_pool", "intermediate_states", "checkpoints")
     arguments |= {x: arguments[x].to(dtype) for x in states if x in arguments}

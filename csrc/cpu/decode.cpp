@@ -71,7 +71,7 @@ class Planner {
       name = indices->dim() == 2 ? entry("state_indices", n, column) : entry("state_indices", n);
       p.slot = slots_.checked(name, state_indices_(n, column));
     }
-    if (p.slot == kNoState || p.begin == p.end) {  // the state stays without tokens
+    if (p.slot == kNoState || p.begin == p.end) {  // without tokens the state does not change
       return p;
     }
     if (call_.writes_back()) {
@@ -232,8 +232,8 @@ class BufferedDecoder {
             .g = slot * call_.g_cache.stride(0) + head * L + i};
   }
 
-  // Writes the token as a step of the backlog, with S as the state before it. The backlog has the key as it came, so
-  // the change takes the factor of the l2norm.
+  // Writes the token as a step of the backlog, with S as the state before it. The backlog has the key before the
+  // l2norm, so the change includes the factor of the l2norm.
   void append(const Step& to, int64_t n, int64_t head, const cpu::PackedChunk<CT>& token, CT g,
               const cpu::Scratch<CT>& scratch) const {
     const T* const key = in_.k + (n * in_.H_k + in_.k_head(head)) * in_.K;
@@ -259,7 +259,7 @@ class BufferedDecoder {
   T* const o_;
 };
 
-// Makes the tensors of a call contiguous that the recurrence reads as such.
+// Makes those tensors of a call contiguous that the recurrence reads as contiguous.
 void make_inputs_contiguous(DecodeCall& call) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v, &call.a, &call.b}) {
     make_contiguous(call.op, *tensor, tensor->scalar_type());

@@ -11,7 +11,7 @@ namespace flash_qla::cpu {
 // The places of the states after `every` tokens of a sequence, after twice as many, and so on.
 struct Checkpoints {
   int64_t every = 0;                         // 0: no checkpoints
-  bool rounds = false;                       // the state goes on from there as it is kept, rounded
+  bool rounds = false;                       // after a checkpoint the recurrence goes on with the rounded state
   WritableFloats to;                         // states [H_v, V, K]
   std::vector<std::vector<int64_t>> places;  // by sequence and checkpoint, in elements; negative: not wanted
 };
@@ -69,7 +69,7 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   }
 }
 
-// Rounds the state that the sequence goes on with after this many tokens, if that is a checkpoint.
+// Rounds the state after this many tokens of the sequence, if it is a checkpoint and the rounded state goes on.
 template <typename T, typename CT>
 void round_at_checkpoint(const Forward<T, CT>& p, int64_t tokens, const Scratch<CT>& scratch) {
   const Checkpoints& to = p.checkpoints;

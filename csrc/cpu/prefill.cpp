@@ -15,7 +15,7 @@ namespace flash_qla {
 
 namespace {
 
-// The slots of each sequence's states: its last one, and its first one, or kNoState if that is zero.
+// The slots of each sequence's last and first state. kNoState: no slot; as the first state, zeros.
 struct SequenceSlots {
   std::vector<int64_t> last, first;
 };

@@ -1,6 +1,6 @@
 // The backward on a Hopper GPU: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with
-// context parallelism the segments' maps and their scans. Then the states again, the recurrence in reverse with the
-// gradients of the inputs, the gradients of raw gates and betas, and the backward of the l2norm.
+// context parallelism the segments' maps and their scans. Then the replay of the states, the recurrence in reverse with
+// the gradients of the inputs, the gradients of raw gates and betas, and the backward of the l2norm.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -52,7 +52,7 @@ class Backward {
     }
   }
 
-  // The first half. compose_maps expects dZ of segment s in slot s. It is in slot s - 1 of grad_states(), which is slot
+  // The first half. compose_maps expects dZ of segment s in slot s. dZ is in slot s - 1 of grad_states(), which is slot
   // s of the whole region.
   Begun begun() {
     begin();
@@ -60,10 +60,10 @@ class Backward {
             workspace_.storage()};
   }
 
-  // The part in halves that needs states but no gradients of them.
+  // In halves, the part that needs states but no gradients of states.
   void replay() {
     const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
-    scan_states(first);  // replay_states needs the wait, too: it may read initial states early
+    scan_states(first);  // always: a pass in halves has maps
     replay_states(first);
   }
 
@@ -93,7 +93,7 @@ class Backward {
     pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), beside);
   }
 
-  // dh0: where the gradients of the initial states go, if there are such states.
+  // dh0 gets the gradients of the initial states, if there are initial states.
   void input_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
     if (has_wide_keys(call_.K)) {
       replay_gradients(last, dh0);
@@ -119,7 +119,7 @@ class Backward {
                     {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  // Chunks of normalized queries and keys if l2norm runs.
+  // The chunks, with normalized queries and keys if the kernel l2norm runs.
   kernels::Chunks normalized(kernels::Chunks chunks) const {
     if (d_.l2norm) {
       uint16_t* const first = workspace_[workspace_.normalized];
@@ -217,7 +217,7 @@ class Backward {
             .state_stride_k = call_.state_stride_k()};
   }
 
-  // Gradients whose db and dg are parts, if gate_gradients adds parts.
+  // The gradients. If gate_gradients runs, db and dg are parts, which gate_gradients adds.
   kernels::Gradients gradients_in_parts() const {
     kernels::Gradients found = gradients();
     if (d_.gate_gradients) {

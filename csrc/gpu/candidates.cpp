@@ -12,11 +12,11 @@ namespace flash_qla {
 
 namespace {
 
-// The first segment belongs to the longest of up to so many sequences, a step of chunk_plan. The flags of that segment
-// then tell whether any sequence is cut.
+// With at most this many sequences, one step of chunk_plan, the first segment belongs to the longest sequence. The
+// flags of that segment then tell whether any sequence is cut.
 constexpr int64_t kMostWithTwoTiles = kPlanStep;
 
-constexpr int64_t kMostHeadsPerCta = 4;  // one a warp of chunk_matrices
+constexpr int64_t kMostHeadsPerCta = 4;  // one for each warp of chunk_matrices
 
 // While chunk_plan runs, the first CTAs of chunk_matrices find their chunks by themselves (plan/plan.cuh). With more
 // sequences than this the search takes longer than the wait.
@@ -33,8 +33,8 @@ bool has_fused_kernel(const ForwardShape& shape) {
                                                           .low_level = shape.low_level});
 }
 
-// Wide keys have fewer instances (kernels_tl/instances.py): no narrow tile, say. The tiles and the maps do not depend
-// on the dtype.
+// Wide keys have fewer instances (kernels_tl/instances.py), for example no narrow tile. The tiles and the maps do not
+// depend on the dtype.
 bool has_tile(const ForwardShape& shape, int64_t tile) {
   return kernels::is_compiled(kernels::ChunkForwardParams{
       .dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .value_tile = tile, .resumable = false});
@@ -44,7 +44,7 @@ bool has_maps(const ForwardShape& shape) {
       kernels::SegmentMapsParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .partial = true});
 }
 
-// Throws if a tile is forced that the call's keys do not have.
+// Throws if the forced tile does not exist for the call's keys.
 void require_tile(const ForwardShape& shape, int64_t forced) {
   if (forced != 0 && !has_tile(shape, forced)) {
     throw std::invalid_argument("flash_qla.testing.forced_dispatch: forward has a tile of " + std::to_string(forced) +
@@ -78,8 +78,8 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   }
 }
 
-// The lengths of segments that are considered, in chunks; 0, the first one: no segments. In halves 0 is left out if
-// there are others, because the maps come from segments.
+// The lengths of segments that the host considers, in chunks. The first one is 0: no segments. In halves 0 is left out
+// if there are other lengths, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (!has_maps(shape)) {
     return {0};

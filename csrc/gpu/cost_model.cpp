@@ -26,7 +26,7 @@ constexpr double kOffered = 14;
 
 // SM cycles.
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
-constexpr double kMatricesL2norm = 780;                      // more a CTA
+constexpr double kMatricesL2norm = 780;                      // more for each CTA
 constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
 constexpr double kTurnNarrow = 6920, kTurnWide = 7290;       // a CTA's next piece of work, without its chunks
 constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
@@ -49,8 +49,8 @@ constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward
 constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
-// Wide keys, on an H100 (benchmarks/notes/wide_keys.md). Products with a state take twice the cycles of K = 128, the
-// others as many. A step of segment_scan reads four times the bytes.
+// Wide keys, on an H100 (benchmarks/notes/wide_keys.md). Products with a state take twice the cycles of K = 128; other
+// products take as many as before. A step of segment_scan reads four times the bytes.
 constexpr double kWider = 1.7, kWiderScan = 4;
 constexpr double kStartGradients = 15;                       // us: replay_gradients and token_gradients around chunks
 constexpr double kChunkReplayGradients = 12500;              // replay_gradients: a chunk
@@ -78,8 +78,8 @@ Lengths lengths(const ForwardShape& shape, double longest) {
 }
 
 // The time until the last piece of a batch has ended, in chunks. The SMs take the longest pieces first: whole segments,
-// then the sequences' last segments, which may be shorter. These go to SMs that have one whole segment less than
-// others, as far as they fit there, and otherwise after all whole segments.
+// then the sequences' last segments, which may be shorter. SMs that have one whole segment less than others take the
+// last segments that fit there. The other last segments run after all whole segments.
 double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
   const double whole_of_longest = std::floor(chunks.longest / segment);
   const double whole_of_rest = std::floor(chunks.rest / segment);
@@ -178,7 +178,7 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
 }
 
 double chunk_matrices_us(const ForwardShape& shape, const Schedule& s) {
-  // heads_per_cta of a full card. With that of this batch, more tokens could seem to take less time.
+  // heads_per_cta of a full card. With this batch's heads_per_cta, more tokens could seem to take less time.
   constexpr int64_t kManySlots = 1 << 20;
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
   const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
@@ -262,7 +262,7 @@ double token_gradients_us(const ForwardShape& shape, const Schedule& s) {
   return overlapped(cycles_us(shape, parts / s.sms * part), bytes_us(shape, s.H_v * s.total * bytes));
 }
 
-// The kernels of the l2norm, the same in all modes: they read and write q and k, and later also their gradients.
+// The time of the l2norm's kernels, the same in all modes. They read and write q and k, and later dq and dk.
 double around_us(const BackwardShape& shape) {
   const auto tokens = static_cast<double>(shape.B * shape.T);
   const double row = static_cast<double>(shape.K) * tokens;

@@ -20,7 +20,7 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16;  // a lane takes that much of a row at a time
+constexpr int64_t kPieceBytes = 16;  // bytes of a row that a lane takes at a time
 constexpr int64_t kMostSequences = 65535;
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
@@ -28,12 +28,12 @@ int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
 // Elements from one token to the next. The kernel takes the dimensions of batch and token as one.
 int64_t token_stride(const Tensor& tensor) { return tensor.size(1) == 1 ? tensor.stride(0) : tensor.stride(1); }
 
-// Whether batch and token are one dimension of one stride.
+// Whether batch and token can be read as one dimension with one stride.
 bool tokens_are_even(const Tensor& tensor) {
   return tensor.size(0) == 1 || tensor.size(1) == 1 || tensor.stride(0) == tensor.size(1) * tensor.stride(1);
 }
 
-// Copies a tensor [B, T, heads, channels] unless the kernel reads its strides.
+// Copies a tensor [B, T, heads, channels] if the kernel cannot read its strides.
 void make_readable_rows(const char* op, Tensor& tensor) {
   const auto is_piece = [&](int64_t stride) { return stride * bytes_of(tensor) % kPieceBytes == 0; };
   const bool readable = tensor.stride(3) == 1 && tokens_are_even(tensor) && is_piece(token_stride(tensor)) &&
@@ -43,7 +43,7 @@ void make_readable_rows(const char* op, Tensor& tensor) {
   }
 }
 
-// Copies a tensor [B, T, H_v] unless the kernel reads its strides.
+// Copies a tensor [B, T, H_v] if the kernel cannot read its strides.
 void make_readable_gates(const char* op, Tensor& tensor) {
   if (!(tensor.stride(2) == 1 && tokens_are_even(tensor))) {
     make_contiguous(op, tensor, tensor.scalar_type());
@@ -101,8 +101,8 @@ constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // value rows th
 
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
-// The instance that takes a call. Its path is decided here, from the call and from the instances that were compiled:
-// the call's dtypes have some paths only (kernels_tl/instances.py).
+// The instance that takes a call. This function decides its path, from the call and from the compiled instances,
+// because each pair of dtypes has only some of the paths (kernels_tl/instances.py).
 kernels::DecodeParams instance_of(const DecodeCall& call) {
   kernels::DecodeParams found = {.dtype = instance_dtype(call.dtype),
                                  .K = instance_K(call.K),
@@ -160,8 +160,9 @@ struct Shares {
   int64_t groups, whole, places;
 };
 
-// The first of the grid's places, of so many CTAs each. Their CTAs may begin before the grid ahead has ended, and then
-// bring their states to L2. Calls of more turns take 2 % more time with it (benchmarks/notes/decode.md).
+// The number of places that prefetch their states into L2. A place has `ctas` CTAs. These are the CTAs that the SMs
+// take first, so they may begin before the preceding grid has ended. 0 if the call has more than `turns` turns, because
+// such calls take 2 % more time with the prefetch (benchmarks/notes/decode.md).
 int64_t first_places(int64_t places, int64_t ctas, int64_t turns, int64_t at_a_time) {
   return places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
@@ -186,13 +187,13 @@ class Grid {
   }
 
  private:
-  // CTAs of a sequence with this many groups a CTA.
+  // CTAs of a sequence, with `groups` groups in each CTA.
   int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * kGroupRows); }
 
-  // Takes the shares with the least cost. CTAs with more groups begin less often, smaller CTAs spread more evenly. The
-  // cost counts turns of the SMs: a turn is one group to begin and the groups of a CTA, and half of that if no SM has a
-  // second CTA. The CTAs of the last turn are halved if that pays (benchmarks/notes/decode.md). On paths that take
-  // tokens one by one, CTAs are as small as they can be.
+  // Takes the shares with the least cost. Larger CTAs begin less often; smaller CTAs spread more evenly. A turn of the
+  // SMs costs 1 + groups: the beginning of a CTA takes as long as one group. The turn costs half if no SM has a second
+  // CTA. The CTAs of the last turn are halved if the cost is then less (benchmarks/notes/decode.md). Where a
+  // CTA has only one group, CTAs are as small as they can be.
   Shares choose() const {
     if (!limits_.has_groups) {
       return {1, call_.N, call_.N};

@@ -65,7 +65,7 @@ class Forward {
     }
   }
 
-  // The first half. compose_maps expects Z of segment s in slot s. It is in slot s + 1 of the region.
+  // The first half. compose_maps expects Z of segment s in slot s. Z is in slot s + 1 of the region.
   Begun begun() {
     begin();
     const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);
@@ -73,7 +73,7 @@ class Forward {
   }
 
   void finish() {
-    if (d_.has_maps()) {  // in halves chunk_forward needs the wait, too: it reads initial states early
+    if (d_.has_maps()) {  // in halves chunk_forward also needs the scan's wait, because it reads initial states early
       pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false);
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {

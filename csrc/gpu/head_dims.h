@@ -23,7 +23,7 @@ inline int64_t instance_K(int64_t K) { return *std::ranges::lower_bound(kernels:
 inline bool has_wide_keys(int64_t K) { return instance_K(K) > 128; }
 
 inline int64_t value_tiles(int64_t V, int64_t tile = kWideTile) { return ceil_div(V, tile); }
-// Parts of the backward's db and dg: CTAs with other value rows or, with wide keys, other channels of the key.
+// Parts of the backward's db and dg: one for each tile of value rows or, with wide keys, for each 128 key channels.
 inline int64_t key_parts(int64_t K) { return instance_K(K) / 128; }
 inline int64_t gradient_parts(int64_t K, int64_t V) { return has_wide_keys(K) ? key_parts(K) : value_tiles(V); }
 // Value rows of states that only kernels read.

@@ -63,7 +63,7 @@ States states_of(const PrefillCall& call) {
                      .has_final = true};
   if (call.checkpoint_every > 0) {
     const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
-    // A number beyond all sequences, if there are no checkpoints, is one that cuts no chunk.
+    // If checkpoint_every exceeds all sequences, there are no checkpoints. A whole number of chunks then cuts no chunk.
     const int64_t checkpoint_every = std::min(call.checkpoint_every, kChunk * (chunk_count(call.T) + 1));
     states.kept = {.kept_states = kept.mutable_data_ptr(),
                    .kept_slot_stride = kept.stride(0),

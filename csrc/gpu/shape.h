@@ -80,7 +80,8 @@ struct BackwardShape : Shape {
     return std::tuple_cat(Shape::options(), std::tuple(Field{"activations", &BackwardShape::activations}));
   }
 
-  // The shape of the forward over the same chunks, with queries and keys that are normalized already.
+  // The shape of the forward over the same chunks. It has no l2norm: the cost model adds the time of the backward's own
+  // kernels of the l2norm.
   ForwardShape forward() const {
     ForwardShape shape{*this};
     shape.use_qk_l2norm = false;

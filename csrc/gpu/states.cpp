@@ -10,7 +10,7 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16;  // a lane or TMA takes that much at a time
+constexpr int64_t kPieceBytes = 16;  // bytes that a lane or TMA takes at a time
 
 // Throws unless the parts, one for each index of the first dimensions, start at whole pieces.
 void check_pieces(const char* op, const char* name, const Tensor& tensor, int64_t dimensions, const char* parts) {

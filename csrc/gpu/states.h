@@ -22,11 +22,11 @@ struct States {
   kernels::StatePresence presence;   // which states exist
   kernels::Checkpoints kept;         // states after every so many tokens, V-first; 0 tokens: no checkpoints
   kernels::CheckpointTable kept_in;  // their slots: by a table, or in the order of the sequences
-  bool rounds = false;               // sequences go on from checkpoints with the state as it is kept, rounded
+  bool rounds = false;               // after a checkpoint a sequence goes on with the state as stored, rounded
 
   // Whether chunk_forward's resumable instances are needed.
   bool resumable() const { return rounds || kept.checkpoint_every % kChunk != 0; }
-  // Whether some states have 8 bits, whose Dtypes come last.
+  // Whether some states have 8 bits. The Dtypes of 8 bits are the last ones.
   bool float8() const { return std::max(numbers.state_dtype, kept.kept_dtype) >= Dtype::kFloat8E4m3fn; }
 };
 

@@ -1,4 +1,4 @@
-"""Shared by the integrations whose functions replace those of other packages."""
+"""Code shared by the integrations that replace functions of other packages."""
 
 import functools
 import importlib
@@ -20,11 +20,11 @@ class Replacement:
 
     Args:
         releases: the engine and the releases that the functions were written for; messages name them.
-        functions: {module: {name there: function}}. If a name's signature has changed, functions for all of its
-            signatures, the newest first. The engine gets the one that has the signature of its own. None, last: earlier
-            releases lack the name, and stay as they are.
-        unchecked: the same, for functions that the engine takes from another package, of any release or not installed.
-            Only the name must be there.
+        functions: {module: {name there: function}}. If a name's signature has changed, a tuple of functions, one for
+            each signature, the newest first. The engine gets the function that has its own function's signature. None
+            as the last element: earlier releases do not have the name, and stay as they are.
+        unchecked: the same, for functions that the engine takes from another package, which may have any release or not
+            be installed. Signatures are not compared, but the name must be there.
         absent: {module: {name there: value}}, for names that are None or False because the package of their functions
             is not installed. use() leaves other values as they are.
     """
@@ -51,7 +51,7 @@ class Replacement:
 
         Raises:
             ImportError: the engine cannot be imported.
-            RuntimeError: the engine lacks one of the names, or the arguments of a function are others.
+            RuntimeError: the engine lacks one of the names, or its function has other arguments.
         """
         paths = dict.fromkeys((*self.functions, *self._unchecked, *self._absent))
         found = [self._choose(importlib.import_module(path)) for path in paths]
@@ -81,7 +81,7 @@ class Replacement:
             sys.meta_path.insert(0, self._finder)
 
     def _choose(self, module: ModuleType) -> list[tuple]:
-        """(module, name, the engine's value, ours) for each name that does not have ours yet."""
+        """(module, name, the engine's value, our value) for each name that does not have our value yet."""
         path, chosen = module.__name__, []
         for name, functions in self.functions.get(path, {}).items():
             theirs = getattr(module, name, _NOTHING)
@@ -120,7 +120,7 @@ class Replacement:
 
 
 class _After(MetaPathFinder):
-    """Finds these modules as the other finders do, and calls `then` with a module after its import."""
+    """Finds these modules with the other finders, and calls `then` with a module after its import."""
 
     def __init__(self, modules: Collection[str], then: Callable[[ModuleType], None]):
         self._modules, self._then = modules, then
@@ -142,7 +142,7 @@ class _After(MetaPathFinder):
 
 
 def earlier(function: Callable, *lacks: str) -> Callable:
-    """`function` as earlier releases of the engine have it, whose signature lacks these optional parameters."""
+    """`function` with the signature of earlier releases of the engine, which lacks these optional parameters."""
     signature = inspect.signature(function)
     names = [x for x in signature.parameters if x not in lacks]
 

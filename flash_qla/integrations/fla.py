@@ -10,7 +10,7 @@ With FLA installed its GatedDeltaNet layers use flash_qla too:
     from flash_qla.integrations.fla import restore, use_flash_qla
 
     use_flash_qla()                 # from here on, for every layer in the process
-    restore()                       # as it was
+    restore()                       # FLA's own backend again
 
 FLA's fla.ops.gated_delta_rule.chunk_gated_delta_rule already selects an installed flash_qla, but only on a Hopper GPU,
 in bf16 and fp16, for K = V = 128, and if g and beta are computed before the call. FLA runs all other calls in its own
@@ -66,9 +66,9 @@ def chunk_gated_delta_rule(
 
     Args:
         cu_seqlens_cpu, chunk_indices: without effect: the kernels read cu_seqlens on the device.
-        **kwargs: use_gate_in_kernel, A_log and dt_bias, as those of flash_qla.chunk_gated_delta_rule, but without
-            use_gate_in_kernel A_log and dt_bias have no effect, as in FLA; chunk_size, 64; head_first, False;
-            transpose_state_layout, the older name of state_v_first.
+        **kwargs: use_gate_in_kernel, A_log and dt_bias, as those of flash_qla.chunk_gated_delta_rule. But as in FLA,
+            A_log and dt_bias have no effect without use_gate_in_kernel. Also chunk_size, only 64; head_first, only
+            False; transpose_state_layout, the older name of state_v_first.
 
         The other arguments are those of flash_qla.chunk_gated_delta_rule.
 
@@ -133,14 +133,15 @@ def fused_recurrent_gated_delta_rule(
     derivative. The ranges of flash_qla hold for shapes and dtypes.
 
     Args:
-        g: log decay, [B, T, H_v], any floating dtype; its input with use_gate_in_kernel. None: no decay.
+        g: log decay, [B, T, H_v], any floating dtype; with use_gate_in_kernel the input of the gate. None: no decay.
         gk, gv: only None. Decays of single channels need another kernel.
-        beta: step size, [B, T, H_v], any floating dtype; its input with use_beta_sigmoid_in_kernel. None: ones.
+        beta: step size, [B, T, H_v], any floating dtype; with use_beta_sigmoid_in_kernel the input of the sigmoid.
+            None: ones.
         initial_state: [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, any floating dtype. It is not written.
         **kwargs: transpose_state_layout, the older name of state_v_first.
 
-        The other arguments are those of flash_qla.chunk_gated_delta_rule, but without use_gate_in_kernel A_log and
-        dt_bias have no effect, as in FLA.
+        The other arguments are those of flash_qla.chunk_gated_delta_rule. But as in FLA, A_log and dt_bias have no
+        effect without use_gate_in_kernel.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
@@ -243,13 +244,14 @@ def build_cp_context(
 
 
 def use_flash_qla() -> None:
-    """Have FLA's chunk_gated_delta_rule, and so its layers, run calls with activations, other head dimensions than 128
-    and context parallelism on flash_qla; also fused_recurrent_gated_delta_rule, with which the layers decode.
+    """Have FLA's chunk_gated_delta_rule, and so FLA's layers, call flash_qla also with activations, with head
+    dimensions other than 128, and with context parallelism. FLA's fused_recurrent_gated_delta_rule, which decodes,
+    calls flash_qla, too.
 
-    FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process.
-    FLA does not ask it for fused_recurrent_gated_delta_rule, so FLA's modules get a function that does. FLA's kernels
-    run the other calls, as before: K above 256, V above 512, head dimensions that are not multiples of 8, dtypes other
-    than bf16 and fp16, and GPUs other than Hopper's.
+    FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process. FLA does
+    not ask the registry for fused_recurrent_gated_delta_rule, so FLA's modules get a function that asks it. FLA's
+    kernels run the other calls, as before: K above 256, V above 512, head dimensions that are not multiples of 8,
+    dtypes other than bf16 and fp16, and GPUs other than Hopper's.
 
     Raises:
         ImportError: FLA is not installed, or has no backend for flash_qla.

@@ -3,7 +3,7 @@
     from flash_qla.integrations.megatron import restore, use_flash_qla
 
     use_flash_qla()                 # in every process, before the model is built
-    restore()                       # as it was, for models that are built from here on
+    restore()                       # Megatron's own functions again, for models that are built from here on
 
 A layer keeps the function that it finds when it is built: FLA's chunk_gated_delta_rule, or Megatron's
 torch_chunk_gated_delta_rule with `deterministic_mode`. use_flash_qla puts flash_qla's function in place of both. Its
@@ -13,8 +13,8 @@ Megatron's layer also takes its l2norm and its convolution from FLA, and refuses
 installed, use_flash_qla supplies both: the l2norm in torch, the convolution by the package causal-conv1d, which
 deterministic mode does not call. If FLA is installed, any release of it, both remain FLA's.
 
-Megatron asserts that sequences are packed only without `deterministic_mode`. Head dimensions are as in flash_qla: K any
-multiple of 8 up to 256, V any multiple of 8 up to 512.
+Megatron refuses packed sequences with `deterministic_mode`. Head dimensions are as in flash_qla: K any multiple of 8 up
+to 256, V any multiple of 8 up to 512.
 
 Written for Megatron-core 0.19.2.
 """
@@ -104,12 +104,11 @@ def use_flash_qla() -> None:
 
     Raises:
         ImportError: Megatron-core cannot be imported, or its release has no module for these layers.
-        RuntimeError: Megatron-core lacks one of the functions, or its arguments are others. Nothing has been changed
-            then.
+        RuntimeError: Megatron-core lacks one of the functions, or has it with other arguments. Then nothing is changed.
     """
     _replacement.use()
 
 
 def restore() -> None:
-    """Give Megatron's modules their own functions again. Layers that exist keep what they were built with."""
+    """Give Megatron's modules their own functions again. Existing layers keep the functions that they have."""
     _replacement.restore()

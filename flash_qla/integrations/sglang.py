@@ -3,14 +3,14 @@
     from flash_qla.integrations.sglang import restore, use_flash_qla
 
     use_flash_qla()                 # from here on, for every layer in the process
-    restore()                       # as it was
+    restore()                       # SGLang's own functions again
 
 SGLang runs layers in processes of its own. With FLASH_QLA_SGLANG=1 in the environment, SGLang's plugins switch each of
 them on.
 
-The functions have the names, arguments and meaning of those that SGLang's Triton backend for these layers calls, so
-their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no state. Other
-backends stay in use: FlashInfer is the default for prefill on Hopper, unless --linear-attn-prefill-backend is triton.
+The functions replace those that SGLang's Triton backend for these layers calls. They have the same names, arguments and
+meaning, so their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no
+state. Other backends stay in use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
 
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on these functions on an H100: eagerly, in CUDA
 graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have run beside the kernels
@@ -41,9 +41,8 @@ def chunk_gated_delta_rule(
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
         final_state: None; the states are in the pool.
-        h: state at the start of each chunk of 64 tokens, [1, chunks, H_v, V, K], in the dtype of q: the chunks of the
-            first sequence, then those of the second and so on, then zeros; see
-            flash_qla.chunk_gated_delta_rule_intermediates.
+        h: state at the start of each chunk of 64 tokens, [1, chunks, H_v, V, K], in the dtype of q: the chunks of all
+            sequences in their order, then zeros; see flash_qla.chunk_gated_delta_rule_intermediates.
 
     Raises:
         NotImplementedError: head_first is True; or initial_state or initial_state_indices is None.
@@ -72,7 +71,7 @@ def _write(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> Non
     if not slots.shape[0]:
         return
     is_real = slots >= 0
-    stand_in = is_real.int().argmax()  # this sequence is written again for each one without a slot
+    stand_in = is_real.int().argmax()  # a sequence with a slot, written again in place of each sequence without
     rows = torch.where(is_real, torch.arange(slots.shape[0], device=slots.device), stand_in)
     slots = slots[rows].clamp_min(0)
     pool[slots] = torch.where(is_real.any(), states[rows], pool[slots])
@@ -87,8 +86,8 @@ def fused_recurrent_linear_replayssm_decode(
 ):  # fmt: skip
     """SGLang's decoding of one token of each sequence with --enable-linear-replayssm.
 
-    The caches hold what flash_qla.decode_gated_delta_rule_buffered says, which is not what SGLang's own function keeps
-    there. So use one of the two functions from a slot's first step to its next flush.
+    The caches have the contents that flash_qla.decode_gated_delta_rule_buffered describes. SGLang's own function keeps
+    other contents there. So use one of the two functions from a slot's first step to its next flush.
 
     Args:
         mixed_qkv, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel: as those of
@@ -139,8 +138,8 @@ def fused_sigmoid_gating_delta_rule_update(
         intermediate_states_buffer: memory for the state after each token, [rows, steps, H_v, V, K].
         intermediate_state_indices: row of each sequence, [N] or more; a negative row keeps no states.
         cache_steps: ignored; the buffer's shape has it.
-        retrieve_parent_token: [N, steps] or more rows, if the drafts are a tree: the number of the token before each
-            one. Column 0 is ignored. Only with disable_state_update.
+        retrieve_parent_token: [N, steps] or more rows, if the drafts are a tree: the number of each token's parent.
+            Column 0 is ignored. Only with disable_state_update.
         softplus_beta, softplus_threshold: only 1 and 20.
         is_kda, cache_ring, match_cutedsl_decode: only False.
         lower_bound, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta: only None.
@@ -212,7 +211,7 @@ def use_flash_qla() -> None:
 
     Raises:
         ImportError: SGLang cannot be imported.
-        RuntimeError: SGLang lacks one of the functions, or its arguments are others. Nothing has been changed then.
+        RuntimeError: SGLang lacks one of the functions, or has it with other arguments. Then nothing is changed.
     """
     _replacement.use()
 

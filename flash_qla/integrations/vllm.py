@@ -3,14 +3,14 @@
     from flash_qla.integrations.vllm import restore, use_flash_qla
 
     use_flash_qla()                 # from here on, for every layer in the process
-    restore()                       # as it was
+    restore()                       # vLLM's own functions again
 
 vLLM runs layers in processes of its own. With FLASH_QLA_VLLM=1 in the environment, vLLM's plugins switch each of them
 on, and set VLLM_GDN_DECODE_KERNEL=triton unless the variable has a value.
 
-The functions have the names, arguments and meaning of those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid
-call, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less has no state.
-From 0.28.0 on a kernel of vLLM stays in use, the fused one for drafts, unless VLLM_GDN_DECODE_KERNEL=triton is in the
+The functions replace those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid call. They have the same names,
+arguments and meaning, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less
+has no state. From 0.28.0 on, vLLM's fused kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the
 environment.
 
 Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA
@@ -64,7 +64,7 @@ def _as_output(memory: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _prefill(q, k, v, g, beta, initial_state: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and the final states, float32, of sequences that start from copies of these states."""
+    """o, and the final states in float32. The sequences start from copies of the initial states."""
     states = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     slots = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
     return flash_qla.prefill_gated_delta_rule(q, k, v, g, beta, states, slots, **options), states
@@ -84,7 +84,7 @@ def fi_chunk_gated_delta_rule(
             H_v, V, K], any floating dtype, in the order of the sequences.
         checkpoint_cu_starts: ignored; it follows from cu_seqlens and checkpoint_every_n_tokens.
         checkpoint_every_n_tokens: 0 for no checkpoints.
-        use_cp: False: split no sequence into segments that run side by side. Checkpoints ignore it.
+        use_cp: False: split no sequence into segments that run side by side. Ignored with checkpoints.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
@@ -116,8 +116,8 @@ def fused_sigmoid_gating_delta_rule_update(
             flash_qla.decode_gated_delta_rule.
         a, b: [T, H_v] with cu_seqlens; or [B, T, H_v].
         initial_state: the pool, [slots, H_v, V, K], written in place.
-        ssm_state_indices: [N] or more: slot of each sequence, which has one token. Or [N, S] or more rows, for drafts:
-            the state after token t of sequence n goes to slot [n, t].
+        ssm_state_indices: [N] or more: slot of each sequence; a sequence then has one token. Or [N, S] or more rows,
+            for drafts: the state after token t of sequence n goes to slot [n, t].
         num_accepted_tokens: [N] or more: sequence n starts from slot [n, num_accepted_tokens[n] - 1]; from [n, 0] by
             default.
         beta, threshold: parameters of the softplus; only 1 and 20.
@@ -216,7 +216,7 @@ def use_flash_qla() -> None:
 
     Raises:
         ImportError: vLLM cannot be imported.
-        RuntimeError: vLLM lacks one of the functions, or its arguments are others. Nothing has been changed then.
+        RuntimeError: vLLM lacks one of the functions, or has it with other arguments. Then nothing is changed.
     """
     _replacement.use()
 

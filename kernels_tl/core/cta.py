@@ -89,7 +89,7 @@ class Walk:
     @T.inline
     def turns(self):
         """How many turns the CTA has."""
-        turns = T.alloc_var("int32", init=T.truncdiv(self.pieces, self.ctas))  # those in which all CTAs have work
+        turns = T.alloc_var("int32", init=T.truncdiv(self.pieces, self.ctas))  # turns in which all CTAs have work
         turns += T.if_then_else(self.piece(turns) < self.pieces, 1, 0)
         return turns
 

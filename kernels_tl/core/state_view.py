@@ -10,8 +10,8 @@ class StateView:
     """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] from the pointer `numbers` on.
 
     `strides` are the element strides of v and of k within a state, so the layout is a run-time number. The slots of a
-    pool are `slot_stride` elements apart; None: they follow one another. `dtype` is a Dtype, of 8 bits
-    only if `float8`; states of 8 or 16 bits have V first."""
+    pool are `slot_stride` elements apart; None: they follow one another. `dtype` is a Dtype, of 8 bits only if
+    `float8`. States of 8 or 16 bits have V first."""
 
     def __init__(self, numbers, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32, float8=False):
         self.numbers, self.dtype, self.float8 = numbers, dtype, str(float8).lower()

@@ -59,7 +59,8 @@ struct Float8 {
   uint8_t bits;
 };
 __device__ __forceinline__ bool is_float8(int dtype) { return dtype >= Dtype::kFloat8E4m3fn; }
-// pack and unpack for a pair of them. They compute both formats and select, because code for each would be longer.
+// pack and unpack for a pair of such numbers. They compute both formats and select one, because code for each format
+// would be longer.
 __device__ __forceinline__ uint32_t pack_float8(int dtype, float low, float high) {
   return dtype == Dtype::kFloat8E5m2 ? pack_8<true>(low, high) : pack_8<false>(low, high);
 }

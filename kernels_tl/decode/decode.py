@@ -23,8 +23,8 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel; keys of more than 128 channels have rows and key_first, states of 8 bits one_token
-and rows, or rows:
+There are five paths, each a kernel. Keys of more than 128 channels have only rows and key_first. States of 8 bits have
+only one_token and rows; with keys of more than 128 channels, only rows:
 
 - one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
   between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
@@ -32,18 +32,18 @@ and rows, or rows:
   a CTA prepares each token once, in shared memory (decode/decode_tokens.cuh). In a tree of tokens the states of
   ancestors are computed again from the initial state, which is still in shared memory.
 - blocks, on fp32 states, if only the last state is kept: up to four tokens go through a state together
-  (decode/decode_blocks.cuh). Every product with a state is with the state before the block, so the tokens' sums do not
-  wait for each other. Products of keys with keys and queries, computed once a CTA, bring in the changes of the other
-  tokens. The next value rows are copied meanwhile.
+  (decode/decode_blocks.cuh). All products use the state before the block, so the tokens' sums do not wait for each
+  other. Products of keys with keys and queries, computed once for a CTA, add the changes of the other tokens. The next
+  value rows are copied meanwhile.
 - tensor_cores, with tokens and states in bf16: two to eight tokens together, whichever states are kept
   (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
   queries. A later state takes one more product: the changes, in two parts of 16 bits, with the keys.
 - key_first, on states [.., key_dim, value_dim]: as rows, also for one token (decode/decode_key_first.cuh). Value rows
-  lie side by side in memory, so a CTA moves its 32 together, through shared memory: 128 neighbouring bytes of a key in
-  fp32. The registers, and so the sums, are those of rows on fp32 states.
+  lie side by side in memory, so a CTA moves its 32 rows together, through shared memory: 128 neighbouring bytes of a
+  key in fp32. The registers, and so the sums, are the same as in rows on fp32 states.
 
-Every other path takes a sequence of one token as one_token does, and a sequence of more than eight tokens as rows does.
-Sums are over the same numbers in the same order wherever a sequence lies in a batch.
+Every path but key_first takes a sequence of one token as one_token does, and a sequence of more than eight tokens as
+rows does. The order of all sums is the same wherever a sequence lies in a batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -59,7 +59,7 @@ from kernels_tl.layout import (
     DecodeTable,
 )
 
-EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # prefetch_state
+EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # inputs of prefetch_state
 PRELUDE = """
 #include "decode/decode.cuh"
 """
@@ -168,10 +168,10 @@ class DecodeShares(Bundle):
     def __init__(self):
         super().__init__(
             groups=T.int32,  # groups of value rows of a tile
-            whole=T.int32,  # number of the first sequences: a CTA takes a whole tile of one
+            whole=T.int32,  # number of the first sequences, which have one CTA for each tile
             halvings=T.int32,  # a CTA takes 1 / 2^halvings of a tile of each other sequence
             places=T.int32,  # whole + 2^halvings * the number of the other sequences
-            early=T.int32,  # places whose CTAs may begin before the preceding grid has ended
+            early=T.int32,  # the first places, whose CTAs prefetch before the preceding grid has ended
         )
 
 

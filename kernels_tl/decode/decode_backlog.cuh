@@ -6,11 +6,12 @@
 
 namespace flash_qla::device {
 
-static_assert(kDecodeBacklog == kWarp);  // a lane has a step of the backlog
+static_assert(kDecodeBacklog == kWarp);  // each lane has one step of the backlog
 
 __device__ __forceinline__ Table no_table() { return Table(nullptr, TableKind::kNone, 1); }
 
-// Entry `row` of a table of one column, read from L2. No load waits for another one, unlike those of Table::fresh.
+// Entry `row` of a table of one column, read from L2. The loads of several entries can be in flight together, whereas
+// Table::fresh waits for each load.
 class Entry {
  public:
   __device__ __forceinline__ Entry(const Table& table, int row) : is_wide_(table.is_wide()) {
@@ -31,10 +32,10 @@ class Entry {
   int low_ = 0, high_ = 0;
 };
 
-// The backlogs of all slots, and a head's place in them. gates points to the value head's part of slot 0, the other two
-// to slot 0. Strides go from slot to slot, in elements.
+// The backlogs of all slots, and a head's place in them. `changes` and `keys` point to slot 0, `gates` to the value
+// head's part of slot 0. Strides go from slot to slot, in elements.
 struct DecodeBacklog {
-  void *changes, *keys;  // their numbers have the element type of k, or are fp32
+  void *changes, *keys;  // in the element type of k, or in fp32
   float* gates;
   int64_t change_stride, key_stride, gate_stride;
   Table positions, flushes;
@@ -52,7 +53,8 @@ struct DecodeBacklog {
   }
 };
 
-// The tables' entries of a sequence. They may have any numbers. All loads are in flight before the first use.
+// A sequence's entries in the tables. The caller may have put any number there, so slot() and steps() check the
+// entries. All loads are in flight before the first use.
 class SequenceEntries {
  public:
   __device__ __forceinline__ SequenceEntries(const FirstSlots& slots, const DecodeBacklog& backlog, int n)
@@ -73,8 +75,8 @@ class SequenceEntries {
   const Entry index_, position_, flush_;
 };
 
-// Prefetches a head's backlog into L2, as prefetch_state does with the state. One CTA of the head calls it. Another
-// warp does it than that of prefetch_state, so that neither waits for the other's loads.
+// Prefetches a head's backlog into L2, as prefetch_state does with the state. One CTA of each head calls it. Warp 1
+// does it, because warp 0 runs prefetch_state: neither waits for the other's loads.
 template <typename Element>
 __device__ __forceinline__ void prefetch_backlog(const FirstSlots& slots, const DecodeBacklog& backlog, int head, int n,
                                                  int key_dim, int value_dim) {
@@ -100,22 +102,22 @@ __device__ __forceinline__ void prefetch_backlog(const FirstSlots& slots, const 
   prefetch_line(gates + steps - 1);
 }
 
-// A left factor of 16 rows, as pieces of eight channels: each lane has a piece of rows lane / 4 and lane / 4 + 8 a
-// turn, the factors of two mmas. So a lane has eight neighbouring channels, where the fragments of two mmas have pairs:
-// the right factor has its channels in the same order.
+// A left factor of 16 rows, read in pieces of eight neighbouring channels. In each turn a lane reads a piece of row
+// lane / 4 and a piece of row lane / 4 + 8, which are its fragments of two mmas. An mma expects other channels in these
+// registers. The products stay the same, because the right factor has its channels in the same order.
 template <int K>
 struct LeftFactor {
   static constexpr int kPiecesOfTurn = 4;  // one for each of the lanes that share a row
   static constexpr int kTurns = K / 8 / kPiecesOfTurn;
   static_assert(K % (8 * kPiecesOfTurn) == 0);
 
-  // The number of the lane's pieces.
+  // The number of the lane's piece in each of the two rows.
   __device__ __forceinline__ static int piece_of(int turn) {
     return turn * kPiecesOfTurn + static_cast<int>(threadIdx.x) % 4;
   }
 };
 
-// The token's k and q in shared memory, and v in the CTA's rows. Channels after a head's last one count as zeros.
+// The token's k and q in shared memory, and v of the CTA's rows. Channels from key_dim on count as zeros.
 template <typename Element, int K, int kTileRows>
 class TokenRows {
  public:
@@ -134,12 +136,12 @@ class TokenRows {
     copy_bytes(v_, 0, static_cast<const Element*>(tokens.v) + at * tokens.v_stride + first_row, bytes_of_v, loaded);
   }
 
-  // sums = left [k q]. All lanes that share a row get its products with k, then with q: sums[0] and sums[1], and
-  // sums[2] and sums[3] eight rows below. left(turn, half) is the lane's piece of row lane / 4 + 8 half. k is in even
-  // columns of the right factor, q in odd ones.
+  // sums += left [k q]. sums[0] and sums[1] are the products of row lane / 4 with k and q; sums[2] and sums[3] those of
+  // row lane / 4 + 8. left(turn, half) is the lane's piece of row lane / 4 + 8 half. The even columns of the right
+  // factor are k and the odd columns q, so all four lanes that share a row get its products.
   template <typename GetLeft>
   __device__ __forceinline__ void multiply(float (&sums)[4], int key_dim, GetLeft left) const {
-    float others[4] = {};  // fewer mmas wait for each other
+    float others[4] = {};  // a second accumulator, so that fewer mmas wait for each other
 #pragma unroll
     for (int turn = 0; turn < Left::kTurns; ++turn) {
       uint4 x = {}, low = {}, high = {};
@@ -154,7 +156,7 @@ class TokenRows {
       sums[i] += others[i];
     }
   }
-  // The products of k and of q with themselves: use(row, its product with k, with q) in one lane each.
+  // One lane calls use(kOfKey, k^T k, k^T q), another use(kOfQuery, q^T k, q^T q).
   template <typename Use>
   __device__ __forceinline__ void multiply_self(int key_dim, Use use) const {
     float sums[4] = {};
@@ -166,7 +168,7 @@ class TokenRows {
 
   __device__ __forceinline__ float v(int row) const { return to_float(v_[row]); }
   __device__ __forceinline__ uint4 key(int piece) const { return rows_[kOfKey][piece]; }
-  // Channels from `channel` on.
+  // kCount channels of k or q, from `channel` on.
   template <int kCount>
   __device__ __forceinline__ void load(float (&x)[kCount], Row row, int channel) const {
     struct alignas(2 * kCount) Pairs {
@@ -185,15 +187,15 @@ class TokenRows {
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
   __device__ __forceinline__ uint4 right(int turn) const { return rows_[lane() / 4 % 2][Left::piece_of(turn)]; }
 
-  uint4 rows_[2][K / 8 + Left::kPiecesOfTurn];  // both are read together, so they lie in different banks
+  uint4 rows_[2][K / 8 + Left::kPiecesOfTurn];  // k and q are read together: the padding puts them in different banks
   alignas(16) Element v_[kTileRows];
 };
 
-// The keys of a head's backlog, copied to shared memory. Rows are as in memory: key_dim elements.
+// The keys of a head's backlog, copied to shared memory. A row has key_dim elements, as in global memory.
 template <typename Element, int K>
 class BacklogKeys {
  public:
-  static constexpr int kPieces = K / 8;  // a row has so many
+  static constexpr int kPieces = K / 8;  // pieces of a row
   using Shared = uint4[kDecodeBacklog * kPieces];
   static constexpr int kTile = 16, kTiles = kDecodeBacklog / kTile;
 
@@ -234,7 +236,7 @@ class BacklogKeys {
     return shared_[step * key_dim_ / 8 + piece];
   }
   // Arranges the keys so that `arranged` reads four neighbouring steps from different banks. The token's key follows
-  // them, then zeros. All threads of the CTA call it; afterwards only `arranged` is valid.
+  // the last step, zeros follow the token's key. All threads of the CTA call it; afterwards only `arranged` is valid.
   template <typename Token>
   __device__ __forceinline__ void arrange(const Token& token) const {
     constexpr int kOwn = kDecodeBacklog * kPieces / kDecodeThreads;
@@ -258,7 +260,7 @@ class BacklogKeys {
   __device__ __forceinline__ const uint4& arranged(int step, int piece) const {
     return shared_[arranged_place(step, piece)];
   }
-  // Channels of a step.
+  // kCount channels of a step, from `channel` on.
   template <int kCount>
   __device__ __forceinline__ void load(float (&x)[kCount], int step, int channel) const {
     struct alignas(2 * kCount) Pairs {
@@ -306,12 +308,12 @@ class BacklogKeys {
   const int steps_, key_dim_;
 };
 
-// The changes of a head's backlog. Each warp copies those in its kRows value rows to shared memory, for itself.
+// The changes of a head's backlog. Each warp copies the changes of its own kRows value rows to shared memory.
 template <typename Element, int kRows>
 class BacklogChanges {
  public:
   struct Shared {
-    alignas(16) char of_steps[kDecodeBacklog][kRows * sizeof(float) + 16];  // steps begin in different banks
+    alignas(16) char of_steps[kDecodeBacklog][kRows * sizeof(float) + 16];  // padded: steps begin in different banks
   };
 
   __device__ __forceinline__ BacklogChanges(Shared (&shared)[kDecodeWarps], const DecodeBacklog& backlog, int64_t slot,
@@ -408,18 +410,18 @@ class RawGates {
   GateBits gate_;
 };
 
-// The numbers of a token on a state that lags: factors of k and q as they are in memory, with the scale and the l2norm;
-// the decay since S_0; q^T k.
+// The numbers of a token on a state that lags. k and q are as they are in memory: `key` is the factor of k (l2norm),
+// `query` the factor of q (l2norm and scale). decay is the decay since S_0. qk is q^T k with both factors.
 struct LaggingToken {
   float key, query, decay, beta, qk;
 };
 
-// The numbers that the value rows of a CTA share, in shared memory. Its warps compute them: each has its own.
+// The numbers that all value rows of a CTA share, in shared memory. Each warp computes a part of them.
 class BacklogFactors {
  public:
   static constexpr int kGatesWarp = kDecodeWarps - 1, kTokenWarp = 0, kFirstTileWarp = 1;
 
-  // The gates warp calls it. g is the log decay of the lane's step, or 0.
+  // The gates warp calls it. of_token is the token's decay. g is the log decay of the lane's step, 0 without a step.
   __device__ __forceinline__ void set_decays(float of_token, float beta, float g) {
     const int lane = threadIdx.x % kWarp;
     float decays = expf(g);  // from the lane's step to the backlog's last one
@@ -435,8 +437,8 @@ class BacklogFactors {
       beta_ = beta;
     }
   }
-  // All warps call it, once the token and the keys have arrived. The products of steps that the backlog lacks are any
-  // numbers.
+  // All warps call it after the token and the keys have arrived. Products of steps that the backlog does not have are
+  // undefined.
   template <typename Keys, typename Token>
   __device__ __forceinline__ void set_products(const Keys& keys, const Token& token, int steps, int key_dim) {
     static_assert(kFirstTileWarp + Keys::kTiles <= kDecodeWarps);
@@ -465,8 +467,9 @@ class BacklogFactors {
     return token;
   }
 
-  // The factors of a step's change: in S; in S k and S q, but for those of k and q.
+  // The factor of a step's change d_i in S: c_i.
   __device__ __forceinline__ float of_state(int step) const { return since_[step]; }
+  // The factors of d_i in S k and S q: c_i k_i^T k and c_i k_i^T q, without the token's factors `key` and `query`.
   __device__ __forceinline__ float2 of_sums(int step) const {
     const float2 products = products_[step];
     return {since_[step] * products.x, since_[step] * products.y};
@@ -475,7 +478,7 @@ class BacklogFactors {
  private:
   float2 products_[kDecodeBacklog];
   float since_[kDecodeBacklog];  // the decay since the step
-  float2 of_token_[2];           // products of k and of q with k and q
+  float2 of_token_[2];           // {k^T k, k^T q}, {q^T k, q^T q}
   float decay_, beta_;
 };
 

@@ -1,4 +1,4 @@
-// One token of a sequence on value rows of a state that lags: the steps that it lacks are in a backlog; see
+// One token of a sequence on value rows of a state that lags. The backlog has the steps that the state lacks; see
 // decode/decode_buffered.py.
 #pragma once
 
@@ -13,7 +13,7 @@ class LaggingRows : public StateRows<State, K> {
  public:
   using Base = StateRows<State, K>;
   using typename Base::L;
-  static constexpr int kTileRows = kDecodeGroupRows;  // a CTA has so many rows
+  static constexpr int kTileRows = kDecodeGroupRows;  // rows of a CTA
   using Token = TokenRows<Element, K, kTileRows>;
   using Keys = BacklogKeys<Element, K>;
   using Changes = BacklogChanges<Element, kDecodeWarpRows>;
@@ -24,13 +24,13 @@ class LaggingRows : public StateRows<State, K> {
 
   __device__ __forceinline__ static int first_row_of_warp() { return warp() * kDecodeWarpRows; }
   __device__ __forceinline__ static int own_row_in_tile() { return first_row_of_warp() + Base::own_row(); }
-  // The lane's own row. The first half of a row's lanes have changes, the others outputs.
+  // The lane's own row. The first half of the lanes that share rows hold changes, the other half outputs.
   __device__ __forceinline__ int own_row() const { return this->row_ + Base::own_row(); }
   __device__ __forceinline__ bool has_change() const {
     return L::lane() < L::kLanes / 2 && L::lane() % Base::kLanesOfSum == 0 && own_row() < this->V_;
   }
 
-  // The lane's parts of S k in each of its rows, then of S q, but for the factors of k and q.
+  // The lane's part of S_0 k in each of its rows, then of S_0 q. The factors of k and q are not applied yet.
   using Products = float[2 * L::kRows];
   __device__ __forceinline__ void multiply(Products& products, const Tile& tile, const Token& token) const {
     if (L::channel(0) < this->K_) {
@@ -50,8 +50,8 @@ class LaggingRows : public StateRows<State, K> {
   struct Row {
     float change, out;
   };
-  // The own row's change and output. `products` are those with S_0. The lanes of a row share the steps: a lane adds its
-  // own to its part of the sums.
+  // The own row's change and output. `products` are the lane's parts of S_0 k and S_0 q. The lanes that share rows
+  // share the steps: each lane adds its own steps to its part of the sums.
   __device__ __forceinline__ Row advance(const Products& products, const Changes& changes,
                                          const BacklogFactors& factors, const LaggingToken& token, int steps,
                                          float v) const {
@@ -79,7 +79,7 @@ class LaggingRows : public StateRows<State, K> {
     return {change, sum + __shfl_xor_sync(~0u, change, L::kLanes / 2) * token.qk};
   }
 
-  // Writes decay S_0 + change k^T + sum of since_i d_i k_i^T over the steps of the backlog.
+  // Writes decay S_0 + change k^T + sum of c_i d_i k_i^T over the steps of the backlog.
   __device__ __forceinline__ void flush(State* state, const Tile& tile, const Token& token, const Keys& keys,
                                         const Changes& changes, const BacklogFactors& factors, float decay,
                                         float change, int steps) {
@@ -116,7 +116,7 @@ class LaggingRows : public StateRows<State, K> {
   static_assert(L::kPieces == 1);
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
-  // The lane's first channel. Lanes without channels take part with others'.
+  // The lane's first channel. A lane without channels reads channel 0, and writes nothing.
   __device__ __forceinline__ int channel() const { return L::channel(0) < this->K_ ? L::channel(0) : 0; }
   __device__ __forceinline__ uint4 piece(const Tile& tile, int r) const {
     const int row = first_row_of_warp() + r * L::kTogether + L::above();
@@ -138,8 +138,8 @@ class LaggingRows : public StateRows<State, K> {
   }
 };
 
-// The work of one CTA. `loaded` waits for two arrivals, `keys_loaded` for one. pool and o point to the head's part of
-// slot 0 and of sequence 0.
+// The work of one CTA. `loaded` waits for two arrivals, `keys_loaded` for one. `pool` points to the head's part of slot
+// 0, `outputs` to the head's part of sequence 0.
 template <typename Element, typename State, int K, typename Barrier>
 __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_loaded, const FirstSlots& slots,
                                                 const DecodeTokens& tokens, const DecodeBacklog& backlog, void* pool,
@@ -210,7 +210,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   rows.write_output(o, own.out);
   if (flush) {
     int same_row = first_row;
-    make_opaque(same_row);  // or offsets of rows would be kept in registers from their first use until here
+    make_opaque(same_row);  // otherwise the compiler keeps the rows' offsets in registers from their first use to here
     return Rows(same_row, key_dim, value_dim)
         .flush(state, tile, token_rows, keys, changes, factors, token.decay, change, steps);
   }

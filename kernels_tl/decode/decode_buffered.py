@@ -1,21 +1,21 @@
 """One token of each sequence, on states that lag. A state S_0 in the pool lacks the last steps of its slot, whose
-changes d_i, keys k_i and log decays g_i are in a backlog. With c_i the product of exp(g) of the token and of all steps
-after step i, c_0 that of all steps,
+changes d_i, keys k_i and log decays g_i are in a backlog. c_i is the product of exp(g) over the token and all steps
+after step i; c_0 is the product over the token and all steps.
 
     g, beta  = the activations of a and b
     change   = beta (v - c_0 S_0 k - sum of c_i d_i (k_i^T k))
     o        = scale (c_0 S_0 q + sum of c_i d_i (k_i^T q) + change (k^T q))
 
-If the backlog has room, change, k and g become its next step, and S_0 stays. Otherwise, and if the caller forces it,
-the state is written, and the backlog is empty afterwards:
+If the backlog has room, change, k and g become its next step, and S_0 stays. If it has no room, or if the caller forces
+a flush, the state is written, and the backlog is empty afterwards:
 
     S_0'     = c_0 S_0 + sum of c_i d_i k_i^T + change k^T
 
-Sums are in fp32. A backlog has keys before the l2norm, so 16-bit keys are exact, and d_i has the factor of the l2norm
-of its key.
+Sums are in fp32. A backlog has keys before the l2norm, so 16-bit keys are exact. d_i includes the factor of its key's
+l2norm.
 
     q, k           [N, H_k, key_dim]                    a, b        [N, H_v], raw, of the dtypes that activations say
-    v, o           [N, H_v, value_dim]                  A_log       [H_v]; dt_bias, too, if there is one
+    v, o           [N, H_v, value_dim]                  A_log       [H_v]; dt_bias [H_v], if any
     state_pool     [slots, H_v, value_dim, key_dim]
     d_cache        [slots, H_v, length, value_dim]      k_cache     [slots, H_k, length, key_dim]
     g_cache        [slots, H_v, length]
@@ -23,17 +23,17 @@ of its key.
 
 d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [tiles of value rows, H_v, N] CTAs.
 
-- One bulk copy brings a CTA's rows of S_0 to shared memory, others bring the token and the backlog's keys. Each warp
-  copies the changes in its own rows, for itself.
-- The warps share the numbers that all value rows need. One computes the gates, one the products of k and q with
-  themselves, the others those of the backlog's keys with k and q, by tensor cores (decode/decode_backlog.cuh): a left
-  factor is 16 keys, the right factor has k and q as columns.
-- Rows of S_0 in the dtype of the tokens become left factors, too: 16 rows a warp (decode/decode_buffered_mma.cuh). The
-  l2norm's factors follow after the products, so all factors are exact. A write of the state takes a product of changes
-  and keys in TF32. Keys are exact in TF32, changes are in two parts.
+- One bulk copy brings a CTA's rows of S_0 to shared memory; other bulk copies bring the token and the backlog's keys.
+  Each warp copies the changes of its own rows.
+- All value rows need some numbers, which the warps compute once for the CTA (decode/decode_backlog.cuh). One warp
+  computes the gates, one the products k^T k, k^T q and q^T q. Two warps multiply the backlog's keys with k and q on
+  tensor cores: a left factor is 16 keys, the right factor has k and q as columns.
+- If S_0 has the dtype of the tokens, its rows are left factors, too: 16 rows a warp (decode/decode_buffered_mma.cuh).
+  The l2norm is applied to the products, so the factors of the mmas are exact. To write the state, the CTA multiplies
+  changes and keys in TF32. Keys are exact in TF32; a change has two parts.
 - Other states are multiplied in fp32, eight rows a warp (decode/decode_buffered.cuh).
-- The lanes that share a row share the backlog's steps. Each adds its steps to its own part of the sums S_0 k and S_0 q,
-  so the sums over the steps cost no reduction of their own.
+- The lanes that share a row share the backlog's steps. Each lane adds its steps to its own part of the sums S_0 k and
+  S_0 q, so the sums over the steps need no reduction of their own.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -46,7 +46,7 @@ from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, di
 from kernels_tl.decode.decode import DecodeInputs
 from kernels_tl.layout import BufferedTable
 
-# prefetch_state, prefetch_backlog
+# inputs of prefetch_state and prefetch_backlog
 EARLY = {name: after(HINT) for name in ("state_indices", "state_pool", "write_pos", "d_cache", "k_cache", "g_cache")}
 PRELUDE = """
 #include "decode/decode_buffered.cuh"
@@ -54,8 +54,8 @@ PRELUDE = """
 
 
 class DecodeBacklog(Bundle):
-    """The backlogs of all slots, and the tables that say which steps of them a call uses. The flags say whether d_cache
-    and k_cache are in fp32."""
+    """The backlogs of all slots, and the tables that say which of their steps a call uses. The flags fp32_changes and
+    fp32_keys say whether d_cache and k_cache are in fp32."""
 
     def __init__(self, N, slots, inputs, length, strides):
         H_k, key_dim, H_v, value_dim = inputs.H_k, inputs.key_dim, inputs.H_v, inputs.value_dim
@@ -118,7 +118,7 @@ def decode_buffered(dtype, K, state_dtype):
         ),
         backlog: DecodeBacklog(N, slots, inputs, length, strides),
         o: T.Tensor([N, H_v, value_dim], dtype),
-        early: T.int32,  # sequences whose CTAs may begin before the preceding grid has ended
+        early: T.int32,  # the first sequences, whose CTAs prefetch before the preceding grid has ended
     ):
         with T.Kernel(T.ceildiv(value_dim, cta.tile), H_v, N, threads=cta.threads, prelude=PRELUDE) as (tile, hv, n):
             T.annotate_min_blocks_per_sm(cta.ctas)

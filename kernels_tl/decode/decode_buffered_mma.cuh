@@ -6,12 +6,13 @@
 
 namespace flash_qla::device {
 
-// The rows are neighbours. Row lane / 4 of a fragment is row 2 (lane / 4) of the warp, row lane / 4 + 8 the next one.
+// A lane's two rows are neighbours. Row lane / 4 of a fragment is row 2 (lane / 4) of the warp; row lane / 4 + 8 of the
+// fragment is the warp's next row.
 template <typename Element, int K>
 class MmaLaggingRows {
  public:
-  static constexpr int kRows = 16;                        // a warp has so many
-  static constexpr int kTileRows = kRows * kDecodeWarps;  // a CTA has so many
+  static constexpr int kRows = 16;                        // rows of a warp
+  static constexpr int kTileRows = kRows * kDecodeWarps;  // rows of a CTA
   using Left = LeftFactor<K>;
   using Token = TokenRows<Element, K, kTileRows>;
   using Keys = BacklogKeys<Element, K>;
@@ -23,7 +24,7 @@ class MmaLaggingRows {
 
   __device__ __forceinline__ static int first_row_of_warp() { return warp() * kRows; }
   __device__ __forceinline__ static int own_row_in_tile() { return row_in_tile() + lane() % 2; }
-  // The lane's own row: of the four lanes that share two rows, the first two have changes, the others outputs.
+  // The lane's own row. Four lanes share two rows: the first two lanes hold their changes, the other two their outputs.
   __device__ __forceinline__ int own_row() const { return row_ + lane() % 2; }
   __device__ __forceinline__ bool has_change() const { return lane() % 4 < 2 && row_ < V_; }
   __device__ __forceinline__ void write_output(Element* o, float out) const {
@@ -32,7 +33,7 @@ class MmaLaggingRows {
     }
   }
 
-  // Products of rows with k and q: sums over the lanes that share a row.
+  // Products of the lane's two rows with k and q, summed over all channels.
   using Products = float[4];
   __device__ __forceinline__ void multiply(Products& products, const Tile& tile, const Token& token) const {
     token.multiply(products, K_, [&](int turn, int half) { return piece(tile, turn, half); });
@@ -41,11 +42,11 @@ class MmaLaggingRows {
   struct Row {
     float change, out;
   };
-  // The own row's change and output. `products` are those with S_0. The lanes that share rows share the steps.
+  // The own row's change and output. `products` are S_0 k and S_0 q. The four lanes that share rows share the steps.
   __device__ __forceinline__ Row advance(const Products& products, const Changes& changes,
                                          const BacklogFactors& factors, const LaggingToken& token, int steps,
                                          float v) const {
-    float sums[4] = {};  // S k in both rows, S q in both
+    float sums[4] = {};  // S k of both rows, then S q of both rows
 #pragma unroll
     for (int first = 0; first < kDecodeBacklog; first += kStepsOfTurn) {
       if (first < steps) {
@@ -71,8 +72,8 @@ class MmaLaggingRows {
     return {change, sum + __shfl_xor_sync(~0u, change, 2) * token.qk};
   }
 
-  // Writes decay S_0 + change k^T + sum of since_i d_i k_i^T over the steps of the backlog: a product of changes with
-  // keys in TF32. Keys are exact, changes are in two parts of 11 bits.
+  // Writes decay S_0 + change k^T + sum of c_i d_i k_i^T over the steps of the backlog. The sums of outer products are
+  // one product of changes and keys in TF32. Keys are exact; a change has two parts of 11 bits.
   __device__ __forceinline__ void flush(Element* state, const Tile& tile, const Token& token, const Keys& keys,
                                         const Changes& changes, const BacklogFactors& factors, float decay,
                                         float change, int steps) const {
@@ -80,7 +81,7 @@ class MmaLaggingRows {
     const float own[2] = {__shfl_sync(~0u, change, 0, 4), __shfl_sync(~0u, change, 1, 4)};
 #pragma unroll 1
     for (int turn = 0; turn < Left::kTurns; ++turn) {
-      float S[4][4];  // pairs of channels: of both rows
+      float S[4][4];  // four pairs of channels: the pair of the first row, then of the second
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint4 own_piece = is_there(turn) ? piece(tile, turn, half) : uint4{};
@@ -92,7 +93,7 @@ class MmaLaggingRows {
           S[pair][2 * half + 1] = decay * x.y;
         }
       }
-      // A right factor is eight steps of eight channels: a pair of each of the four lanes that share a row.
+      // A right factor has eight steps and eight channels: one pair of channels for each lane that shares a row.
       const int column = lane() / 4, place = turn * Left::kPiecesOfTurn + column / 2;
 #pragma unroll 1
       for (int first = 0; first <= steps; first += kStepsOfTurn) {

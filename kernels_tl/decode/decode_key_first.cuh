@@ -5,24 +5,24 @@
 
 namespace flash_qla::device {
 
-// StateRows of a state [K, V]. The registers are those of rows of a state [V, K] in fp32. Rows of a CTA's warps are
-// neighbours in memory, so the CTA moves them together, through a tile in shared memory: kDecodeGroupRows values of a
-// key, 128 bytes in fp32, are neighbouring pieces of 16 bytes. All threads of the CTA call fetch, await and write.
+// StateRows of a state [K, V]. The registers have the same layout as for a state [V, K] in fp32. Rows of a CTA's warps
+// are neighbours in memory, so the CTA moves them together, through a tile in shared memory: kDecodeGroupRows values of
+// a key, 128 bytes in fp32, are neighbouring pieces of 16 bytes. All threads of the CTA call fetch, await and write.
 template <typename State, int K>
 class KeyFirstRows : public StateRows<float, K> {
  public:
   using L = RowLanes<float, K>;
   static constexpr int kValues = 16 / sizeof(State);                    // values of a piece
   static constexpr int kPieces = kDecodeGroupRows / kValues;            // pieces of a key
-  static constexpr int kPiecesOfWarp = kDecodeWarpRows / kValues;       // those with a warp's rows
-  static constexpr int kPiecesOfThread = K * kPieces / kDecodeThreads;  // those that a thread moves
+  static constexpr int kPiecesOfWarp = kDecodeWarpRows / kValues;       // pieces of a key with a warp's rows
+  static constexpr int kPiecesOfThread = K * kPieces / kDecodeThreads;  // pieces that a thread moves
   using Tile = uint4[K][kPieces];
   static_assert(kDecodeWarpRows % kValues == 0 && K * kPieces % kDecodeThreads == 0);
 
   using StateRows<float, K>::StateRows;
 
-  // The fetched tile. A second tile after it takes states that are written, because a tree of tokens reads the first
-  // one again.
+  // The fetched tile. A second tile follows for states that are written, because a tree of tokens reads the first tile
+  // again.
   __device__ __forceinline__ static Tile& tile(void* tiles) { return static_cast<Tile*>(tiles)[0]; }
 
   // Starts asynchronous copies; zeros for keys and values that the state lacks.
@@ -75,7 +75,8 @@ class KeyFirstRows : public StateRows<float, K> {
   }
 
  private:
-  // A piece's place in its key's pieces. Lanes that read pieces of one number then read different banks.
+  // The place of a piece among the pieces of its key. Lanes that read the same piece of different keys then read
+  // different banks.
   __device__ __forceinline__ static int place(int k, int piece) { return piece ^ k / L::kPieceChannels % kPieces; }
 
   // use(key, piece, offset in a head's state, whether the state has it) for the thread's pieces.

@@ -37,8 +37,8 @@ struct DecodeShare {
 };
 
 // The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups a tile. Each of
-// the others has 2^halvings places, which share a tile's groups. Shifts by launch arguments are cheap enough to compute
-// the share again where it is used: one more register would spill.
+// the others has 2^halvings places, which share a tile's groups. The share is computed again where it is used, because
+// one more register would spill, and shifts by launch arguments are cheap.
 __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
   const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
   const int part = later & ((1 << shift) - 1);
@@ -108,7 +108,7 @@ struct DecodeStates {
   void *pool, *kept;
   int64_t slot_stride, row_stride, step_stride;
   int rows, steps;  // 0 if no states are kept
-  int dtype;        // the Dtype of a Float8; else unused
+  int dtype;        // the Dtype of states of 8 bits; else unused
 
   template <typename State>
   struct Places {

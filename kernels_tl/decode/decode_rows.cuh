@@ -5,7 +5,7 @@
 
 namespace flash_qla::device {
 
-// The sum over kLanes neighbouring lanes of x[lane / (kLanes / kCount)]: kCount sums, of which each lane gets one.
+// Adds x over kLanes neighbouring lanes. Each lane gets one of the kCount sums: that of x[lane / (kLanes / kCount)].
 // Every step halves the number of sums that a lane still adds.
 template <int kLanes, int kCount>
 __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int lane) {
@@ -35,9 +35,9 @@ class StateRows {
   static constexpr bool kIsFloat8 = sizeof(State) == 1;
   using Piece = std::conditional_t<kIsFloat8, uint2, uint4>;
   using Raw = Piece[kPieces];          // a lane's pieces of its rows, as in memory
-  using Tile = Piece[kPieces][kWarp];  // those of all lanes, in shared memory
+  using Tile = Piece[kPieces][kWarp];  // the pieces of all lanes, in shared memory
 
-  // The rows begin at row `row` of a head's state. `dtype`: that of a Float8.
+  // The rows begin at row `row` of a head's state. `dtype` is the Dtype of states of 8 bits.
   __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim, int dtype = 0)
       : row_(row), K_(key_dim), V_(value_dim), dtype_(dtype) {}
 
@@ -158,7 +158,7 @@ class StateRows {
     return const_cast<StateRows*>(this)->numbers_of(p);
   }
 
-  // use(whether the format of a Float8 is e5m2), as a constant: there is code for both.
+  // Calls use with a constant: whether the format of a Float8 is e5m2. There is code for both formats.
   template <typename Use>
   __device__ __forceinline__ void with_format(Use use) const {
     dtype_ == Dtype::kFloat8E5m2 ? use(std::true_type()) : use(std::false_type());

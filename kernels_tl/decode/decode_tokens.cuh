@@ -5,10 +5,10 @@
 
 namespace flash_qla::device {
 
-// The layout of kDecodeWarpRows value rows of a state in a warp. A lane has kPieces pieces of 16 bytes of each of its
-// kRows rows, which are kTogether rows apart; on states of 8 bits a piece has 8 bytes, because the registers of more
-// channels of q and k would not fit. A piece follows those of the other lanes. Channels after a head's last
-// one count as zeros.
+// The layout of kDecodeWarpRows value rows of a state in a warp. A lane has kPieces pieces of each of its kRows rows,
+// which are kTogether rows apart. A piece has 16 bytes; on states of 8 bits it has 8 bytes, because the registers of
+// more channels of q and k would not fit. Neighbouring lanes have neighbouring pieces. Channels from key_dim on count
+// as zeros.
 template <typename State, int K>
 struct RowLanes {
   static constexpr int kDim = K;
@@ -24,7 +24,7 @@ struct RowLanes {
   static __device__ __forceinline__ int channel(int piece) { return kPieceChannels * (lane() + kLanes * piece); }
   // The key channel of the lane's i-th channel.
   static __device__ __forceinline__ int channel_of(int i) { return channel(i / kPieceChannels) + i % kPieceChannels; }
-  // A row's channels are fours. Returns the number of the lane's four `four` among them.
+  // The channels of a row are numbered in fours. Returns the number of the lane's four with the index `four`.
   static __device__ __forceinline__ int four_of_row(int four) {
     constexpr int kFours = kPieceChannels / 4;
     return channel(four / kFours) / 4 + four % kFours;

@@ -2,8 +2,8 @@
 
 A chunk's step computes U, G, diag(beta) F, <S, dS'> and dS, and leaves them in shared memory for the other roles
 (backward_outputs.py). dS is the next step's dS'. The transposed form keeps every intermediate in registers as the next
-WGMMA's A operand. dS^T is carried without the factor gamma_1 of the chunk that it comes from. `carried` is that factor,
-and users of dS multiply by it.
+WGMMA's A operand. The registers carry dS^T / gamma_1, with gamma_1 of the chunk that dS comes from. `carried` is this
+gamma_1: each use of dS' multiplies by it.
 """
 
 import tilelang.language as T
@@ -39,7 +39,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
     gates = table.rows
 
     def norms(tiles, s, which):
-        """Factors of the rows and columns of G (which = 0) or F (which = 1)."""
+        """With the l2norm, the factors of the rows and columns of G (which = 0) or F (which = 1)."""
         if not normalize:
             return ()
         rows = (NormalizedGate.QUERY_RSTD, NormalizedGate.KEY_RSTD)[which]
@@ -97,7 +97,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
 
     @T.macro
     def begin_step(r, tiles, ready, s, p, scale, carried, offset, column, warpgroup):
-        """Leaves dV_new^T in U, and dS^T / gamma_1 without its term of U in dS."""
+        """Leaves dV_new^T in U, and in dS all of dS^T / gamma_1 but its term with U."""
         one = Stage(0, p)
         one.wait_for(ready.dO_loaded)
         round_faded_dO(r, tiles, s, tiles.dO[0, 0, warpgroup * ROWS], scale, offset, column)

@@ -27,10 +27,10 @@ Roles. Two warpgroups carry dS^T and compute U, G and diag(beta) F (backward_sta
 matrices in shared memory. A third warpgroup computes dQ and dK, up to a chunk later; two warps compute dV; one computes
 dbeta and dg (backward_outputs.py). One warp loads by TMA, here.
 
-The l2norm inside (`normalize`): Q and K are the queries and keys before it, and the factors 1 / |q| and 1 / |k| are in
-the gates (NormalizedGate). G has them in its rows and columns, and diag(beta) F has 1 / |k| in both. So dQ and dK above
-become the gradients of the normalised rows, divided by the norms. project_rows makes the gradients of q and k of them.
-"The l2norm of the backward" in docs/design.md has the formulas.
+The l2norm inside (`normalize`): Q and K are the queries and keys before the l2norm. The gates contain the factors
+1 / |q| and 1 / |k| (NormalizedGate). G has 1 / |q| in its rows and 1 / |k| in its columns; diag(beta) F has 1 / |k| in
+both. So dQ and dK above become the gradients of the normalised rows, divided by the norms. project_rows turns them into
+the gradients of q and k. "The l2norm of the backward" in docs/design.md has the formulas.
 
 Accuracy:
 
@@ -38,14 +38,15 @@ Accuracy:
   however small gamma is.
 - Every term of dg carries the decay across t, so dg is accurate under strong decay too. This needs products of tokens
   in fp32. The diagonal of G * Q K^T cancels in dg, and is left out of E. If e^g is 0, dg is 0.
-- dbeta is the diagonal of U V_new^T over beta, because V_new has beta as a factor. In fp16, and if beta is next to 0,
-  dbeta comes from V instead, because the diagonal has lost its digits.
+- dbeta is the diagonal of U V_new^T divided by beta, because V_new has beta as a factor. In fp16, and if beta is close
+  to 0, dbeta comes from V instead, because the diagonal has lost its digits.
 
 Sums over CTAs: dq and dk are sums over the heads of a group and over value tiles. Each CTA adds its terms in turn
-(gradients/turns.cuh). Each value tile writes db and dg of its own, in fp32. gate_gradients adds them, and applies the
+(gradients/turns.cuh). Each value tile writes its own db and dg, in fp32. gate_gradients adds these, and applies the
 activations' slopes.
 
-Each ring has one stage. K and the gates have two, because the first and the last roles need them at the same time.
+K and the gates have two stages, because the first and the last roles need them at the same time. The other tiles that
+the loader fetches have one stage.
 """
 
 import tilelang.language as T
@@ -118,8 +119,8 @@ def chunk_backward(dtype, K, normalize):
 
     def make_barriers():
         return barriers(
-            # xs_loaded, loader to the others: the tiles have arrived. xs_released, back: the stage is free. K and the
-            # gates share `loaded`, L and P `matrices_loaded`; `values_loaded` is V_new's.
+            # x_loaded, loader to the others: the tiles x have arrived. x_released, back: the stage is free. K and the
+            # gates share `loaded`, L and P share `matrices_loaded`; `values_loaded` is for V_new.
             loaded=[32] * STAGES,
             released=[CONSUMERS + VALUE_THREADS + GATE_THREADS] * STAGES,
             h_loaded=[32],
@@ -132,16 +133,15 @@ def chunk_backward(dtype, K, normalize):
             matrices_released=[STATE_THREADS],
             values_loaded=[32],
             values_released=[CONSUMERS],
-            # The warpgroups of dS to their users, and back: `staged` for dS' (rows after the sequence are then zeros),
-            # `U_staged` for U, `gated` twice a chunk for a matrix in the tile of G.
+            # The warpgroups of dS to the roles that use their tiles, and back: `staged` for dS' (rows after the
+            # sequence are then zeros), `U_staged` for U, `gated` twice a chunk, for G and diag(beta) F in one tile.
             staged=[STATE_THREADS],
             taken=[KEY_THREADS],
             U_staged=[STATE_THREADS],
             U_taken=[KEY_THREADS + VALUE_THREADS],
             gated=[STATE_THREADS],
             gated_taken=[KEY_THREADS],
-            # The other roles to the warp of dbeta and dg, and back: sums, columns and products. Chunks take turns with
-            # two of each.
+            # The other roles to the warp of dbeta and dg, and back: sums, columns and products. Each has two stages.
             sums_made=[CONSUMERS + VALUE_THREADS] * 2,
             sums_taken=[GATE_THREADS] * 2,
             # The warpgroup of dQ and dK to the warp that adds them to the outputs, and back.

@@ -1,6 +1,6 @@
-// Rows of a warpgroup's WGMMA fragments and of tiles in shared memory, for chunk_backward: row dots, sums, rounding.
-// Fragments are those of tiles.cuh. A tile of R rows and 128 columns is two panels of 64 columns, each with rows of 128
-// bytes under TMA's swizzle.
+// Rows of a warpgroup's WGMMA fragments and of tiles in shared memory, for the gradients: row dots, sums, rounding.
+// tiles.cuh describes the fragments. A tile of R rows and 128 columns is two panels of 64 columns, each with rows of
+// 128 bytes under TMA's swizzle.
 #pragma once
 
 #include "core/tiles.cuh"
@@ -32,8 +32,8 @@ __device__ __forceinline__ MatrixRow factor_row(const void* panel, int first_row
   return {shared_address(panel) + row * kRowBytes, row, lane >> 3 & 1};
 }
 
-// use(i, x) for each eight elements of the tile that have the places of fragment[i] to fragment[i + 7], in a fragment
-// of kPanels panels of 64 columns. x holds them as packed pairs, which meet
+// Calls use(i, x) for every eight elements of a fragment of kPanels panels of 64 columns. x has the tile's elements at
+// the places of fragment[i] to fragment[i + 7], as packed pairs:
 //
 //   x[0]: fragment[i], [i + 1]    x[1]: [i + 4], [i + 5]    x[2]: [i + 2], [i + 3]    x[3]: [i + 6], [i + 7]
 template <int kRows, int kPanels, typename Use>
@@ -83,7 +83,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // diag(a b^T) of 16 rows each, by a warp's tensor cores. Only the two 8 x 8 blocks on the diagonal matter. Each lane
-// with is_mine() holds two entries, those of its rows g and g + 8 of a fragment (g = lane / 4).
+// with is_mine() holds two entries: of rows g and g + 8, its rows of a fragment (g = lane / 4).
 template <typename T>
 class Diagonal {
  public:
@@ -203,8 +203,8 @@ __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* a
   dots.store(sums, row, scale);
 }
 
-// The backward of the l2norm y = x / |x|, by one warpgroup: from dy / |x| in `fragment` to dx. The tile has x, and rstd
-// 1 / |x| of its rows.
+// The backward of the l2norm y = x / |x|, by one warpgroup: `fragment` has dy / |x|, and gets dx. The tile has x; rstd
+// has 1 / |x| of the tile's rows.
 //
 //   dx = (dy - y rowsum(y * dy)) / |x| = fragment - diag(rstd^2 rowsum(fragment * tile)) tile
 template <typename T>

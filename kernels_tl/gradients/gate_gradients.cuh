@@ -1,4 +1,4 @@
-// Gradients of the raw gates and betas from chunk_backward's gradients of g and beta; see gradients/gate_gradients.py.
+// Gradients of the caller's gates and betas from the gradients of g and beta; see gradients/gate_gradients.py.
 #pragma once
 
 #include "core/activations.cuh"
@@ -39,14 +39,14 @@ struct RawGates {
   int activations;
 };
 
-// Their gradients.
+// The gradients of the caller's gates and betas.
 struct RawGradients {
   void *db, *dg;
   float *dA_log, *ddt_bias;
 };
 
-// A CTA's work: kGateHeads value heads from first_head on, the `length` tokens of one chunk slot from token row `row`
-// on.
+// A CTA's work: kGateHeads value heads from first_head on, and the tokens of one chunk slot: `length` token rows from
+// `row` on.
 struct GateWork {
   int slot, slots, first_head, H_v;
   int64_t row;
@@ -54,7 +54,7 @@ struct GateWork {
   bool is_padding;
 };
 
-// The last CTA of these heads to end adds the sums of all slots.
+// The work of one CTA. Of the CTAs with the same heads, the last one to end adds the sums of all slots.
 __device__ __forceinline__ void gate_gradients(const GateParts& parts, const RawGates& raw, const RawGradients& to,
                                                const GateWork& work, float* sums_of_slots, int* counter) {
   const int activations = raw.activations, H_v = work.H_v, slots = work.slots, length = work.length;

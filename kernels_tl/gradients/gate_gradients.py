@@ -1,4 +1,4 @@
-"""Gradients of the caller's gates and betas, from chunk_backward's gradients of g and beta:
+"""Gradients of the caller's gates and betas, from the gradients of g and beta by chunk_backward or token_gradients:
 
     dg = sum of dg_parts,           db = sum of db_parts
     dg_raw = dg * slope of g,       db_raw = db * slope of beta      for each activation that is inside
@@ -7,13 +7,13 @@
     db_parts, dg_parts  [parts, tokens, H_v] fp32           chunk_backward's or token_gradients' results
     db, dg              [tokens, H_v]                       the gradients of the caller's betas and gates
     gate_sums           [chunk_slots, H_v, 2] fp32          a chunk's terms of dA_log and ddt_bias
-    counters            [H_v / 8]                           CTAs of these heads that have ended; 0 at first
+    counters            [H_v / 8]                           CTAs of 8 heads that have ended; 0 at the start
 
 Each gradient has the dtype of its input. Rows that no sequence covers get zeros.
 
 backward.cpp launches [chunk_slots, H_v / 8] CTAs after the kernel of the gradients, if an activation is inside or there
-are several parts. A CTA takes 8 heads of a chunk. The last CTA of these heads to end adds the sums of all chunks, in an
-order that depends on shapes alone.
+are several parts. A CTA takes 8 heads of a chunk. Of the CTAs with the same heads, the last one to end adds the sums of
+all chunks, in an order that depends on shapes alone.
 """
 
 import tilelang.language as T

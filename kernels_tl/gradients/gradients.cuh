@@ -1,5 +1,5 @@
-// Device functions of chunk_backward: gated products of tokens, staged tiles, and the gradients of values, betas and
-// gates. Fragments and tiles are those of fragment_rows.cuh.
+// Device functions of chunk_backward and token_gradients: gated products of tokens, staged tiles, and the gradients of
+// values, betas and gates. fragment_rows.cuh describes the fragments and tiles.
 #pragma once
 
 #include "gradients/fragment_rows.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ bool needs_V(__half, float) { return true; }
 //
 //   kDiagonal (G):   gated = scale tril(products) * D,                 E = gated * likeness below the diagonal
 //   else (F):        gated = scale diag(betas) stril(products) * D,    E = gated * likeness
-//   kNormalize:      gated = diag(row_norms) that diag(column_norms)
+//   kNormalize:      gated = diag(row_norms) (gated as above) diag(column_norms)
 //
 //   row_sums [2, 64]    sum over a warpgroup's columns of E without its factor betas
 //   columns  [4, 64]    sum over a warp's rows of E; set with kDiagonal, else added to
@@ -192,8 +192,8 @@ __device__ __forceinline__ void fade_columns(void* faded, const float* fragment,
   round_scaled_columns<T>(faded, fragment, x);
 }
 
-// dV = diag(beta) U for 32 tokens from `first` on, by one warp; a half-warp takes a row. U is a tile of 64 x 128, of
-// which dV has the first `columns` columns.
+// dV = diag(beta) U for 32 tokens from `first` on, by one warp; a half-warp takes a row. U is a tile of 64 x 128; dV
+// has its first `columns` columns.
 template <typename T>
 __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_rows, int stride, const float* beta,
                                                       int first, int valid, int columns) {
@@ -224,7 +224,8 @@ __device__ __forceinline__ void store_value_gradients(const void* U, void* dv_ro
   }
 }
 
-// sums = rowsum(U * V) for those of 32 tokens from `first` on that have needs_V, by one warp; a half-warp takes a row.
+// sums = rowsum(U * V) for 32 tokens from `first` on, only where needs_V is true. One warp calls it; a half-warp takes
+// a row.
 template <typename T>
 __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, int stride, const float* beta,
                                            float* sums, int first, int valid, int columns) {
@@ -270,8 +271,8 @@ __device__ __forceinline__ void store_gate_gradients(const float* sums, const fl
                                                      const float* gates, float* db, float* dg, int stride, int valid) {
   const int lane = lane_here();
   const auto pair = [&](const float* from) { return *reinterpret_cast<const float2*>(from + 2 * lane); };
-  // If e^g is 0, dg is 0: the sums would leave a rounding error, which dA_log multiplies by g, down to -1024. One bit a
-  // lane and token, because registers are short.
+  // If e^g is 0, dg is 0: the sums would leave a rounding error, which dA_log multiplies by g, down to -1024. A ballot
+  // keeps one bit for each token, because registers are scarce.
   static_assert(BackwardGate::kLog == NormalizedGate::kLog && BackwardGate::kBeta == NormalizedGate::kBeta);
   const float2 logs = pair(gates + BackwardGate::kLog * kChunk);
   const float before = __shfl_up_sync(~0u, logs.y, 1);

@@ -7,8 +7,8 @@ gradient of the state after the chunk, dS of the state before it:
 
 dS^T is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma: 16 bits hold gamma / gamma_1
 however small gamma is. The transposed form keeps every intermediate in registers: each is the A operand of the next
-WGMMA. chunk_backward has its own code for the step (backward_state.py), because its warpgroups have fewer registers:
-dS' comes from shared memory, and the same products and roundings come in another order.
+WGMMA. chunk_backward has its own code for the step (backward_state.py), because its warpgroups have fewer registers.
+There dS' comes from shared memory, and the order of the same products and roundings differs.
 """
 
 import tilelang.language as T
@@ -23,8 +23,8 @@ Full = T.GemmWarpPolicy.FullRow
 
 
 class GateTable:
-    """The table of a chunk's gates: BackwardGate's rows or, with the l2norm inside, NormalizedGate's. Tiles have it as
-    `gates`, by stages."""
+    """The table of a chunk's gates: BackwardGate's rows or, with the l2norm inside, NormalizedGate's. It is
+    `tiles.gates`, with a stage for each chunk in flight."""
 
     def __init__(self, normalize):
         self.normalize = normalize
@@ -62,7 +62,7 @@ def registers(rows, K, dtype, normalize=False):
         faded_dO_rest=([rows, C], dtype),
         faded_U=([rows, C], dtype),  # -U^T diag(beta gamma / gamma_1)
     )
-    # Loaded ahead of WGMMAs: gamma_C / gamma, -beta gamma / gamma_1.
+    # gamma_C / gamma and -beta gamma / gamma_1, loaded before the WGMMAs
     ahead = named(decays=T.alloc_local([16], "float32"), fades=T.alloc_local([16], "float32"))
     if is_wide(K):
         vars(made).update(vars(named(dSK=T.alloc_local([32], "float32"))))  # only CUDA functions use it
@@ -99,7 +99,7 @@ def round_faded_dO(r, tiles, s, dO, scale, offset, column):
 
 @T.macro
 def begin_dS(r, tiles, s, z, dO, offset, column, scale):
-    """dS'^T in dS becomes dS^T / gamma_1 without its term of U, in flight. z is the stage of Q."""
+    """dS has dS'^T, and gets all of dS^T / gamma_1 but its term with U, in flight. z is the stage of Q."""
     round_faded_dO(r, tiles, s, dO, scale, offset, column)
     fade = T.alloc_var("float32", init=r.table.fade(tiles, s))
     for i, j in T.Parallel(*r.dS.shape):
@@ -110,10 +110,10 @@ def begin_dS(r, tiles, s, z, dO, offset, column, scale):
 
 @T.macro
 def begin_step(r, tiles, s, dO, offset, column, scale):
-    """Takes dS'^T in dS. Leaves dS'^T K^T in dSK and dO^T P in U. dS becomes dS^T / gamma_1 without its term of U, in
+    """Takes dS'^T in dS. Leaves dS'^T K^T in dSK and dO^T P in U. dS gets all of dS^T / gamma_1 but its term with U, in
     flight.
 
-    s is the stage of the chunk's tiles: L and P are the transposed matrices, gates is a GateTable. dO is the
+    s is the stage of the chunk's tiles. The tiles L and P are the transposed matrices; gates is a GateTable. dO is the
     first element of the warpgroup's tile of dO. offset and column are the thread's place in a tile and in a fragment
     (core/tiles.cuh)."""
     T.copy(r.dS, r.dS_16)
@@ -150,8 +150,8 @@ def nothing():
 def wide_step(r, tiles, s, z, dO, offset, column, scale, staged=None, released=nothing, use_U=nothing):
     """The whole step on a wide state, in the order that takes the fewest registers. dS has dS'^T, then dS^T.
 
-    s is the stage of K and the gates, z that of the other tiles. `staged`, if any, gets dS'^T in 16 bits: see
-    states/wide_state.py. The step calls use_U where U has U^T, then `released` where it has read the tiles of stage z.
+    s is the stage of K and the gates, z the stage of the other tiles. `staged`, if any, gets dS'^T in 16 bits: see
+    states/wide_state.py. The step calls use_U when U has U^T, and `released` when it has read the tiles of stage z.
     """
     multiply_state(r.element, r.K, r.dS, T.access_ptr(tiles.K[s, 0, 0], "r"), r.dSK, staged=staged)
     T.wgmma_gemm(

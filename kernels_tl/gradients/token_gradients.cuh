@@ -8,12 +8,12 @@ namespace flash_qla::device {
 constexpr int kPanelBytes = kChunk * kRowBytes;  // a panel of 64 x 64
 static_assert(TokenSum::kQuery == 0 && TokenSum::kKey == 1 && TokenSum::kState == 2 && TokenSum::kValue == 3);
 
-// The warpgroup's panel of a tile of 64 rows and 64 columns a warpgroup.
+// The warpgroup's panel of a tile of 64 rows: each warpgroup has 64 columns.
 __device__ __forceinline__ const char* own_panel(const void* tile) {
   return static_cast<const char*>(tile) + threadIdx.x / 128 * kPanelBytes;
 }
 
-// sum += <a, b> over 16 rows of the warpgroup's panels of two tiles, in parts of the lanes. Each warp has other rows.
+// sum += the lane's part of <a, b> over the warpgroup's panels of two tiles. Each warp takes 16 rows.
 template <typename T>
 __device__ __forceinline__ void add_panel_product(float* sum, const void* a, const void* b) {
   const MatrixRow from = matrix_row(own_panel(a), 16 * warp_here());
@@ -31,12 +31,12 @@ __device__ __forceinline__ void store_warp_sum(float* sums, float sum) {
   }
 }
 
-// As scale_and_dot and subtract_and_dot, for the warpgroup's columns. The second warpgroup's sums follow TokenSum's
-// rows.
+// The warpgroup's sums. The second warpgroup's sums follow TokenSum's rows.
 __device__ __forceinline__ float* own_sums(float* sums) {
   return sums + threadIdx.x / 128 * (TokenSum::kCount * kChunk);
 }
 
+// scale_and_dot and subtract_and_dot on the warpgroup's columns.
 template <typename T>
 __device__ __forceinline__ void scale_and_dot_panel(float* fragment, const void* tile, const float* factors,
                                                     float factor, float* sums) {
@@ -61,7 +61,8 @@ __device__ __forceinline__ void stage_panel(const float* fragment, void* tile) {
 }
 
 // dV = diag(beta) U for 32 tokens from `first` on, and dots += rowsum(U * V) of tokens with needs_V, by one warp: eight
-// lanes share a row. U is a panel of 64 x 64; dV and V have its first `columns` columns. dots has eight rows of a lane.
+// lanes share a row. U is a panel of 64 x 64; dV and V have its first `columns` columns. dots[i] is the lane's part of
+// its i-th row.
 template <typename T>
 __device__ __forceinline__ void add_value_panel(float* dots, const void* U, const void* v_rows, void* dv_rows,
                                                 int stride, const float* beta, int first, int valid, int columns) {
@@ -95,7 +96,7 @@ __device__ __forceinline__ void add_value_panel(float* dots, const void* U, cons
   }
 }
 
-// sums = those dots, for tokens with needs_V.
+// sums = the dots of add_value_panel, added over the lanes of a row, for tokens with needs_V.
 template <typename T>
 __device__ __forceinline__ void store_value_sums(float* sums, const float* dots, const float* beta, int first,
                                                  int valid) {

@@ -1,9 +1,9 @@
 // Turns: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of value rows. The
-// CTAs of these add one after the other, in a fixed order, so the sums have the same bits every time. turns[chunk, H_k]
-// counts the CTAs that have added.
+// CTAs of these heads and tiles add one after the other, in a fixed order, so the sums have the same bits every time.
+// turns[chunk, H_k] counts the CTAs that have added.
 //
-// A CTA only waits for CTAs with lower numbers. The GPU begins CTAs in the order of their numbers, so these run
-// already, or have ended.
+// A CTA only waits for CTAs with lower numbers. The GPU begins CTAs in the order of their numbers, so the CTAs that it
+// waits for run already, or have ended.
 #pragma once
 
 #include "core/tiles.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
       }
     }
     __syncwarp();
-    fence_proxies();  // boxes see the earlier sums, too
+    fence_proxies();  // TMA boxes see the earlier sums, too
   }
 }
 
@@ -34,8 +34,8 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// rows += tiles, or rows = tiles in the first turn: 64 rows of up to 128 of their key_dim columns, from `column` on.
-// The tiles are two of 64 x 64 side by side. One warp calls it. A whole chunk goes as two boxes of TMA, which are in
+// rows += tiles, or rows = tiles in the first turn: 64 rows, and of their key_dim columns up to 128 from `column` on.
+// `tiles` are two tiles of 64 x 64 side by side. One warp calls it. A whole chunk goes as two TMA boxes, which are in
 // flight until wait_until_stored. With fewer `valid` rows each half-warp adds a row at a time, because a box would
 // reach into the next sequence.
 template <typename T>

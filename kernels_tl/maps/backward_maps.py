@@ -11,9 +11,9 @@ state after it, and in reverse dS' -> M^T dS' + dZ for their gradients.
     reverse_skips [segment_slots, H_v] int32    1 where they make M negligible to the gradient of the state before it
                                                 (maps/segments.cuh)
 
-Where skips is 1, Z comes from the last few chunks alone; where reverse_skips is 1, dZ comes from the first few; where
-both are 1, M is left out. The two agree unless the bounds of some chunks let the state grow. The last segment of a
-sequence has no Z, the first no dZ, and a segment that is both has no M.
+Where skips is 1, Z comes from the last few chunks alone. Where reverse_skips is 1, dZ comes from the first few chunks.
+Where both are 1, M is left out. Both flags agree unless the bounds of some chunks let the state grow. The last segment
+of a sequence has no Z, the first segment no dZ. The only segment of a sequence has no M.
 
 backward.cpp launches [segments * H_v * (K / V + 2 * value tiles)] CTAs: a CTA computes V rows of M^T, Z^T or dZ^T, a
 tile. dZ comes first, because it takes longest.

@@ -5,7 +5,7 @@
 The sum is in fp32. M_1 S_1 is smaller than the error that both parts leave, so it is not computed.
 
 M of a wide state does not fit shared memory. It arrives in blocks, one after the other: rows of M^T, or its columns
-with `reverse`. They meet the same rows of S.
+with `reverse`. Each block is multiplied with the block of S that has the same rows.
 """
 
 from types import SimpleNamespace

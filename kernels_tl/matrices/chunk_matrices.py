@@ -15,9 +15,9 @@
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
 
-The backward passes dv as o, as g perhaps b (`cumulative`), and normalised queries and keys if its kernels lack the
-l2norm. Rows that no sequence
-covers get zeros in o, A and g_cumsum. In the backward dq and dk get them too, and db and dg unless gate_gradients runs.
+The backward passes dv in the place of o, and may pass b in the place of g (`cumulative`). It passes normalised queries
+and keys if its kernels do no l2norm. Rows that no sequence covers get zeros in o, A and g_cumsum; in the backward also
+in dq and dk, and in db and dg unless gate_gradients runs.
 
 D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
 inverse. L leaves the unit diagonal out, so products with L round small numbers only.
@@ -26,8 +26,8 @@ With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in siz
 the entries grow like the product of (beta |k|^2 - 1) over the chunk, and become inf beyond the dtype's range.
 
 A CTA takes `heads` value heads of a group. It computes K K^T and K Q^T once for them, by WGMMA, and writes both over K.
-Then each warp works on a head; with 2 heads or 1, a team of two or four warps does. Several CTAs share an SM, and
-hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
+Then each warp works on a head; with 2 heads or 1, a team of two or four warps works on a head. Several CTAs share an
+SM, and hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
 """
 
 import tilelang.language as T
@@ -61,7 +61,7 @@ from kernels_tl.layout import (
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-# The first CTAs read these early. They write g_cumsum.
+# The first CTAs touch these early. g_cumsum is written.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
 EARLY |= {"segments": after("chunk_plan", where="only_if")}

@@ -17,7 +17,7 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    that leave out the map of a sequence's last, or first, segment then compute it.
                                    Written if map_slots > 0, which then is segment_slots
     checkpoints [chunk_slots]      the slot of the state after each chunk, or NO_STATE. Written if checkpoint_every > 0.
-                                   Chunks begin anew after every checkpoint_every tokens (plan/runs.cuh); if that is no
+                                   A new chunk begins after every checkpoint_every tokens (plan/runs.cuh); if that is no
                                    multiple of C, no sequence is cut
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
@@ -55,8 +55,8 @@ PRELUDE = """
 #include "plan/runs.cuh"
 """
 
-THREADS = CHUNK_PLAN.threads  # a step takes one sequence a thread
-WHOLE = 0x7FFFFFFF // C  # chunks a segment where no sequence is cut
+THREADS = CHUNK_PLAN.threads  # a step takes one sequence for each thread
+WHOLE = 0x7FFFFFFF // C  # chunks of a segment where no sequence is cut
 
 
 def count_chunks(length, run):

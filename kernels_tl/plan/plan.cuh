@@ -134,8 +134,8 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. It takes for
-// granted that no sequence is cut, and that there are at most 32 sequences or all have the same length. A sequence
+// found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. The function
+// assumes that no sequence is cut, and that there are at most 32 sequences or all have the same length. A sequence
 // without a slot keeps its place in the table, with no tokens.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
                                              int N, int tokens, int uniform_length, const Slots& slots) {

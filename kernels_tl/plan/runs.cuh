@@ -1,5 +1,5 @@
-// Chunks begin anew after each run of `run` tokens of a sequence, so that a checkpoint follows a whole chunk. The last
-// chunk of a run may have fewer than kChunk tokens. run = 0: a sequence is one run. csrc/chunks.h counts the same
+// A new chunk begins after each run of `run` tokens of a sequence, so that a checkpoint is at the end of a chunk. The
+// last chunk of a run may have fewer than kChunk tokens. run = 0: a sequence is one run. csrc/chunks.h counts the same
 // chunks.
 #pragma once
 
@@ -27,7 +27,8 @@ __device__ __forceinline__ void put_chunk_of_runs(int* row, int begin, int lengt
   row[ChunkColumn::kSequence] = sequence;
 }
 
-// checkpoint_slot, whose chunks all have kChunk tokens, after each run is filled up to whole chunks.
+// checkpoint_slot of a sequence whose runs are filled up to whole chunks, because checkpoint_slot takes only chunks of
+// kChunk tokens.
 __device__ __forceinline__ int checkpoint_slot_of_runs(const Table& indices, int64_t null_index, int64_t slots, int run,
                                                        int length, int chunk, int n, int first) {
   const int filled = chunks_of(run) * kChunk;

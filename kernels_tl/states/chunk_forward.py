@@ -20,9 +20,9 @@ warpgroups share only the loader's stages.
   few heads.
 - Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
 - The consumers take a segment in runs of chunks, each up to the next checkpoint. After each run they write the state.
-- With `resumable` each run is chunks of its own, the last of which may be short (plan/runs.cuh), and if `rounds` is set
-  the state goes on as it was kept, rounded. A call that starts from the checkpoint then does the same as the rest of
-  this one. Segments are whole sequences.
+- With `resumable` a new chunk begins after each checkpoint, so the last chunk of a run may be short (plan/runs.cuh).
+  If `rounds` is set, the recurrence goes on with the state as it was stored, rounded. A call that starts from the
+  checkpoint then computes the same as the rest of this call. Segments are whole sequences.
 """
 
 from types import SimpleNamespace
@@ -59,8 +59,8 @@ PRELUDE = """
 #include "states/wide_state.cuh"
 """
 
-# Shared memory holds after a segment's columns: the number of turns that follow, the piece's head, its first value row;
-# if the consumers read its first state, its segment.
+# Entries in shared memory after a segment's columns: the number of turns that follow, the piece's head, its first value
+# row; if the consumers read the piece's first state, its segment.
 MORE, HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(4))
 
 
@@ -77,7 +77,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
     # Producers: a loader, and a storer for each consumer warpgroup.
 
     def size_of(dtype):
-        """Bytes of a state's number."""
+        """Bytes of a number of a state."""
         return T.Select(dtype == Dtype.FLOAT32, 4, T.Select(dtype >= Dtype.FLOAT8_E4M3FN, 1, 2))
 
     def pitch(columns, size=4):
@@ -124,11 +124,11 @@ def chunk_forward(dtype, K, value_tile, resumable):
         return extern("tokens_before", c, run, returns="int32") if resumable else c * C
 
     def tokens_done(tokens, c):
-        """Tokens of the segment before chunk c, at the end of a run; `tokens` counts those of runs."""
+        """Tokens of the segment before chunk c, at the end of a run. With `resumable` that is `tokens`."""
         return tokens if resumable else c * C
 
     def rest_of(c, length, run):
-        """Tokens from chunk c on; with `resumable` those of the chunk."""
+        """Tokens of the segment from chunk c on; with `resumable` only the tokens of chunk c."""
         return extern("tokens_of", c, length, run, returns="int32") if resumable else length - c * C
 
     def rest_of_value(v0):
@@ -153,7 +153,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
 
     @T.macro
     def store_h(r, tiles, h, has_h, turn: T.Ref, c: T.Ref, warpgroup):
-        """Writes S before a chunk to h, if it is wanted. A wide state has to be unscaled still."""
+        """Writes S before a chunk to h, if h is wanted. On a wide state it runs before begin_step, which scales S."""
         if has_h != 0:  # the branch also keeps the code before it from moving below the wait
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
             if slot < h_slots:
@@ -265,7 +265,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
                     extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
                     if not r.is_wide:
                         T.copy(r.S, r.S_16)
-                    # The run's chunks fill c * C to c * C + its tokens, so that is the length in its steps.
+                    # The steps of a run count tokens as if the run began at c * C, so it ends at `until`.
                     run = T.alloc_var("int32", init=T.min(checkpoint_every, length - tokens))
                     until = T.alloc_var("int32", init=c * C + run)
                     while c * C < until:
@@ -322,7 +322,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
 
     @T.macro
     def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
-        """Loads a turn's segment and state to shared memory. The loader's."""
+        """The loader loads a turn's segment and state to shared memory."""
         begun = Stage(0, turn % 2)
         begun.wait_until_free(ready.taken)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)

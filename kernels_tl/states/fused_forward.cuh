@@ -58,7 +58,7 @@ __device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
 
 // A chunk's L and P by a warpgroup: warp j computes rows 16 j to 16 j + 15, transposed.
 //
-// All warps run the same code, also for the blocks left of the diagonal, which are not stored. Code of its own for each
+// All warps run the same code, also for the blocks left of the diagonal, which are not stored. Separate code for each
 // warp would have to be fetched again for each chunk. Element [4 n + 2 h + e] of a 16 x 16 block of accumulators is row
 // g + 8 h, column 8 n + 2 t + e, in lane 4 g + t. The factors of TF32 products are one rounded part (kParts) in fp16
 // too, because only L comes from them, and a 16-bit L has no more digits.
@@ -141,7 +141,7 @@ struct MatricesMaker {
     invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
-  // Brings the l2norm into the factors, because K and Q keep their size. In the table, by 64 threads:
+  // Brings the l2norm into the factors, because K and Q are not normalised. In the table, by 64 threads:
   //
   //   beta_i gamma_i, gamma_C / gamma_i   times 1 / |k_i|
   //   gamma_i                             times scale / |q_i|
@@ -168,7 +168,7 @@ struct MatricesMaker {
   }
 
   // D = the warp's blocks (j, i) of D^T. Off the diagonal they are exp(b_column - b_l) exp(b_l - b_row), with l the
-  // last token of block j. Blocks left of the diagonal hold anything.
+  // last token of block j. Blocks left of the diagonal are undefined.
   __device__ __forceinline__ void gate(float (&D)[4][8], const float (&diagonal)[8], const float (&from)[2]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -305,7 +305,8 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   }
 }
 
-// Barriers of a stage: the chunk's gates, K and Q are there, L and P are; and of the tiles of O.
+// Barriers of a stage: the table of gates is there (gated), K and Q are there (loaded), L and P are there (made).
+// stored and staged are barriers of the tiles of O.
 template <typename Barrier>
 struct MakerBarriers {
   Barrier &gated, &loaded, &made, &stored, &staged;
@@ -322,7 +323,7 @@ struct MakerTiles {
 
 // Computes L and P of a chunk. A warpgroup calls it, and `barrier` is its named barrier. With kLowLevel the warpgroup
 // also stages A in its tile of O as soon as the tile is free. It arrives at `staged` even without a chunk, because the
-// storer counts on it.
+// storer waits for this arrival.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& ready, const MakerTiles& tiles, int phase,
                                               float scale, int barrier, int place) {
@@ -336,8 +337,8 @@ __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& read
   }
   ready.loaded.wait(phase);
   if (valid < kChunk) {
-    // K's rows after the sequence belong to others. Q's stay: they only reach columns of P^T and O^T that are not
-    // stored.
+    // Rows of K after the sequence belong to other sequences. Rows of Q may stay, because they only reach columns of
+    // P^T and O^T that are not stored.
     clear_rows_after(tiles.K, 2, valid, 128);
     fence_boxes();
     sync_warpgroup(barrier);

@@ -8,8 +8,8 @@
     g_cumsum  [tokens, H_v] fp32              with low_level
 
 forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A CTA goes through several pieces of work,
-tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. It
-counts chunks through all pieces: the last steps of one piece compute the matrices of the next piece's first chunks.
+tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. A CTA
+counts chunks through all its pieces: the last steps of one piece compute the matrices of the next piece's first chunks.
 With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
 The kernel writes no h.
 
@@ -18,8 +18,8 @@ steps and two chunks ahead, while the other warpgroup is in a step. A warp loads
 computes the chunks' tables of gates. With low_level A leaves through O's tiles: a warpgroup's storer then has an A to
 store for every other O.
 
-Why one kernel: with two, chunk_matrices computes K K^T and Q K^T once for a group of heads, but then K and Q are loaded
-a second time, and the matrices are written and read. The cost model (csrc/gpu/cost_model.cpp) chooses.
+Why one kernel: with two kernels, chunk_matrices computes K K^T and Q K^T once for a group of heads. But then K and Q
+are loaded a second time, and the matrices are written and read. The cost model (csrc/gpu/cost_model.cpp) chooses.
 
 With the l2norm and r = diag(1 / |k_i|), K stays as it is, because
 
@@ -56,7 +56,7 @@ from kernels_tl.states.consumer_place import next_chunk, stage, value_stage
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-# The loader and the gates' warp read these early, in a CTA that finds its first segment itself. They write g_cumsum.
+# In a CTA that finds its first segment itself, the loader and the gates' warp touch these early. g_cumsum is written.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
 EARLY |= {"g_cumsum": after(CALLER)}
 PRELUDE = """
@@ -110,7 +110,7 @@ def fused_forward(dtype, K, normalize, low_level):
 
     @T.macro
     def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
-        """Computes L and P of the chunk in stage s. A warpgroup's."""
+        """A warpgroup computes L and P of the chunk in stage s."""
         extern(
             f"make_matrices<{options}>",
             extern("MakerBarriers", ready.gated[s], ready.loaded[s], ready.made[s], ready.stored[0], ready.staged[0]),

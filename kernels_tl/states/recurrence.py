@@ -6,14 +6,14 @@
     S^T        = gamma_C S^T + (V_new^T diag(gamma_C / gamma)) K
 
 The transposed form keeps every intermediate in registers: each is the A operand of the next WGMMA. With the l2norm the
-factors of the columns also hold 1 / |k| and 1 / |q|, so K and Q are used as they came.
+factors of the columns also hold 1 / |k| and 1 / |q|, so K and Q are not normalised.
 
 The step is two macros, begin_step and end_step, because a kernel releases its tiles between them. Without an output
 there are no products for O. Only one product at a time then hides loads and conversions, so the order of instructions
 differs, and the kernel's own work, `meanwhile`, runs during the first and the last product.
 
-With `exact`, a second product adds what rounding to 16 bits takes from V_new^T diag(gamma_C / gamma). Without it this
-would be the largest error of S'.
+With `exact`, a second product adds the part of V_new^T diag(gamma_C / gamma) that rounding to 16 bits loses. Otherwise
+this rounding would be the largest error of S'.
 """
 
 import tilelang.language as T
@@ -43,7 +43,8 @@ def registers(rows, K, dtype, early, output=True, exact=False):
         **({"decayed_rest": ([rows, C], dtype)} if exact else {}),  # the rest after rounding
         **({"O": ([rows, C], "float32")} if output else {}),  # O^T
     )
-    # Loaded before the WGMMAs that they meet: the tile of V, its pairs of factors, gamma_C / gamma; scale gamma for O.
+    # Loaded before the WGMMAs whose results they change: the tile of V, its pairs of factors, gamma_C / gamma; for O
+    # scale gamma.
     ahead = named(
         minuend=T.alloc_local([16], "uint32"),
         pairs=T.alloc_local([32], "float32"),

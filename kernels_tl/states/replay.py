@@ -22,7 +22,7 @@ class Outgoing(NamedTuple):
 
     tile: object  # shared memory, a part for each consumer warpgroup
     staged: object  # barriers, a consumer warpgroup to its storer: the part has the chunk's matrix
-    stored: object  # back: it has left
+    stored: object  # back: the part has been stored
 
 
 def read_scanned(fragment, scanned, piece):

@@ -1,6 +1,6 @@
-// The products of a state of many channels with a chunk's keys and queries. The state in 16 bits would take half as
-// many registers again as the state, so it is rounded piece by piece, while the product of the piece before is in
-// flight.
+// The products of a wide state with a chunk's keys and queries. A 16-bit copy of the whole state would take half as
+// many registers again as the state. So the state is rounded piece by piece, while the product of the previous piece is
+// in flight.
 #pragma once
 
 #include <tl_templates/cuda/instruction/wgmma.h>
@@ -12,7 +12,8 @@ namespace flash_qla::device {
 
 constexpr int kPieceChannels = 16;  // channels of S^T that are rounded at a time: the K of a WGMMA
 
-// x += a b^T for 16 channels: a are a left factor's registers, b is the descriptor of 64 tokens.
+// Begins x = a b^T or, with `accumulate`, x += a b^T over 16 channels. a is the registers of a left factor, b the
+// descriptor of 64 tokens.
 template <typename T>
 __device__ __forceinline__ void begin_state_wgmma(float* x, const uint32_t* a, uint64_t b, bool accumulate) {
   constexpr auto kType = std::is_same_v<T, __half> ? tl::DataType::kFloat16 : tl::DataType::kBFloat16;
@@ -20,9 +21,9 @@ __device__ __forceinline__ void begin_state_wgmma(float* x, const uint32_t* a, u
       a, b, reinterpret_cast<uint32_t*>(x), accumulate);
 }
 
-// Begins keys = S^T K^T and, with kHasQueries, queries = S^T Q^T, by one warpgroup: S is its fragment of 64 x kK, K and
-// Q are tiles of 64 x kK. The products of the last piece are in flight at the end, a group of WGMMAs each. use(n, x)
-// gets each piece, channels 8 n to 8 n + 15, rounded: the four registers of a left factor.
+// Begins keys = S^T K^T and, with kHasQueries, queries = S^T Q^T, by one warpgroup. S is its fragment of 64 x kK; K and
+// Q are tiles of 64 x kK. At the end the products of the last two pieces may be in flight, a group of WGMMAs each.
+// use(n, x) gets each rounded piece, channels 8 n to 8 n + 15, as the four registers of a left factor.
 template <typename T, int kK, bool kHasQueries, typename Use>
 __device__ __forceinline__ void multiply_pieces(const float* S, const void* K, float* keys, const void* Q,
                                                 float* queries, Use use) {
@@ -35,7 +36,7 @@ __device__ __forceinline__ void multiply_pieces(const float* S, const void* K, f
       round(1);  // before the fence, because ptxas would wait for the first product at a second fence
       fence_wgmma();
     } else if (piece > 1) {
-      wait_wgmma<kHasQueries ? 2 : 1>();  // the products two pieces ago have read their factor
+      wait_wgmma<kHasQueries ? 2 : 1>();  // the products of two pieces ago have read their factor
       round(piece);
       fence_wgmma();
     }
@@ -61,7 +62,7 @@ __device__ __forceinline__ void multiply_state(const float* S, const void* K, fl
   multiply_pieces<T, kK, false>(S, K, keys, nullptr, nullptr, [](int, const uint32_t (&)[4]) {});
 }
 
-// keys = S^T K^T as above. S^T in 16 bits goes to `staged` as stage_rows does it.
+// Begins keys = S^T K^T as above, and stages S^T in 16 bits in `staged`, in the layout of stage_rows.
 template <typename T, int kK>
 __device__ __forceinline__ void multiply_and_stage_state(const float* S, const void* K, float* keys, void* staged,
                                                          int offset) {
