@@ -41,21 +41,24 @@ SCAN_COLUMNS = 32
 # gate_gradients: value heads of a CTA, whose fp32 numbers of a token fill a sector of 32 bytes; tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 
-# decode, line by line:
-# - warps of a CTA; value rows of a state that a warp has at a time
-# - tokens prepared at a time; tokens of a block; most value rows of a CTA if tokens go through a state together
-# - path `blocks`: lanes that share a value row; value rows of a lane
-# - CTAs that an SM holds at a time: by path, and with one token on states of 16 bits and of 8 bits
-# - CTAs that an SM holds at a time with keys of more than 128 channels: on states [V, K], on states [K, V]
-# - decode_buffered: the longest backlog, a lane for each of its steps; CTAs that an SM holds at a time; CTAs of an SM
-#   and value rows of a CTA if tokens and states have one dtype of 16 bits
-DECODE_WARPS, DECODE_WARP_ROWS = 4, 8
-DECODE_TOKENS, DECODE_BLOCK, DECODE_TILE = 8, 4, 128
-DECODE_LANES, DECODE_LANE_ROWS = 8, 2
+# decode.
+DECODE_WARPS = 4  # warps of a CTA
+DECODE_WARP_ROWS = 8  # value rows of a state that a warp has at a time
+DECODE_TOKENS = 8  # tokens prepared at a time
+DECODE_BLOCK = 4  # path `blocks`: tokens of a block
+DECODE_TILE = 128  # most value rows of a CTA if tokens go through a state together
+DECODE_LANES = 8  # path `blocks`: lanes that share a value row
+DECODE_LANE_ROWS = 2  # path `blocks`: value rows of a lane
+# CTAs that an SM holds at a time: by path; with one token, on states of 16 bits and of 8 bits; with keys of more than
+# 128 channels, on states [V, K] and on states [K, V].
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST = 7, 3, 4, 5
 DECODE_CTAS_ONE_16, DECODE_CTAS_ONE_8 = 8, 6
 DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
-DECODE_BACKLOG, DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA, DECODE_ROWS_BUFFERED_MMA = 32, 7, 6, 64
+
+# decode_buffered; MMA: if tokens and states have one dtype of 16 bits.
+DECODE_BACKLOG = 32  # the longest backlog, a lane for each of its steps
+DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA = 7, 6  # CTAs that an SM holds at a time
+DECODE_ROWS_BUFFERED_MMA = 64  # value rows of a CTA
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
 # from one diagonal block of K K^T to the next. Two blocks' rows are read together, so they lie in different banks.

@@ -122,7 +122,7 @@ template <typename Element, int K, int kTileRows>
 class TokenRows {
  public:
   using Left = LeftFactor<K>;
-  enum Row { kOfKey, kOfQuery };
+  enum Row { kKey, kQuery };
 
   // Starts the copies. One thread calls it.
   template <typename Barrier>
@@ -131,8 +131,8 @@ class TokenRows {
     constexpr int kSize = sizeof(Element);
     const int bytes = key_dim * kSize, bytes_of_v = min(kTileRows, value_dim - first_row) * kSize;
     loaded.arrive_and_expect_tx(2 * bytes + bytes_of_v);
-    copy_bytes(rows_[kOfKey], 0, static_cast<const Element*>(tokens.k) + at * tokens.k_stride, bytes, loaded);
-    copy_bytes(rows_[kOfQuery], 0, static_cast<const Element*>(tokens.q) + at * tokens.q_stride, bytes, loaded);
+    copy_bytes(rows_[kKey], 0, static_cast<const Element*>(tokens.k) + at * tokens.k_stride, bytes, loaded);
+    copy_bytes(rows_[kQuery], 0, static_cast<const Element*>(tokens.q) + at * tokens.q_stride, bytes, loaded);
     copy_bytes(v_, 0, static_cast<const Element*>(tokens.v) + at * tokens.v_stride + first_row, bytes_of_v, loaded);
   }
 
@@ -156,7 +156,7 @@ class TokenRows {
       sums[i] += others[i];
     }
   }
-  // One lane calls use(kOfKey, k^T k, k^T q), another use(kOfQuery, q^T k, q^T q).
+  // One lane calls use(kKey, k^T k, k^T q), another use(kQuery, q^T k, q^T q).
   template <typename Use>
   __device__ __forceinline__ void multiply_self(int key_dim, Use use) const {
     float sums[4] = {};
@@ -167,7 +167,7 @@ class TokenRows {
   }
 
   __device__ __forceinline__ float v(int row) const { return to_float(v_[row]); }
-  __device__ __forceinline__ uint4 key(int piece) const { return rows_[kOfKey][piece]; }
+  __device__ __forceinline__ uint4 key(int piece) const { return rows_[kKey][piece]; }
   // kCount channels of k or q, from `channel` on.
   template <int kCount>
   __device__ __forceinline__ void load(float (&x)[kCount], Row row, int channel) const {
@@ -232,8 +232,8 @@ class BacklogKeys {
   }
 
   // Eight channels of a step.
-  __device__ __forceinline__ const uint4& piece(int step, int piece) const {
-    return shared_[step * key_dim_ / 8 + piece];
+  __device__ __forceinline__ const uint4& piece(int step, int index) const {
+    return shared_[step * key_dim_ / 8 + index];
   }
   // Arranges the keys so that `arranged` reads four neighbouring steps from different banks. The token's key follows
   // the last step, zeros follow the token's key. All threads of the CTA call it; afterwards only `arranged` is valid.
@@ -257,8 +257,8 @@ class BacklogKeys {
     }
     __syncthreads();
   }
-  __device__ __forceinline__ const uint4& arranged(int step, int piece) const {
-    return shared_[arranged_place(step, piece)];
+  __device__ __forceinline__ const uint4& arranged(int step, int index) const {
+    return shared_[arranged_place(step, index)];
   }
   // kCount channels of a step, from `channel` on.
   template <int kCount>
@@ -390,7 +390,7 @@ class BacklogChanges {
 };
 
 // The gates of a token and of its backlog, before they are activated. All loads are in flight before the first use.
-class RawGates {
+class LaggingGates {
  public:
   __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at) {
     const int head = as_of_lane(tokens.head);

@@ -54,13 +54,13 @@ struct Relations {
 };
 
 // kDecodeWarpRows value rows of an fp32 state in a warp's registers, from `row` of the CTA's rows on. kDecodeLanes
-// lanes share a row: each has every kDecodeLanes-th four of its channels. A lane has kDecodeLaneRows rows,
+// lanes share a row: each has every kDecodeLanes-th quad of its channels. A lane has kDecodeLaneRows rows,
 // kDecodeGroups apart. Rows go to and from memory through a tile in shared memory, where they lie as in the state:
 // memory is faster with 512 neighbouring bytes a warp.
 template <int K>
 class StateBlock {
  public:
-  static constexpr int kFours = K / (4 * kDecodeLanes);  // fours of channels of a lane and row
+  static constexpr int kQuads = K / (4 * kDecodeLanes);  // quads of channels of a lane and row
   using Tile = float4[kDecodeWarpRows][K / 4];
   static_assert(K == 4 * kWarp && kDecodeWarpRows == kDecodeGroups * kDecodeLaneRows);
 
@@ -77,9 +77,9 @@ class StateBlock {
 #pragma unroll
     for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
-      for (int four = 0; four < kFours; ++four) {
-        const float4 x = from[r * kDecodeGroups + group()][place(four)];
-        float* const S = S_[r] + 4 * four;
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const float4 x = from[r * kDecodeGroups + group()][place(quad)];
+        float* const S = S_[r] + 4 * quad;
         S[0] = x.x, S[1] = x.y, S[2] = x.z, S[3] = x.w;
       }
     }
@@ -89,9 +89,9 @@ class StateBlock {
 #pragma unroll
     for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
-      for (int four = 0; four < kFours; ++four) {
-        const float* const S = S_[r] + 4 * four;
-        tile[r * kDecodeGroups + group()][place(four)] = {S[0], S[1], S[2], S[3]};
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const float* const S = S_[r] + 4 * quad;
+        tile[r * kDecodeGroups + group()][place(quad)] = {S[0], S[1], S[2], S[3]};
       }
     }
     __syncwarp();
@@ -119,16 +119,16 @@ class StateBlock {
     using Own = OwnSum<kTokens>;
     float Sk[kDecodeLaneRows * kTokens] = {}, Sq[kDecodeLaneRows * kTokens] = {};
 #pragma unroll
-    for (int four = 0; four < kChannels / 4; ++four) {
+    for (int quad = 0; quad < kChannels / 4; ++quad) {
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        const Four k = four_of(tokens.k[first + t], four), q = four_of(tokens.q[first + t], four);
+        const Quad k = quad_of(tokens.k[first + t], quad), q = quad_of(tokens.q[first + t], quad);
 #pragma unroll
         for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            Sk[r * kTokens + t] += S_[r][4 * four + i] * k.x[i];
-            Sq[r * kTokens + t] += S_[r][4 * four + i] * q.x[i];
+            Sk[r * kTokens + t] += S_[r][4 * quad + i] * k.x[i];
+            Sq[r * kTokens + t] += S_[r][4 * quad + i] * q.x[i];
           }
         }
       }
@@ -176,13 +176,13 @@ class StateBlock {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
 #pragma unroll
-      for (int four = 0; four < kChannels / 4; ++four) {
-        const Four k = four_of(tokens.k[first + t], four);
+      for (int quad = 0; quad < kChannels / 4; ++quad) {
+        const Quad k = quad_of(tokens.k[first + t], quad);
 #pragma unroll
         for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float& S = S_[r][4 * four + i];
+            float& S = S_[r][4 * quad + i];
             S = (t == 0 ? until * S : S) + change[r][t] * k.x[i];
           }
         }
@@ -204,12 +204,12 @@ class StateBlock {
  private:
   static constexpr int kChannels = K / kDecodeLanes;
 
-  struct Four {
+  struct Quad {
     float x[4];
   };
-  // The lane's channels 4 * four to 4 * four + 3 of a token.
-  __device__ __forceinline__ static Four four_of(const float4 (&token)[K / 4], int four) {
-    const float4 x = token[place(four)];
+  // The lane's channels 4 * quad to 4 * quad + 3 of a token.
+  __device__ __forceinline__ static Quad quad_of(const float4 (&token)[K / 4], int quad) {
+    const float4 x = token[place(quad)];
     return {{x.x, x.y, x.z, x.w}};
   }
 
@@ -224,8 +224,8 @@ class StateBlock {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kDecodeLanes; }
   __device__ __forceinline__ static int group() { return threadIdx.x % kWarp / kDecodeLanes; }
-  __device__ __forceinline__ static int place(int four) { return four * kDecodeLanes + lane(); }
-  // use(row, offset in a head's state, whether the state has them) for the lane's four channels of each row.
+  __device__ __forceinline__ static int place(int quad) { return quad * kDecodeLanes + lane(); }
+  // use(row, offset in a head's state, whether the state has them) for four channels of the lane in each row.
   template <typename Use>
   __device__ __forceinline__ void for_all_rows(Use use) const {
     const int channel = 4 * (threadIdx.x % kWarp);

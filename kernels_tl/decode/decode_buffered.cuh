@@ -35,8 +35,8 @@ class LaggingRows : public StateRows<State, K> {
   __device__ __forceinline__ void multiply(Products& products, const Tile& tile, const Token& token) const {
     if (L::channel(0) < this->K_) {
       float k[L::kChannels], q[L::kChannels];
-      token.load(k, token.kOfKey, L::channel(0));
-      token.load(q, token.kOfQuery, L::channel(0));
+      token.load(k, token.kKey, L::channel(0));
+      token.load(q, token.kQuery, L::channel(0));
 #pragma unroll
       for (int r = 0; r < L::kRows; ++r) {
         float S[L::kChannels];
@@ -84,7 +84,7 @@ class LaggingRows : public StateRows<State, K> {
                                         const Changes& changes, const BacklogFactors& factors, float decay,
                                         float change, int steps) {
     float key[L::kChannels];
-    token.load(key, token.kOfKey, channel());
+    token.load(key, token.kKey, channel());
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
       const float change_of_row = __shfl_sync(~0u, change, Base::kLanesOfSum * r, L::kLanes);
@@ -119,7 +119,7 @@ class LaggingRows : public StateRows<State, K> {
   // The lane's first channel. A lane without channels reads channel 0, and writes nothing.
   __device__ __forceinline__ int channel() const { return L::channel(0) < this->K_ ? L::channel(0) : 0; }
   __device__ __forceinline__ uint4 piece(const Tile& tile, int r) const {
-    const int row = first_row_of_warp() + r * L::kTogether + L::above();
+    const int row = first_row_of_warp() + r * L::kTogether + L::row_of_group();
     return *reinterpret_cast<const uint4*>(tile + row * this->K_ + channel());
   }
   // The changes of a step in the lane's rows.
@@ -130,7 +130,7 @@ class LaggingRows : public StateRows<State, K> {
     for (int r = 0; r < L::kRows; ++r) {
 #pragma unroll
       for (int above = 0; above < L::kTogether; ++above) {
-        if (above == 0 || L::above() == above) {
+        if (above == 0 || L::row_of_group() == above) {
           d[r] = all[r * L::kTogether + above];
         }
       }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   Element* const o = static_cast<Element*>(outputs) + n * o_stride;
 
   const SequenceEntries entries(slots, backlog, n);
-  RawGates raw;
+  LaggingGates raw;
   if (has_gates) {
     raw.load(tokens, n);
   }

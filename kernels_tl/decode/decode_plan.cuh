@@ -63,7 +63,7 @@ struct DecodePlan {
   }
   // The slot that the state after token t goes to, or kNoState: the token's entry of write_indices or, without that
   // table, the initial state's slot after the last token.
-  __device__ __forceinline__ int64_t slot_behind(int n, int t, int count, int64_t first_slot) const {
+  __device__ __forceinline__ int64_t slot_after(int n, int t, int count, int64_t first_slot) const {
     if (write_indices) {
       return t < write_indices.columns ? first_slots.checked(write_indices(n, t)) : kNoState;
     }
@@ -129,7 +129,7 @@ struct DecodeStates {
   __device__ __forceinline__ Places<State> places(const DecodePlan& plan, int n, int t, int count,
                                                   int64_t first_slot) const {
     Places<State> found = {};
-    if (const int64_t slot = plan.slot_behind(n, t, count, first_slot); slot != kNoState) {
+    if (const int64_t slot = plan.slot_after(n, t, count, first_slot); slot != kNoState) {
       found.slot = static_cast<State*>(pool) + slot * slot_stride;
     }
     if (t < steps) {

@@ -112,7 +112,7 @@ class StateRows {
 
   // The lane's own row of the warp, for v and o. The first half of a row's lanes compute changes, the others outputs.
   __device__ __forceinline__ static int own_row() {
-    return L::lane() % (L::kLanes / 2) / kLanesOfSum * L::kTogether + L::above();
+    return L::lane() % (L::kLanes / 2) / kLanesOfSum * L::kTogether + L::row_of_group();
   }
 
   // change = beta (v - decay S k), o = decay S q + change (k q), S' = decay S + change k^T
@@ -189,7 +189,7 @@ class StateRows {
     }
   }
 
-  __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::above(); }
+  __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::row_of_group(); }
   // offset and is_there take p, the number of one of the lane's pieces.
   __device__ __forceinline__ int offset(int p) const { return row(p / L::kPieces) * K_ + L::channel(p % L::kPieces); }
   __device__ __forceinline__ bool is_there(int p) const {

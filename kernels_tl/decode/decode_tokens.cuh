@@ -20,14 +20,14 @@ struct RowLanes {
   static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kDecodeWarpRows % kTogether == 0);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // number in its row
-  static __device__ __forceinline__ int above() { return threadIdx.x % kWarp / kLanes; }
+  static __device__ __forceinline__ int row_of_group() { return threadIdx.x % kWarp / kLanes; }
   static __device__ __forceinline__ int channel(int piece) { return kPieceChannels * (lane() + kLanes * piece); }
   // The key channel of the lane's i-th channel.
   static __device__ __forceinline__ int channel_of(int i) { return channel(i / kPieceChannels) + i % kPieceChannels; }
-  // The channels of a row are numbered in fours. Returns the number of the lane's four with the index `four`.
-  static __device__ __forceinline__ int four_of_row(int four) {
-    constexpr int kFours = kPieceChannels / 4;
-    return channel(four / kFours) / 4 + four % kFours;
+  // Channels of a row form quads. Returns the quad of the row that is the lane's i-th.
+  static __device__ __forceinline__ int quad_of_row(int i) {
+    constexpr int kQuads = kPieceChannels / 4;
+    return channel(i / kQuads) / 4 + i % kQuads;
   }
 
   static __device__ __forceinline__ float dot_of_lane(const float (&x)[kChannels], const float (&y)[kChannels]) {
@@ -212,9 +212,9 @@ class PreparedTokens {
     const int t = token % kDecodeTokens;
     LaneToken<L::kChannels> found;
 #pragma unroll
-    for (int four = 0; four < L::kChannels / 4; ++four) {
-      reinterpret_cast<float4*>(found.q)[four] = shared_.q[t][L::four_of_row(four)];
-      reinterpret_cast<float4*>(found.k)[four] = shared_.k[t][L::four_of_row(four)];
+    for (int quad = 0; quad < L::kChannels / 4; ++quad) {
+      reinterpret_cast<float4*>(found.q)[quad] = shared_.q[t][L::quad_of_row(quad)];
+      reinterpret_cast<float4*>(found.k)[quad] = shared_.k[t][L::quad_of_row(quad)];
     }
     found.decay = shared_.decay[t];
     found.beta = shared_.beta[t];
@@ -231,9 +231,9 @@ class PreparedTokens {
     const auto ready = raw.token.prepare(tokens_);
     if (threadIdx.x % kWarp < L::kLanes) {
 #pragma unroll
-      for (int four = 0; four < L::kChannels / 4; ++four) {
-        shared_.q[t][L::four_of_row(four)] = reinterpret_cast<const float4*>(ready.q)[four];
-        shared_.k[t][L::four_of_row(four)] = reinterpret_cast<const float4*>(ready.k)[four];
+      for (int quad = 0; quad < L::kChannels / 4; ++quad) {
+        shared_.q[t][L::quad_of_row(quad)] = reinterpret_cast<const float4*>(ready.q)[quad];
+        shared_.k[t][L::quad_of_row(quad)] = reinterpret_cast<const float4*>(ready.k)[quad];
       }
     }
 #pragma unroll

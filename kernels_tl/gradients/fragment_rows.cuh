@@ -191,13 +191,13 @@ __device__ __forceinline__ void subtract_and_dot(float* fragment, const float* a
                                                  float factor = 1.f) {
   const int row = first_row();
   const float scale[2] = {factors[row] * factor, factors[row + 8] * factor};
-  const float taken[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
+  const float minus_factor[2] = {-betas[row] * scale[0], -betas[row + 8] * scale[1]};
   RowDots<T> dots;
   for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp_here(), [&](int i, const uint32_t (&x)[4]) {
     dots.add(added + i, x);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      fragment[i + e] += taken[e / 2 & 1] * added[i + e];
+      fragment[i + e] += minus_factor[e / 2 & 1] * added[i + e];
     }
   });
   dots.store(sums, row, scale);
@@ -214,7 +214,8 @@ __device__ __forceinline__ void project_rows(float* fragment, const void* tile, 
   for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp_here(),
                                      [&](int i, const uint32_t (&x)[4]) { dots.add(fragment + i, x); });
   const int row = first_row();
-  const float taken[2] = {-rstd[row] * rstd[row] * dots.of_row(0), -rstd[row + 8] * rstd[row + 8] * dots.of_row(1)};
+  const float minus_factor[2] = {-rstd[row] * rstd[row] * dots.of_row(0),
+                                 -rstd[row + 8] * rstd[row + 8] * dots.of_row(1)};
   // The shuffle hides that the rows are the same. Otherwise the compiler keeps the tile in registers, and spills.
   const int warp = __shfl_sync(~0u, warp_here(), 0);
   for_pairs_of_tile<kChunk, kPanels>(tile, 16 * warp, [&](int i, const uint32_t (&x)[4]) {
@@ -222,8 +223,8 @@ __device__ __forceinline__ void project_rows(float* fragment, const void* tile, 
     for (int p = 0; p < 4; ++p) {
       const float2 pair = unpack(T(), x[p]);
       float* const to = fragment + i + 4 * (p & 1) + 2 * (p / 2);
-      to[0] += taken[p / 2] * pair.x;
-      to[1] += taken[p / 2] * pair.y;
+      to[0] += minus_factor[p / 2] * pair.x;
+      to[1] += minus_factor[p / 2] * pair.y;
     }
   });
 }

@@ -45,6 +45,7 @@ KEYS = 128  # channels of a part
 STAGES = TILE.stages
 CONSUMERS, CONSUMER_REGISTERS, OTHER_REGISTERS = TILE.consumers, *TILE.registers
 VALUE_THREADS, GATE_THREADS = 64, 32  # they follow the warp that loads
+SECOND_SUMS = 3  # sums of channels, QUERY, KEY and STATE, that the second warpgroup also has
 VALUE_ROWS = C // (VALUE_THREADS // 32)  # rows of a chunk that a warp of dV takes
 assert TILE.producers == 32 + VALUE_THREADS + GATE_THREADS
 
@@ -70,7 +71,7 @@ def token_gradients(dtype, K):
             G=([1, C, C], dtype),
             F=([1, C, C], dtype),  # diag(beta) F
             gates=([1, BackwardGate.COUNT, C], "float32"),
-            sums=([TokenSum.COUNT + 3, C], "float32"),  # TokenSum's; QUERY, KEY, STATE of the second warpgroup
+            sums=([TokenSum.COUNT + SECOND_SUMS, C], "float32"),  # TokenSum's, then those of the second warpgroup
             columns=([4, C], "float32"),  # column sums of E over the rows of each warp
             products=([CONSUMERS // 32], "float32"),  # <S, dS'> over the rows of each warp
         )
