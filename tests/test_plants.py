@@ -42,7 +42,7 @@ def test_selects_tests(file):
     """Each run of a fault has tests."""
     marks = {"cpu": "not gpu", "emulator": "gpu"}
     runs = {(marks[run.where], run.selection) for plant in PLANTS for run in plant.runs if run.file == file}
-    command = [sys.executable, "-c", COLLECT, json.dumps([str(plants.TESTS / file), sorted(runs)])]
+    command = [sys.executable, "-P", "-c", COLLECT, json.dumps([str(plants.TESTS / file), sorted(runs)])]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert result.returncode == 0, result.stdout[-2000:]
 
