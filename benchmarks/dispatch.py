@@ -5,9 +5,9 @@
     python benchmarks/dispatch.py --report FILE.json
 
 Each batch has a line with the model's choice, then the op in one kernel, without context parallelism, and with segments
-of several lengths, the last two with both value tiles. With keys of more than 128 channels there is one value tile, and
-no one kernel. A choice may leave the decision to the device: N > M cuts after
-N chunks if a sequence has more than M, and N > M : V otherwise takes value tile V.
+of several lengths, the last two with both value tiles, and segments also in the one kernel. With keys of more than 128
+channels there is one value tile, and no one kernel. A choice may leave the decision to the device: N > M cuts after N
+chunks if a sequence has more than M, and N > M : V otherwise takes value tile V.
 
 The model knows only the average length of a batch. For its choice it predicts an expectation over batches of that
 average. For the other modes it predicts equal sequences, which shows how good its constants are. Inputs and timing are
@@ -46,7 +46,7 @@ SEQUENCES = (
 )
 NARROW_TILE, WIDE_TILE = 64, 128  # value rows
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # parts of a sequence
-FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "predicted_us")
+FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "fused_segments", "predicted_us")
 BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
 MOST_PIECES = 3  # pieces of an SM; each one is one more turn
 
@@ -73,7 +73,10 @@ class Forward:
             yield {"fused": True}
         for value_tile in (NARROW_TILE, WIDE_TILE) if K <= 128 else (WIDE_TILE,):
             for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
-                yield {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": False}
+                mode = {"value_tile": value_tile, "segment_chunks": segment_chunks}
+                yield mode | {"fused": False}
+                if K <= 128 and value_tile == WIDE_TILE and segment_chunks > 0:
+                    yield mode | {"fused_segments": True}
 
     @staticmethod
     def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]):
@@ -147,7 +150,7 @@ def name(cell: dict) -> str:
     if "fused" not in cell:
         return f"{cell['segment_chunks'] or '-'}{above}"
     if cell["fused"]:
-        return "fused"
+        return f"fused/{cell['segment_chunks']}{above}" if cell["fused_segments"] else "fused"
     if cell["whole_tile"] != cell["value_tile"]:
         above += f":{cell['whole_tile']}"
     return f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}{above}"

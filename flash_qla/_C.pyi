@@ -55,6 +55,7 @@ class ForwardDispatch(Dispatch):
     value_tile: Final[int]
     whole_tile: Final[int]
     fused: Final[bool]
+    fused_segments: Final[bool]
     ctas: Final[int]
     __match_args__ = (
         "segment_chunks",
@@ -66,6 +67,7 @@ class ForwardDispatch(Dispatch):
         "value_tile",
         "whole_tile",
         "fused",
+        "fused_segments",
         "ctas",
     )
 
@@ -94,15 +96,17 @@ class Override:
     value_tile: Final[int]
     segment_chunks: Final[int]
     fused: Final[int]
+    fused_segments: Final[int]
     cut_above: Final[int]
     whole_tile: Final[int]
-    __match_args__ = ("value_tile", "segment_chunks", "fused", "cut_above", "whole_tile")
+    __match_args__ = ("value_tile", "segment_chunks", "fused", "fused_segments", "cut_above", "whole_tile")
     def __init__(
         self,
         *,
         value_tile: int = 0,
         segment_chunks: int = -1,
         fused: int = -1,
+        fused_segments: int = -1,
         cut_above: int = 0,
         whole_tile: int = 0,
     ) -> None: ...

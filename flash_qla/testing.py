@@ -27,12 +27,15 @@ class ForwardMode(BackwardMode, total=False):
             channels only 128.
         fused: True: one kernel does all, for every call that it supports. False: for no call. With cut_above the kernel
             runs if the device cuts no sequence; without, True excludes segments and a value_tile of 64.
+        fused_segments: True: the one kernel takes segments, too, for every call that it supports; only with
+            segment_chunks. False: whole sequences only.
         whole_tile: rows in a CTA, 64 or 128, if the device cuts no sequence; only with cut_above. 0, the default, is
             value_tile, or with fused 128.
     """
 
     value_tile: int
     fused: bool
+    fused_segments: bool
     whole_tile: int
 
 

@@ -8,7 +8,7 @@ Where a tensor's dtype is a run-time number, it stands here as fp32.
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
-from kernels_tl.core.common import C, block_row, dims, extern
+from kernels_tl.core.common import C, block_row, dims, extern, load_early
 from kernels_tl.core.state_view import StateView
 from kernels_tl.layout import ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn
 
@@ -275,6 +275,26 @@ class Maps(Bundle):
             maps=T.Tensor([sizes.segment_slots, sizes.H_v, 2, K, K], dtype),
             skips=T.Tensor([sizes.segment_slots, sizes.H_v], "int32"),
         )
+
+
+class Memory(Bundle):
+    """How far back the segments' first states remember, the tables of segment_memory.
+
+    memory      chunks before a segment from which its first state is computed, from zero; or FROM_MAPS
+    needs_maps  1 for a head of a sequence with a segment FROM_MAPS: all its segments get maps
+    has_memory  whether the tables are there: the kernels of maps then leave out the heads that need none
+    """
+
+    def __init__(self, sizes):
+        super().__init__(
+            memory=T.Tensor([sizes.segment_slots, sizes.H_v], "int32"),
+            needs_maps=T.Tensor([sizes.N, sizes.H_v], "int32"),
+            has_memory=T.int32,
+        )
+
+    def lacks_maps(self, n, hv):
+        """Whether a head of a sequence needs no maps. Read after segment_memory has ended, perhaps before pdl_sync."""
+        return T.if_then_else(self.has_memory != 0, load_early(self.needs_maps[n, hv]), 1) == 0
 
 
 class Outputs(Bundle):

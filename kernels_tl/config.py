@@ -89,6 +89,9 @@ CHUNK_MATRICES = {
     256: Tile(tile=4, consumers=WARPGROUP, shared=86.796875, ctas=WIDE_MATRICES_CTAS),
 }
 
+# Tile: chunks at a time, one a warp.
+SEGMENT_MEMORY = Tile(tile=4, consumers=4 * WARP)
+
 # Keyed by K, then by value tile. The spills are around the stores of h; a forward without h does not pay for them. With
 # K = 256 the state takes half of the registers, and shared memory has no room for a piece's first state.
 CHUNK_FORWARD = {
@@ -105,6 +108,8 @@ CHUNK_FORWARD = {
 
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
+# Spills of the storers of O and A, if segments begin with extra chunks.
+FUSED_SEGMENTS_A_SPILLS = 32
 
 # Keyed by K.
 REPLAY_STATES = {

@@ -56,11 +56,21 @@ INSTANCES = [
         for resumable in (False, True)
     ),
     *(
-        Instance("states.fused_forward", types | {"normalize": normalize, "low_level": low_level})
+        Instance(
+            "states.fused_forward",
+            types | {"normalize": normalize, "low_level": low_level, "cut": cut},
+            spill_budget=config.FUSED_SEGMENTS_A_SPILLS * (cut and low_level),
+        )
         for types in NARROW_TYPES
         for normalize in (False, True)
         for low_level in (False, True)
+        for cut in (False, True)
         if not (low_level and types["dtype"] == "float16")  # an A in fp16 has more digits than this kernel's inverse
+    ),
+    *(
+        Instance("maps.segment_memory", types | {"normalize": normalize})
+        for types in NARROW_TYPES
+        for normalize in (False, True)
     ),
     *(Instance("maps.segment_maps", types | {"partial": True}) for types in TYPES),
     *(Instance("maps.segment_maps", types | {"partial": False}) for types in NARROW_TYPES),

@@ -21,6 +21,10 @@ PADDING = -1
 # Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: segment_scan writes it.
 NO_STATE, FROM_SCAN = -1, -2
 
+# The table of segment_memory: the chunks from which a segment's first state is computed, at most LONGEST_MEMORY, or
+# FROM_MAPS, if more count: then segment_scan writes that state.
+LONGEST_MEMORY, FROM_MAPS = 16, -1
+
 # Sequences of a step of chunk_plan. The table of segments is sorted within a step: the longest sequence comes first.
 PLAN_STEP = 256
 

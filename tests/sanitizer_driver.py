@@ -49,10 +49,10 @@ CASES = (
     Case(T=0),
     Case(lengths=(0, 0), padding=3),
 )
-# Cases of the forward alone, by (value_tile, segment_chunks, perhaps fused): enough segments and chunks to use every
+# Cases of the forward alone, by the arguments of forward_mode: enough segments and chunks to use every
 # stage again, one head whose maps are left out and one whose maps are not.
 SEGMENTED = Case(lengths=(650, 0, 65), padding=9, H_k=1, H_v=2)
-MODES = ((64, 2), (128, 5), (128, 0, 1))
+MODES = ((64, 2), (128, 5), (128, 0, 1), (128, 2, None, 1))
 SHARED = Case(T=400, H_k=2, H_v=128, gate="logsigmoid")  # enough heads that some share a CTA's K K^T
 TURNS = Case(lengths=(1, 65, 0, 7, 64, 30, 130), H_k=16, H_v=64)  # more segments and heads than SMs: CTAs take turns
 BAD_OFFSETS = ([0, 100, 50, 300], [-7, 100, 2**31 - 1, 9], [0, -1, -(2**31), 500], [300, 200, 100, 0])
@@ -88,7 +88,7 @@ for dtype in (torch.bfloat16, torch.float16):
             print("done:", SEGMENTED, dtype, mode, *inside, flush=True)
 assert finite(run_forward(make_inputs(SHARED, "cuda"), output_h=False)), SHARED
 print("done:", SHARED, flush=True)
-for mode in ((64, 0), (128, 0), (128, 0, 1)):
+for mode in ((64, 0), (128, 0), (128, 0, 1), (128, 1, None, 1)):
     with forward_mode(*mode):
         assert finite(run_forwards(make_inputs(TURNS, "cuda")).values()), (TURNS, mode)
 print("done:", TURNS, flush=True)
@@ -106,7 +106,7 @@ inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
 for offsets in BAD_OFFSETS:
     inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32).cuda()
     assert finite(run_low_level(inputs, gradients)), offsets
-    for mode in ((64, 1), (128, 0, 1)):
+    for mode in ((64, 1), (128, 0, 1), (128, 1, None, 1)):
         with forward_mode(*mode):
             assert finite(run_forwards(inputs).values()), (offsets, mode)
     for segment_chunks in (0, 1):

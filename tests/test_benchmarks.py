@@ -416,7 +416,9 @@ def test_modes_of_a_batch():
     dims = (128, 128)
     found = list(dispatch.Forward.modes(8, dims, [2048], 132))
     assert found[0] == {"fused": 1}
-    assert [x["segment_chunks"] for x in found if x.get("value_tile") == 128] == [0, 16, 11, 8, 6, 4, 3, 2]
+    wide = [x for x in found if x.get("value_tile") == 128]
+    assert [x["segment_chunks"] for x in wide if "fused" in x] == [0, 16, 11, 8, 6, 4, 3, 2]
+    assert [x["segment_chunks"] for x in wide if "fused_segments" in x] == [16, 11, 8, 6, 4, 3, 2]
     assert max(x["segment_chunks"] for x in found[1:]) == 16 and {"value_tile": 64, "segment_chunks": 2} not in found
     assert [x.get("segment_chunks") for x in dispatch.Forward.modes(64, dims, [64] * 3, 132)] == [None, 0, 0]
     assert [x["segment_chunks"] for x in dispatch.Backward.modes(8, dims, [2048], 132)] == [0, 16, 11, 8, 6, 4, 3, 2]
@@ -432,14 +434,14 @@ def test_modes_of_other_head_dims():
 def test_modes_of_wide_keys():
     """One value tile, and no kernel that does everything."""
     found = list(dispatch.Forward.modes(8, (136, 128), [2048], 132))
-    assert {x["value_tile"] for x in found} == {128} and not any(x["fused"] for x in found)
+    assert {x["value_tile"] for x in found} == {128} and not any(x["fused"] or "fused_segments" in x for x in found)
 
 
 def test_report_of_modes(capsys):
     def cell(sequences, ms, predicted_us, chosen=False, segment_chunks=0, fused=0):
         measured = {"heads": "2x8", "sequences": sequences, "ms": ms, "predicted_us": predicted_us, "chosen": chosen}
         mode = {"value_tile": 128, "segment_chunks": segment_chunks, "cut_above": 0, "whole_tile": 128, "fused": fused}
-        return measured | mode
+        return measured | mode | {"fused_segments": False}
 
     dispatch.report(
         [

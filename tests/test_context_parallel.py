@@ -38,13 +38,17 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FUSED = (128, 0, 1)
-MODES = (*itertools.product((64, 128), (0, 1, 2, 5, 16)), FUSED)  # (value_tile, segment_chunks, perhaps fused)
+FUSED_SEGMENTS = {n: (128, n, None, 1) for n in (1, 2, 5, 16)}  # the one kernel, with segments of n chunks
+# (value_tile, segment_chunks, perhaps fused, perhaps fused_segments)
+MODES = (*itertools.product((64, 128), (0, 1, 2, 5, 16)), FUSED, *FUSED_SEGMENTS.values())
 SKIPPED_BELOW = -24  # log2 of the bound on a map below which it is left out, kNegligible in maps/segments.cuh
 
 
 def each_mode(*modes):
     def name(mode):
-        return "fused" if mode == FUSED else "tile{}_segment{}".format(*mode)
+        if mode == FUSED:
+            return "fused"
+        return ("fused" if len(mode) == 4 else "tile{}").format(*mode) + "_segment{1}".format(*mode)
 
     return pytest.mark.parametrize("mode", modes, ids=name)
 
@@ -79,7 +83,7 @@ def test_every_mode(mode, case):
     check_mode(case, mode)
 
 
-@each_mode((64, 2), (128, 5), FUSED)
+@each_mode((64, 2), (128, 5), FUSED, FUSED_SEGMENTS[2])
 @each(
     *(Case(B=2, T=650, H_v=4, gate=gate) for gate in ("zero", "tiny", "underflow", "logsigmoid", "resets")),
     *(Case(lengths=(650, 300), gate=gate, dtype=FP16) for gate in ("zero", "underflow", "logsigmoid", "softplus")),
@@ -88,7 +92,7 @@ def test_gates(mode, case):
     check_mode(case, mode)
 
 
-@each_mode((64, 1), (128, 2), FUSED)
+@each_mode((64, 1), (128, 2), FUSED, FUSED_SEGMENTS[1])
 @each(
     Case(T=390, H_k=1, H_v=1, initial_state=None, dtype=FP16),
     Case(B=3, T=257, H_k=3, H_v=3, initial_state=BF16, state_v_first=True, gate="logsigmoid"),
@@ -108,14 +112,14 @@ def test_arguments(mode, case):
     check_mode(case, mode)
 
 
-@each_mode((64, 1), (128, 2), FUSED)
+@each_mode((64, 1), (128, 2), FUSED, FUSED_SEGMENTS[1])
 def test_more_sequences_than_one_step_of_the_plan(mode):
     """chunk_plan cuts 256 sequences a step; the numbers of their segments go on from step to step."""
     lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=600))
     check_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), mode)
 
 
-@each_mode((64, 0), (128, 0), (64, 1), (128, 2), FUSED)
+@each_mode((64, 0), (128, 0), (64, 1), (128, 2), FUSED, FUSED_SEGMENTS[1])
 @each(
     Case(lengths=tuple(random.Random(1).choices((0, 1, 64, 65, 130, 200), k=100)), H_k=2, H_v=8, gate="logsigmoid"),
     Case(lengths=(3, 700, 0, 64, 129) * 12, H_k=4, H_v=12, dtype=FP16, state_v_first=True),
@@ -259,38 +263,42 @@ def inputs_around_the_threshold(case: Case) -> dict:
     return inputs
 
 
+CUT = {"tile64": (64, 5), "tile128": (128, 5), "fused": FUSED_SEGMENTS[5]}  # modes with segments of five chunks
+
+
+@pytest.mark.parametrize("mode", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
-def test_gates_around_the_threshold(dtype):
+def test_gates_around_the_threshold(dtype, mode):
     """The state is a thousand times as large as its remainder: o and the final state do not show the drop, and differ
     from the exact path by 2^-20 of that state."""
     case = Case(T=1000, H_k=1, H_v=len(AROUND), state_scale=1000, dtype=dtype)
     inputs = inputs_around_the_threshold(case)
     expected = expected_outputs(inputs)
     before = inputs["initial_state"].double().norm(dim=(-2, -1)).flatten()  # of each head
-    for value_tile in (64, 128):
-        name = f"{case}, gates around the threshold, tile {value_tile}"
-        with forward_mode(value_tile, 5):
-            check_outputs(case, inputs, expected, name)
-            actual = run_forwards(inputs)
-            exact = run_forwards({**inputs, "auto_cp": False})
-        # The later segments by themselves, where no number is large.
-        accuracy.check("o", actual["o"][:, 320:], expected["o"][:, 320:], dtype=dtype, case=name)
-        accuracy.check("h", actual["h"][:, 5:], expected["h"][:, 5:], dtype=dtype, case=name)
-        difference = {x: (actual[x].double() - exact[x].double())[0] for x in ("o", "h", "final_state")}
-        assert (difference["final_state"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
-        assert (difference["h"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
-        assert (difference["o"].norm(dim=-1) <= 2**-20 * before).all()  # o is shorter than S by |q| scale < 1
+    name = f"{case}, gates around the threshold, mode {mode}"
+    with forward_mode(*mode):
+        check_outputs(case, inputs, expected, name)
+        actual = run_forwards(inputs)
+        exact = run_forwards({**inputs, "auto_cp": False})
+    # The later segments by themselves, where no number is large.
+    accuracy.check("o", actual["o"][:, 320:], expected["o"][:, 320:], dtype=dtype, case=name)
+    accuracy.check("h", actual["h"][:, 5:], expected["h"][:, 5:], dtype=dtype, case=name)
+    difference = {x: (actual[x].double() - exact[x].double())[0] for x in ("o", "h", "final_state")}
+    assert (difference["final_state"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
+    assert (difference["h"].norm(dim=(-2, -1)) <= 2**-20 * before).all()
+    assert (difference["o"].norm(dim=-1) <= 2**-20 * before).all()  # o is shorter than S by |q| scale < 1
 
 
+@pytest.mark.parametrize("mode", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("keys", ("unit", "raw"))
-def test_what_is_left_out(keys):
+def test_what_is_left_out(keys, mode):
     """With v = 0 all outputs come from the initial state. It is zero after the first segment if and only if the last
     chunks' bound is below the threshold; with the l2norm the bound is that of the normalized keys."""
     case = Case(T=650, H_k=1, H_v=len(AROUND), keys=keys, use_qk_l2norm_in_kernel=keys == "raw")
     inputs = inputs_around_the_threshold(case)
     inputs["v"].zero_()
     expected = expected_outputs(inputs)
-    with forward_mode(64, 5):
+    with forward_mode(*mode):
         actual = run_forwards(inputs)
     for head, (chunks, bits) in enumerate(AROUND):
         left = actual["o"][:, 320:, head]
@@ -301,10 +309,11 @@ def test_what_is_left_out(keys):
             assert error < 2 * accuracy.BF16_BAR, (chunks, bits, error)
 
 
-@pytest.mark.parametrize("segment_chunks", (5, 40))  # 40: more than the warp looks at in one go
-def test_each_head_and_segment_decides_for_itself(segment_chunks):
+# 40: more than the warp looks at in one go
+@each_mode((64, 5), (64, 40), FUSED_SEGMENTS[5], (128, 40, None, 1))
+def test_each_head_and_segment_decides_for_itself(mode):
     """Heads that forget everything in some chunks (e^-64) and nothing in the others."""
-    n = segment_chunks
+    n = mode[1]
     T = (2 * n + 1) * 64
     strong = (
         (),  # exact maps throughout
@@ -318,11 +327,12 @@ def test_each_head_and_segment_decides_for_itself(segment_chunks):
     for head, chunks in enumerate(strong):
         for chunk in chunks:
             inputs["g"][:, 64 * chunk : 64 * (chunk + 1), head] = -1
-    with forward_mode(64, segment_chunks):
+    with forward_mode(*mode):
         check_outputs(case, inputs, expected_outputs(inputs), f"{case}, strong gates in some chunks")
 
 
-def test_bound_knows_the_length_of_the_keys():
+@pytest.mark.parametrize("mode", CUT.values(), ids=CUT)
+def test_bound_knows_the_length_of_the_keys(mode):
     """Every eighth token has beta = 2 and the same key, |k|^2 = 1.9: along it the state is multiplied by 1 - 3.8, which
     the gates undo. They alone would make a segment's map negligible, 2^-59, but along that key it is a reflection."""
     case = Case(T=2 * 320 + 40, H_k=1, H_v=2, state_scale=5)
@@ -338,7 +348,7 @@ def test_bound_knows_the_length_of_the_keys():
     assert expected["final_state"].norm() > 0.05 * inputs["initial_state"].norm()
     errors = {}
     for auto_cp in (True, False):
-        with forward_mode(64, 5):
+        with forward_mode(*mode):
             actual = run_forwards({**inputs, "auto_cp": auto_cp})
         errors[auto_cp] = {x: accuracy.relative_error(actual[x], expected[x]) for x in ("o", "h", "final_state")}
     # Errors grow like the state, by 2.8 within a few tokens, with segments or without; leaving the map out is wrong by
@@ -351,7 +361,7 @@ def test_bound_knows_the_length_of_the_keys():
 # Execution: the same tests, with segments
 
 
-@each_mode((64, 2), (128, 1), FUSED)
+@each_mode((64, 2), (128, 1), FUSED, FUSED_SEGMENTS[2])
 def test_streams_and_synchronisation(mode):
     with forward_mode(*mode):
         execution.test_runs_on_the_current_stream()
@@ -360,14 +370,14 @@ def test_streams_and_synchronisation(mode):
             execution.test_same_bits_every_time(case)
 
 
-@each_mode((128, 1), FUSED)
+@each_mode((128, 1), FUSED, FUSED_SEGMENTS[1])
 @pytest.mark.parametrize("offsets", execution.BAD_OFFSETS, ids=str)
 def test_bad_offsets_are_confined(offsets, mode):
     with forward_mode(*mode):
         execution.test_bad_offsets_are_confined(offsets, segment_chunks=1)
 
 
-@each_mode((64, 2), (128, 1), FUSED)
+@each_mode((64, 2), (128, 1), FUSED, FUSED_SEGMENTS[2])
 def test_graph_replay_with_other_inputs_and_cu_seqlens(mode):
     """How many segments a sequence has, and which of them need a map, is found out in each replay."""
     batches = (

@@ -130,6 +130,8 @@ def test_workspace_is_what_the_kernels_need():
             # The state before it; its map in two parts; whether it is skipped.
             of_segment = tiles_of(shape) * TILE * K * 4 + 2 * K * K * 2 + 4
             needed += found.segments * shape["H_v"] * of_segment
+        if found.fused_segments:  # what the segments remember, and which heads need maps
+            needed += 4 * shape["H_v"] * (found.segments + shape["N"])
         needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
         assert needed <= found.workspace_bytes <= needed + 8 * 256, shape
 
@@ -166,7 +168,8 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
 
 def test_device_is_left_the_choice_of_the_value_tile():
     """Two sequences of 16384 tokens, one head of each an SM, are faster with a CTA for each half of a head."""
-    found = _C.forward_dispatch(1, 32768, 2, 16, 32)
+    with forced_dispatch(forward={"fused_segments": False}):
+        found = _C.forward_dispatch(1, 32768, 2, 16, 32)
     assert (found.value_tile, found.whole_tile) == (128, 64)
     assert 16384 // CHUNK < found.cut_above < 28672 // CHUNK
 
@@ -312,9 +315,32 @@ def test_the_fused_kernel_is_for_full_cards_and_short_sequences():
     assert fused("H100 SXM", 32768, 8, 16, 16) and fused("H100 SXM", 32768, 8, 16, 32)
     assert fused("H100 SXM", 32768, 8, 16, 16, use_qk_l2norm=True)
     for card in ("H100 SXM", "H200"):
-        assert not fused(card, 512, 1, 16, 16) and not fused(card, 32768, 1, 16, 16)
+        assert not fused(card, 512, 1, 16, 16) and not fused(card, 2048, 1, 16, 16)
         assert fused(card, 100, 2, 2, 4) and fused(card, 64, 1, 16, 64)
     assert not fused("H200", 4096, 2, 16, 64)
+
+
+def test_override_of_the_fused_kernel_for_segments():
+    """It serves the calls that the fused kernel serves, and the device may cut nothing. Others are cut without it."""
+    for shape in SHAPES:
+        for cut_above in (0, 9):
+            mode = {"segment_chunks": 4, "fused_segments": True, "cut_above": cut_above}
+            with forced_dispatch(forward=mode):
+                found = _C.forward_dispatch(**shape)
+                unfused = _C.forward_dispatch(**shape, output_h=True)
+                whole = _C.forward_dispatch(**shape, auto_cp=False)
+            assert found.fused == found.fused_segments == (not is_wide(shape)), shape
+            assert (found.segment_chunks, found.cut_above) == (4, cut_above)
+            if found.fused:
+                assert (found.value_tile, found.whole_tile) == (128, 128), shape
+            assert not unfused.fused and unfused.segment_chunks == 4, shape
+            assert not whole.fused_segments and whole.segment_chunks == 0, shape
+
+
+def test_the_fused_kernel_takes_segments_where_a_head_is_no_group_of_four():
+    for H_k, H_v, expected in ((16, 16, True), (16, 32, True), (2, 8, False)):
+        found = _C.forward_dispatch(1, 32768, 1, H_k, H_v, **_C.cards()["H100 SXM"])
+        assert found.fused_segments == expected and found.segment_chunks > 0, (H_k, H_v)
 
 
 def test_a_slower_memory_favours_the_fused_kernel():
@@ -496,11 +522,18 @@ def test_override_takes_known_modes_only():
     wrong = [("value_tile", tile) for tile in (1, 32, 96, 256, -64)]
     wrong += [("segment_chunks", chunks) for chunks in (-2, 2**31 // CHUNK)]  # tokens are counted in 32 bits
     wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1), ("segment_chunks=5, fused", 1)]
+    wrong += [("fused_segments", fused) for fused in (-2, 1, 2)] + [("segment_chunks=0, fused_segments", 1)]
+    wrong += [("segment_chunks=5, fused=0, fused_segments", 1), ("segment_chunks=5, value_tile=64, fused_segments", 1)]
     wrong += [("cut_above", 5), ("segment_chunks=5, whole_tile", 64)]
     wrong += [("segment_chunks=5, cut_above=9, whole_tile", tile) for tile in (-64, 96)]
     check_errors({f"enter(forward=dict({name}={value}))": (name, value) for name, value in wrong})
     wrong = [("segment_chunks", -2), ("segment_chunks", 2**31 // CHUNK), ("cut_above", 5)]
-    wrong += [("value_tile", 64), ("fused", 0), ("segment_chunks=5, cut_above=9, whole_tile", 64)]  # it has none
+    wrong += [
+        ("value_tile", 64),
+        ("fused", 0),
+        ("fused_segments", 0),
+        ("segment_chunks=5, cut_above=9, whole_tile", 64),
+    ]  # it has none
     check_errors({f"enter(backward=dict({name}={value}))": (name, value) for name, value in wrong})
 
 

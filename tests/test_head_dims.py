@@ -79,7 +79,14 @@ def test_long_on_gpu(case):
     check_backward(case, "cuda")
 
 
-MODES = {"narrow": (64, 0), "wide": (128, 0), "narrow_cut": (64, 2), "wide_cut": (128, 3), "fused": (128, 0, 1)}
+MODES = {
+    "narrow": (64, 0),
+    "wide": (128, 0),
+    "narrow_cut": (64, 2),
+    "wide_cut": (128, 3),
+    "fused": (128, 0, 1),
+    "fused_segments": (128, 2, None, 1),
+}
 WIDE = ((256, 512), (136, 72), (192, 192))
 SEGMENTED = {"lengths": (650, 0, 65, 1, 300), "padding": 9, "H_k": 1, "H_v": 2}
 
@@ -89,7 +96,7 @@ SEGMENTED = {"lengths": (650, 0, 65, 1, 300), "padding": 9, "H_k": 1, "H_v": 2}
 @pytest.mark.parametrize("dims", ((96, 192), (64, 64), (128, 256), (40, 328), (56, 120)), ids=str)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_modes_of_the_forward(mode, dims, gate):
-    """Both value tiles, segments, and the one kernel."""
+    """Both value tiles, segments, and the one kernel, for whole sequences and for segments."""
     (case,) = of_dims(dims, **SEGMENTED, gate=gate)
     with forward_mode(*mode):
         check_forward(case, "cuda")

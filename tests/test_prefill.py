@@ -27,6 +27,7 @@ MODES = {
     "narrow": {"value_tile": 64, "segment_chunks": 0},
     "wide": {"value_tile": 128, "segment_chunks": 0},
     "cut": {"value_tile": 64, "segment_chunks": 1},
+    "fused_segments": {"value_tile": 128, "segment_chunks": 1, "fused_segments": 1},
 }
 WIDE_KEYS = {"wide_keys": MODES["wide"]}  # these modes also have other sizes
 
@@ -169,8 +170,10 @@ def test_as_gather_and_scatter(device, case, options):
 @pytest.mark.parametrize(("K", "V"), ((128, 128), (64, 64), (96, 192), (256, 256), (136, 64)), ids=str)
 def test_kernels(mode, pool_dtype, K, V):
     """Each, with everything that the op has of its own."""
-    if mode == "fused" and (K > 128 or V > 128 or not can_fuse(pool_dtype)):
-        pytest.skip("the fused kernel has keys and values of up to 128 channels, and no states of 8 bits")
+    if mode in ("fused", "fused_segments") and not can_fuse(pool_dtype):
+        pytest.skip("the fused kernel takes no states of 8 bits")
+    if mode == "fused" and (K > 128 or V > 128):
+        pytest.skip("the fused kernel has keys and values of up to 128 channels")
     if K > 128 and MODES[mode].get("value_tile") == 64:
         pytest.skip("wide keys have one value tile")
     if pool_dtype in accuracy.FLOAT8:

@@ -178,6 +178,7 @@ class Backward {
                                           .counters = d_.gate_gradients ? workspace_[workspace_.counters] : nullptr,
                                           .has_backward_gates = true},
                              .gradients = gradients(),
+                             .memory = kNoMemory,
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
                              .cumulative = call_.is_cumulative(),

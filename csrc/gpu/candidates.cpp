@@ -30,7 +30,8 @@ bool has_fused_kernel(const ForwardShape& shape) {
   return kernels::is_compiled(kernels::FusedForwardParams{.dtype = dtype_of(shape),
                                                           .K = instance_K(shape.K),
                                                           .normalize = shape.use_qk_l2norm,
-                                                          .low_level = shape.low_level});
+                                                          .low_level = shape.low_level,
+                                                          .cut = false});
 }
 
 // Wide keys have fewer instances (kernels_tl/instances.py), for example no narrow tile. The tiles and the maps do not
@@ -64,17 +65,23 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
               int64_t segment_chunks, bool fuses) {
   const bool has_choice = segment_chunks > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
   const bool always_cut = forced.always_cuts() || shape.in_halves;
+  if (fuses && segment_chunks > 0 && tile == kWideTile && forced.fused_segments != 0) {
+    modes.push_back({tile, tile, segment_chunks, true, always_cut, true});
+    if (forced.fused_segments == 1) {
+      return;
+    }
+  }
   if (has_choice && fuses && (!always_cut || forced.fused == 1)) {
-    modes.push_back({tile, kWideTile, segment_chunks, true, false});
+    modes.push_back({tile, kWideTile, segment_chunks, true, false, false});
     if (forced.fused == 1) {
       return;
     }
   }
   const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
-  modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut});
+  modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut, false});
   // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
   if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile && has_tile(shape, kNarrowTile)) {
-    modes.push_back({tile, kNarrowTile, segment_chunks, false, false});
+    modes.push_back({tile, kNarrowTile, segment_chunks, false, false, false});
   }
 }
 
@@ -134,13 +141,14 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
   const bool fuses = can_fuse(shape, forced);
   if (fuses && !forced.always_cuts() && forced.value_tile != kNarrowTile) {
-    modes.push_back({kWideTile, kWideTile, 0, true, false});
+    modes.push_back({kWideTile, kWideTile, 0, true, false, false});
     if (forced.fused == 1) {
       return modes;
     }
   }
+  const int64_t forced_tile = fuses && forced.fused_segments == 1 ? kWideTile : forced.value_tile;
   for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
-    if (has_tile(shape, tile) && (forced.value_tile == 0 || tile == forced.value_tile)) {
+    if (has_tile(shape, tile) && (forced_tile == 0 || tile == forced_tile)) {
       for (const int64_t segment_chunks : segmentations(shape, forced)) {
         add_tile(modes, shape, forced, tile, segment_chunks, fuses);
       }
@@ -152,7 +160,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
 std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
   for (const int64_t segment_chunks : segmentations(shape.forward(), forced)) {
-    modes.push_back({kWideTile, kWideTile, segment_chunks, false, forced.always_cuts() || shape.in_halves});
+    modes.push_back({kWideTile, kWideTile, segment_chunks, false, forced.always_cuts() || shape.in_halves, false});
   }
   return modes;
 }

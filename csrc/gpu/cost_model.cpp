@@ -23,6 +23,7 @@ constexpr double kSlotCta = 0.008;                       // a CTA that finds not
 constexpr double kOtherTile = 1.5;                       // a launch of chunk_forward that finds nothing to do
 // fused_forward where the device may cut: it begins after the plan, and the other kernels find nothing to do.
 constexpr double kOffered = 14;
+constexpr double kSegmentMemory = 25;  // the launches around fused_forward over segments
 
 // SM cycles.
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
@@ -32,6 +33,8 @@ constexpr double kTurnNarrow = 6920, kTurnWide = 7290;       // a CTA's next pie
 constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
 constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
 constexpr double kTurnFused = 2160;
+// More for a chunk of a segment, with its part of the chunks before the segment (benchmarks/notes/fused_segments.md).
+constexpr double kChunkFusedCut = 500;
 // segment_maps: a chunk, if each map has an SM; and the time of an SM for a chunk of one map, if there are more maps.
 constexpr double kMapChunk = 2230, kMapChunkFull = 2630;
 
@@ -164,8 +167,8 @@ constexpr double kMatrixBytes = 2 * 2 * kTriangle + 4 * ForwardGate::kCount * kC
 constexpr double kABytes = 2 * kChunk * kChunk;
 double state_bytes(const ForwardShape& shape) { return 4.0 * static_cast<double>(shape.K * shape.V); }
 
-double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
-  const double chunk = kChunkFused + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
+double fused_forward_us(const ForwardShape& shape, const Schedule& s, double more_cycles = 0) {
+  const double chunk = kChunkFused + more_cycles + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
                        (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0);
   const double states = s.N * s.H_v * state_bytes(shape);
   const double waits = kStateWait * std::max(0.0, s.N * s.H_v * s.tiles - s.sms) * state_bytes(shape) / s.tiles;
@@ -177,12 +180,12 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s) {
                   bytes_us(shape, bytes + states));
 }
 
-double chunk_matrices_us(const ForwardShape& shape, const Schedule& s) {
+double chunk_matrices_us(const ForwardShape& shape, const Schedule& s, double part_of_heads = 1) {
   // heads_per_cta of a full card. With this batch's heads_per_cta, more tokens could seem to take less time.
   constexpr int64_t kManySlots = 1 << 20;
   const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
   const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
-  const double chunks = s.H_v * s.total;
+  const double chunks = part_of_heads * s.H_v * s.total;
   const double bytes = 2 * key_bytes(shape) + kMatrixBytes + (shape.low_level ? kABytes : 0);
   return kStart + overlapped(cycles_us(shape, wider(shape, chunks / s.sms * head)), bytes_us(shape, chunks * bytes));
 }
@@ -218,6 +221,11 @@ double maps_us(const ForwardShape& shape, const Schedule& s) {
   const double chunk = std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms);
   return kMapStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * maps +
          scan_us(shape, kScan) * scan_steps(s, 1);
+}
+
+// The CTAs of segment_maps and segment_scan where no sequence is cut. They find nothing to do.
+double idle_slots_us(const Schedule& s) {
+  return kSlotCta * s.H_v * ((s.key_tiles + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
 }
 
 // backward_maps, and segment_scan in both directions at the same time.
@@ -275,6 +283,13 @@ double around_us(const BackwardShape& shape) {
 
 double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
+  if (mode.fused_segments && cut) {
+    return kSegmentMemory + chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) +
+           fused_forward_us(shape, s, kChunkFusedCut);
+  }
+  if (mode.fused_segments) {
+    return kSegmentMemory + fused_forward_us(shape, s) + idle_slots_us(s);
+  }
   if (mode.fused && !cut) {
     return fused_forward_us(shape, s) + (mode.segment_chunks > 0 ? kOffered : 0);
   }
@@ -283,7 +298,7 @@ double predict_forward(const ForwardShape& shape, const Mode& mode, const Length
     us += kOtherTile;
   }
   if (mode.segment_chunks > 0 && !cut) {
-    us += kSlotCta * s.H_v * ((s.key_tiles + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
+    us += idle_slots_us(s);
   }
   us += composition_us(shape, s);
   return cut ? us + maps_us(shape, s) : us;

@@ -47,7 +47,7 @@ void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
     return std::min<int64_t>(segments * shape.H_v * value_tiles(shape.V, value_tile), shape.card.sm_count);
   };
   d.ctas = ctas(d.segments, d.value_tile);
-  const bool has_two = d.whole_tile != d.value_tile || (d.fused && !d.is_only_fused());
+  const bool has_two = d.whole_tile != d.value_tile || (d.fuses_whole_sequences() && !d.is_only_fused());
   if (has_two) {
     d.launches = {{{d.fused, d.whole_tile, ctas(shape.N, d.whole_tile), SegmentFlag::kFirst + SegmentFlag::kLast},
                    {false, d.value_tile, d.ctas, SegmentFlag::kFirst}}};
@@ -85,6 +85,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.value_tile = choice.mode.value_tile;
   d.whole_tile = choice.mode.whole_tile;
   d.fused = choice.mode.fused;
+  d.fused_segments = choice.mode.fused_segments;
   d.early = d.is_only_fused() && (!shape.varlen || shape.N <= kMostSorted);
   // All CTAs of chunk_matrices wait for the plan if it says whether they run, or if it alone knows where chunks begin.
   if (d.fused || shape.resumable) {

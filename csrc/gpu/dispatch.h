@@ -41,16 +41,18 @@ struct ForwardDispatch : Dispatch {
     int64_t only_if;     // flags of the first segment without which the launch does nothing; 0: it always runs
   };
 
-  int64_t value_tile;  // the tile of the launch that takes cut sequences: 64 or 128
-  int64_t whole_tile;  // value tile if the device cuts no sequence
-  bool fused;          // fused_forward replaces chunk_matrices and chunk_forward if the device cuts no sequence
-  bool early;          // of fused_forward: every CTA finds its first segment by itself
-  bool clear_h;        // some slots of h may belong to no chunk
-  int64_t ctas;        // of the last launch
+  int64_t value_tile;   // the tile of the launch that takes cut sequences: 64 or 128
+  int64_t whole_tile;   // value tile if the device cuts no sequence
+  bool fused;           // fused_forward replaces chunk_matrices and chunk_forward if the device cuts no sequence
+  bool fused_segments;  // fused_forward takes segments, too; the other kernels compute the maps of heads that need them
+  bool early;           // of fused_forward: every CTA finds its first segment by itself
+  bool clear_h;         // some slots of h may belong to no chunk
+  int64_t ctas;         // of the last launch
   std::array<Launch, 2> launches;
   int64_t launch_count;
 
   bool is_only_fused() const { return fused && !uses_cp(); }
+  bool fuses_whole_sequences() const { return fused && !fused_segments; }
 };
 
 struct BackwardDispatch : Dispatch {

@@ -52,12 +52,15 @@ class Forward {
       Tensor h = out_.h;
       zero(h);
     }
-    pass_.make_plan(states_, SegmentFlag::kLast);
-    if (d_.fused) {
+    pass_.make_plan(states_, SegmentFlag::kLast, memory());
+    if (d_.fuses_whole_sequences()) {
       fused_forward(d_.launches[0]);
     }
     if (d_.is_only_fused()) {
       return;
+    }
+    if (d_.fused_segments) {
+      segment_memory();
     }
     chunk_matrices();
     if (d_.has_maps()) {
@@ -74,10 +77,12 @@ class Forward {
 
   void finish() {
     if (d_.has_maps()) {  // in halves chunk_forward also needs the scan's wait, because it reads initial states early
-      pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false);
+      pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false, memory());
     }
     for (int64_t i = 0; i < d_.launch_count; ++i) {
-      if (!d_.launches[i].fused) {
+      if (d_.fused_segments) {
+        fused_forward(d_.launches[i]);
+      } else if (!d_.launches[i].fused) {
         chunk_forward(d_.launches[i]);
       }
     }
@@ -113,45 +118,70 @@ class Forward {
   }
 
   void fused_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::fused_forward(
-        {.sizes = sizes_of(launch),
-         .tokens = pass_.tokens(),
-         .gates = gates(),
-         .sequences = sequences_of(call_),
-         .slots = states_.slots,
-         .plan = pass_.plan(),
-         .states = states_.numbers,
-         .kept = states_.kept,
-         .outputs = outputs(),
-         .ctas = launch.ctas,
-         .value_tiles = value_tiles(call_.V),
-         .only_if = launch.only_if,
-         .early = d_.early,
-         .scale = static_cast<float>(*call_.scale)},
-        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm, .low_level = call_.output_A},
-        stream_);
+    kernels::fused_forward({.sizes = sizes_of(launch),
+                            .tokens = pass_.tokens(),
+                            .gates = gates(),
+                            .sequences = sequences_of(call_),
+                            .slots = states_.slots,
+                            .plan = pass_.plan(),
+                            .states = states_.numbers,
+                            .kept = states_.kept,
+                            .outputs = outputs(),
+                            .ctas = launch.ctas,
+                            .value_tiles = value_tiles(call_.V),
+                            .only_if = launch.only_if,
+                            .early = d_.early,
+                            .scale = static_cast<float>(*call_.scale),
+                            .memory = memory(),
+                            .maps = pass_.maps()},
+                           {.dtype = pass_.dtype(),
+                            .K = pass_.K(),
+                            .normalize = call_.use_qk_l2norm,
+                            .low_level = call_.output_A,
+                            .cut = d_.fused_segments},
+                           stream_);
   }
 
+  kernels::Memory memory() const {
+    return d_.fused_segments ? kernels::Memory{.memory = workspace_[workspace_.memory],
+                                               .needs_maps = workspace_[workspace_.needs_maps],
+                                               .has_memory = true}
+                             : kNoMemory;
+  }
+
+  void segment_memory() const {
+    kernels::segment_memory({.sizes = pass_.sizes(),
+                             .k = call_.k.const_data_ptr(),
+                             .gates = gates(),
+                             .plan = pass_.plan(),
+                             .memory = memory()},
+                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
+  }
+
+  // If the fused kernel takes segments, it writes A and g_cumsum.
   void chunk_matrices() const {
+    kernels::Outputs written = outputs();
+    written.has_A = written.has_g_cumsum = call_.output_A && !d_.fused_segments;
     kernels::chunk_matrices({.chunks = pass_.chunks(),
                              .gates = gates(),
                              .sequences = sequences_of(call_),
                              .slots = states_.slots,
-                             .outputs = outputs(),
+                             .outputs = written,
                              .backward = kNoBackwardTables,
                              .gradients = kNoGradients,
+                             .memory = memory(),
                              .heads = d_.heads_per_cta,
                              .scale = static_cast<float>(*call_.scale),
                              .cumulative = false,
                              .gate_gradients = false,
-                             .only_if = d_.fused ? int64_t{SegmentFlag::kFirst} : 0,
+                             .only_if = d_.fuses_whole_sequences() ? int64_t{SegmentFlag::kFirst} : 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = 0},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
   }
 
   void segment_maps() const {
-    kernels::segment_maps({.chunks = pass_.map_chunks(), .maps = pass_.maps()},
+    kernels::segment_maps({.chunks = pass_.map_chunks(), .maps = pass_.maps(), .memory = memory()},
                           {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)},
                           stream_);
   }

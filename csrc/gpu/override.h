@@ -13,6 +13,7 @@ struct Override {
   int64_t segment_chunks = -1;  // chunks a segment; 0: no context parallelism, as for a call with auto_cp = false
   int64_t fused = -1;           // 0: never the fused kernel; 1: for every call that it can serve, with cut_above if
                                 // the device cuts no sequence
+  int64_t fused_segments = -1;  // 0: the fused kernel takes whole sequences only; 1: it takes segments, too
   int64_t cut_above = 0;        // only with segments: chunks up to which no sequence is cut; 0: each longer one is cut
   int64_t whole_tile = 0;       // only with cut_above: the value tile if no sequence is cut; 0: value_tile
 

@@ -85,7 +85,7 @@ kernels::Maps Pass::maps() const {
 
 kernels::Dtype Pass::dtype() const { return instance_dtype(call_.dtype); }
 
-void Pass::make_plan(const States& states, int64_t dropped) const {
+void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memory& memory) const {
   const auto [mapped_0, mapped_1] = mapped_sequences(call_);
   const kernels::Cuts cuts = {.map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
                               .map_slots = d_.in_halves ? d_.segments : 0,
@@ -94,12 +94,14 @@ void Pass::make_plan(const States& states, int64_t dropped) const {
                               .mapped_0 = mapped_0,
                               .mapped_1 = mapped_1,
                               .dropped = dropped};
-  flash_qla::make_plan(call_, sizes(), states, cuts, plan(), stream_);
+  flash_qla::make_plan(call_, sizes(), states, cuts, plan(), memory, stream_);
 }
 
-void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside) const {
-  kernels::segment_scan({.sizes = sizes(), .plan = plan(), .maps = maps, .states = states, .beside = beside},
-                        {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
+void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside,
+                const kernels::Memory& memory) const {
+  kernels::segment_scan(
+      {.sizes = sizes(), .plan = plan(), .maps = maps, .states = states, .memory = memory, .beside = beside},
+      {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
 }
 
 Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offsets,

@@ -19,6 +19,9 @@ Shape shape_of(const Call& call);
 // Copies `from`; without it, zeros.
 void copy_or_zero(Tensor& to, const std::optional<Tensor>& from);
 
+// The argument of kernels whose pass has no segment_memory.
+constexpr kernels::Memory kNoMemory = {.memory = nullptr, .needs_maps = nullptr, .has_memory = false};
+
 class Pass {
  public:
   Pass(const Call& call, const PassWorkspace& workspace, const Dispatch& d, cudaStream_t stream)
@@ -32,11 +35,12 @@ class Pass {
   kernels::Maps maps() const;          // the states' maps
 
   // Launches chunk_plan. In halves the second table lacks the ends whose maps are wanted: `dropped` is their
-  // SegmentFlag.
-  void make_plan(const States& states, int64_t dropped) const;
+  // SegmentFlag. `memory`: the tables of segment_memory, if there are any.
+  void make_plan(const States& states, int64_t dropped, const kernels::Memory& memory = kNoMemory) const;
 
   // Launches segment_scan, of states or in reverse of their gradients. `beside`: the launch before is the other scan.
-  void scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside) const;
+  void scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside,
+            const kernels::Memory& memory = kNoMemory) const;
 
   // [sequences, H_v, V + K, K]: the maps of call.map_sequences, by compose_maps; without sequences, no launch.
   // `offsets` has Z of each segment in the segment's slot, `initial` the states before the first segments.

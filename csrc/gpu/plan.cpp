@@ -27,7 +27,7 @@ int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segm
 }
 
 void make_plan(const Call& call, const kernels::Sizes& sizes, const States& states, const kernels::Cuts& cuts,
-               const kernels::Plan& plan, cudaStream_t stream) {
+               const kernels::Plan& plan, const kernels::Memory& memory, cudaStream_t stream) {
   kernels::chunk_plan({.sizes = sizes,
                        .sequences = sequences_of(call),
                        .slots = states.slots,
@@ -35,6 +35,7 @@ void make_plan(const Call& call, const kernels::Sizes& sizes, const States& stat
                        .to = states.kept_in,
                        .cuts = cuts,
                        .plan = plan,
+                       .memory = memory,
                        .checkpoint_every = states.kept.checkpoint_every},
                       {.offset_dtype = call.wide_offsets ? kernels::Dtype::kInt64 : kernels::Dtype::kInt32}, stream);
 }

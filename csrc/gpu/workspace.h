@@ -90,7 +90,13 @@ struct PassWorkspace : Workspace {
 
 struct ForwardWorkspace : PassWorkspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
-      : PassWorkspace(shape, d, shape.checkpoint_every > 0, d.is_only_fused()) {}
+      : PassWorkspace(shape, d, shape.checkpoint_every > 0, d.is_only_fused()),
+        memory(reserve<int32_t>(d.fused_segments ? d.segments * shape.H_v : 0)),
+        needs_maps(reserve<int32_t>(d.fused_segments ? shape.N * shape.H_v : 0)) {}
+
+  // Only if fused_forward takes segments, the tables of segment_memory:
+  const Region<int32_t> memory;      // [segments, H_v]
+  const Region<int32_t> needs_maps;  // [N, H_v]
 };
 
 struct BackwardWorkspace : PassWorkspace {

@@ -194,6 +194,8 @@ void add_classes(py::module_& module) {
       .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
       .field("fused", &ForwardDispatch::fused,
              "Whether one kernel does everything after the plan, if the device cuts no sequence.")
+      .field("fused_segments", &ForwardDispatch::fused_segments,
+             "Whether that kernel takes segments, too; the others then compute the maps of heads that need them.")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
   Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
@@ -204,15 +206,20 @@ void add_classes(py::module_& module) {
       .field("fused", &Override::fused,
              "1: the fused kernel for every call that it can serve, with cut_above if the device cuts no sequence; 0: "
              "never; -1: the cost model's choice.")
+      .field("fused_segments", &Override::fused_segments,
+             "1: the fused kernel takes segments, too; 0: whole sequences only; -1: the cost model's choice.")
       .field("cut_above", &Override::cut_above,
              "Chunks up to which no sequence is cut, if there are segments; 0: each sequence longer than a segment is "
              "cut.")
       .field("whole_tile", &Override::whole_tile,
              "The value tile if no sequence is cut, only with cut_above; 0: value_tile.")
-      .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
-                  int64_t whole_tile) { return Override{value_tile, segment_chunks, fused, cut_above, whole_tile}; },
-               strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
-               strict("whole_tile") = 0);
+      .made_by(
+          [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t fused_segments, int64_t cut_above,
+             int64_t whole_tile) {
+            return Override{value_tile, segment_chunks, fused, fused_segments, cut_above, whole_tile};
+          },
+          strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("fused_segments") = -1,
+          strict("cut_above") = 0, strict("whole_tile") = 0);
 }
 
 void add_functions(py::module_& module) {

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from kernels_tl.core.common import extern
-from kernels_tl.layout import Dtype
+from kernels_tl.layout import FROM_SCAN, Dtype
 
 
 class StateView:
@@ -67,6 +67,33 @@ def chosen(first, a, b):
     slot_stride, dtype = (T.Select(first, getattr(a, x), getattr(b, x)) for x in ("slot_stride", "dtype"))
     strides = (a.stride_v, a.stride_k)
     return StateView(numbers, a.H_v, a.key_dim, a.value_dim, strides, slot_stride, dtype, a.float8 == "true")
+
+
+class FirstState:
+    """The first state of a piece of work: in the caller's slot `slot` of `initial` or, FROM_SCAN, in segment_scan's
+    tensor `scanned`, which is V-first, in fp32, with K channels a row."""
+
+    def __init__(self, slot, initial, scanned):
+        self.slot, self.initial, self.scanned = slot, initial, scanned
+        self.is_scanned = slot == FROM_SCAN
+        self.is_v_first = T.Select(self.is_scanned, 1, initial.stride_k) == 1
+        self.dtype = T.Select(self.is_scanned, Dtype.FLOAT32, initial.dtype)
+
+    def pointer(self, segment, hv, v0):
+        """A pointer to value row v0 of the state before a segment."""
+        scanned = T.access_ptr(self.scanned[segment, hv, v0, 0], "r")
+        return extern("chosen", self.is_scanned, scanned, self.initial.pointer(self.slot, hv, v0))
+
+    @property
+    def row_stride(self):
+        return T.Select(self.is_scanned, self.scanned.shape[-1], self.initial.row_stride)
+
+    def read(self, fragment, segment, hv, v0):
+        K, initial = fragment.shape[1], self.initial
+        extent = (self.row_stride, initial.value_dim - v0, initial.key_dim)
+        function = f"read_state<{K}, {initial.float8}>"
+        state = self.pointer(segment, hv, v0)
+        return extern(function, fragment.data, state, self.dtype, self.is_v_first, *extent)
 
 
 def is_checkpoint(tokens, length, until, every):

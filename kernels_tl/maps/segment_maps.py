@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, Maps, Sizes
+from kernels_tl.bundles import Chunks, Maps, Memory, Sizes
 from kernels_tl.config import SEGMENT_MAPS, WARPGROUP, WGMMA_ROWS as ROWS, is_wide
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import (
@@ -36,7 +36,7 @@ from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EARLY = {"segments": after("chunk_plan")}
+EARLY = {"segments": after("chunk_plan"), "needs_maps": after("segment_memory")}
 PRELUDE = """
 #include "maps/segments.cuh"
 #include "core/tiles.cuh"
@@ -181,6 +181,7 @@ def segment_maps(dtype, K, partial):
     def main(
         chunks: Chunks(sizes, dtype),
         maps: Maps(sizes, dtype, K),
+        memory: Memory(sizes),
     ):
         with T.Kernel(
             sizes.segment_slots * H_v * (M_TILES + T.truncdiv(value_rows, V)), threads=tile.threads, prelude=PRELUDE
@@ -193,6 +194,8 @@ def segment_maps(dtype, K, partial):
             m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
             segment = load_segment_early(chunks.plan.segments, piece.slot)
             if (segment.flags >= SegmentFlag.LAST) | (segment.length == 0):  # it needs no map
+                leave_without_work(cta)
+            if memory.lacks_maps(segment.n, piece.hv):
                 leave_without_work(cta)
             T.pdl_sync()
             T.pdl_trigger()

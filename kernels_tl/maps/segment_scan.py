@@ -24,11 +24,12 @@ consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp tha
 - With `beside`, the scan of gradients runs beside the scan of states, which is launched just before. That scan waits
   for the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
 - If a sequence's first state is FROM_SCAN (plan/chunk_plan.py), the scan copies it to its segment's slot.
+- A head that needs no maps (segment_memory) has no scan, but perhaps that copy.
 """
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Maps, Plan, Sizes, States
+from kernels_tl.bundles import Maps, Memory, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import fetch
@@ -38,6 +39,7 @@ from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
+EARLY |= {"needs_maps": after("segment_memory")}
 EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "skips", "states")}
 EARLY |= {"initial_state": after(CALLER, where="beside")}
 PRELUDE = """
@@ -81,9 +83,9 @@ def segment_scan(dtype, K, reverse):
         return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
 
     @T.macro
-    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot):
+    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot, begin):
         """The consumers: S from segment to segment."""
-        about = T.alloc_var("int32", init=0)
+        about = T.alloc_var("int32", init=begin)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         r = of_map.make_registers()
@@ -111,10 +113,10 @@ def segment_scan(dtype, K, reverse):
             step = step + 1
 
     @T.macro
-    def load(tiles, ready, first_slot, hv, v0, segments, maps):
+    def load(tiles, ready, first_slot, hv, v0, segments, maps, begin):
         """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
         up."""
-        about = T.alloc_var("int32", init=0)
+        about = T.alloc_var("int32", init=begin)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
@@ -144,9 +146,9 @@ def segment_scan(dtype, K, reverse):
             flags = next_flags
 
     @T.macro
-    def store(tiles, ready, first_slot, hv, v0, states):
+    def store(tiles, ready, first_slot, hv, v0, states, begin):
         """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
-        about = T.alloc_var("int32", init=0)
+        about = T.alloc_var("int32", init=begin)
         slot = T.alloc_var("int32", init=first_slot)
         step = T.alloc_var("int32", init=0)
         while about < END:
@@ -169,6 +171,7 @@ def segment_scan(dtype, K, reverse):
         plan: Plan(sizes),
         maps: Maps(sizes, dtype, K),
         states: States(sizes, float8=not reverse),
+        memory: Memory(sizes),
         beside: T.int32,  # only with reverse
     ):
         with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=tile.threads, prelude=PRELUDE) as cta:
@@ -189,7 +192,12 @@ def segment_scan(dtype, K, reverse):
                     length = load_early(plan.sequences[n, SequenceColumn.LENGTH])
                     segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
                     first_slot += T.truncdiv(length - 1, segment_length)
-            if first != SegmentFlag.FIRST:  # a sequence of one segment needs no scan
+            begin = T.alloc_var("int32", init=0)
+            if not reverse:  # noqa: SIM102  decided here, the other on the device
+                if memory.lacks_maps(n, hv):
+                    begin = END
+            # A sequence of one segment needs no scan, and a head without maps only the copy of its first state.
+            if (first != SegmentFlag.FIRST) | ((begin == END) & (first_state != FROM_SCAN)):
                 if cta == 0:  # the next kernel reads early what the kernels before this one have written
                     T.pdl_sync()
                 extern("leave")
@@ -198,12 +206,12 @@ def segment_scan(dtype, K, reverse):
             T.pdl_trigger()
             if T.get_thread_binding() < CONSUMERS:
                 is_scanned = False if reverse else first_state == FROM_SCAN
-                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot)
+                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
             else:
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps)
+                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps, begin)
                 else:
-                    store(tiles, ready, first_slot, hv, v0, maps.states)
+                    store(tiles, ready, first_slot, hv, v0, maps.states, begin)
                     if reverse:
                         T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
 

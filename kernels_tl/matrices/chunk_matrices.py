@@ -32,7 +32,7 @@ SM, and hide each other's latencies. The arithmetic is in matrices/chunk_matrice
 
 import tilelang.language as T
 
-from kernels_tl.bundles import BackwardTables, Chunks, Gates, Gradients, Outputs, Sequences, Sizes, Slots
+from kernels_tl.bundles import BackwardTables, Chunks, Gates, Gradients, Memory, Outputs, Sequences, Sizes, Slots
 from kernels_tl.config import CHUNK_MATRICES, WARPGROUP, key_parts
 from kernels_tl.core.common import (
     CALLER,
@@ -269,6 +269,20 @@ def chunk_matrices(dtype, K, normalize):
             ),
         )
 
+    @T.macro
+    def find_mapped(memory, n, first, heads):
+        """The CTA's heads that need matrices for their maps, as bits; all if the tables are not there. Ends a CTA that
+        has none. It has waited for the plan and segment_memory."""
+        mapped = T.alloc_var("int32", init=-1)
+        if memory.has_memory != 0:  # fused_forward computes the matrices of heads that need no maps
+            mapped = 0
+            for l in T.serial(T.if_then_else(n == PADDING, 0, heads)):
+                mapped |= memory.needs_maps[n, first + l] << l
+            if mapped == 0:
+                T.pdl_trigger()
+                extern("leave")
+        return mapped
+
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype),  # matrices are written
@@ -278,6 +292,7 @@ def chunk_matrices(dtype, K, normalize):
         outputs: Outputs(sizes, dtype),
         backward: BackwardTables(sizes, NormalizedGate if normalize else BackwardGate),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows
+        memory: Memory(sizes),
         heads: T.int32,  # heads a CTA: a divisor of group, at most 4
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
@@ -296,6 +311,7 @@ def chunk_matrices(dtype, K, normalize):
             hk = T.alloc_var("int32", init=T.truncdiv(first, sizes.group))
             leads = first == hk * sizes.group  # the first CTA of a chunk and query/key head
             chunk = find_chunk(slot, cta < early_ctas, chunks.plan.chunks, sequences, slots)
+            mapped = find_mapped(memory, chunk.sequence, first, heads)
             warp = T.alloc_var("int32", init=extern("warp_index", returns="int32"))
             warps = T.alloc_var("int32", init=T.if_then_else(heads < 3, WARPS // heads, 1))  # a team
             head = T.alloc_var("int32", init=T.truncdiv(warp, warps))
@@ -311,7 +327,7 @@ def chunk_matrices(dtype, K, normalize):
                 if (backward.has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     for part in range(KEY_PARTS):
                         backward.turns[slot * KEY_PARTS + part, hk] = 0
-                if team.head < heads:
+                if (team.head < heads) & (((mapped >> team.head) & 1) != 0):
                     hv = first + team.head
                     if team.member == 0:
                         extern(

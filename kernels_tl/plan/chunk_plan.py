@@ -19,6 +19,7 @@ clipped to [0, tokens] and replaced by their running maximum.
     checkpoints [chunk_slots]      the slot of the state after each chunk, or NO_STATE. Written if checkpoint_every > 0.
                                    A new chunk begins after every checkpoint_every tokens (plan/runs.cuh); if that is no
                                    multiple of C, no sequence is cut
+    needs_maps [N, H_v]            zeros, for segment_memory. Written if has_memory
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
@@ -38,7 +39,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import CheckpointTable, Cuts, Plan, Sequences, Sizes, Slots, StatePresence
+from kernels_tl.bundles import CheckpointTable, Cuts, Memory, Plan, Sequences, Sizes, Slots, StatePresence
 from kernels_tl.config import CHUNK_PLAN
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, C, extern
 from kernels_tl.layout import (
@@ -143,6 +144,16 @@ def write_segments(segments, n, slot, begin, end, first, parts, size, states, dr
 
 
 @T.macro
+def clear_needs(memory, N, H_v, tx):
+    """Zeros in needs_maps, for segment_memory."""
+    if memory.has_memory != 0:
+        for step in T.serial(T.ceildiv(N * H_v, THREADS)):
+            i = T.alloc_var("int32", init=step * THREADS + tx)
+            if i < N * H_v:
+                memory.needs_maps[T.truncdiv(i, T.Cast("int32", H_v)), T.truncmod(i, T.Cast("int32", H_v))] = 0
+
+
+@T.macro
 def write_unused_segments(segments, segments_before, tx):
     for step in T.serial(T.ceildiv(segments.shape[0] - segments_before, THREADS)):
         slot = segments_before + step * THREADS + tx
@@ -176,6 +187,7 @@ def chunk_plan(offset_dtype):
         to: CheckpointTable(sizes),
         cuts: Cuts(),
         plan: Plan(sizes),
+        memory: Memory(sizes),
         checkpoint_every: T.int32,  # tokens
     ):
         with T.Kernel(1, threads=THREADS, prelude=PRELUDE):
@@ -202,6 +214,7 @@ def chunk_plan(offset_dtype):
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
             size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)
+            clear_needs(memory, N, sizes.H_v, tx)
 
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = step * THREADS + tx

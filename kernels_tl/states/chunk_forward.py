@@ -25,8 +25,6 @@ warpgroups share only the loader's stages.
   checkpoint then computes the same as the rest of this call. Segments are whole sequences.
 """
 
-from types import SimpleNamespace
-
 import tilelang.language as T
 
 from kernels_tl.bundles import Checkpoints, Chunks, Maps, Sizes, States
@@ -44,7 +42,7 @@ from kernels_tl.core.common import (
 )
 from kernels_tl.core.cta import Walk, barriers, fetch, leave_unless, load_segment_early, shared, store_rows
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
-from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -135,22 +133,6 @@ def chunk_forward(dtype, K, value_tile, resumable):
         """Number of value rows from v0 on."""
         return T.Cast("int32", value_dim) - v0
 
-    def layout_of(slot, initial):
-        """Layout of the state in a slot: whether V comes first, and its dtype. segment_scan's is V-first, in fp32."""
-        return SimpleNamespace(
-            v_first=T.Select(slot == FROM_SCAN, 1, initial.stride_k) == 1,
-            dtype=T.Select(slot == FROM_SCAN, Dtype.FLOAT32, initial.dtype),
-        )
-
-    def piece_state(slot, segment, hv, v0, initial, scanned):
-        """A pointer to the first state of a piece."""
-        return extern(
-            "chosen",
-            slot == FROM_SCAN,
-            T.access_ptr(scanned[segment, hv, v0, 0], "r"),
-            initial.pointer(slot, hv, v0),
-        )
-
     @T.macro
     def store_h(r, tiles, h, has_h, turn: T.Ref, c: T.Ref, warpgroup):
         """Writes S before a chunk to h, if h is wanted. On a wide state it runs before begin_step, which scales S."""
@@ -220,7 +202,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
             T.clear(r.S)
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
             if slot != NO_STATE:
-                state = layout_of(slot, initial)
+                state = FirstState(slot, initial, scanned)
                 rest = rest_of_value(tiles.segment[turn % 2, FIRST_ROW])
                 if FETCHES_STATE:
                     extern(
@@ -228,31 +210,15 @@ def chunk_forward(dtype, K, value_tile, resumable):
                         r.S.data,
                         T.access_ptr(tiles.S, "r"),
                         state.dtype,
-                        state.v_first,
-                        T.Select(state.v_first, pitch(K, size_of(state.dtype)), pitch(value_tile)),
+                        state.is_v_first,
+                        T.Select(state.is_v_first, pitch(K, size_of(state.dtype)), pitch(value_tile)),
                         rest,
                         T.Cast("int32", key_dim),
                     )
                 else:
                     if slot == FROM_SCAN:
                         T.pdl_sync()
-                    extern(
-                        f"read_state<{K}, true>",
-                        r.S.data,
-                        piece_state(
-                            slot,
-                            tiles.segment[turn % 2, SEGMENT],
-                            tiles.segment[turn % 2, HEAD],
-                            tiles.segment[turn % 2, FIRST_ROW],
-                            initial,
-                            scanned,
-                        ),
-                        state.dtype,
-                        state.v_first,
-                        T.Select(slot == FROM_SCAN, K, initial.row_stride),
-                        rest,
-                        T.Cast("int32", key_dim),
-                    )
+                    state.read(r.S, *(tiles.segment[turn % 2, column] for column in (SEGMENT, HEAD, FIRST_ROW)))
             begun.arrive(ready.taken)
             if not (resumable or r.is_wide):
                 T.copy(r.S, r.S_16)
@@ -303,8 +269,7 @@ def chunk_forward(dtype, K, value_tile, resumable):
         if segment.initial == FROM_SCAN:
             T.pdl_sync()
         if segment.initial != NO_STATE:
-            is_scanned = segment.initial == FROM_SCAN
-            state = layout_of(segment.initial, initial)
+            state = FirstState(segment.initial, initial, scanned)
             size = T.alloc_var("int32", init=size_of(state.dtype))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # rows of S^T
@@ -313,11 +278,11 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 "fetch_state",
                 ready.begun[0],
                 T.access_ptr(tiles.S, "w"),
-                piece_state(segment.initial, piece.segment, piece.hv, v0, initial, scanned),
-                T.Select(state.v_first, rows, channels),
-                T.Select(state.v_first, channels, rows) * size,
-                T.Select(is_scanned, K, initial.row_stride) * size,
-                T.Select(state.v_first, K, value_tile) * size + STATE_PAD,
+                state.pointer(piece.segment, piece.hv, v0),
+                T.Select(state.is_v_first, rows, channels),
+                T.Select(state.is_v_first, channels, rows) * size,
+                state.row_stride * size,
+                T.Select(state.is_v_first, K, value_tile) * size + STATE_PAD,
             )
 
     @T.macro

@@ -10,6 +10,11 @@
 forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A CTA goes through several pieces of work,
 tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. A CTA
 counts chunks through all its pieces: the last steps of one piece compute the matrices of the next piece's first chunks.
+
+A segment is a whole sequence or, in the instances `cut`, a run of its chunks. With `cut` a piece begins `memory` chunks
+before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes from
+the caller or from segment_scan.
+
 With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
 The kernel writes no h.
 
@@ -33,12 +38,12 @@ This file is long because it has all roles of a kernel that does the work of two
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Checkpoints, Gates, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
+from kernels_tl.bundles import Checkpoints, Gates, Maps, Memory, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
 from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
 from kernels_tl.core.pipeline import Stage
-from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import (
     BLOCK,
     INVERSE_STRIDE,
@@ -72,7 +77,7 @@ SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup:
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
-def fused_forward(dtype, K, normalize, low_level):
+def fused_forward(dtype, K, normalize, low_level, cut):
     sizes = Sizes()
     H_v = sizes.H_v
     V = TILE.tile
@@ -107,6 +112,22 @@ def fused_forward(dtype, K, normalize, low_level):
             staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk, or an A, is in O's tile
             stored=[32] * WARPGROUPS,  # storer to its warpgroup: the tile has left
         )
+
+    def extra_tokens(memory, segments, piece):
+        """Tokens before a piece's segment that decide its first state. The piece begins with them, without their O."""
+        if not cut:
+            return 0
+        is_used = segments[piece.segment, SegmentColumn.LENGTH] > 0  # a slot without tokens has no memory
+        chunks = T.if_then_else(is_used, T.max(memory[piece.segment, piece.hv], 0), 0)
+        return T.alloc_var("int32", init=chunks * C)
+
+    def own_tokens(segments, piece):
+        """Tokens of a piece's segment."""
+        return T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+
+    def is_own(rest, own):
+        """Whether the chunk is the segment's, which has `own` tokens, with `rest` tokens of the piece left."""
+        return (rest <= own) if cut else True
 
     @T.macro
     def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
@@ -165,7 +186,21 @@ def fused_forward(dtype, K, normalize, low_level):
             make_matrices(tiles, ready, before, before_phase, own, place, scale)
 
     @T.macro
-    def compute(walk, tiles, ready, segments, initial, final, kept, checkpoints, checkpoint_every, scale):
+    def read_first_state(r, segments, piece, extra, initial, scanned):
+        """S before the piece's first chunk: zero if extra tokens come first."""
+        first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
+        T.clear(r.S)
+        if cut:
+            if extra > 0:
+                first = NO_STATE
+            if first != NO_STATE:
+                FirstState(first, initial, scanned).read(r.S, piece.segment, piece.hv, piece.tile * V)
+        else:
+            if first != NO_STATE:
+                initial.read(r.S, first, piece.hv, piece.tile * V)
+
+    @T.macro
+    def compute(walk, tiles, ready, segments, memory, states, kept, checkpoints, scanned, scale):
         """The consumers: their steps, piece after piece."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, TILE.early_factors)
@@ -178,20 +213,25 @@ def fused_forward(dtype, K, normalize, low_level):
         tiles.turns[tx] = 0
         while walk.piece(tiles.turns[tx]) < walk.pieces:
             piece = walk.locate(tiles.turns[tx])
-            first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
-            T.clear(r.S)
-            if first != NO_STATE:
-                initial.read(r.S, first, piece.hv, piece.tile * V)
+            extra = extra_tokens(memory, segments, piece)
+            read_first_state(r, segments, piece, extra, states.initial(), scanned)
             T.copy(r.S, r.S_16)
 
-            tiles.done[tx] = 0
+            tiles.done[tx] = -extra
             is_end = T.alloc_var("int32", init=0)
             while is_end == 0:
                 begin = walk.locate(tiles.turns[tx])
                 left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
-                until = T.alloc_var("int32", init=checkpoint_every)
-                if tiles.done[tx] == 0:
-                    until = segments[begin.segment, SegmentColumn.UNTIL]
+                until = T.alloc_var("int32", init=kept.checkpoint_every)
+                if cut:
+                    if tiles.done[tx] <= 0:  # the extra tokens belong to the first run
+                        until = T.min(
+                            segments[begin.segment, SegmentColumn.UNTIL], segments[begin.segment, SegmentColumn.LENGTH]
+                        )
+                        until -= tiles.done[tx]
+                else:
+                    if tiles.done[tx] == 0:
+                        until = segments[begin.segment, SegmentColumn.UNTIL]
                 left = T.min(left, until)
                 tiles.done[tx] += left
                 while left > 0:
@@ -206,7 +246,7 @@ def fused_forward(dtype, K, normalize, low_level):
                 is_end = T.Select(done >= length, 1, 0)
                 # A loop over both writes, because two copies of the write would take more registers.
                 written = T.alloc_var("int32", init=FINAL)
-                if is_checkpoint(done, length, segments[end.segment, SegmentColumn.UNTIL], checkpoint_every):
+                if is_checkpoint(done, length, segments[end.segment, SegmentColumn.UNTIL], kept.checkpoint_every):
                     written = CHECKPOINT
                 while written <= is_end:
                     to = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.FINAL])
@@ -214,27 +254,28 @@ def fused_forward(dtype, K, normalize, low_level):
                         chunks_done = T.truncdiv(done, C)
                         to = checkpoints[segments[end.segment, SegmentColumn.CHUNK] + chunks_done - 1]
                     if to >= 0:
-                        states = chosen(written != CHECKPOINT, final, kept)
-                        states.write(r.S, to, end.hv, end.tile * V)
+                        into = chosen(written != CHECKPOINT, states.final(), kept.view(states))
+                        into.write(r.S, to, end.hv, end.tile * V)
                     written += 1
             tiles.turns[tx] += 1
 
     @T.macro
-    def read_extent(extent, segments, segment, wanted):
+    def read_extent(extent, segments, memory, piece, wanted):
         """Reads a piece's first token row and number of tokens, if wanted."""
         if wanted:
             T.pdl_sync()
-            extent[0] = segments[segment, SegmentColumn.ROW]
-            extent[1] = segments[segment, SegmentColumn.LENGTH]
+            extra = extra_tokens(memory, segments, piece)
+            extent[0] = segments[piece.segment, SegmentColumn.ROW] - extra
+            extent[1] = segments[piece.segment, SegmentColumn.LENGTH] + extra
 
     @T.macro
-    def load(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, tokens):
+    def load(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, memory, tokens):
         """The loader: K, Q and V."""
         for turn in T.serial(turns):
             piece = walk.locate(turn)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * V)
-            read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
+            read_extent(extent, segments, memory, piece, (early == 0) | (turn > 0))
             row = T.alloc_var("int32", init=extent[0])
             length = T.alloc_var("int32", init=extent[1])
             for c in T.serial(T.truncdiv(length + (C - 1), C)):
@@ -270,7 +311,7 @@ def fused_forward(dtype, K, normalize, low_level):
         )
 
     @T.macro
-    def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, inside, g_cumsum, scale):
+    def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, memory, inside, g_cumsum, scale):
         """The gates' warp: the chunks' tables. It loads a chunk's gates while it computes the table before."""
         head_gate = T.alloc_local([2], "float32")
         g_bits = T.alloc_local([2], "uint32")
@@ -279,9 +320,10 @@ def fused_forward(dtype, K, normalize, low_level):
         beta_pair = T.alloc_local([2], "float32")
         for turn in T.serial(turns):
             piece = walk.locate(turn)
-            read_extent(extent, segments, piece.segment, (early == 0) | (turn > 0))
+            read_extent(extent, segments, memory, piece, (early == 0) | (turn > 0))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
+            own = own_tokens(segments, piece)
             load_gates(g_bits, beta_bits, inside, row, piece.hv, rest)
             extern(
                 "load_head_gate",
@@ -316,7 +358,7 @@ def fused_forward(dtype, K, normalize, low_level):
                     T.float32(1) if normalize else scale,
                 )
                 tile.arrive(ready.gated)
-                if T.bool(low_level) & (piece.tile == 0):
+                if T.bool(low_level) & (piece.tile == 0) & is_own(rest, own):
                     extern(
                         "store_cumsum",
                         T.access_ptr(g_cumsum[row, piece.hv], "w"),
@@ -339,8 +381,21 @@ def fused_forward(dtype, K, normalize, low_level):
             ring = next_chunk(ring)
 
     @T.macro
-    def next_A(walk, segments, turns, turn: T.Ref, row: T.Ref, rest: T.Ref, hv: T.Ref, tile: T.Ref, chunks: T.Ref):
-        """Moves row, rest, hv and tile on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0."""
+    def next_A(
+        walk,
+        segments,
+        memory,
+        turns,
+        turn: T.Ref,
+        row: T.Ref,
+        rest: T.Ref,
+        hv: T.Ref,
+        tile: T.Ref,
+        own: T.Ref,
+        chunks: T.Ref,
+    ):
+        """Moves row, rest, hv and tile on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0. `own`
+        is the number of the segment's own tokens."""
         while chunks > 0:
             row += C
             rest -= C
@@ -349,12 +404,14 @@ def fused_forward(dtype, K, normalize, low_level):
                 piece = walk.locate(turn)
                 hv = piece.hv  # noqa: F841, the caller's
                 tile = piece.tile  # noqa: F841, the caller's
-                row = segments[piece.segment, SegmentColumn.ROW]
-                rest = segments[piece.segment, SegmentColumn.LENGTH]
+                extra = extra_tokens(memory, segments, piece)
+                own = segments[piece.segment, SegmentColumn.LENGTH]
+                row = segments[piece.segment, SegmentColumn.ROW] - extra
+                rest = own + extra
             chunks -= 1
 
     @T.macro
-    def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, outputs):
+    def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, memory, outputs):
         """The storers: O, and with low_level each A that the warpgroup has computed, in between."""
         if low_level:
             stores = T.alloc_var("int32", init=0)
@@ -364,22 +421,26 @@ def fused_forward(dtype, K, normalize, low_level):
             A_rest = T.alloc_var("int32", init=0)
             A_hv = T.alloc_var("int32", init=0)
             A_tile = T.alloc_var("int32", init=0)  # the first tile of a head stores A
+            A_own = T.alloc_var("int32", init=0)
             A_ahead = T.alloc_var("int32", init=1 + w)  # chunks; 0 where O is next
         for turn in T.serial(turns):
             piece = walk.locate(turn)
-            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
-            rest = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+            extra = extra_tokens(memory, segments, piece)
+            own = own_tokens(segments, piece)
+            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW] - extra)
+            rest = T.alloc_var("int32", init=own + extra)
             while rest > 0:
                 if low_level:  # noqa: SIM102, this one is Python's
                     if A_ahead > 0:
-                        next_A(walk, segments, all_turns, A_turn, A_row, A_rest, A_hv, A_tile, A_ahead)
+                        next_A(walk, segments, memory, all_turns, A_turn, A_row, A_rest, A_hv, A_tile, A_own, A_ahead)
                         Stage(w, stores % 2).wait_for(ready.staged)
-                        if A_tile == 0:
+                        if (A_tile == 0) & is_own(A_rest, A_own):
                             store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
                 Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
-                store_rows(tiles.O, w, outputs.o, row, piece.hv, piece.tile * V + w * ROWS, rest)
+                if is_own(rest, own):
+                    store_rows(tiles.O, w, outputs.o, row, piece.hv, piece.tile * V + w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
@@ -427,6 +488,8 @@ def fused_forward(dtype, K, normalize, low_level):
         only_if: T.int32,  # run only if the first segment has these flags; 0: always
         early: T.int32,
         scale: T.float32,
+        memory: Memory(sizes),  # with cut
+        maps: Maps(sizes, dtype, K),  # states, with cut
     ):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -437,8 +500,8 @@ def fused_forward(dtype, K, normalize, low_level):
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                ends = (states.initial(), states.final(), kept.view(states), plan.checkpoints, kept.checkpoint_every)
-                compute(walk, tiles, ready, plan.segments, *ends, scale)
+                of_states = (states, kept, plan.checkpoints, maps.states)
+                compute(walk, tiles, ready, plan.segments, memory.memory, *of_states, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
@@ -451,14 +514,14 @@ def fused_forward(dtype, K, normalize, low_level):
                 else:
                     T.pdl_sync()
                 of_loader = T.if_then_else(warp == LOADER, turns, 0)
-                load(walk, tiles, ready, of_loader, ring, extent, early, plan.segments, tokens)
+                load(walk, tiles, ready, of_loader, ring, extent, early, plan.segments, memory.memory, tokens)
                 of_gates = T.if_then_else(warp == GATES, turns, 0)
-                of_tables = (plan.segments, gates, outputs.g_cumsum, scale)
+                of_tables = (plan.segments, memory.memory, gates, outputs.g_cumsum, scale)
                 make_tables(walk, tiles, ready, of_gates, ring, extent, early, *of_tables)
                 end_tables(tiles, ready, T.if_then_else(warp == GATES, 2, 0), ring)
                 w = T.alloc_var("int32", init=warp - STORERS)
                 of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)
-                store(walk, tiles, ready, of_storer, turns, w, ring, plan.segments, outputs)
+                store(walk, tiles, ready, of_storer, turns, w, ring, plan.segments, memory.memory, outputs)
                 clear_padding(walk, warp, plan.chunks, outputs)
 
     return main
