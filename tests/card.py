@@ -69,4 +69,5 @@ def release(kept: int = KEPT) -> None:
     if torch.cuda.memory_reserved() > kept:
         if torch.cuda.memory_allocated() > kept:  # perhaps in cycles
             gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # a workspace keeps the whole block that it is a part of
         torch.cuda.empty_cache()

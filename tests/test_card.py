@@ -30,6 +30,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: self.reserved)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.fractions.append)
         properties = types.SimpleNamespace(total_memory=total)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
