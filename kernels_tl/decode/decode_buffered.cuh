@@ -2,7 +2,6 @@
 // decode/decode_buffered.py.
 #pragma once
 
-#include "decode/decode_backlog.cuh"
 #include "decode/decode_buffered_mma.cuh"
 
 namespace flash_qla::device {
@@ -138,13 +137,21 @@ class LaggingRows : public StateRows<State, K> {
   }
 };
 
-// The work of one CTA. `loaded` waits for two arrivals, `keys_loaded` for one. `pool` points to the head's part of slot
-// 0, `outputs` to the head's part of sequence 0.
+// What a token of a head writes: its state in the pool, from slot 0 on, and its output, from sequence 0 on. Strides are
+// in elements.
+struct LaggingOutputs {
+  void* pool;
+  int64_t slot_stride;
+  void* o;
+  int64_t o_stride;
+};
+
+// The work of one CTA. `loaded` waits for two arrivals, `keys_loaded` for one.
 template <typename Element, typename State, int K, typename Barrier>
 __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_loaded, const FirstSlots& slots,
-                                                const DecodeTokens& tokens, const DecodeBacklog& backlog, void* pool,
-                                                int64_t slot_stride, void* outputs, int64_t o_stride, int n,
-                                                int first_row, int key_dim, int value_dim) {
+                                                const DecodeTokens& tokens, const DecodeBacklog& backlog,
+                                                const LaggingOutputs& outputs, int n, int first_row, int key_dim,
+                                                int value_dim) {
   using Rows =
       std::conditional_t<std::is_same_v<Element, State>, MmaLaggingRows<Element, K>, LaggingRows<Element, State, K>>;
   alignas(128) __shared__ typename Rows::Tile tile;
@@ -155,7 +162,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const bool has_gates = warp == factors.kGatesWarp;
   const Rows rows(first_row, key_dim, value_dim);
-  Element* const o = static_cast<Element*>(outputs) + n * o_stride;
+  Element* const o = static_cast<Element*>(outputs.o) + n * outputs.o_stride;
 
   const SequenceEntries entries(slots, backlog, n);
   LaggingGates raw;
@@ -168,7 +175,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   const int64_t slot = entries.slot(slots, n);
   const int steps = entries.steps(backlog);
   const bool flush = steps == backlog.length - 1 || entries.must_flush();
-  State* const state = static_cast<State*>(pool) + slot * slot_stride;
+  State* const state = static_cast<State*>(outputs.pool) + slot * outputs.slot_stride;
   const typename Rows::Keys keys(shared_keys, backlog, slot, steps, key_dim);
   if (threadIdx.x == 0) {
     const int bytes =

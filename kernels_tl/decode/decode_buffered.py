@@ -25,7 +25,7 @@ d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launc
 
 - One bulk copy brings a CTA's rows of S_0 to shared memory; other bulk copies bring the token and the backlog's keys.
   Each warp copies the changes of its own rows.
-- All value rows need some numbers, which the warps compute once for the CTA (decode/decode_backlog.cuh). One warp
+- All value rows need some numbers, which the warps compute once for the CTA (decode/decode_factors.cuh). One warp
   computes the gates, one the products k^T k, k^T q and q^T q. Two warps multiply the backlog's keys with k and q on
   tensor cores: a left factor is 16 keys, the right factor has k and q as columns.
 - If S_0 has the dtype of the tokens, its rows are left factors, too: 16 rows a warp (decode/decode_buffered_mma.cuh).
@@ -153,10 +153,13 @@ def decode_buffered(dtype, K, state_dtype):
                 backlog.first_slots(slots),
                 inputs.of_head(hv),
                 backlog.of_head(strides, hv, inputs.group, length),
-                T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
-                strides["slot_stride"],
-                T.access_ptr(o[0, hv, 0], "w"),
-                T.Cast("int64", H_v) * value_dim,
+                extern(
+                    "LaggingOutputs",
+                    T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
+                    strides["slot_stride"],
+                    T.access_ptr(o[0, hv, 0], "w"),
+                    T.Cast("int64", H_v) * value_dim,
+                ),
                 n,
                 tile * cta.tile,
                 T.Cast("int32", key_dim),

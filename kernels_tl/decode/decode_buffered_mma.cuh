@@ -2,7 +2,7 @@
 // the same 16-bit dtype, so rows of S_0 become left factors without a conversion; see decode/decode_buffered.py.
 #pragma once
 
-#include "decode/decode_backlog.cuh"
+#include "decode/decode_factors.cuh"
 
 namespace flash_qla::device {
 
