@@ -66,22 +66,29 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   const bool has_choice = segment_chunks > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
   const bool always_cut = forced.always_cuts() || shape.in_halves;
   if (fuses && segment_chunks > 0 && tile == kWideTile && forced.fused_segments != 0) {
-    modes.push_back({tile, tile, segment_chunks, true, always_cut, true});
+    modes.push_back({.value_tile = tile,
+                     .segment_chunks = segment_chunks,
+                     .fused = true,
+                     .always_cut = always_cut,
+                     .fused_segments = true});
     if (forced.fused_segments == 1) {
       return;
     }
   }
   if (has_choice && fuses && (!always_cut || forced.fused == 1)) {
-    modes.push_back({tile, kWideTile, segment_chunks, true, false, false});
+    modes.push_back({.value_tile = tile, .whole_tile = kWideTile, .segment_chunks = segment_chunks, .fused = true});
     if (forced.fused == 1) {
       return;
     }
   }
   const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
-  modes.push_back({tile, always_cut ? forced_whole : tile, segment_chunks, false, always_cut, false});
+  modes.push_back({.value_tile = tile,
+                   .whole_tile = always_cut ? forced_whole : tile,
+                   .segment_chunks = segment_chunks,
+                   .always_cut = always_cut});
   // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
   if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile && has_tile(shape, kNarrowTile)) {
-    modes.push_back({tile, kNarrowTile, segment_chunks, false, false, false});
+    modes.push_back({.value_tile = tile, .whole_tile = kNarrowTile, .segment_chunks = segment_chunks});
   }
 }
 
@@ -141,7 +148,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
   const bool fuses = can_fuse(shape, forced);
   if (fuses && !forced.always_cuts() && forced.value_tile != kNarrowTile) {
-    modes.push_back({kWideTile, kWideTile, 0, true, false, false});
+    modes.push_back({.value_tile = kWideTile, .fused = true});
     if (forced.fused == 1) {
       return modes;
     }
@@ -160,7 +167,9 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
 std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced) {
   std::vector<Mode> modes;
   for (const int64_t segment_chunks : segmentations(shape.forward(), forced)) {
-    modes.push_back({kWideTile, kWideTile, segment_chunks, false, forced.always_cuts() || shape.in_halves, false});
+    modes.push_back({.value_tile = kWideTile,
+                     .segment_chunks = segment_chunks,
+                     .always_cut = forced.always_cuts() || shape.in_halves});
   }
   return modes;
 }

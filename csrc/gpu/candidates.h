@@ -12,10 +12,12 @@
 namespace flash_qla {
 
 struct Mode {
-  int64_t value_tile, whole_tile, segment_chunks;
-  bool fused;           // the fused kernel, if no sequence is cut
-  bool always_cut;      // false: the device cuts if that pays
-  bool fused_segments;  // the fused kernel for segments, too
+  int64_t value_tile;
+  int64_t whole_tile = value_tile;
+  int64_t segment_chunks = 0;
+  bool fused = false;           // the fused kernel, if no sequence is cut
+  bool always_cut = false;      // false: the device cuts if that pays
+  bool fused_segments = false;  // the fused kernel for segments, too
 };
 
 // The modes of a call, one or more. Modes that offer the device a choice come after the mode that they have to beat.

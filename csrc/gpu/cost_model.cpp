@@ -283,12 +283,10 @@ double around_us(const BackwardShape& shape) {
 
 double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, mode, chunks, cut);
-  if (mode.fused_segments && cut) {
-    return kSegmentMemory + chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) +
-           fused_forward_us(shape, s, kChunkFusedCut);
-  }
   if (mode.fused_segments) {
-    return kSegmentMemory + fused_forward_us(shape, s) + idle_slots_us(s);
+    return kSegmentMemory +
+           (cut ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) + fused_forward_us(shape, s, kChunkFusedCut)
+                : fused_forward_us(shape, s) + idle_slots_us(s));
   }
   if (mode.fused && !cut) {
     return fused_forward_us(shape, s) + (mode.segment_chunks > 0 ? kOffered : 0);

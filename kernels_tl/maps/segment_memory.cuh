@@ -95,9 +95,8 @@ constexpr float kGiveUp = 0.5f;
 
 // The fewest of the chunks before token `row` that alone decide the state there. kFromMaps: more than `most` do, or the
 // search has given up. A CTA calls it, and each warp takes every kWarps-th chunk.
-template <typename Element, bool kNormalize>
+template <typename Element, bool kNormalize, int kWarps>
 __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row, int hv, int most) {
-  constexpr int kWarps = 4;
   __shared__ float bounds[2][kWarps];  // in turns, so that one barrier is enough
   const int warp = warp_index();
   float head_gate[2], bound = 0.f;
@@ -127,11 +126,11 @@ __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row,
 
 // What the segment that begins at token `row` remembers of the `before` chunks of its sequence. All CTAs that write
 // needs_maps write 1.
-template <typename Element, bool kNormalize>
+template <typename Element, bool kNormalize, int kWarps>
 __device__ __forceinline__ void find_memory(const BoundInputs& in, int row, int before, int hv, int* memory,
                                             int* needs_maps) {
   const int most = min(before, kLongestMemory);
-  const int chunks = before == 0 ? 0 : remembered_chunks<Element, kNormalize>(in, row, hv, most);
+  const int chunks = before == 0 ? 0 : remembered_chunks<Element, kNormalize, kWarps>(in, row, hv, most);
   if (threadIdx.x == 0) {
     *memory = chunks;
     if (chunks == kFromMaps) {

@@ -1,4 +1,4 @@
-"""How many chunks before a segment decide its first state, from the gates alone (the bound of maps/segments.cuh).
+"""How many chunks before a segment decide its first state, by the bound of maps/segments.cuh.
 
     memory      [segment_slots, H_v] int32   chunks before the segment, 0 for a sequence's first segment; FROM_MAPS if
                                              they are more than LONGEST_MEMORY
@@ -8,7 +8,8 @@ forward.cpp launches [segments * H_v] CTAs if fused_forward takes segments. A CT
 it on backwards, a chunk for each warp. fused_forward begins a segment that many chunks earlier, from a state of zero.
 Maps are needed only for heads that remember more.
 
-The bound needs |k|^2, which the kernel computes itself: chunk_matrices, too, runs only for heads that need maps.
+The bound needs |k|^2, which the kernel computes itself, because chunk_matrices, too, runs only for heads that need
+maps. Eight lanes read a key together: a load of 32 lanes from 32 keys would take 32 cycles of the L1 cache.
 """
 
 import tilelang.language as T
@@ -27,7 +28,7 @@ PRELUDE = """
 def segment_memory(dtype, K, normalize):
     sizes = Sizes()
     H_v = sizes.H_v
-    options = f"{element_type(dtype)}, {str(normalize).lower()}"
+    options = f"{element_type(dtype)}, {str(normalize).lower()}, {TILE.tile}"
 
     @T.prim_func
     def main(
