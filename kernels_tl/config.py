@@ -33,7 +33,9 @@ from kernels_tl.layout import (
     DECODE_WARPS,
     GATE_HEADS,
     GATE_TOKENS,
+    KEY_PART,
     MATRICES_CTAS,
+    NARROW_KEY,
     NARROW_TILE,
     PLAN_STEP,
     SCAN_COLUMNS,
@@ -48,12 +50,12 @@ WGMMA_ROWS = 64  # rows of S^T or dS^T that a warpgroup carries: the M of its WG
 
 def is_wide(K):
     """Whether a state of K channels leaves no registers for S^T in 16 bits. The kernels of such keys differ."""
-    return K > 128
+    return K > NARROW_KEY
 
 
 def key_parts(K):
     """Parts of a key's channels whose gradients different CTAs compute (token_gradients)."""
-    return K // 128
+    return -(-K // KEY_PART)
 
 
 @dataclass(frozen=True)

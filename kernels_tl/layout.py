@@ -35,6 +35,10 @@ MATRICES_CTAS, WIDE_MATRICES_CTAS = 4, 2
 # MOST_VALUE_DIM channels. kernels_tl/instances.py says how many channels a key may have.
 HEAD_DIM_STEP, MOST_VALUE_DIM = 8, 512
 
+# Keys of up to NARROW_KEY channels leave registers for S^T in 16 bits; the kernels of wider keys differ. With wide keys
+# a CTA of token_gradients computes the gradients of KEY_PART channels.
+NARROW_KEY, KEY_PART = 128, 128
+
 # Rows of S^T of a CTA of chunk_forward, for one or two consumer warpgroups. A narrow tile gives more CTAs, a wide one
 # fetches K and Q less often.
 NARROW_TILE, WIDE_TILE = 64, 128

@@ -13,10 +13,10 @@ replay_gradients each chunk's S, V_new, dS' and U are there. chunk_backward.py h
     db, dg        [K / 128, tokens, H_v] fp32            parts, which gate_gradients adds
     turns         [chunk_slots * K / 128, H_k]           see gradients/turns.cuh
 
-backward.cpp launches [chunk slots * H_v * K / 128] CTAs. A CTA takes one head of a chunk and KEYS of its channels, a
-part. The parts' x, y, z and <S, dS'> add up to those of all channels. Only the first part computes dV, and the sums of
-E and of U * V: it has Q K^T and K K^T of all channels. dq and dk are sums over the heads of a group, whose CTAs add
-their terms in turn.
+backward.cpp launches [chunk slots * H_v * K / KEY_PART] CTAs. A CTA takes one head of a chunk and KEY_PART of its
+channels, a part. The parts' x, y, z and <S, dS'> add up to those of all channels. Only the first part computes dV, and
+the sums of E and of U * V: it has Q K^T and K K^T of all channels. dq and dk are sums over the heads of a group, whose
+CTAs add their terms in turn.
 
 Roles: two warpgroups compute, each with half of the part's channels, and with 32 columns of products of tokens. A warp
 loads, two compute dV, one computes dbeta and dg, and adds dQ and dK to the outputs. The CTA goes through the value rows
@@ -31,7 +31,7 @@ from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, SWIZZLE_128B, C, descr
 from kernels_tl.core.cta import Variables, barriers, clear_rows_after, fetch, fragments, shared
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate_row
-from kernels_tl.layout import PADDING, BackwardGate, ChunkColumn, NamedBarrier, TokenSum
+from kernels_tl.layout import KEY_PART, PADDING, BackwardGate, ChunkColumn, NamedBarrier, TokenSum
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 PRELUDE = """
@@ -41,7 +41,6 @@ PRELUDE = """
 """
 
 V = TILE.tile  # value rows of a turn
-KEYS = 128  # channels of a part
 STAGES = TILE.stages
 CONSUMERS, CONSUMER_REGISTERS, OTHER_REGISTERS = TILE.consumers, *TILE.registers
 VALUE_THREADS, GATE_THREADS = 64, 32  # they follow the warp that loads
@@ -56,7 +55,7 @@ def token_gradients(dtype, K):
     (parts,) = dims("parts")
     element = element_type(dtype)
     PARTS = key_parts(K)
-    assert PARTS * KEYS == K
+    assert PARTS * KEY_PART == K
 
     def make_tiles():
         return shared(
@@ -64,10 +63,10 @@ def token_gradients(dtype, K):
             dO=([STAGES, C, V], dtype),
             V_new=([STAGES, C, V], dtype),
             U=([STAGES, C, V], dtype),
-            h=([STAGES, V, KEYS], dtype),  # in the end the first stage is dQ's
-            dS=([STAGES, V, KEYS], dtype),  # in the end the first stage is dK's
-            Q=([PARTS, C, KEYS], dtype),
-            K=([PARTS, C, KEYS], dtype),
+            h=([STAGES, V, KEY_PART], dtype),  # in the end the first stage is dQ's
+            dS=([STAGES, V, KEY_PART], dtype),  # in the end the first stage is dK's
+            Q=([PARTS, C, KEY_PART], dtype),
+            K=([PARTS, C, KEY_PART], dtype),
             G=([1, C, C], dtype),
             F=([1, C, C], dtype),  # diag(beta) F
             gates=([1, BackwardGate.COUNT, C], "float32"),
@@ -148,9 +147,9 @@ def token_gradients(dtype, K):
     def compute(tiles, ready, work, turns, scale):
         """The consumers."""
         r = fragments(
-            dQ=([C, KEYS], "float32"),  # Q_S, then dQ
-            dK=([C, KEYS], "float32"),  # V_S, then dK
-            U_S=([C, KEYS], "float32"),
+            dQ=([C, KEY_PART], "float32"),  # Q_S, then dQ
+            dK=([C, KEY_PART], "float32"),  # V_S, then dK
+            U_S=([C, KEY_PART], "float32"),
             dO_V=([C, C], "float32"),  # dO V_new^T
             U_V=([C, C], "float32"),  # U V_new^T
             QK=([C, C], "float32"),
@@ -208,21 +207,23 @@ def token_gradients(dtype, K):
             stage = stage_of(i, STAGES, s)
             stage.wait_until_free(ready.released)
             v0 = T.alloc_var("int32", init=i * V)
-            k0 = T.alloc_var("int32", init=work.part * KEYS)
+            k0 = T.alloc_var("int32", init=work.part * KEY_PART)
             fetch(grad_o[t : t + C, work.hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
-            fetch(replay.h[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEYS], tiles.h[s, :, :], ready.loaded[s])
+            fetch(replay.h[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEY_PART], tiles.h[s, :, :], ready.loaded[s])
             fetch(reverse_replay.u[work.slot, work.hv, :, v0 : v0 + V], tiles.U[s, :, :], ready.loaded[s])
             fetch(replay.v_new[work.slot, work.hv, :, v0 : v0 + V], tiles.V_new[s, :, :], ready.loaded[s])
             fetch(
-                reverse_replay.dh[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEYS], tiles.dS[s, :, :], ready.loaded[s]
+                reverse_replay.dh[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEY_PART],
+                tiles.dS[s, :, :],
+                ready.loaded[s],
             )
             stage.arrive(ready.loaded)
             if i == 0:
                 fetch(matrices.gates[work.slot, work.hv, :, :], tiles.gates[0, :, :], ready.keys_loaded)
                 for part in T.serial(work.part, PARTS):  # the first part needs all of them
-                    c0 = T.alloc_var("int32", init=part * KEYS)
-                    fetch(tokens.q[t : t + C, hk, c0 : c0 + KEYS], tiles.Q[part, :, :], ready.keys_loaded)
-                    fetch(tokens.k[t : t + C, hk, c0 : c0 + KEYS], tiles.K[part, :, :], ready.keys_loaded)
+                    c0 = T.alloc_var("int32", init=part * KEY_PART)
+                    fetch(tokens.q[t : t + C, hk, c0 : c0 + KEY_PART], tiles.Q[part, :, :], ready.keys_loaded)
+                    fetch(tokens.k[t : t + C, hk, c0 : c0 + KEY_PART], tiles.K[part, :, :], ready.keys_loaded)
                 T.barrier_arrive(ready.keys_loaded)
 
     @T.macro
@@ -266,7 +267,7 @@ def token_gradients(dtype, K):
             hk,
             T.Cast("int32", sizes.H_k),
             T.Cast("int32", sizes.key_dim),
-            work.part * KEYS,
+            work.part * KEY_PART,
             work.length,
             own == 0,
         )
