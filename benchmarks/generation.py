@@ -23,6 +23,8 @@ gives a request, 1 plus the accepted drafts, and the time of a step.
 
 Calls: how often layers called the functions that flash_qla replaces, and how often these were flash_qla's. In CUDA
 graphs a call counts when it is captured. For transformers the number of layers, and of those that flash_qla switched.
+
+The file is long because all engines share the processes, the comparison and the results.
 """
 
 from __future__ import annotations

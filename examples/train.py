@@ -29,6 +29,8 @@ context parallelism of their own. The run is compared with flash_qla in one proc
 The exit status is 1 if the text was not learned (the final loss is above LEARNED times the entropy of single bytes), or
 if the mean distance of the two curves is more than FACTOR times the effect of rounding: the distance of the third run
 from torch, at least RESOLUTION.
+
+The file is long because it is all of a trainer: copy it, and it runs.
 """
 
 import argparse

@@ -44,8 +44,8 @@ class StateView:
         )
 
     def _of_fragment(self, name, fragment, slot, hv, v):
-        """Calls a function of core/tiles.cuh on the warpgroups' rows of S^T, from value row v on. `extent` tells how
-        many value rows and channels the state has."""
+        """Calls a function of core/state_tiles.cuh on the warpgroups' rows of S^T, from value row v on. `extent` tells
+        how many value rows and channels the state has."""
         state, K = self.pointer(slot, hv, v), fragment.shape[1]
         extent = (self.row_stride, self.value_dim - v, self.key_dim)
         return extern(f"{name}<{K}, {self.float8}>", fragment.data, state, self.dtype, self.is_v_first, *extent)

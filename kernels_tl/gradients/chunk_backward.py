@@ -73,6 +73,7 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "core/descriptors.cuh"
+#include "core/state_tiles.cuh"
 #include "gradients/gradients.cuh"
 #include "gradients/turns.cuh"
 """

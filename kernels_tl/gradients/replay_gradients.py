@@ -31,7 +31,7 @@ from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_sc
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 #include "states/wide_state.cuh"
 """
 

@@ -59,7 +59,7 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan")}
 PRELUDE = """
 #include "maps/segments.cuh"
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 #include "states/wide_state.cuh"
 """
 

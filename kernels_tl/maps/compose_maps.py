@@ -33,7 +33,7 @@ from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 PRELUDE = """
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 """
 
 # Producers: a loader.

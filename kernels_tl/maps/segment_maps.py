@@ -39,7 +39,7 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {"segments": after("chunk_plan"), "needs_maps": after("segment_memory")}
 PRELUDE = """
 #include "maps/segments.cuh"
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 #include "states/wide_state.cuh"
 """
 

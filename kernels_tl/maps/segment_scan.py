@@ -43,7 +43,7 @@ EARLY |= {"needs_maps": after("segment_memory")}
 EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "skips", "states")}
 EARLY |= {"initial_state": after(CALLER, where="beside")}
 PRELUDE = """
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 """
 
 # Producers: a loader and a storer.

@@ -51,7 +51,7 @@ EARLY = {"segments": after("chunk_plan")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 #include "plan/runs.cuh"
 #include "states/round_state.cuh"
 #include "states/wide_state.cuh"

@@ -3,7 +3,7 @@
 //   L = A * D - I,   P = scale tril(Q K^T) * D        A, D: matrices/chunk_matrices.cuh
 #pragma once
 
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 #include "core/wgmma.cuh"
 #include "matrices/chunk_matrices.cuh"
 #include "states/consumer_place.cuh"

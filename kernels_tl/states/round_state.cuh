@@ -1,7 +1,7 @@
 // Rounding of a state in registers, as in memory.
 #pragma once
 
-#include "core/tiles.cuh"
+#include "core/state_tiles.cuh"
 
 namespace flash_qla::device {
 
