@@ -57,6 +57,7 @@ def of_dims(dims: dict[str, str], command: str) -> list[str]:
 
 
 DECODE = "decode --heads 16x32,2x8,16x64,4x16 --batches 1,8,64,256 --tokens 1"
+PLAIN = f"{DECODE} --keep plain --state-dtypes fp32"
 DRAFTS = "decode --heads 16x32 --batches 1,64,256 --tokens 4"
 
 # Section -> its benchmarks and their arguments
@@ -65,6 +66,7 @@ SECTIONS = {
     "forward": [f"forward --gates bench --variants op --heads {HEADS} --sequences {SEQUENCES}"],
     "backward": ["backward"],
     "decode": [DECODE],
+    "plain": [PLAIN],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
     "options": [
         "forward --gates bench --variants nocp,l2norm,output_h,v_first,fp16 --heads 16x32,2x8 "
@@ -99,13 +101,13 @@ class Process:
 PROCESSES = [
     Process(
         "flash_qla",
-        {"ceilings": 8, "forward": 35, "backward": 20, "decode": 20, "drafts": 10, "options": 12, "mixed": 5}
-        | {"prefill": 20, "head_dims": 8, "head_dims_step": 12, "wide": 8, "wide_step": 12, "wide_decode": 6}
-        | {"dispatch": 15, "accuracy": 40, "host": 40},
+        {"ceilings": 8, "forward": 35, "backward": 20, "decode": 20, "plain": 8, "drafts": 10, "options": 12}
+        | {"mixed": 5, "prefill": 20, "head_dims": 8, "head_dims_step": 12, "wide": 8, "wide_step": 12}
+        | {"wide_decode": 6, "dispatch": 15, "accuracy": 40, "host": 40},
     ),
     Process("flashinfer", {"forward": 25, "mixed": 5}),
     Process("flash_qla_jit", {"forward": 35, "backward": 25}),
-    Process("fla", {"forward": 30, "head_dims": 10}, FLA_TRITON),
+    Process("fla", {"plain": 15, "forward": 30, "head_dims": 10}, FLA_TRITON),
     Process("vllm", {"decode": 20, "drafts": 10}, FLA_TRITON),
     Process("sglang", {"decode": 20, "drafts": 10}, FLA_TRITON),
     Process("attn_gym", {"decode": 20}),

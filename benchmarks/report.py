@@ -552,28 +552,28 @@ def us_columns(card: Card, section: str, key_of: Callable, peers: dict[str, tupl
 
 DECODE_ROWS = (1, 8, 64, 256)  # sequences; the means have all cells
 DECODE_PEERS = {"engines": ENGINES, "attn-gym": ("attn_gym",)}
+# Caption, section, kept states, their dtype, peers
+DECODE_TABLES = (
+    ("States in fp32:", "decode", "last", "fp32", DECODE_PEERS),
+    ("States in bf16:", "decode", "last", "bf16", DECODE_PEERS),
+    ("Without a pool, states in fp32 and ready gates:", "plain", "plain", "fp32", {"FLA": ("fla",)}),
+)
 
 
 def decode(data: Data) -> str:
     if not data.measured("decode", "drafts"):
         return sections_table(data, {}, [], lambda card: [], "decode")
     parts = []
-    keys = sorted(
-        {
-            (cell["heads"], cell["batch"])
-            for card in data.cards
-            for cell in card.cells("decode")
-            if cell["batch"] in DECODE_ROWS
-        },
-        key=lambda key: (parse_heads(key[0]), key[1]),
-    )
-    for dtype in ("fp32", "bf16"):
-        texts = {key: [key[0], str(key[1])] for key in keys}
+    for caption, section, keep, dtype, peers in DECODE_TABLES:
+        cells = [cell for card in data.cards for cell in card.cells(section)]
+        keys = {(cell["heads"], cell["batch"]) for cell in cells if cell["batch"] in DECODE_ROWS}
+        texts = {key: [key[0], str(key[1])] for key in sorted(keys, key=lambda key: (parse_heads(key[0]), key[1]))}
 
-        def columns(card: Card, dtype: str = dtype) -> list[Column]:
-            return us_columns(card, "decode", lambda pair: (*pair, "last", dtype), DECODE_PEERS)
+        def columns(card: Card, section=section, kind=(keep, dtype), peers=peers) -> list[Column]:
+            return us_columns(card, section, lambda pair: (*pair, *kind), peers)
 
-        parts += [f"States in {dtype}:", table(texts, ["q/k x v heads", "sequences"], data.cards, columns)]
+        if texts:
+            parts += [caption, table(texts, ["q/k x v heads", "sequences"], data.cards, columns)]
     rows = [
         [
             f"{card.name}: {dtype}",
@@ -596,7 +596,7 @@ def decode(data: Data) -> str:
         "Four tokens a sequence, 16x32 heads:",
         table(texts, header, data.cards, lambda card: us_columns(card, "drafts", lambda key: key, peers)),
     ]
-    return "\n\n".join([*parts, environment_line(data.cards, "decode", "drafts")])
+    return "\n\n".join([*parts, environment_line(data.cards, "decode", "plain", "drafts")])
 
 
 def decode_ratios(card: Card, dtype: str, packages: tuple[str, ...]) -> list[float]:

@@ -475,6 +475,7 @@ def test_sketches_estimate_differences():
 TINY = ["--heads", "1x2"]
 TINY_SECTIONS = {
     "decode": [*TINY, "--batches", "1"],
+    "plain": [*TINY, "--batches", "1"],
     "drafts": [*TINY, "--batches", "1"],
     "wide_decode": [*TINY, "--batches", "1"],
     "accuracy": ["--cases", "2x8 1x1"],
@@ -580,6 +581,10 @@ def card_results(commit: str = "1") -> dict:
         "ceilings": [common.CEILINGS["H200"]],
         "forward": forward_cells,
         "decode": [{"package": name, "version": "1", "us": x, **key} for name, x in us.items()],
+        "plain": [
+            {"package": name, "version": "1", "us": x, **key, "keep": "plain"}
+            for name, x in (("flash_qla", 4.0), ("fla", 5.0))
+        ],
     }
     environment = {"gpu": "NVIDIA H100", "driver": "580", "torch": "2.11", "commit": commit}
     return {"environment": environment, "sections": {name: {"cells": cells} for name, cells in sections.items()}}
@@ -606,6 +611,7 @@ def test_tables_of_one_card(card_folder):
     assert "| H100: op | 5.30 (least 3.75, n = 2) | 1.58 (least 1.00, n = 2) | 2.50 (least 2.50, n = 1) |" in lines[8]
     assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1."
     assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - |" in report.decode(data)
+    assert "| 2x8 | 8 | 4.0 | 25% | 1.25 |" in report.decode(data)
     assert "| H100: decoding, fp32 states | - | - | - | 1.50 | - |" in report.summary(data)
     assert report.backward(data) == "Not measured on H100."
 
