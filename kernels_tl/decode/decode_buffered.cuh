@@ -137,8 +137,8 @@ class LaggingRows : public StateRows<State, K> {
   }
 };
 
-// What a token of a head writes: its state in the pool, from slot 0 on, and its output, from sequence 0 on. Strides are
-// in elements.
+// The memory that a token of a head writes: its state in the pool, from slot 0 on, and its output, from sequence 0 on.
+// Strides are in elements.
 struct LaggingOutputs {
   void* pool;
   int64_t slot_stride;

@@ -36,7 +36,7 @@ __device__ __forceinline__ float square_of_pieces(const uint4 (&pieces)[kPiecesO
 // squares[i] = |k|^2 of the chunk's token 2 lane + i. `keys` are in 16 bits, `stride` elements apart.
 template <typename Element>
 __device__ __forceinline__ void squares_of_keys(float (&squares)[2], const Element* keys, int64_t stride, int key_dim) {
-  constexpr int kTokens = 32 / kLanesOfKey;  // of a step
+  constexpr int kTokens = 32 / kLanesOfKey;  // tokens of a step
   constexpr int kSteps = 8;                  // whose loads are in flight
   const int lane = lane_here(), part = lane % kLanesOfKey;
   for (int step = 0; step < kChunk / kTokens; step += kSteps) {
@@ -97,7 +97,7 @@ constexpr float kGiveUp = 0.5f;
 // search has given up. A CTA calls it, and each warp takes every kWarps-th chunk.
 template <typename Element, bool kNormalize, int kWarps>
 __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row, int hv, int most) {
-  __shared__ float bounds[2][kWarps];  // in turns, so that one barrier is enough
+  __shared__ float bounds[2][kWarps];  // two tables in turns, so that one barrier is enough
   const int warp = warp_index();
   float head_gate[2], bound = 0.f;
   load_head_gate(head_gate, in.A_log, in.dt_bias, in.activations, hv);
@@ -124,7 +124,7 @@ __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row,
   return kFromMaps;
 }
 
-// What the segment that begins at token `row` remembers of the `before` chunks of its sequence. All CTAs that write
+// The memory of the segment that begins at token `row`, after `before` chunks of its sequence. All CTAs that write
 // needs_maps write 1.
 template <typename Element, bool kNormalize, int kWarps>
 __device__ __forceinline__ void find_memory(const BoundInputs& in, int row, int before, int hv, int* memory,
