@@ -30,6 +30,7 @@ from kernels_tl.layout import (
     DECODE_ROWS_BUFFERED_MMA,
     DECODE_TILE,
     DECODE_WARP_ROWS,
+    DECODE_WARP_ROWS_WIDE,
     DECODE_WARPS,
     GATE_HEADS,
     GATE_TOKENS,
@@ -177,28 +178,35 @@ L2NORM = Tile(tile=256, consumers=256)
 
 # Keyed by K, then by path. A suffix _16 or _8: the path with states of 16 or 8 bits. A CTA stores and loads most of its
 # spilled registers only once.
-DECODE_THREADS, DECODE_GROUP = DECODE_WARPS * WARP, DECODE_WARPS * DECODE_WARP_ROWS
+DECODE_THREADS = DECODE_WARPS * WARP
 
 
-def decode_group(ctas, **numbers):
-    """A CTA that takes a group of value rows: DECODE_WARP_ROWS rows for each warp."""
-    return Tile(tile=DECODE_GROUP, consumers=DECODE_THREADS, ctas=ctas, **numbers)
+def decode_group(K, path):
+    """Value rows that the warps of a CTA of decode have at a time."""
+    return DECODE_WARPS * (DECODE_WARP_ROWS_WIDE if is_wide(K) and path == "one_token" else DECODE_WARP_ROWS)
+
+
+def decode_rows(ctas, K=NARROW_KEY, path="rows", **numbers):
+    """A CTA that takes one such group."""
+    return Tile(tile=decode_group(K, path), consumers=DECODE_THREADS, ctas=ctas, **numbers)
 
 
 DECODE = {
     128: {
-        "one_token": decode_group(DECODE_CTAS_ROWS),
-        "one_token_16": decode_group(DECODE_CTAS_ONE_16),
-        "one_token_8": decode_group(DECODE_CTAS_ONE_8),
-        "rows": decode_group(DECODE_CTAS_ROWS, spills=128),
+        "one_token": decode_rows(DECODE_CTAS_ROWS),
+        "one_token_16": decode_rows(DECODE_CTAS_ONE_16),
+        "one_token_8": decode_rows(DECODE_CTAS_ONE_8),
+        "rows": decode_rows(DECODE_CTAS_ROWS, spills=128),
         "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
         "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
-        "key_first": decode_group(DECODE_CTAS_KEY_FIRST, spills=28),
+        "key_first": decode_rows(DECODE_CTAS_KEY_FIRST, spills=28),
     },
     256: {
-        "rows": decode_group(DECODE_CTAS_WIDE, spills=184),
-        "rows_8": decode_group(DECODE_CTAS_WIDE, spills=224),
-        "key_first": decode_group(DECODE_CTAS_WIDE_KEY_FIRST),
+        "one_token": decode_rows(DECODE_CTAS_ROWS, 256, "one_token"),
+        "one_token_16": decode_rows(DECODE_CTAS_ONE_16, 256, "one_token"),
+        "rows": decode_rows(DECODE_CTAS_WIDE, spills=184),
+        "rows_8": decode_rows(DECODE_CTAS_WIDE, spills=224),
+        "key_first": decode_rows(DECODE_CTAS_WIDE_KEY_FIRST),
     },
 }
 
@@ -210,6 +218,6 @@ def decode_tile(K, path, state_bytes):
 
 # Keyed by whether tokens and states have one dtype.
 DECODE_BUFFERED = {
-    False: decode_group(DECODE_CTAS_BUFFERED),
+    False: decode_rows(DECODE_CTAS_BUFFERED),
     True: Tile(tile=DECODE_ROWS_BUFFERED_MMA, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED_MMA),
 }

@@ -28,7 +28,7 @@ def decode_paths(dtype, K, state_dtype):
     if state_dtype == "float8":
         return ("rows",) if is_wide(K) else ("one_token", "rows")
     if is_wide(K):
-        return ("rows", "key_first")  # rows takes one token as one_token does
+        return ("one_token", "rows", "key_first")
     if dtype == state_dtype == "bfloat16":
         return ("one_token", "tensor_cores", "key_first")
     return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")

@@ -52,6 +52,7 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # decode.
 DECODE_WARPS = 4  # warps of a CTA
 DECODE_WARP_ROWS = 8  # value rows of a state that a warp has at a time
+DECODE_WARP_ROWS_WIDE = 4  # the same with keys of more than 128 channels, on the path `one_token`
 DECODE_TOKENS = 8  # tokens prepared at a time
 DECODE_BLOCK = 4  # path `blocks`: tokens of a block
 DECODE_TILE = 128  # most value rows of a CTA if tokens go through a state together

@@ -97,8 +97,6 @@ const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_
 
 int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
-constexpr int64_t kGroupRows = kDecodeWarps * kDecodeWarpRows;  // value rows that a CTA's warps take at a time
-
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
 // The instance that takes a call. This function decides its path, from the call and from the compiled instances,
@@ -126,14 +124,19 @@ kernels::DecodeParams instance_of(const DecodeCall& call) {
   return found;
 }
 
-// Limits of a kernel: CTAs that an SM holds, and whether a CTA may have several groups of value rows.
+// Limits of a kernel: CTAs that an SM holds, whether a CTA may have several groups of value rows, and the value rows
+// that a warp has at a time.
 struct Limits {
   int64_t ctas;
   bool has_groups;
+  int64_t warp_rows = kDecodeWarpRows;
+
+  int64_t group_rows() const { return kDecodeWarps * warp_rows; }
 };
 
 Limits limits_of(const kernels::DecodeParams& instance) {
-  if (has_wide_keys(instance.K)) {
+  const bool is_wide = has_wide_keys(instance.K);
+  if (is_wide && instance.path != Path::kOneToken) {
     return {instance.path == Path::kKeyFirst ? kDecodeCtasWideKeyFirst : kDecodeCtasWide, false};
   }
   switch (instance.path) {
@@ -141,7 +144,8 @@ Limits limits_of(const kernels::DecodeParams& instance) {
       if (instance.state_dtype == kernels::Dtype::kFloat8) {
         return {kDecodeCtasOne8, true};
       }
-      return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false};
+      return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false,
+              is_wide ? kDecodeWarpRowsWide : kDecodeWarpRows};
     case Path::kRows:
       return {kDecodeCtasRows, false};
     case Path::kBlocks:
@@ -188,7 +192,7 @@ class Grid {
 
  private:
   // CTAs of a sequence, with `groups` groups in each CTA.
-  int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * kGroupRows); }
+  int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * limits_.group_rows()); }
 
   // Takes the shares with the least cost. Larger CTAs begin less often; smaller CTAs spread more evenly. A turn of the
   // SMs costs 1 + groups: the beginning of a CTA takes as long as one group. The turn costs half if no SM has a second
@@ -209,7 +213,7 @@ class Grid {
       }
     };
     for (const bool all : {true, false}) {
-      for (int64_t groups = all ? 1 : 2; groups * kGroupRows <= kDecodeTile; groups *= 2) {
+      for (int64_t groups = all ? 1 : 2; groups * limits_.group_rows() <= kDecodeTile; groups *= 2) {
         const int64_t ctas = ctas_of(groups), in_full_turns = call_.N * ctas / at_a_time_ * at_a_time_ / ctas;
         consider(groups, all ? call_.N : in_full_turns);
       }
@@ -323,7 +327,7 @@ void launch(DecodeCall& call, const Tensor& o) {
 
 int64_t early_sequences(const BufferedDecodeCall& call) {
   const bool by_tensor_cores = has_dtype(call.state_pool, call.dtype);
-  const int64_t rows = by_tensor_cores ? kDecodeRowsBufferedMma : kGroupRows;
+  const int64_t rows = by_tensor_cores ? kDecodeRowsBufferedMma : kDecodeWarps * kDecodeWarpRows;
   const int64_t ctas_of_sm = by_tensor_cores ? kDecodeCtasBufferedMma : kDecodeCtasBuffered;
   const int64_t turns = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
   return first_places(call.N, call.H_v * ceil_div(call.V, rows), turns, gpu_of(call.q).card.sm_count * ctas_of_sm);

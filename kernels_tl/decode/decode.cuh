@@ -20,7 +20,7 @@ enum class DecodePath {
 };
 
 // The work of one CTA. o points to the head's row of token 0; tokens are `o_stride` elements apart.
-template <typename Element, typename State, int K, DecodePath kPath>
+template <typename Element, typename State, int K, DecodePath kPath, int kGroupRows>
 class Decode {
  public:
   const DecodePlan& plan;
@@ -49,7 +49,8 @@ class Decode {
 
  private:
   static constexpr bool kIsKeyFirst = kPath == DecodePath::kKeyFirst;
-  using Rows = std::conditional_t<kIsKeyFirst, KeyFirstRows<State, K>, StateRows<State, K>>;
+  static constexpr int kWarpRows = kGroupRows / kDecodeWarps;
+  using Rows = std::conditional_t<kIsKeyFirst, KeyFirstRows<State, K>, StateRows<State, K, kWarpRows>>;
   template <int kTileRows>
   using Prepared = PreparedTokens<Element, State, typename Rows::L, kTileRows>;
   struct Blocks {
@@ -70,9 +71,9 @@ class Decode {
                                      (kPath == DecodePath::kOneToken && sizeof(State) == 1);
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
-  __device__ __forceinline__ int groups() const { return kHasGroups ? share.groups : 1; }
-  __device__ __forceinline__ int first_row_of(int group) const { return share.first_row + group * kDecodeGroupRows; }
-  __device__ __forceinline__ int row_of(int group) const { return first_row_of(group) + warp() * kDecodeWarpRows; }
+  __device__ __forceinline__ int groups() const { return kHasGroups ? share.rows / kGroupRows : 1; }
+  __device__ __forceinline__ int first_row_of(int group) const { return share.first_row + group * kGroupRows; }
+  __device__ __forceinline__ int row_of(int group) const { return first_row_of(group) + warp() * kWarpRows; }
   __device__ __forceinline__ Rows rows_of(int group) const { return Rows(row_of(group), K_, V_, states.dtype); }
   __device__ __forceinline__ const State* state_of(int64_t slot) const {
     return static_cast<const State*>(states.pool) + slot * states.slot_stride;
@@ -241,7 +242,7 @@ class Decode {
       constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // a warp's turns, at most
       auto* const tile = static_cast<typename Decoder::Tile*>(tiles);
       const State* const state = state_of(slot);
-      const int first_row = share.first_row, rows = groups() * kDecodeGroupRows;
+      const int first_row = share.first_row, rows = groups() * kGroupRows;
       const auto unit = [](int turn) { return turn * kDecodeWarps + warp(); };
       shared.fetch(tokens, begin, count, first_row, rows, K_, V_);
       commit_copies();
@@ -276,12 +277,12 @@ class Decode {
   }
 };
 
-template <typename Element, typename State, int K, DecodePath kPath>
+template <typename Element, typename State, int K, DecodePath kPath, int kGroupRows>
 __device__ __forceinline__ void decode(const DecodePlan& plan, const DecodeTokens& tokens, const DecodeStates& states,
                                        void* outputs, void* tiles, int64_t o_stride, const DecodeShare& share,
                                        int key_dim, int value_dim, int N) {
-  Decode<Element, State, K, kPath>{plan,    tokens,    states, static_cast<Element*>(outputs), tiles, o_stride, share,
-                                   key_dim, value_dim, N}
+  Decode<Element, State, K, kPath, kGroupRows>{
+      plan, tokens, states, static_cast<Element*>(outputs), tiles, o_stride, share, key_dim, value_dim, N}
       .run();
 }
 

@@ -51,11 +51,12 @@ The states of the first sequences are prefetched into L2 while the preceding gri
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
-from kernels_tl.config import DECODE_GROUP as GROUP, decode_tile
+from kernels_tl.config import decode_group, decode_tile
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.core.cta import BYTES
 from kernels_tl.layout import (
     DECODE_TILE,
+    NARROW_KEY,
     DecodeTable,
 )
 
@@ -64,16 +65,14 @@ PRELUDE = """
 #include "decode/decode.cuh"
 """
 
-assert DECODE_TILE % GROUP == 0
-
-# Keyed by path: its name in decode/decode.cuh, and the rows of a state in shared memory. `blocks` has two groups that
+# Keyed by path: its name in decode/decode.cuh, and the groups of a state's rows in shared memory. `blocks` has two that
 # are fetched and one that is written, `key_first` one of each.
 PATHS = {
     "one_token": ("kOneToken", 0),
-    "rows": ("kRows", GROUP),
-    "blocks": ("kBlocks", 3 * GROUP),
-    "tensor_cores": ("kTensorCores", DECODE_TILE),
-    "key_first": ("kKeyFirst", 2 * GROUP),
+    "rows": ("kRows", 1),
+    "blocks": ("kBlocks", 3),
+    "tensor_cores": ("kTensorCores", DECODE_TILE // decode_group(NARROW_KEY, "tensor_cores")),
+    "key_first": ("kKeyFirst", 2),
 }
 
 
@@ -180,14 +179,16 @@ def decode(dtype, K, state_dtype, path):
     inputs = DecodeInputs(tokens, dtype)
     H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
     strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "row_stride", "step_stride")}
-    name, ROWS = PATHS[path]
+    name, groups_in_shared = PATHS[path]
+    GROUP = decode_group(K, path)
     cta = decode_tile(K, path, BYTES[state_dtype])
-    TILE_BYTES = ROWS * K * BYTES[state_dtype]  # a tile of states in shared memory
+    TILE_BYTES = groups_in_shared * GROUP * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
     if is_float8 := state_dtype == "float8":
         state_dtype = "uint8"  # TileLang's name of the memory
-    function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}>"
+    share = f"decode_share<{GROUP}>"
+    function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}, {GROUP}>"
 
     state_strides = (value_dim * key_dim, key_dim, 1)
 
@@ -225,7 +226,7 @@ def decode(dtype, K, state_dtype, path):
                     indices.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern("decode_share", tile, place, shares.groups, shares.whole, shares.halvings),
+                    extern(share, tile, place, shares.groups, shares.whole, shares.halvings),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )
@@ -260,7 +261,7 @@ def decode(dtype, K, state_dtype, path):
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),
                 T.Cast("int64", H_v) * value_dim,
-                extern("decode_share", tile, place, shares.groups, shares.whole, shares.halvings),
+                extern(share, tile, place, shares.groups, shares.whole, shares.halvings),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
                 T.Cast("int32", N),

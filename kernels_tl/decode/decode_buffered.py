@@ -41,7 +41,7 @@ The states of the first sequences are prefetched into L2 while the preceding gri
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
-from kernels_tl.config import DECODE_BUFFERED, DECODE_GROUP as GROUP
+from kernels_tl.config import DECODE_BUFFERED
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.decode.decode import DecodeInputs
 from kernels_tl.layout import BufferedTable
@@ -129,7 +129,7 @@ def decode_buffered(dtype, K, state_dtype):
                     backlog.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern("DecodeShare", n, tile * cta.tile, cta.tile // GROUP),
+                    extern("DecodeShare", n, tile * cta.tile, cta.tile),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )

@@ -107,7 +107,7 @@ class KeyFirstRows : public StateRows<float, K> {
 template <typename State>
 __device__ __forceinline__ void prefetch_key_first_state(const FirstSlots& slots, const void* pool, int64_t slot_stride,
                                                          const DecodeShare& share, int key_dim, int value_dim) {
-  const int rows = min(share.groups * kDecodeGroupRows, value_dim - share.first_row);
+  const int rows = min(share.rows, value_dim - share.first_row);
   if (rows > 0) {
     if (const int64_t slot = slots(share.n); slot != kNoState) {
       const State* const from = static_cast<const State*>(pool) + slot * slot_stride + share.first_row;

@@ -9,7 +9,9 @@ namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
-constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;  // a group: the value rows that a CTA has at a time
+// A group: the value rows that a CTA has at a time. Wide keys with one token have smaller groups (decode_group of
+// kernels_tl/config.py).
+constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;
 
 __device__ __forceinline__ int64_t clamp(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
@@ -31,18 +33,19 @@ struct FirstSlots {
   }
 };
 
-// A CTA's work: `groups` groups of value rows of sequence n, from first_row on.
+// A CTA's work: `rows` value rows of sequence n, from first_row on.
 struct DecodeShare {
-  int n, first_row, groups;
+  int n, first_row, rows;
 };
 
 // The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups a tile. Each of
 // the others has 2^halvings places, which share a tile's groups. The share is computed again where it is used, because
 // one more register would spill, and shifts by launch arguments are cheap.
+template <int kGroupRows>
 __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
   const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
   const int part = later & ((1 << shift) - 1);
-  return {(later >> shift) + whole, (tile * groups + part * own) * kDecodeGroupRows, own};
+  return {(later >> shift) + whole, (tile * groups + part * own) * kGroupRows, own * kGroupRows};
 }
 
 // The tokens of each sequence, and the slots that its states come from and go to. Table entries may have any value:
@@ -148,7 +151,7 @@ struct DecodeStates {
 template <typename State>
 __device__ __forceinline__ void prefetch_state(const FirstSlots& slots, const void* pool, int64_t slot_stride,
                                                const DecodeShare& share, int key_dim, int value_dim) {
-  const int rows = min(share.groups * kDecodeGroupRows, value_dim - share.first_row);
+  const int rows = min(share.rows, value_dim - share.first_row);
   if (threadIdx.x == 0 && rows > 0) {
     if (const int64_t slot = slots(share.n); slot != kNoState) {
       const State* const from = static_cast<const State*>(pool) + slot * slot_stride + share.first_row * key_dim;

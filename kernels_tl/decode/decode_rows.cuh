@@ -26,11 +26,11 @@ __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int l
   }
 }
 
-// kDecodeWarpRows value rows of a state in a warp's registers, in fp32, laid out as RowLanes says.
-template <typename State, int K>
+// kWarpRows value rows of a state in a warp's registers, in fp32, laid out as RowLanes says.
+template <typename State, int K, int kWarpRows = kDecodeWarpRows>
 class StateRows {
  public:
-  using L = RowLanes<State, K>;
+  using L = RowLanes<State, K, kWarpRows>;
   static constexpr int kPieces = L::kRows * L::kPieces;
   static constexpr bool kIsFloat8 = sizeof(State) == 1;
   using Piece = std::conditional_t<kIsFloat8, uint2, uint4>;

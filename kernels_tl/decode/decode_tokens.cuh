@@ -5,19 +5,19 @@
 
 namespace flash_qla::device {
 
-// The layout of kDecodeWarpRows value rows of a state in a warp. A lane has kPieces pieces of each of its kRows rows,
+// The layout of kWarpRows value rows of a state in a warp. A lane has kPieces pieces of each of its kRows rows,
 // which are kTogether rows apart. A piece has 16 bytes; on states of 8 bits it has 8 bytes, because the registers of
 // more channels of q and k would not fit. Neighbouring lanes have neighbouring pieces. Channels from key_dim on count
 // as zeros.
-template <typename State, int K>
+template <typename State, int K, int kWarpRows = kDecodeWarpRows>
 struct RowLanes {
   static constexpr int kDim = K;
   static constexpr int kPieceChannels = sizeof(State) == 1 ? 8 : 16 / sizeof(State);
   static constexpr int kPieces = K > kWarp* kPieceChannels ? K / (kWarp * kPieceChannels) : 1;
   static constexpr int kChannels = kPieces * kPieceChannels;  // channels of a lane
   static constexpr int kLanes = K / kChannels;                // lanes of a row
-  static constexpr int kTogether = kWarp / kLanes, kRows = kDecodeWarpRows / kTogether;
-  static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kDecodeWarpRows % kTogether == 0);
+  static constexpr int kTogether = kWarp / kLanes, kRows = kWarpRows / kTogether;
+  static_assert(K % kChannels == 0 && kWarp % kLanes == 0 && kWarpRows % kTogether == 0);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp % kLanes; }  // number in its row
   static __device__ __forceinline__ int row_of_group() { return threadIdx.x % kWarp / kLanes; }
