@@ -79,8 +79,9 @@ class Sequences(Bundle):
             offset_words=offset_words,
         )
 
-    def search(self, function, found, what, sizes, slots):
-        """Calls a function of plan/plan.cuh that finds a row of the plan's tables, before chunk_plan has ended."""
+    def search(self, function, found, what, sizes, slots, *more):
+        """Calls a function of plan/plan.cuh that finds a row of the plan's tables, before chunk_plan has ended or
+        without it."""
         return extern(
             function,
             found,
@@ -92,6 +93,7 @@ class Sequences(Bundle):
             T.Cast("int32", sizes.tokens),
             self.uniform_length,
             slots.table(),
+            *more,
         )
 
 
@@ -169,6 +171,18 @@ class StatePresence(Bundle):
         first = T.access_ptr(self.first_indices[0], "r")
         where = (self.first_index_kind, self.first_index_stride)
         return extern("Slots", first, *where, slots.null_index, slots.slots)
+
+    def record(self, slots):
+        """The Presence of plan/plan.cuh."""
+        return extern(
+            "Presence",
+            self.on_pool != 0,
+            self.first_states,
+            T.access_ptr(self.has_state[0], "r"),
+            self.has_state_stride,
+            self.first_table(slots),
+            self.has_final != 0,
+        )
 
 
 class CheckpointTable(Bundle):

@@ -59,7 +59,7 @@ INSTANCES = [
         Instance(
             "states.fused_forward",
             types | {"normalize": normalize, "low_level": low_level, "cut": cut},
-            spill_budget=config.FUSED_SEGMENTS_A_SPILLS * (cut and low_level),
+            spill_budget=config.FUSED_A_SPILLS[cut] * low_level,
         )
         for types in NARROW_TYPES
         for normalize in (False, True)

@@ -25,6 +25,9 @@ NO_STATE, FROM_SCAN = -1, -2
 # FROM_MAPS, if more count: then segment_scan writes that state.
 LONGEST_MEMORY, FROM_MAPS = 16, -1
 
+# Tokens up to the first checkpoint, if there is none: more than a sequence has, in whole chunks.
+WHOLE_SEQUENCE = 0x7FFFFFFF // CHUNK * CHUNK
+
 # Sequences of a step of chunk_plan. The table of segments is sorted within a step: the longest sequence comes first.
 PLAN_STEP = 256
 
@@ -109,6 +112,14 @@ class SegmentColumn:
 
     ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
     COUNT = 8
+
+
+class OwnSegment:
+    """Columns after those of SegmentColumn where a CTA finds its segment itself: the row after the sequence's tokens,
+    which exceeds ROW + LENGTH if the sequence has no slot, and the first row that no sequence covers."""
+
+    END, COVERED = SegmentColumn.COUNT, SegmentColumn.COUNT + 1
+    COUNT = SegmentColumn.COUNT + 2
 
 
 class SegmentFlag:

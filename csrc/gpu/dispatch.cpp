@@ -40,11 +40,16 @@ Choice fastest(const DirectionShape& shape, const Override& forced) {
   return *found;
 }
 
+// Pieces of work of chunk_forward and fused_forward.
+int64_t pieces(const ForwardShape& shape, int64_t segments, int64_t value_tile) {
+  return segments * shape.H_v * value_tiles(shape.V, value_tile);
+}
+
 // If the device decides whether to cut, and each answer has its own kernel or tile, both are launched. The flags of the
 // first segment tell which of them runs: if a sequence is cut, its first segment is not its last.
 void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
   const auto ctas = [&](int64_t segments, int64_t value_tile) {
-    return std::min<int64_t>(segments * shape.H_v * value_tiles(shape.V, value_tile), shape.card.sm_count);
+    return std::min<int64_t>(pieces(shape, segments, value_tile), shape.card.sm_count);
   };
   d.ctas = ctas(d.segments, d.value_tile);
   const bool has_two = d.whole_tile != d.value_tile || (d.fuses_whole_sequences() && !d.is_only_fused());
@@ -74,6 +79,7 @@ Dispatch decide_common(const DirectionShape& shape, const Override& forced, cons
           .heads_per_cta = heads_per_cta(shape, chunks),
           .early_ctas = early_ctas(shape),
           .in_halves = shape.in_halves,
+          .planned = true,
           .workspace_bytes = 0,
           .predicted_us = choice.us};
 }
@@ -93,6 +99,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   }
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
+  d.planned = !(d.early && d.ctas == pieces(shape, d.segments, d.value_tile) && shape.checkpoint_every == 0);
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
   return d;
 }

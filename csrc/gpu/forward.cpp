@@ -52,7 +52,9 @@ class Forward {
       Tensor h = out_.h;
       zero(h);
     }
-    pass_.make_plan(states_, SegmentFlag::kLast, memory());
+    if (d_.planned) {
+      pass_.make_plan(states_, SegmentFlag::kLast, memory());
+    }
     if (d_.fuses_whole_sequences()) {
       fused_forward(d_.launches[0]);
     }
@@ -123,6 +125,7 @@ class Forward {
                             .gates = gates(),
                             .sequences = sequences_of(call_),
                             .slots = states_.slots,
+                            .presence = states_.presence,
                             .plan = pass_.plan(),
                             .states = states_.numbers,
                             .kept = states_.kept,
@@ -131,6 +134,7 @@ class Forward {
                             .value_tiles = value_tiles(call_.V),
                             .only_if = launch.only_if,
                             .early = d_.early,
+                            .planned = d_.planned,
                             .scale = static_cast<float>(*call_.scale),
                             .memory = memory(),
                             .maps = pass_.maps()},

@@ -33,8 +33,12 @@ class Workspace {
     const std::optional<Tensor>& begun = call.workspace;
     check(!begun || begun->numel() == bytes_, call.op, "workspace has ", begun ? begun->numel() : 0,
           " bytes, expected the ", bytes_, " of the first half of a call of these shapes");
-    storage_ = begun ? *begun : new_empty(call.op, call.q, {bytes_}, ScalarType::Byte);
-    base_ = static_cast<char*>(storage_->mutable_data_ptr());
+    if (begun) {
+      storage_ = *begun;
+    } else if (bytes_ > 0) {
+      storage_ = new_empty(call.op, call.q, {bytes_}, ScalarType::Byte);
+    }
+    base_ = storage_ ? static_cast<char*>(storage_->mutable_data_ptr()) : nullptr;
   }
 
   const Tensor& storage() const { return *storage_; }
@@ -66,9 +70,9 @@ inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * valu
 // The parts of both directions. If only the fused kernel runs, there are neither gates nor matrices.
 struct PassWorkspace : Workspace {
   PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)
-      : sequences(reserve<int32_t>(shape.N * SequenceColumn::kCount)),
-        chunks(reserve<int32_t>(d.chunk_slots * ChunkColumn::kCount)),
-        segments(reserve<int32_t>(d.segments * SegmentColumn::kCount)),
+      : sequences(reserve<int32_t>(d.planned ? shape.N * SequenceColumn::kCount : 0)),
+        chunks(reserve<int32_t>(d.planned ? d.chunk_slots * ChunkColumn::kCount : 0)),
+        segments(reserve<int32_t>(d.planned ? d.segments * SegmentColumn::kCount : 0)),
         checkpoints(reserve<int32_t>(has_checkpoints ? d.chunk_slots : 0)),
         gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),

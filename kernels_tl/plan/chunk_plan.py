@@ -46,6 +46,7 @@ from kernels_tl.layout import (
     FROM_SCAN,
     NO_STATE,
     PADDING,
+    WHOLE_SEQUENCE,
     SegmentColumn,
     SegmentFlag,
     SequenceColumn,
@@ -57,7 +58,7 @@ PRELUDE = """
 """
 
 THREADS = CHUNK_PLAN.threads  # a step takes one sequence for each thread
-WHOLE = 0x7FFFFFFF // C  # chunks of a segment where no sequence is cut
+WHOLE = WHOLE_SEQUENCE // C  # chunks of a segment where no sequence is cut
 
 
 def count_chunks(length, run):
@@ -137,7 +138,7 @@ def write_segments(segments, n, slot, begin, end, first, parts, size, states, dr
             is_scanned = (i > 0) | ((states.on_pool != 0) & (parts > 1) & (states.initial != NO_STATE))
             segments[slot + i, SegmentColumn.INITIAL] = T.Select(is_scanned, FROM_SCAN, states.initial)
             segments[slot + i, SegmentColumn.FINAL] = T.Select(i == parts - 1, states.final, FROM_SCAN)
-            until = T.alloc_var("int32", init=WHOLE * C)
+            until = T.alloc_var("int32", init=WHOLE_SEQUENCE)
             if states.checkpoint_every > 0:
                 until = states.checkpoint_every - T.truncmod(i * size * C, states.checkpoint_every)
             segments[slot + i, SegmentColumn.UNTIL] = until
@@ -162,7 +163,7 @@ def write_unused_segments(segments, segments_before, tx):
                 segments[slot, i] = 0
             segments[slot, SegmentColumn.INITIAL] = NO_STATE
             segments[slot, SegmentColumn.FINAL] = NO_STATE
-            segments[slot, SegmentColumn.UNTIL] = WHOLE * C
+            segments[slot, SegmentColumn.UNTIL] = WHOLE_SEQUENCE
 
 
 @T.macro
@@ -238,15 +239,7 @@ def chunk_plan(offset_dtype):
                 if n < N:
                     own = extern("slot_of", slots.table(), n, returns="int32")
                     part = T.Select(own == NO_STATE, 1, T.max(T.truncdiv(count + size - 1, size), 1))
-                    if extern(
-                        "has_first_state",
-                        presence.first_states,
-                        T.access_ptr(presence.has_state[0], "r"),
-                        presence.has_state_stride,
-                        n,
-                        returns="bool",
-                    ):
-                        initial = extern("first_slot_of", presence.first_table(slots), own, n, returns="int32")
+                    initial = extern("first_state_slot", presence.record(slots), own, n, returns="int32")
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
@@ -291,9 +284,12 @@ def chunk_plan(offset_dtype):
                     plan.sequences[n, SequenceColumn.LENGTH] = end - begin
                     plan.sequences[n, SequenceColumn.CHUNK] = first
                     plan.sequences[n, SequenceColumn.SEGMENT] = slot
-                    # A sequence without tokens leaves its slot of a pool alone: another sequence may have that slot.
-                    is_unchanged = (presence.on_pool != 0) & (begin == end) & (initial != NO_STATE)
-                    final = T.Select((presence.has_final != 0) & T.Not(is_unchanged), own, NO_STATE)
+                    final = T.alloc_var(
+                        "int32",
+                        init=extern(
+                            "last_state_slot", presence.record(slots), own, initial, begin == end, returns="int32"
+                        ),
+                    )
                     plan.sequences[n, SequenceColumn.INITIAL] = initial
                     plan.sequences[n, SequenceColumn.FINAL] = final
                     own_end = T.Select(own == NO_STATE, begin, end)

@@ -45,10 +45,30 @@ __device__ __forceinline__ int first_slot_of(const Slots& first, int own, int n)
   return own == kNoState || !first.indices ? own : first(n);
 }
 
-// Whether sequence n starts from a state: see FirstStates. Flags are read for kFlagged only.
-__device__ __forceinline__ bool has_first_state(int first_states, const void* flags, int64_t stride, int n) {
-  return first_states == FirstStates::kFlagged ? static_cast<const bool*>(flags)[n * stride]
-                                               : first_states == FirstStates::kAll;
+// Which states exist: StatePresence of kernels_tl/bundles.py. `first` is the table of first states.
+struct Presence {
+  bool on_pool;
+  int first_states;
+  const void* flags;  // read for FirstStates::kFlagged only
+  int64_t flag_stride;
+  Slots first;
+  bool has_final;
+
+  __device__ __forceinline__ bool has_first(int n) const {
+    return first_states == FirstStates::kFlagged ? static_cast<const bool*>(flags)[n * flag_stride]
+                                                 : first_states == FirstStates::kAll;
+  }
+};
+
+// The slot of the first state of sequence n, whose slot is `own`, or kNoState.
+__device__ __forceinline__ int first_state_slot(const Presence& presence, int own, int n) {
+  return presence.has_first(n) ? first_slot_of(presence.first, own, n) : kNoState;
+}
+// The slot of its last state, or kNoState. A sequence without tokens leaves its slot of a pool alone: another sequence
+// may have that slot.
+__device__ __forceinline__ int last_state_slot(const Presence& presence, int own, int first, bool is_empty) {
+  const bool is_unchanged = presence.on_pool && is_empty && first != kNoState;
+  return presence.has_final && !is_unchanged ? own : kNoState;
 }
 
 // The slot of the checkpoint after a chunk, or kNoState. A sequence's i-th checkpoint follows i * every tokens. Its
@@ -134,15 +154,18 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. The function
-// assumes that no sequence is cut, and that there are at most 32 sequences or all have the same length. A sequence
-// without a slot keeps its place in the table, with no tokens.
-__device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
-                                             int N, int tokens, int uniform_length, const Slots& slots) {
+// The sequence in a slot of `segments`.
+struct Owner {
+  int n, begin, end;
+  int covered;  // tokens of all sequences
+};
+
+// Each warp that needs an owner calls it. The function assumes that no sequence is cut, and that there are at most 32
+// sequences or all have the same length. A sequence without a slot keeps its place in the table.
+__device__ __forceinline__ Owner find_owner(int slot, const void* offsets, int has_offsets, int wide, int N, int tokens,
+                                            int uniform_length, const Slots& slots) {
   if (!has_offsets) {
-    found[0] = slot * uniform_length;
-    found[1] = slots(slot) == kNoState ? 0 : uniform_length;
-    return;
+    return {slot, slot * uniform_length, (slot + 1) * uniform_length, tokens};
   }
   const int lane = threadIdx.x & 31;
   const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
@@ -152,9 +175,36 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   for (int i = 0; i < N; ++i) {
     before += comes_first(__shfl_sync(~0u, chunks, i), i, chunks, lane);
   }
-  const int owner = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
-  found[0] = __shfl_sync(~0u, extent.begin, owner);
-  found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
+  const int n = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
+  return {n, __shfl_sync(~0u, extent.begin, n), __shfl_sync(~0u, extent.end, n),
+          __shfl_sync(~0u, extent.end, kLanes - 1)};
+}
+
+// found = the first token row and the tokens of a slot of `segments`. A sequence without a slot has no tokens there.
+__device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
+                                             int N, int tokens, int uniform_length, const Slots& slots) {
+  const Owner owner = find_owner(slot, offsets, has_offsets, wide, N, tokens, uniform_length, slots);
+  found[0] = owner.begin;
+  found[1] = slots(owner.n) == kNoState ? 0 : owner.end - owner.begin;
+}
+
+// to = what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it. OwnSegment has two more
+// columns. One warp calls it.
+__device__ __forceinline__ void find_own_segment(void* to, int slot, const void* offsets, int has_offsets, int wide,
+                                                 int N, int tokens, int uniform_length, const Slots& slots,
+                                                 const Presence& presence) {
+  const Owner owner = find_owner(slot, offsets, has_offsets, wide, N, tokens, uniform_length, slots);
+  const int own = slots(owner.n), first = first_state_slot(presence, own, owner.n);
+  if ((threadIdx.x & 31) == 0) {
+    int* const row = static_cast<int*>(to);
+    row[SegmentColumn::kRow] = owner.begin;
+    row[SegmentColumn::kLength] = own == kNoState ? 0 : owner.end - owner.begin;
+    row[SegmentColumn::kInitial] = first;
+    row[SegmentColumn::kFinal] = last_state_slot(presence, own, first, owner.begin == owner.end);
+    row[SegmentColumn::kUntil] = kWholeSequence;
+    row[OwnSegment::kEnd] = owner.end;
+    row[OwnSegment::kCovered] = owner.covered;
+  }
 }
 
 }  // namespace flash_qla::device

@@ -15,8 +15,9 @@ A segment is a whole sequence or, in the instances `cut`, a run of its chunks. W
 before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes from
 the caller or from segment_scan.
 
-With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
-The kernel writes no h.
+With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. If each CTA has one piece, chunk_plan is not
+launched (`planned` is 0): a warp of each CTA then writes the row of its segment to shared memory. Rows that no sequence
+covers get zeros. The kernel writes no h.
 
 Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
 steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
@@ -38,7 +39,20 @@ This file is long because it has all roles of a kernel that does the work of two
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Checkpoints, Gates, Maps, Memory, Outputs, Plan, Sequences, Sizes, Slots, States, Tokens
+from kernels_tl.bundles import (
+    Checkpoints,
+    Gates,
+    Maps,
+    Memory,
+    Outputs,
+    Plan,
+    Sequences,
+    Sizes,
+    Slots,
+    StatePresence,
+    States,
+    Tokens,
+)
 from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
@@ -52,6 +66,7 @@ from kernels_tl.layout import (
     ChunkColumn,
     FusedGate,
     NamedBarrier,
+    OwnSegment,
     Place,
     Ring,
     SegmentColumn,
@@ -62,8 +77,9 @@ from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # In a CTA that finds its first segment itself, the loader and the gates' warp touch these early. g_cumsum is written.
+# Without chunk_plan the launch is no early one.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
-EARLY |= {"g_cumsum": after(CALLER)}
+EARLY |= {name: after(CALLER) for name in ("g_cumsum", "has_state", "first_indices")}
 PRELUDE = """
 #include "states/fused_forward.cuh"
 #include "plan/plan.cuh"
@@ -75,6 +91,17 @@ CONSUMERS = TILE.consumers
 LOADER, STORERS, GATES = 0, 1, 3  # the producers' first warps by role; STORERS is one for each consumer warpgroup
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
+
+
+class Segments:
+    """Columns of segments: of the plan's table or, without a plan, of the row of the CTA's only segment."""
+
+    def __init__(self, table, own, is_planned):
+        self.table, self.own, self.is_planned = table, own, is_planned
+
+    def __getitem__(self, place):
+        segment, column = place
+        return T.if_then_else(self.is_planned, self.table[segment, column], self.own[column])
 
 
 def fused_forward(dtype, K, normalize, low_level, cut):
@@ -98,6 +125,7 @@ def fused_forward(dtype, K, normalize, low_level, cut):
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
             turns=([CONSUMERS], "int32"),  # a consumer's turn, kept here because the chunks take all registers
             done=([CONSUMERS], "int32"),  # tokens of its segment so far
+            own=([OwnSegment.COUNT], "int32"),  # the CTA's only segment, if chunk_plan does not run
             swizzle=("V", "O"),
         )
 
@@ -451,26 +479,46 @@ def fused_forward(dtype, K, normalize, low_level, cut):
                 rest -= C
 
     @T.macro
-    def clear_padding(walk, warp, chunks, outputs):
-        """Writes zeros to the outputs' rows that no sequence covers. One warp of each CTA does."""
-        slots = T.alloc_var(
-            "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
-        )
-        for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
+    def clear_rows(row, length, outputs):
+        """Writes zeros to rows of the outputs. One warp calls it."""
+        values = T.Cast("int64", length) * H_v
+        extern("clear_bytes", T.access_ptr(outputs.o[row, 0, 0], "w"), values * (2 * sizes.value_dim))
+        # is_never keeps A and g_cumsum among the parameters of all instances.
+        if T.bool(low_level) | is_never(sizes):
+            extern("clear_bytes", T.access_ptr(outputs.A[row, 0, 0], "w"), values * (2 * C))
+            gates = length * T.Cast("int32", H_v)
+            for i in T.serial(T.ceildiv(gates, 32)):
+                number = T.alloc_var("int32", init=i * 32 + T.get_thread_binding() % 32)
+                if number < gates:
+                    token = T.truncdiv(number, T.Cast("int32", H_v))
+                    outputs.g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
+
+    @T.macro
+    def clear_padding(walk, warp, is_planned, chunks, own, outputs):
+        """Writes zeros to the outputs' rows that no sequence with a slot covers. One warp of each CTA does. Without a
+        plan a CTA takes some of the rows after the last sequence, and some rows of its sequence if that has no slot."""
+        slots = T.alloc_var("int32", init=T.Cast("int32", sizes.chunk_slots))
+        if not cut:
+            if T.Not(is_planned):
+                slots = T.truncdiv(T.Cast("int32", sizes.tokens) - own[OwnSegment.COVERED] + (C - 1), C)
+        turns = T.truncdiv(slots - walk.cta + walk.ctas - 1, walk.ctas)
+        for i in T.serial(T.if_then_else(warp == STORERS, turns, 0)):
             slot = T.alloc_var("int32", init=walk.cta + i * walk.ctas)
-            if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
+            row = T.alloc_var("int32", init=0 if cut else own[OwnSegment.COVERED] + slot * C)
+            length = T.alloc_var("int32", init=T.min(T.Cast("int32", sizes.tokens) - row, C))
+            if is_planned:
                 row = chunks[slot, ChunkColumn.ROW]
-                values = T.Cast("int64", chunks[slot, ChunkColumn.LENGTH]) * H_v
-                extern("clear_bytes", T.access_ptr(outputs.o[row, 0, 0], "w"), values * (2 * sizes.value_dim))
-                # is_never keeps A and g_cumsum among the parameters of all instances.
-                if T.bool(low_level) | is_never(sizes):
-                    extern("clear_bytes", T.access_ptr(outputs.A[row, 0, 0], "w"), values * (2 * C))
-                    gates = chunks[slot, ChunkColumn.LENGTH] * T.Cast("int32", H_v)
-                    for i in T.serial(T.ceildiv(gates, 32)):
-                        number = T.alloc_var("int32", init=i * 32 + T.get_thread_binding() % 32)
-                        if number < gates:
-                            token = T.truncdiv(number, T.Cast("int32", H_v))
-                            outputs.g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
+                length = T.if_then_else(
+                    chunks[slot, ChunkColumn.SEQUENCE] == PADDING, chunks[slot, ChunkColumn.LENGTH], 0
+                )
+            if length > 0:
+                clear_rows(row, length, outputs)
+        if not cut:
+            piece = walk.locate(0)
+            if (warp == STORERS) & T.Not(is_planned) & (piece.hv == 0) & (piece.tile == 0):
+                begin = T.alloc_var("int32", init=own[SegmentColumn.ROW] + own[SegmentColumn.LENGTH])
+                if begin < own[OwnSegment.END]:
+                    clear_rows(begin, own[OwnSegment.END] - begin, outputs)
 
     @T.prim_func
     def main(
@@ -479,6 +527,7 @@ def fused_forward(dtype, K, normalize, low_level, cut):
         gates: Gates(sizes),
         sequences: Sequences(),
         slots: Slots(sizes),
+        presence: StatePresence(sizes),
         plan: Plan(sizes),
         states: States(sizes),
         kept: Checkpoints(sizes),
@@ -487,6 +536,7 @@ def fused_forward(dtype, K, normalize, low_level, cut):
         value_tiles: T.int32,  # tiles of V rows
         only_if: T.int32,  # run only if the first segment has these flags; 0: always
         early: T.int32,
+        planned: T.int32,  # 0: chunk_plan does not run, and each CTA has one piece
         scale: T.float32,
         memory: Memory(sizes),  # with cut
         maps: Maps(sizes, dtype, K),  # states, with cut
@@ -498,10 +548,18 @@ def fused_forward(dtype, K, normalize, low_level, cut):
                 T.pdl_sync()
             leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
+            own_segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
+            is_planned = T.bool(True) if cut else planned != 0
+            if T.Not(is_planned):
+                if T.get_thread_binding() < 32:
+                    row = T.access_ptr(tiles.own[0], "w")
+                    sequences.search("find_own_segment", row, own_segment, sizes, slots, presence.record(slots))
+                T.sync_threads()
+            segments = Segments(plan.segments, tiles.own, is_planned)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 of_states = (states, kept, plan.checkpoints, maps.states)
-                compute(walk, tiles, ready, plan.segments, memory.memory, *of_states, scale)
+                compute(walk, tiles, ready, segments, memory.memory, *of_states, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
@@ -509,19 +567,18 @@ def fused_forward(dtype, K, normalize, low_level, cut):
                 ring = T.alloc_var("int32", init=0)  # the warp's own
                 extent = T.alloc_local([2], "int32")
                 if (early != 0) & ((warp == LOADER) | (warp == GATES)):
-                    segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
-                    sequences.search("find_segment", extent.data, segment, sizes, slots)
+                    sequences.search("find_segment", extent.data, own_segment, sizes, slots)
                 else:
                     T.pdl_sync()
                 of_loader = T.if_then_else(warp == LOADER, turns, 0)
-                load(walk, tiles, ready, of_loader, ring, extent, early, plan.segments, memory.memory, tokens)
+                load(walk, tiles, ready, of_loader, ring, extent, early, segments, memory.memory, tokens)
                 of_gates = T.if_then_else(warp == GATES, turns, 0)
-                of_tables = (plan.segments, memory.memory, gates, outputs.g_cumsum, scale)
+                of_tables = (segments, memory.memory, gates, outputs.g_cumsum, scale)
                 make_tables(walk, tiles, ready, of_gates, ring, extent, early, *of_tables)
                 end_tables(tiles, ready, T.if_then_else(warp == GATES, 2, 0), ring)
                 w = T.alloc_var("int32", init=warp - STORERS)
                 of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)
-                store(walk, tiles, ready, of_storer, turns, w, ring, plan.segments, memory.memory, outputs)
-                clear_padding(walk, warp, plan.chunks, outputs)
+                store(walk, tiles, ready, of_storer, turns, w, ring, segments, memory.memory, outputs)
+                clear_padding(walk, warp, is_planned, plan.chunks, tiles.own, outputs)
 
     return main
