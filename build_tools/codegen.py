@@ -46,11 +46,7 @@ def launcher(instance: Instance, lowered: Lowered) -> str:
             value = f'runtime::to_int32("{name}", "{argument.name}", {value})'
         arguments += f"  {argument.c_type} {argument.name} = {value};\n"
     addresses = ", ".join(f"&{argument.name}" for argument in lowered.arguments)
-    options = ""
-    if lowered.waits_for_predecessor:
-        # A kernel with an argument `planned` may be the call's first: then all that ran before must have ended.
-        overlaps = "args.planned != 0" if any(x.name == "planned" for x in lowered.fields) else "true"
-        options = f", .overlaps_predecessor = {overlaps}"
+    options = ", .overlaps_predecessor = true" if lowered.waits_for_predecessor else ""
     text = f"""void launch_{name}(const {camel_case(instance.kernel)}Args& args, cudaStream_t stream) {{
   static runtime::Kernel kernel = {{"{name}", {name}_cubin}};
   const runtime::LaunchConfig config = {{

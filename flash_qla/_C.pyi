@@ -47,9 +47,18 @@ class Dispatch:
     cut_above: Final[int]
     segments: Final[int]
     heads_per_cta: Final[int]
+    planned: Final[bool]
     workspace_bytes: Final[int]
     predicted_us: Final[float]
-    __match_args__ = ("segment_chunks", "cut_above", "segments", "heads_per_cta", "workspace_bytes", "predicted_us")
+    __match_args__ = (
+        "segment_chunks",
+        "cut_above",
+        "segments",
+        "heads_per_cta",
+        "planned",
+        "workspace_bytes",
+        "predicted_us",
+    )
 
 class ForwardDispatch(Dispatch):
     value_tile: Final[int]
@@ -62,6 +71,7 @@ class ForwardDispatch(Dispatch):
         "cut_above",
         "segments",
         "heads_per_cta",
+        "planned",
         "workspace_bytes",
         "predicted_us",
         "value_tile",

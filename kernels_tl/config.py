@@ -110,9 +110,9 @@ CHUNK_FORWARD = {
 }
 
 # The tile has all value rows of a head. More early factors would spill registers.
-FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.67578125)
-# Spills of the storers of O and A, keyed by `cut`: whether segments begin with extra chunks.
-FUSED_A_SPILLS = {False: 12, True: 32}
+FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
+# Spills of the storers of O and A, if segments begin with extra chunks.
+FUSED_SEGMENTS_A_SPILLS = 32
 
 # Keyed by K.
 REPLAY_STATES = {

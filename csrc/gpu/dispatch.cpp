@@ -99,7 +99,8 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   }
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
-  d.planned = !(d.early && d.ctas == pieces(shape, d.segments, d.value_tile) && shape.checkpoint_every == 0);
+  const bool has_one_piece_each = d.ctas == pieces(shape, d.segments, d.value_tile);
+  d.planned = !d.early || !has_one_piece_each || shape.low_level || shape.checkpoint_every > 0;
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
   return d;
 }

@@ -134,7 +134,6 @@ class Forward {
                             .value_tiles = value_tiles(call_.V),
                             .only_if = launch.only_if,
                             .early = d_.early,
-                            .planned = d_.planned,
                             .scale = static_cast<float>(*call_.scale),
                             .memory = memory(),
                             .maps = pass_.maps()},
@@ -142,7 +141,8 @@ class Forward {
                             .K = pass_.K(),
                             .normalize = call_.use_qk_l2norm,
                             .low_level = call_.output_A,
-                            .cut = d_.fused_segments},
+                            .cut = d_.fused_segments,
+                            .planned = d_.planned},
                            stream_);
   }
 

@@ -187,6 +187,8 @@ void add_classes(py::module_& module) {
       .field("cut_above", &Dispatch::cut_above, "The device cuts no sequence if none has more chunks.")
       .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
       .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
+      .field("planned", &Dispatch::planned,
+             "Whether chunk_plan runs. Without it the forward is one kernel, whose CTAs find their sequences.")
       .field("workspace_bytes", &Dispatch::workspace_bytes, "Device memory that the call takes while it runs.")
       .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
   Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")

@@ -15,9 +15,11 @@ A segment is a whole sequence or, in the instances `cut`, a run of its chunks. W
 before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes from
 the caller or from segment_scan.
 
-With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. If each CTA has one piece, chunk_plan is not
-launched (`planned` is 0): a warp of each CTA then writes the row of its segment to shared memory. Rows that no sequence
-covers get zeros. The kernel writes no h.
+With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
+The kernel writes no h.
+
+Without `planned` chunk_plan does not run, and each CTA has one piece. A warp writes the row of its segment to shared
+memory first.
 
 Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
 steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
@@ -55,7 +57,7 @@ from kernels_tl.bundles import (
 )
 from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
-from kernels_tl.core.cta import Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
+from kernels_tl.core.cta import BYTES, Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
 from kernels_tl.core.pipeline import Stage
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import (
@@ -77,9 +79,8 @@ from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # In a CTA that finds its first segment itself, the loader and the gates' warp touch these early. g_cumsum is written.
-# Without chunk_plan the launch is no early one.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
-EARLY |= {name: after(CALLER) for name in ("g_cumsum", "has_state", "first_indices")}
+EARLY |= {"g_cumsum": after(CALLER)}
 PRELUDE = """
 #include "states/fused_forward.cuh"
 #include "plan/plan.cuh"
@@ -93,18 +94,18 @@ SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup:
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 
-class Segments:
-    """Columns of segments: of the plan's table or, without a plan, of the row of the CTA's only segment."""
+class OnlySegment:
+    """The row of a CTA's only segment, in place of the table of segments."""
 
-    def __init__(self, table, own, is_planned):
-        self.table, self.own, self.is_planned = table, own, is_planned
+    def __init__(self, row):
+        self.row = row
 
     def __getitem__(self, place):
-        segment, column = place
-        return T.if_then_else(self.is_planned, self.table[segment, column], self.own[column])
+        _, column = place
+        return self.row[column]
 
 
-def fused_forward(dtype, K, normalize, low_level, cut):
+def fused_forward(dtype, K, normalize, low_level, cut, planned):
     sizes = Sizes()
     H_v = sizes.H_v
     V = TILE.tile
@@ -112,8 +113,9 @@ def fused_forward(dtype, K, normalize, low_level, cut):
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
+        row = {} if planned else {"own": ([OwnSegment.COUNT], "int32")}
         return shared(
-            TILE.shared,
+            TILE.shared + OwnSegment.COUNT * BYTES["int32"] / 1024 * (not planned),
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([VALUE_STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -125,8 +127,8 @@ def fused_forward(dtype, K, normalize, low_level, cut):
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
             turns=([CONSUMERS], "int32"),  # a consumer's turn, kept here because the chunks take all registers
             done=([CONSUMERS], "int32"),  # tokens of its segment so far
-            own=([OwnSegment.COUNT], "int32"),  # the CTA's only segment, if chunk_plan does not run
             swizzle=("V", "O"),
+            **row,
         )
 
     def make_barriers():
@@ -237,7 +239,8 @@ def fused_forward(dtype, K, normalize, low_level, cut):
         T.sync_threads(NamedBarrier.FUSED_BEGIN, CONSUMERS)
         make_matrices(tiles, ready, T.truncdiv(tx, 128), 0, T.truncdiv(tx, 128), place, scale)
 
-        T.pdl_sync()
+        if planned:
+            T.pdl_sync()
         tiles.turns[tx] = 0
         while walk.piece(tiles.turns[tx]) < walk.pieces:
             piece = walk.locate(tiles.turns[tx])
@@ -291,7 +294,8 @@ def fused_forward(dtype, K, normalize, low_level, cut):
     def read_extent(extent, segments, memory, piece, wanted):
         """Reads a piece's first token row and number of tokens, if wanted."""
         if wanted:
-            T.pdl_sync()
+            if planned:
+                T.pdl_sync()
             extra = extra_tokens(memory, segments, piece)
             extent[0] = segments[piece.segment, SegmentColumn.ROW] - extra
             extent[1] = segments[piece.segment, SegmentColumn.LENGTH] + extra
@@ -494,31 +498,29 @@ def fused_forward(dtype, K, normalize, low_level, cut):
                     outputs.g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
 
     @T.macro
-    def clear_padding(walk, warp, is_planned, chunks, own, outputs):
-        """Writes zeros to the outputs' rows that no sequence with a slot covers. One warp of each CTA does. Without a
-        plan a CTA takes some of the rows after the last sequence, and some rows of its sequence if that has no slot."""
-        slots = T.alloc_var("int32", init=T.Cast("int32", sizes.chunk_slots))
-        if not cut:
-            if T.Not(is_planned):
-                slots = T.truncdiv(T.Cast("int32", sizes.tokens) - own[OwnSegment.COVERED] + (C - 1), C)
-        turns = T.truncdiv(slots - walk.cta + walk.ctas - 1, walk.ctas)
-        for i in T.serial(T.if_then_else(warp == STORERS, turns, 0)):
+    def clear_padding(walk, warp, chunks, outputs):
+        """Writes zeros to the outputs' rows that no sequence with a slot covers. One warp of each CTA does."""
+        slots = T.alloc_var(
+            "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
+        )
+        for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
             slot = T.alloc_var("int32", init=walk.cta + i * walk.ctas)
-            row = T.alloc_var("int32", init=0 if cut else own[OwnSegment.COVERED] + slot * C)
-            length = T.alloc_var("int32", init=T.min(T.Cast("int32", sizes.tokens) - row, C))
-            if is_planned:
-                row = chunks[slot, ChunkColumn.ROW]
-                length = T.if_then_else(
-                    chunks[slot, ChunkColumn.SEQUENCE] == PADDING, chunks[slot, ChunkColumn.LENGTH], 0
-                )
-            if length > 0:
-                clear_rows(row, length, outputs)
-        if not cut:
-            piece = walk.locate(0)
-            if (warp == STORERS) & T.Not(is_planned) & (piece.hv == 0) & (piece.tile == 0):
-                begin = T.alloc_var("int32", init=own[SegmentColumn.ROW] + own[SegmentColumn.LENGTH])
-                if begin < own[OwnSegment.END]:
-                    clear_rows(begin, own[OwnSegment.END] - begin, outputs)
+            if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
+                clear_rows(chunks[slot, ChunkColumn.ROW], chunks[slot, ChunkColumn.LENGTH], outputs)
+
+    @T.macro
+    def clear_unplanned_padding(walk, warp, own, outputs):
+        """The same without a plan. A CTA takes some of the rows after the last sequence. The first CTA of a sequence
+        without a slot takes the rows of that sequence."""
+        covered = own[OwnSegment.COVERED]
+        slots = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", sizes.tokens) - covered + (C - 1), C))
+        for i in T.serial(T.if_then_else(warp == STORERS, T.truncdiv(slots - walk.cta + walk.ctas - 1, walk.ctas), 0)):
+            row = T.alloc_var("int32", init=covered + (walk.cta + i * walk.ctas) * C)
+            clear_rows(row, T.min(T.Cast("int32", sizes.tokens) - row, C), outputs)
+        piece = walk.locate(0)
+        begin = T.alloc_var("int32", init=own[SegmentColumn.ROW] + own[SegmentColumn.LENGTH])
+        if (warp == STORERS) & (piece.hv == 0) & (piece.tile == 0) & (begin < own[OwnSegment.END]):
+            clear_rows(begin, own[OwnSegment.END] - begin, outputs)
 
     @T.prim_func
     def main(
@@ -536,7 +538,6 @@ def fused_forward(dtype, K, normalize, low_level, cut):
         value_tiles: T.int32,  # tiles of V rows
         only_if: T.int32,  # run only if the first segment has these flags; 0: always
         early: T.int32,
-        planned: T.int32,  # 0: chunk_plan does not run, and each CTA has one piece
         scale: T.float32,
         memory: Memory(sizes),  # with cut
         maps: Maps(sizes, dtype, K),  # states, with cut
@@ -544,18 +545,18 @@ def fused_forward(dtype, K, normalize, low_level, cut):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            if only_if != 0:  # this kernel follows the plan
-                T.pdl_sync()
-            leave_unless(only_if, cta, plan.segments)
+            if planned:
+                if only_if != 0:  # this kernel follows the plan
+                    T.pdl_sync()
+                leave_unless(only_if, cta, plan.segments)
             walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
-            own_segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
-            is_planned = T.bool(True) if cut else planned != 0
-            if T.Not(is_planned):
+            if not planned:
                 if T.get_thread_binding() < 32:
+                    segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
                     row = T.access_ptr(tiles.own[0], "w")
-                    sequences.search("find_own_segment", row, own_segment, sizes, slots, presence.record(slots))
+                    sequences.search("find_own_segment", row, segment, sizes, slots, presence.record(slots))
                 T.sync_threads()
-            segments = Segments(plan.segments, tiles.own, is_planned)
+            segments = plan.segments if planned else OnlySegment(tiles.own)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 of_states = (states, kept, plan.checkpoints, maps.states)
@@ -566,10 +567,12 @@ def fused_forward(dtype, K, normalize, low_level, cut):
                 turns = walk.turns()
                 ring = T.alloc_var("int32", init=0)  # the warp's own
                 extent = T.alloc_local([2], "int32")
-                if (early != 0) & ((warp == LOADER) | (warp == GATES)):
-                    sequences.search("find_segment", extent.data, own_segment, sizes, slots)
-                else:
-                    T.pdl_sync()
+                if planned:
+                    if (early != 0) & ((warp == LOADER) | (warp == GATES)):
+                        segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
+                        sequences.search("find_segment", extent.data, segment, sizes, slots)
+                    else:
+                        T.pdl_sync()
                 of_loader = T.if_then_else(warp == LOADER, turns, 0)
                 load(walk, tiles, ready, of_loader, ring, extent, early, segments, memory.memory, tokens)
                 of_gates = T.if_then_else(warp == GATES, turns, 0)
@@ -579,6 +582,9 @@ def fused_forward(dtype, K, normalize, low_level, cut):
                 w = T.alloc_var("int32", init=warp - STORERS)
                 of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)
                 store(walk, tiles, ready, of_storer, turns, w, ring, segments, memory.memory, outputs)
-                clear_padding(walk, warp, is_planned, plan.chunks, tiles.own, outputs)
+                if planned:
+                    clear_padding(walk, warp, plan.chunks, outputs)
+                else:
+                    clear_unplanned_padding(walk, warp, tiles.own, outputs)
 
     return main
