@@ -26,14 +26,6 @@ kernels::Dtype dtype_of(const Shape& shape) {
   return shape.fp16 ? kernels::Dtype::kFloat16 : kernels::Dtype::kBfloat16;
 }
 
-bool has_fused_kernel(const ForwardShape& shape) {
-  return kernels::is_compiled(kernels::FusedForwardParams{.dtype = dtype_of(shape),
-                                                          .K = instance_K(shape.K),
-                                                          .normalize = shape.use_qk_l2norm,
-                                                          .low_level = shape.low_level,
-                                                          .cut = false});
-}
-
 // Wide keys have fewer instances (kernels_tl/instances.py), for example no narrow tile. The tiles and the maps do not
 // depend on the dtype.
 bool has_tile(const ForwardShape& shape, int64_t tile) {
@@ -119,6 +111,15 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
 }
 
 }  // namespace
+
+bool has_fused_kernel(const ForwardShape& shape, bool planned) {
+  return kernels::is_compiled(kernels::FusedForwardParams{.dtype = dtype_of(shape),
+                                                          .K = instance_K(shape.K),
+                                                          .normalize = shape.use_qk_l2norm,
+                                                          .low_level = shape.low_level,
+                                                          .cut = false,
+                                                          .planned = planned});
+}
 
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
 

@@ -24,6 +24,9 @@ struct Mode {
 std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced);
 std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced);
 
+// Whether fused_forward has an instance for the call: one that follows chunk_plan, or one that does without.
+bool has_fused_kernel(const ForwardShape& shape, bool planned = true);
+
 // Chunks of a sequence on average, rounded up.
 int64_t average_chunks(const ForwardShape& shape);
 

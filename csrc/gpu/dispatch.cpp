@@ -100,7 +100,8 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
   const bool has_one_piece_each = d.ctas == pieces(shape, d.segments, d.value_tile);
-  d.planned = !d.early || !has_one_piece_each || shape.low_level || shape.checkpoint_every > 0;
+  d.planned =
+      !d.early || !has_one_piece_each || shape.checkpoint_every > 0 || !has_fused_kernel(shape, /*planned=*/false);
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
   return d;
 }

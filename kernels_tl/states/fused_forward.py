@@ -290,6 +290,10 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     written += 1
             tiles.turns[tx] += 1
 
+    def is_unknown(early, turn):
+        """Whether the warp has not found the piece itself."""
+        return ((early == 0) | (turn > 0)) if planned else True
+
     @T.macro
     def read_extent(extent, segments, memory, piece, wanted):
         """Reads a piece's first token row and number of tokens, if wanted."""
@@ -307,7 +311,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             piece = walk.locate(turn)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * V)
-            read_extent(extent, segments, memory, piece, (early == 0) | (turn > 0))
+            read_extent(extent, segments, memory, piece, is_unknown(early, turn))
             row = T.alloc_var("int32", init=extent[0])
             length = T.alloc_var("int32", init=extent[1])
             for c in T.serial(T.truncdiv(length + (C - 1), C)):
@@ -352,7 +356,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         beta_pair = T.alloc_local([2], "float32")
         for turn in T.serial(turns):
             piece = walk.locate(turn)
-            read_extent(extent, segments, memory, piece, (early == 0) | (turn > 0))
+            read_extent(extent, segments, memory, piece, is_unknown(early, turn))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
             own = own_tokens(segments, piece)
