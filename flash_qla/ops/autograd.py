@@ -15,7 +15,6 @@ from flash_qla.ops import schemas
 
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
-
 # Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. The g of the forward
 # is g_raw in the backward, whose g is the forward's result g_cumsum.
 _COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.ForwardCall._fields and x.name != "g"]
@@ -73,7 +72,7 @@ class _Differentiable(torch.autograd.Function):
         )
 
 
-def _register_derivative(op, call_type):
+def _register_derivative(op):
     """Has the op note its derivative if gradients are wanted or forward-mode AD is on.
 
     Every call on tensors that are not inference tensors passes here, so the code is as short as PyTorch's own fallback
@@ -82,10 +81,11 @@ def _register_derivative(op, call_type):
     redispatch = op._handle.redispatch_boxed  # op.redispatch without its wrapper
     is_grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
     after_autograd, below_autograd = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd
+    names, defaults = zip(*((x.name, x.default_value) for x in op._schema.arguments), strict=True)
     tensors_of, options_of, differentiated_of = (
-        operator.itemgetter(*map(call_type._fields.index, names))
-        for names in (("g", *_TENSORS), _OPTIONS, _DIFFERENTIATED)
+        operator.itemgetter(*map(names.index, x)) for x in (("g", *_TENSORS), _OPTIONS, _DIFFERENTIATED)
     )
+    output_final_state = names.index("output_final_state")
     o, state = (i for i, x in enumerate(op._schema.returns) if x.name in ("o", "final_state"))
     only_o, o_and_state = slice(o, o + 1), slice(o, state + 1, state - o)
 
@@ -95,15 +95,35 @@ def _register_derivative(op, call_type):
             return redispatch(keyset, *args)
         with below_autograd():
             results = redispatch(keyset, *args)
-        call = call_type(*args)
-        wanted = o_and_state if call.output_final_state else only_o
+        args += defaults[len(args) :]  # the dispatcher leaves out trailing arguments that have their defaults
+        wanted = o_and_state if args[output_final_state] else only_o
         found = list(results)
         found[wanted] = _apply(
-            _Differentiable, results[wanted], tensors_of(call), options_of(call), *differentiated_of(call)
+            _Differentiable, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
         )
         return tuple(found)
 
     _library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def call(op, *args):
+    """op(*args). It skips autograd's part of the op, which is in Python, if no gradients are wanted.
+
+    Compilers, modes, transforms of torch.func and forward-mode AD see the usual call. Inference mode skips that part by
+    itself.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or forward_ad._current_level >= 0
+    ):
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def only_once(backward, *args):
@@ -112,7 +132,9 @@ def only_once(backward, *args):
     The error comes when they are differentiated, not when create_graph=True computes them, because other parts of a
     model may need the graph.
     """
-    return _OnceDifferentiable.apply(backward, *args) if torch.is_grad_enabled() else backward(*args)
+    if torch.is_grad_enabled():
+        return _OnceDifferentiable.apply(backward, *args)
+    return call(backward, *args)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -135,8 +157,8 @@ class _OnceDifferentiable(torch.autograd.Function):
     jvp = backward
 
 
-_register_derivative(schemas.forward, schemas.ForwardCall)
-_register_derivative(schemas.forward_low_level, schemas.LowLevelCall)
+_register_derivative(schemas.forward)
+_register_derivative(schemas.forward_low_level)
 
 
 # Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the
@@ -212,7 +234,8 @@ def _register_without_derivative(op):
         return results
 
     _library.impl(op, autograd, "Autograd", with_keyset=True)
-    _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
+    if any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments):
+        _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
 
 
 for _op in (
