@@ -10,9 +10,10 @@ second?
 
 The engine is vLLM, SGLang or transformers; generation_vllm.py, generation_sglang.py and generation_transformers.py list
 its features and loads. The model has random weights, the same in every process, in the shape of a Qwen3.5, a Qwen3-Next
-with few experts, or an OLMo-Hybrid. Each feature runs twice, each time in a process of its own. Results are added to
-those in FILE.json, in place of older ones of the same feature. If one of the two processes fails, FILE.json keeps the
-other one's results, and the next start measures only what is missing.
+with few experts, or an OLMo-Hybrid. Each feature runs twice, each time in a process of its own. With --jobs 2 or more,
+the two processes measure in turns, a sample each. Results are added to those in FILE.json, in place of older ones of
+the same feature. If one of the two processes fails, FILE.json keeps the other one's results, and the next start
+measures only what is missing.
 
 Agreement: greedy tokens of the same prompts. Random models have many near ties, and rounding decides them. So where two
 runs part, the table gives the margin: the difference of the two highest log-probabilities. The yardstick is the engine
@@ -170,7 +171,7 @@ def completion(tokens: list[int], ranked: list[list[float]]) -> dict:
 
 
 class Turn:
-    """Processes that share a card get ready side by side, and measure one after the other.
+    """Processes that share a card get ready side by side, and measure in turns, a sample each.
 
     Args:
         folder: where the processes and their parent meet; None for a process that is alone.
@@ -178,12 +179,15 @@ class Turn:
 
     def __init__(self, folder: str | None):
         self._folder = folder and Path(folder)
+        self._turn = 0
 
     def wait(self) -> None:
+        """Before each sample."""
         if self._folder:
-            Path(self._folder, "ready").touch()
-            while not Path(self._folder, "go").exists():
-                time.sleep(0.02)
+            Path(self._folder, f"ready{self._turn}").touch()
+            while not Path(self._folder, f"go{self._turn}").exists():
+                time.sleep(0.005)
+            self._turn += 1
 
 
 def end_with_parent() -> None:
@@ -219,7 +223,7 @@ def measure(options: argparse.Namespace, feature: str, ours: bool, turn: Turn) -
     cell["alone"] = [engine.generate([x], module.NEW_TOKENS, ranked=True)[0] for x in prompts[: module.ALONE]]
     samples = {load: [] for load in module.LOADS}
     for sample in range(options.samples + 1):
-        if sample == 1:
+        if sample:
             turn.wait()
         for load, (count, length, new_tokens) in module.LOADS.items():
             # New prompts each time, or the cache of prefixes would have them.
@@ -326,7 +330,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--lock", metavar="FILE", help="runs of this script on one card with the same file measure in turns as well"
     )
     parser.add_argument(
-        "--limit-s", type=float, default=600, help="seconds that a process may take to get ready, and then to measure"
+        "--limit-s", type=float, default=600, help="seconds that a process may take to get ready, and for each sample"
     )
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--report", metavar="FILE", help="print this file's results")
@@ -359,15 +363,18 @@ class Run:
             )
 
     def get_ready(self) -> None:
-        while not Path(self._folder.name, "ready").exists() and self._is_running():
-            time.sleep(0.02)
+        self._wait_for("ready0")
+
+    def measure(self, sample: int) -> None:
+        """Has the process measure this sample, counted from 0."""
+        self._begin = time.monotonic()
+        Path(self._folder.name, f"go{sample}").touch()
+        self._wait_for(f"ready{sample + 1}")
 
     def result(self) -> dict | None:
-        """The results, or None if it fails."""
-        Path(self._folder.name, "go").touch()
-        self._begin = time.monotonic()
+        """The results after the last sample, or None if it fails."""
         while self._is_running():
-            time.sleep(0.02)
+            time.sleep(0.005)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
@@ -377,6 +384,10 @@ class Run:
             print(f"{self._name}: exit status {status}", flush=True)
         self._folder.cleanup()
         return cell
+
+    def _wait_for(self, name: str) -> None:
+        while not Path(self._folder.name, name).exists() and self._is_running():
+            time.sleep(0.005)
 
     def _is_running(self) -> bool:
         """Ends the process if it takes too long."""
@@ -399,17 +410,20 @@ def holding(lock: str | None, how: int):
 
 
 def results_of(waiting: list[tuple], options: argparse.Namespace) -> Iterator[tuple]:
-    """(what, kernels, the results or None) of each (what, kernels), one after the other."""
+    """(what, kernels, the results or None) of each (what, kernels); the two of a feature measure in turns."""
     while waiting:
         together, waiting = waiting[: options.jobs], waiting[options.jobs :]
         with holding(options.lock, fcntl.LOCK_SH):
             runs = [Run(*one, options.limit_s) for one in together]
             for run in runs:
                 run.get_ready()
-        for (what, kernels), run in zip(together, runs, strict=True):
+        for what, pair in itertools.groupby(zip(together, runs, strict=True), key=lambda x: x[0][0]):
+            pair = [(kernels, run) for (_, kernels), run in pair]
             with holding(options.lock, fcntl.LOCK_EX):
-                result = run.result()
-            yield what, kernels, result
+                for sample, (_, run) in itertools.product(range(options.samples), pair):
+                    run.measure(sample)
+                results = [(what, kernels, run.result()) for kernels, run in pair]
+            yield from results
 
 
 class Results:
@@ -419,6 +433,7 @@ class Results:
         self._out = out and Path(out)
         found = json.loads(self._out.read_text()) if out and self._out.exists() else {}
         self.cells, self._halves = found.get("cells", []), found.get("halves", [])
+        self._environment = found.get("environment")
 
     def has_half(self, engine: str, what: tuple[str, str, str], layers: int, kernels: str) -> bool:
         return any(
@@ -429,6 +444,7 @@ class Results:
 
     def add(self, run: dict) -> dict | None:
         """The pair, if this run completes one."""
+        self._renew_environment()
         cell, key = None, key_of(run)
         pair = {x["kernels"]: x for x in (*self._halves, run) if key_of(x) == key}
         self._halves = [x for x in self._halves if key_of(x) != key]
@@ -438,11 +454,18 @@ class Results:
         else:
             self._halves.append(run)
         if self._out:
-            stored = {"environment": environment(), "cells": self.cells}
+            stored = {"environment": self._environment, "cells": self.cells}
             self._out.write_text(
                 json.dumps(stored | {"halves": self._halves} if self._halves else stored, indent=1) + "\n"
             )
         return cell
+
+    def _renew_environment(self) -> None:
+        """This machine's. Cells from another machine, commit or day keep theirs."""
+        before, self._environment = self._environment, environment()
+        if before and any(before.get(name) != now for name, now in self._environment.items() if name != "time"):
+            for cell in self.cells:
+                cell.setdefault("environment", before)
 
 
 def key_of(cell: dict) -> tuple:

@@ -12,6 +12,7 @@ process of its own. A plugin in this file gives its model random weights and cou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -106,6 +107,7 @@ class Engine:
             **{name: text[name] for name in ("tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id")},
         }
         (folder / "config.json").write_text(json.dumps(config))
+        port, nccl_port = free_ports()
         arguments = {
             "model_path": str(folder),
             "load_format": "dummy",
@@ -120,7 +122,8 @@ class Engine:
             "linear_attn_backend": "triton",
             "random_seed": 0,
             "log_level": "info",
-            "port": free_port(),
+            "port": port,
+            "nccl_port": nccl_port,
         }
         for given in (options.engine_arguments, "{}" if ours else options.own_arguments):
             arguments |= json.loads(given)
@@ -151,10 +154,16 @@ class Engine:
         return {"total": calls["flash_qla"] + calls["own"], "flash_qla": calls["flash_qla"]}
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+def free_ports() -> list[int]:
+    """Two ports of this process's own. SGLang binds one seconds later; the system might give a port that it had chosen
+    itself to another process by then. It chooses from 32768 on."""
+    first = 10000 + 8 * (os.getpid() % 2500)
+    found = []
+    for port in range(first, first + 8):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+    return found[:2]
 
 
 def add_plugin(folder: Path) -> None:

@@ -809,7 +809,7 @@ def generation(data: Data, loads: tuple[str, ...], new_tokens_only: bool) -> str
         del about["states"]  # their dtype is the model's
     header = ["card", *about.values(), "same tokens", "margins up to", "one at a time"]
     header += [text for load in loads for text in (f"{load}: own, tokens/s", "flash_qla", "times")]
-    rows, lines = [], []
+    rows, lines, spreads = [], [], []
     for card, results in data.generation.items():
         cells = [cell for cell in results["cells"] if loads[0] in cell]
         for cell in cells:
@@ -825,9 +825,17 @@ def generation(data: Data, loads: tuple[str, ...], new_tokens_only: bool) -> str
                 own, ours = (statistics.median(cell[load][x]["tokens_per_s"]) * part for x in ("own", "flash_qla"))
                 row += [f"{own:,.0f}", f"{ours:,.0f}", f"{ours / own:.2f}"]
             rows.append(row)
-        environment = results["environment"]
-        lines += [f"{card}: driver {environment['driver']}, torch {environment['torch']}."] if cells else []
+        environments = [cell.get("environment", results["environment"]) for cell in cells]
+        lines += dict.fromkeys(f"{card}: driver {x['driver']}, torch {x['torch']}." for x in environments)
+        spreads += [spread(cell[load]) for cell in cells for load in loads]
+    if spreads:
+        lines.append(f"Rates are medians; a process's fastest sample is up to {max(spreads):.2f} times its slowest.")
     return "\n\n".join([markdown(header, rows), wrapped(" ".join(lines))]) if rows else "Not measured on any card."
+
+
+def spread(both: dict) -> float:
+    """The fastest sample of a process over its slowest, of the process where they differ most."""
+    return max(both[x]["tokens_per_s"][-1] / both[x]["tokens_per_s"][0] for x in ("own", "flash_qla"))
 
 
 # Tests

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias, overload
 import torch
 
 from flash_qla.cp import CPContext, passes, published
+from flash_qla.ops import autograd
 from flash_qla.ops.checks import check_ignored, check_offsets, check_state_dtype
 
 # Results of chunk_gated_delta_rule_bwd: dq, dk, dv, db, dg, dh0 and, with use_gate_in_kernel, dA_log, ddt_bias
@@ -143,12 +144,16 @@ def chunk_gated_delta_rule(
         cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
     args = (
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first,
-        auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        auto_cp,
     )  # fmt: skip
-    if cp_context is None:
-        o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule(*args)
+    more = (state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if cp_context is not None:
+        o, final_state = passes.chunk_gated_delta_rule(cp_context, *args, *more)
     else:
-        o, final_state = passes.chunk_gated_delta_rule(cp_context, *args)
+        has_more = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
+        if not has_more and state_dtype is A_log is dt_bias is None:
+            more = ()  # the dispatcher fills in defaults in less time than it reads arguments
+        o, final_state = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule, *args, *more)
     return o, final_state if output_final_state else None
 
 
@@ -207,7 +212,8 @@ def chunk_gated_delta_rule_intermediates(
     """
     check_offsets("chunk_gated_delta_rule_intermediates", cu_seqlens)
     check_state_dtype("chunk_gated_delta_rule_intermediates", state_dtype)
-    g_cumsum, A, o, h, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_fwd(
+    g_cumsum, A, o, h, final_state = autograd.call(
+        torch.ops.flash_qla.chunk_gated_delta_rule_fwd,
         q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
         use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
@@ -373,7 +379,7 @@ def chunk_gated_delta_rule_bwd(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, g_raw
     )  # fmt: skip
     if cp_context is None:
-        dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = torch.ops.flash_qla.chunk_gated_delta_rule_bwd(*args)
+        dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule_bwd, *args)
     else:
         dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = passes.chunk_gated_delta_rule_bwd(cp_context, cp_cache, *args)
     gradients = (dq, dk, dv, db, dg, None if initial_state is None else dh0)

@@ -175,6 +175,9 @@ def test_forward_mode_says_that_it_is_missing(device):
                 assert torch.equal(function(*primals)[0], function(*leaves)[0])
                 with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
                     of_q(forward_ad.make_dual(q, q))
+        o = function(*leaves)[0]
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.autograd.grad(o, leaves, forward_ad.make_dual(o.detach(), o.detach()))
         o, pull_back = torch.func.vjp(lambda *leaves, function=function: function(*leaves)[0], *leaves)
         with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule.*double backward"):
             torch.func.jvp(pull_back, (o,), (o,))

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -670,6 +671,7 @@ def test_tables_of_generation(tmp_path):
     of_generate = {"batch 1": speeds(20, [40.0], [80.0]), "batch 16": speeds(20, [400.0], [600.0])}
     results = {"environment": {"driver": "580", "torch": "2.11"}}
     results["cells"] = [cell("vLLM 0", **of_engine), cell("transformers 5", **of_generate)]
+    results["cells"] += [cell("vLLM 1", **of_engine) | {"environment": {"driver": "590", "torch": "2.11"}}]
     (tmp_path / "generation_h100.json").write_text(json.dumps(results))
     data = report.load(tmp_path)
     found = "graphs | 1 of 2 | 0.125 | - |"
@@ -677,7 +679,9 @@ def test_tables_of_generation(tmp_path):
     assert row in report.engines(data).splitlines()
     row = f"| H100 | transformers 5 | qwen3_5 | {found} 10 | 20 | 2.00 | 100 | 150 | 1.50 |"
     assert row in report.transformers(data).splitlines()
-    assert report.engines(data).endswith("H100: driver 580, torch 2.11.")
+    cards = "H100: driver 580, torch 2.11. H100: driver 590, torch 2.11."
+    lines = f"{cards} Rates are medians; a process's fastest sample is up to 3.00 times its slowest."
+    assert " ".join(report.engines(data).split()).endswith(lines)
 
 
 def test_figures_of_a_card(card_folder):
@@ -897,6 +901,21 @@ def test_counts_of_sglang(tmp_path, monkeypatch):
         time.sleep(0.05)
 
 
+def test_ports_of_sglang():
+    """Each process has its own, below those that the system chooses, and none that is in use."""
+    generation_sglang = importlib.import_module("generation_sglang")
+    first, second = generation_sglang.free_ports()
+    assert 10000 <= first < second < 30000
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", first))
+        used.listen()
+        assert first not in generation_sglang.free_ports()
+    code = "import generation_sglang; print(*generation_sglang.free_ports())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])}
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert len({first, second, *map(int, other.stdout.split())}) == 4, other.stderr
+
+
 def test_plugin_of_sglang(tmp_path, monkeypatch):
     """importlib.metadata finds it in a process of SGLang's."""
     generation_sglang = importlib.import_module("generation_sglang")
@@ -919,9 +938,12 @@ arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 turn = Path(arguments["--turn"])
 if arguments["--features"] == "hangs":
     time.sleep(60)
-(turn / "ready").touch()
-while not (turn / "go").exists():
-    time.sleep(0.01)
+for sample in range(3):
+    (turn / f"ready{sample}").touch()
+    while not (turn / f"go{sample}").exists():
+        time.sleep(0.01)
+    with open("order", "a") as order:
+        print(arguments["--features"], arguments["--measure"], sample, file=order)
 if arguments["--features"] == "fails" and arguments["--measure"] == "own" and not Path("mended").exists():
     sys.exit("no engine here")
 tokens = [{"tokens": [1, 2], "margins": [0.5, 0.25]}] * 2
@@ -949,11 +971,17 @@ def test_engines_that_fail(tmp_path, monkeypatch, capsys):
     stored = json.loads(Path("out.json").read_text())
     assert [x["feature"] for x in stored["cells"]] == ["works"]
     assert [(x["feature"], x["kernels"]) for x in stored["halves"]] == [("fails", "flash_qla")]
+    in_turns = [f"{kernels} {sample}" for sample in range(3) for kernels in ("own", "flash_qla")]
+    measured = Path("order").read_text().splitlines()
+    assert measured == [f"{feature} {one}" for feature in ("works", "fails") for one in in_turns]
 
     Path("mended").touch()
+    monkeypatch.setenv("COMMIT", "later")
     run("--features", "fails")
-    stored = json.loads(Path("out.json").read_text())
+    stored, before = json.loads(Path("out.json").read_text()), stored["environment"]
     assert [x["feature"] for x in stored["cells"]] == ["works", "fails"] and "halves" not in stored
+    assert [x.get("environment") for x in stored["cells"]] == [before, None]
+    assert stored["environment"]["commit"] == "later" != before["commit"]
     assert "fails:" in capsys.readouterr().out
 
 

@@ -14,8 +14,8 @@ has no state. From 0.28.0 on, vLLM's fused kernel for drafts stays in use unless
 environment.
 
 Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with Inductor, with prefix caching, and with drafts. OLMo-Hybrid's decoding has not run on a GPU. The other
-releases have been compared by signatures.
+graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. The other releases have
+been compared by signatures.
 """
 
 import torch

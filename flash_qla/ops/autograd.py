@@ -15,35 +15,18 @@ from flash_qla.ops import schemas
 
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
-
-def _register_autograd(op, differentiable):
-    """Has the op call differentiable(keyset, *args) if gradients are wanted or forward-mode AD is on.
-
-    Every call on tensors that are not inference tensors passes here, so the code is as short as PyTorch's own fallback
-    for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
-    """
-    redispatch = op._handle.redispatch_boxed  # op.redispatch without its wrapper
-    is_grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
-    after_autograd = torch._C._after_autograd_keyset
-
-    def kernel(keyset, *args):
-        if (is_grad_enabled() and any_requires_grad(*args)) or forward_ad._current_level >= 0:
-            return differentiable(keyset, *args)
-        return redispatch(keyset & after_autograd, *args)
-
-    _library.impl(op, kernel, "Autograd", with_keyset=True)
-
-
 # Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. The g of the forward
 # is g_raw in the backward, whose g is the forward's result g_cumsum.
 _COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.ForwardCall._fields and x.name != "g"]
 _TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
 _OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
-_tensors_of, _options_of = operator.attrgetter(*_TENSORS), operator.attrgetter(*_OPTIONS)
 # The order of the backward's results
 _DIFFERENTIATED = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
-_differentiated_of = operator.attrgetter(*_DIFFERENTIATED)
-_backward_arguments_of = operator.itemgetter(*schemas.BackwardCall._fields)
+# The backward takes these, and None as g and A. Its arguments are items of (*these, None).
+_GIVEN = ("g_raw", *_TENSORS, *_OPTIONS, "do", "dht")
+_backward_arguments_of = operator.itemgetter(
+    *(_GIVEN.index(x) if x in _GIVEN else len(_GIVEN) for x in schemas.BackwardCall._fields)
+)
 
 
 def _apply(function, *args):
@@ -51,44 +34,35 @@ def _apply(function, *args):
 
     The dispatcher calls autograd once at each level. Function.apply would go through all levels by itself.
     """
+    apply = super(torch.autograd.Function, function).apply
     if not torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
+        return apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return apply(*args)
 
 
 class _Differentiable(torch.autograd.Function):
-    """An op of the forward with its gradients.
+    """Hands on o and, if it was asked for, the final state, as functions of the tensors that have gradients.
 
-    The tensors that have gradients are arguments beside the call, because autograd looks for them there. Autograd
-    converts each gradient to the dtype of its tensor. The op's last result is the final state, and `o` is the place of
-    the output among its results.
+    Autograd looks for these tensors among the arguments. It converts each gradient to the dtype of its tensor.
     """
 
     @staticmethod
-    def forward(ctx, op, o, keyset, call, *differentiated):
-        # Function switches both modes off, but outer levels of torch.func need them.
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            outputs = op.redispatch(keyset & torch._C._after_autograd_keyset, *call)
-        ctx.save_for_backward(call.g, *_tensors_of(call))
-        ctx.options, ctx.o = _options_of(call), o
+    def forward(ctx, results, tensors, options, *differentiated):
+        ctx.save_for_backward(*tensors)
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        constants = outputs[:-1] if call.output_final_state else outputs
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(constants) if i != o))
-        return outputs
+        return results
 
     @staticmethod
-    def backward(ctx, *gradients):
-        do, dht = gradients[ctx.o], gradients[-1]
+    def backward(ctx, do, dht=None):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
-        names = ("g_raw", *_TENSORS, *_OPTIONS)
-        call = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
-        call["do"] = torch.zeros_like(call["v"]) if do is None else do
-        call |= {"dht": dht, "g": None, "A": None}
-        results = only_once(schemas.backward, *_backward_arguments_of(call))
-        needed = zip(results, ctx.needs_input_grad[4:], strict=True)
-        return (None,) * 4 + tuple(x if is_needed else None for x, is_needed in needed)
+        tensors = ctx.saved_tensors
+        do = torch.zeros_like(tensors[_GIVEN.index("v")]) if do is None else do
+        results = only_once(schemas.backward, *_backward_arguments_of((*tensors, *ctx.options, do, dht, None)))
+        needed = zip(results, ctx.needs_input_grad[3:], strict=True)
+        return (None, None, None, *[x if is_needed else None for x, is_needed in needed])
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -98,14 +72,58 @@ class _Differentiable(torch.autograd.Function):
         )
 
 
-def _register_derivative(op, call_type):
-    o = [x.name for x in op._schema.returns].index("o")
+def _register_derivative(op):
+    """Has the op note its derivative if gradients are wanted or forward-mode AD is on.
 
-    def differentiable(keyset, *args):
-        call = call_type(*args)
-        return _apply(_Differentiable, op, o, keyset, call, *_differentiated_of(call))
+    Every call on tensors that are not inference tensors passes here, so the code is as short as PyTorch's own fallback
+    for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
+    """
+    redispatch = op._handle.redispatch_boxed  # op.redispatch without its wrapper
+    is_grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+    after_autograd, below_autograd = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd
+    names, defaults = zip(*((x.name, x.default_value) for x in op._schema.arguments), strict=True)
+    tensors_of, options_of, differentiated_of = (
+        operator.itemgetter(*map(names.index, x)) for x in (("g", *_TENSORS), _OPTIONS, _DIFFERENTIATED)
+    )
+    output_final_state = names.index("output_final_state")
+    o, state = (i for i, x in enumerate(op._schema.returns) if x.name in ("o", "final_state"))
+    only_o, o_and_state = slice(o, o + 1), slice(o, state + 1, state - o)
 
-    _register_autograd(op, differentiable)
+    def kernel(keyset, *args):
+        keyset &= after_autograd
+        if not (is_grad_enabled() and any_requires_grad(*args)) and forward_ad._current_level < 0:
+            return redispatch(keyset, *args)
+        with below_autograd():
+            results = redispatch(keyset, *args)
+        args += defaults[len(args) :]  # the dispatcher leaves out trailing arguments that have their defaults
+        wanted = o_and_state if args[output_final_state] else only_o
+        found = list(results)
+        found[wanted] = _apply(
+            _Differentiable, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
+        )
+        return tuple(found)
+
+    _library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def call(op, *args):
+    """op(*args). It skips autograd's part of the op, which is in Python, if no gradients are wanted.
+
+    Compilers, modes, transforms of torch.func and forward-mode AD see the usual call. Inference mode skips that part by
+    itself.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or forward_ad._current_level >= 0
+    ):
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def only_once(backward, *args):
@@ -114,7 +132,9 @@ def only_once(backward, *args):
     The error comes when they are differentiated, not when create_graph=True computes them, because other parts of a
     model may need the graph.
     """
-    return _OnceDifferentiable.apply(backward, *args) if torch.is_grad_enabled() else backward(*args)
+    if torch.is_grad_enabled():
+        return _OnceDifferentiable.apply(backward, *args)
+    return call(backward, *args)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -137,8 +157,8 @@ class _OnceDifferentiable(torch.autograd.Function):
     jvp = backward
 
 
-_register_derivative(schemas.forward, schemas.ForwardCall)
-_register_derivative(schemas.forward_low_level, schemas.LowLevelCall)
+_register_derivative(schemas.forward)
+_register_derivative(schemas.forward_low_level)
 
 
 # Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the
@@ -214,7 +234,8 @@ def _register_without_derivative(op):
         return results
 
     _library.impl(op, autograd, "Autograd", with_keyset=True)
-    _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
+    if any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments):
+        _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
 
 
 for _op in (

@@ -30,5 +30,5 @@ def call_of(op):
     return collections.namedtuple(op._opname, [x.name for x in arguments], defaults=defaults)
 
 
-ForwardCall, LowLevelCall, BackwardCall = map(call_of, (forward, forward_low_level, backward))
+ForwardCall, BackwardCall = map(call_of, (forward, backward))
 DecodeCall, DecodePackedCall = map(call_of, (decode, decode_packed))
