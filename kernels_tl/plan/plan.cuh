@@ -154,56 +154,57 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   put_padding(row, tokens_before, tokens, slot - chunks_before);
 }
 
-// The sequence in a slot of `segments`.
-struct Owner {
-  int n, begin, end;
-  int covered;  // tokens of all sequences
-};
-
-// Each warp that needs an owner calls it. The function assumes that no sequence is cut, and that there are at most 32
-// sequences or all have the same length. A sequence without a slot keeps its place in the table.
-__device__ __forceinline__ Owner find_owner(int slot, const void* offsets, int has_offsets, int wide, int N, int tokens,
-                                            int uniform_length, const Slots& slots) {
-  if (!has_offsets) {
-    return {slot, slot * uniform_length, (slot + 1) * uniform_length, tokens};
-  }
+// The sequence in a slot of `segments`. `extent` is lane_extent(.., 0, 0). The function assumes that no sequence is
+// cut, and that there are at most 32. A sequence without a slot keeps its place in the table.
+__device__ __forceinline__ int owner_of(int slot, const Extent& extent, int N, const Slots& slots) {
   const int lane = threadIdx.x & 31;
-  const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
   const bool has_slot = lane < N && slots(lane) != kNoState;
   const int chunks = has_slot ? chunks_of(extent.end - extent.begin) : 0;
   int before = 0;  // sequences before the lane's in the table
   for (int i = 0; i < N; ++i) {
     before += comes_first(__shfl_sync(~0u, chunks, i), i, chunks, lane);
   }
-  const int n = __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
-  return {n, __shfl_sync(~0u, extent.begin, n), __shfl_sync(~0u, extent.end, n),
-          __shfl_sync(~0u, extent.end, kLanes - 1)};
+  return __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
 }
 
-// found = the first token row and the tokens of a slot of `segments`. A sequence without a slot has no tokens there.
+// found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. If lengths
+// differ, it assumes what owner_of does. A sequence without a slot has no tokens in the table.
 __device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
                                              int N, int tokens, int uniform_length, const Slots& slots) {
-  const Owner owner = find_owner(slot, offsets, has_offsets, wide, N, tokens, uniform_length, slots);
-  found[0] = owner.begin;
-  found[1] = slots(owner.n) == kNoState ? 0 : owner.end - owner.begin;
+  if (!has_offsets) {
+    found[0] = slot * uniform_length;
+    found[1] = slots(slot) == kNoState ? 0 : uniform_length;
+    return;
+  }
+  const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
+  const int owner = owner_of(slot, extent, N, slots);
+  found[0] = __shfl_sync(~0u, extent.begin, owner);
+  found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
 }
 
 // to = what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it. OwnSegment has two more
-// columns. One warp calls it.
+// columns. One warp calls it. It assumes what find_segment does.
 __device__ __forceinline__ void find_own_segment(void* to, int slot, const void* offsets, int has_offsets, int wide,
                                                  int N, int tokens, int uniform_length, const Slots& slots,
                                                  const Presence& presence) {
-  const Owner owner = find_owner(slot, offsets, has_offsets, wide, N, tokens, uniform_length, slots);
-  const int own = slots(owner.n), first = first_state_slot(presence, own, owner.n);
+  int n = slot, begin = slot * uniform_length, end = begin + uniform_length, covered = tokens;
+  if (has_offsets) {
+    const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
+    n = owner_of(slot, extent, N, slots);
+    begin = __shfl_sync(~0u, extent.begin, n);
+    end = __shfl_sync(~0u, extent.end, n);
+    covered = __shfl_sync(~0u, extent.end, kLanes - 1);
+  }
+  const int own = slots(n), first = first_state_slot(presence, own, n);
   if ((threadIdx.x & 31) == 0) {
     int* const row = static_cast<int*>(to);
-    row[SegmentColumn::kRow] = owner.begin;
-    row[SegmentColumn::kLength] = own == kNoState ? 0 : owner.end - owner.begin;
+    row[SegmentColumn::kRow] = begin;
+    row[SegmentColumn::kLength] = own == kNoState ? 0 : end - begin;
     row[SegmentColumn::kInitial] = first;
-    row[SegmentColumn::kFinal] = last_state_slot(presence, own, first, owner.begin == owner.end);
+    row[SegmentColumn::kFinal] = last_state_slot(presence, own, first, begin == end);
     row[SegmentColumn::kUntil] = kWholeSequence;
-    row[OwnSegment::kEnd] = owner.end;
-    row[OwnSegment::kCovered] = owner.covered;
+    row[OwnSegment::kEnd] = end;
+    row[OwnSegment::kCovered] = covered;
   }
 }
 

@@ -510,7 +510,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
             slot = T.alloc_var("int32", init=walk.cta + i * walk.ctas)
             if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
-                clear_rows(chunks[slot, ChunkColumn.ROW], chunks[slot, ChunkColumn.LENGTH], outputs)
+                row = chunks[slot, ChunkColumn.ROW]
+                clear_rows(row, chunks[slot, ChunkColumn.LENGTH], outputs)
 
     @T.macro
     def clear_unplanned_padding(walk, warp, own, outputs):
