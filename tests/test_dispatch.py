@@ -210,6 +210,18 @@ def test_auto_cp_never_predicts_slower():
         assert found.predicted_us <= without.predicted_us, shape
 
 
+def test_calls_without_a_plan():
+    """The op has none if one kernel does all, and each CTA has one piece of work."""
+    found = {}
+    for N in (1, 4, 16, 17, 32, 33):
+        with forced_dispatch(forward={"fused": True, "segment_chunks": 0}):
+            found[N] = _C.forward_dispatch(1, 64 * N, N, 2, 8, varlen=True)
+        assert found[N].fused and found[N].planned == (8 * N > 132), N  # SMs
+        assert (found[N].workspace_bytes == 0) == (not found[N].planned), N
+    assert _C.forward_dispatch(1, 64, 1, 2, 8, low_level=True).planned
+    assert _C.forward_dispatch(1, 32768, 1, 2, 8).planned
+
+
 def test_more_tokens_take_longer():
     lengths = (64, 512, 2048, 8192, 32768, 131072)
     for (H_k, H_v), N, auto_cp in itertools.product(HEADS, (1, 4), (True, False)):

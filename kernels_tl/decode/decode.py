@@ -23,11 +23,12 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel. Keys of more than 128 channels have only rows and key_first. States of 8 bits have
-only one_token and rows; with keys of more than 128 channels, only rows:
+There are five paths, each a kernel. Keys of more than 128 channels have only one_token, rows and key_first. States of 8
+bits have only one_token and rows; with keys of more than 128 channels, only rows:
 
-- one_token: each sequence has one token. A warp takes eight value rows, a lane 16 bytes of each of its rows, straight
-  between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many warps fit an SM.
+- one_token: each sequence has one token. A warp takes eight value rows, or four of keys of more than 128 channels. A
+  lane takes 16 bytes of each of its rows, straight between memory and registers (decode/decode_rows.cuh). Warps share
+  nothing, so many warps fit an SM.
 - rows: tokens go through the value rows one by one, whichever states are kept. All value rows share q, k and gates, so
   a CTA prepares each token once, in shared memory (decode/decode_tokens.cuh). In a tree of tokens the states of
   ancestors are computed again from the initial state, which is still in shared memory.

@@ -182,8 +182,8 @@ __device__ __forceinline__ void find_segment(int* found, int slot, const void* o
   found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
 }
 
-// to = what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it. OwnSegment has two more
-// columns. One warp calls it. It assumes what find_segment does.
+// Writes to `to` what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it. OwnSegment has
+// two more columns. One warp calls it. It assumes what find_segment does.
 __device__ __forceinline__ void find_own_segment(void* to, int slot, const void* offsets, int has_offsets, int wide,
                                                  int N, int tokens, int uniform_length, const Slots& slots,
                                                  const Presence& presence) {
