@@ -29,6 +29,8 @@ def _run(rank, world_size, backend, timeout, folder, function, args):
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),
     )
+    if backend == "gloo":
+        dist.barrier()  # a rank that ends before another one has connected to it would end that one
     try:
         outcome = {"result": function(*args)}
     except Exception as error:
