@@ -138,7 +138,8 @@ class Engine:
         for request in outputs:
             about, tokens = request["meta_info"], request["output_ids"]
             self._counts["cached_tokens"] += about.get("cached_tokens") or 0
-            self._counts["request_steps"] += about.get("spec_verify_ct") or len(tokens)
+            verified = about.get("spec_verify_ct")  # steps after the prompt's, which gives the first token
+            self._counts["request_steps"] += 1 + verified if verified else len(tokens)
             self._counts["new_tokens"] += len(tokens)
             ranks = [[x[0] for x in step] for step in about.get("output_top_logprobs") or ()]
             found.append(completion(tokens, ranks))

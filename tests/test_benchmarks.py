@@ -901,6 +901,17 @@ def test_counts_of_sglang(tmp_path, monkeypatch):
         time.sleep(0.05)
 
 
+def test_steps_of_sglang():
+    """SGLang counts the steps that verify drafts; the prompt's own step gives a token as well."""
+    engine = object.__new__(importlib.import_module("generation_sglang").Engine)
+    engine._counts = {"cached_tokens": 0, "request_steps": 0, "new_tokens": 0}
+    drafts = {"meta_info": {"spec_verify_ct": 3}, "output_ids": [1, 2, 3, 4, 5, 6]}
+    no_drafts = {"meta_info": {"cached_tokens": 2}, "output_ids": [1, 2, 3]}
+    engine._engine = types.SimpleNamespace(generate=lambda **_: [drafts, no_drafts])
+    assert [x["tokens"] for x in engine.generate([[1], [1]], 6)] == [[1, 2, 3, 4, 5, 6], [1, 2, 3]]
+    assert engine.counts() == {"cached_tokens": 2, "request_steps": 4 + 3, "new_tokens": 9}
+
+
 def test_ports_of_sglang():
     """Each process has its own, below those that the system chooses, and none that is in use."""
     generation_sglang = importlib.import_module("generation_sglang")
