@@ -319,25 +319,6 @@ def test_only_kernels_that_wait_overlap_their_predecessor(built):
 
 @pytest.mark.build
 @needs_tilelang
-@pytest.mark.parametrize("kernel", ("l2norm", "l2norm_backward"))
-def test_rows_are_copied_by_16_bytes(kernel):
-    """And not element by element, as where their length is all that is said of them."""
-    code = (
-        "from build_tools.instance import Instance\n"
-        "from build_tools.lower import lower\n"
-        f"instance = Instance('gradients.{kernel}', {{'dtype': 'bfloat16', 'K': 128}})\n"
-        "print(lower('kernels_tl', instance).source)"
-    )
-    result = run([sys.executable, "-c", code])
-    assert result.returncode == 0, result.stderr
-    rows = r"(?:q|k|dq|dk|normalized)"
-    widths = re.findall(rf"(\w+)\*\)\({rows} \+", result.stdout)
-    assert len(widths) >= 4 and set(widths) == {"uint4"}
-    assert not re.search(rf"\b{rows}\[", result.stdout)
-
-
-@pytest.mark.build
-@needs_tilelang
 def test_a_tensor_has_a_descriptor_for_each_tile(tmp_path):
     package = write_package(tmp_path, KERNELS | {"tiles.py": TILES})
     code = (

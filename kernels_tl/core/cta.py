@@ -181,13 +181,12 @@ def fetch(source, target, barrier):
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
 
 
-@T.macro
-def clear_rows_after(tile, valid, *stage):
-    """tile[i, j] = 0 for i >= valid. Rows after the sequence belong to others and may hold NaN, which a factor of 0
-    does not remove."""
-    for i, j in T.Parallel(*tile.shape[-2:]):
-        if i >= valid:
-            tile[(*stage, i, j)] = 0
+def clear_rows_after(tile, valid, threads, *stage):
+    """Rows i >= valid of tile[stage] become 0, in panels of 64 x 64 as TMA lays them out. `threads` consecutive threads
+    call it. Rows after the sequence belong to others and may hold NaN, which a factor of 0 does not remove."""
+    inner = [int(extent) for extent in tile.shape[len(stage) :]]
+    place = T.access_ptr(tile[(*stage, *[0] * len(inner))], "rw")
+    return extern("clear_rows_after", place, math.prod(inner) // (C * C), valid, threads)
 
 
 @T.macro

@@ -55,19 +55,27 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
-// fragment = columns of S from a caller's state, in the layout of for_columns. `state` points to the first column.
-// Channels and columns that the state lacks are zeros.
+// use(i, k, v) for each element of a thread: register i of its fragment, channel k and column v of S, in the layout of
+// for_columns.
+template <typename Use>
+__device__ __forceinline__ void for_places(Use use) {
+  const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    use(i, row + 8 * (i / 2 % 2), column + 8 * (i / 4) + i % 2);
+  }
+}
+
+// fragment = columns of S from a caller's state. `state` points to the first column. Channels and columns that the
+// state lacks are zeros.
 template <bool kFloat8>
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
-  const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
   const auto read = [=]<typename T>(T, auto number) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int k = row + 8 * (i / 2 % 2), v = column + 8 * (i / 4) + i % 2;
+    for_places([=](int i, int k, int v) {
       fragment[i] =
           k < channels && v < columns ? number(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
-    }
+    });
   };
   const auto number = [](auto x) { return to_float(x); };
   if (dtype == Dtype::kBfloat16) {
@@ -79,6 +87,16 @@ __device__ __forceinline__ void read_state_columns(float* fragment, const void* 
   } else {
     read(float(), number);
   }
+}
+
+// rows[v][k] = S[k][v] for columns of S, where rows are `stride` floats apart.
+__device__ __forceinline__ void write_as_rows(const float* fragment, void* rows, int stride, int channels,
+                                              int columns) {
+  for_places([=](int i, int k, int v) {
+    if (k < channels && v < columns) {
+      static_cast<float*>(rows)[v * stride + k] = fragment[i];
+    }
+  });
 }
 
 // use(i, at, next) for each pair of columns of a thread: pair i of its fragment, whose elements are at `at` and `next`

@@ -8,7 +8,7 @@
     rstd        [2, rows] fp32                of q, then of k
 
 backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each, 16 rows of 128 channels. A lane takes a piece
-of a row. The pieces are a dimension of their own, because the compiler then loads 16 bytes at once instead of 2.
+of a row.
 """
 
 from functools import partial
@@ -16,8 +16,12 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.config import L2NORM
-from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims
-from kernels_tl.layout import NORM_EPS, NORM_PIECE
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
+from kernels_tl.layout import NORM_PIECE
+
+PRELUDE = """
+#include "gradients/l2norm.cuh"
+"""
 
 
 def lanes_and_rows(K):
@@ -41,36 +45,19 @@ def take_row(cta, which, K, q, k, of_row):
         of_row(row, piece, there, 1, k)
 
 
-@T.macro
-def sum_of_lanes(number, lanes):
-    """The sum of a number over `lanes` neighbouring lanes, in each of them."""
-    total = T.alloc_var("float32", init=number)
-    for bit in T.unroll(lanes.bit_length() - 1):
-        total += T.shfl_xor(total, 1 << bit)
-    return total
-
-
 def l2norm(dtype, K):
     rows, pieces = dims("rows", "pieces")
     LANES, ROWS = lanes_and_rows(K)
 
-    @T.macro
     def normalize(normalized, rstd, row, piece, there, which, x):
-        values = T.alloc_local([NORM_PIECE], "float32")
-        squares = T.alloc_var("float32", init=0.0)
-        for i in T.unroll(NORM_PIECE):
-            values[i] = 0.0
-        if there:
-            for i in T.vectorized(NORM_PIECE):
-                values[i] = x[row, piece, i]
-        for i in T.unroll(NORM_PIECE):
-            squares += values[i] * values[i]
-        factor = T.alloc_var("float32", init=T.rsqrt(sum_of_lanes(squares, LANES) + NORM_EPS))
-        if there:
-            for i in T.vectorized(NORM_PIECE):
-                normalized[which, row, piece, i] = values[i] * factor
-        if there & (piece == 0):
-            rstd[which, row] = factor
+        return extern(
+            f"normalize_piece<{element_type(dtype)}, {LANES}>",
+            T.access_ptr(x[row, piece, 0], "r"),
+            T.access_ptr(normalized[which, row, piece, 0], "w"),
+            T.access_ptr(rstd[which, row], "w"),
+            there,
+            piece == 0,
+        )
 
     @T.prim_func
     def main(
@@ -79,7 +66,7 @@ def l2norm(dtype, K):
         normalized: T.Tensor([2, rows, pieces, NORM_PIECE], dtype),
         rstd: T.Tensor([2, rows], "float32"),
     ):
-        with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES) as (cta, which):
+        with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES, prelude=PRELUDE) as (cta, which):
             take_row(cta, which, K, q, k, partial(normalize, normalized, rstd))
 
     return main

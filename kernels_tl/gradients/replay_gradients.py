@@ -103,9 +103,9 @@ def replay_gradients(dtype, K):
             stage.wait_for(ready.loaded)
             Stage(0, p).wait_for(ready.others_loaded)
             if (step == 0) & (segment.length % C != 0):
-                clear_rows_after(tiles.Q, segment.length % C, 0)
-                clear_rows_after(tiles.K, segment.length % C, 0)
-                clear_rows_after(tiles.dO, segment.length % C, 0)
+                clear_rows_after(tiles.Q, segment.length % C, CONSUMERS, 0)
+                clear_rows_after(tiles.K, segment.length % C, CONSUMERS, 0)
+                clear_rows_after(tiles.dO, segment.length % C, CONSUMERS, 0)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             Stage(warpgroup, p).wait_until_free(ready.dS_stored)

@@ -127,7 +127,7 @@ def token_gradients(dtype, K):
             stage = stage_of(i, STAGES, s)
             stage.wait_for(ready.loaded)
             if work.length < C:
-                clear_rows_after(tiles.dO, work.length, s)
+                clear_rows_after(tiles.dO, work.length, CONSUMERS, s)
                 sync_consumers()
             T.wgmma_gemm(tiles.dO[s, :, :], tiles.h[s, :, :], r.dQ)
             T.wgmma_gemm(tiles.U[s, :, :], tiles.h[s, :, :], r.U_S)
@@ -169,8 +169,8 @@ def token_gradients(dtype, K):
         T.barrier_wait(ready.keys_loaded, 0)
         if work.length < C:
             for part in T.serial(PARTS):
-                clear_rows_after(tiles.Q, work.length, part)
-                clear_rows_after(tiles.K, work.length, part)
+                clear_rows_after(tiles.Q, work.length, CONSUMERS, part)
+                clear_rows_after(tiles.K, work.length, CONSUMERS, part)
             sync_consumers()
         if work.part == 0:  # E takes all channels, and only one part has it
             for part in T.serial(PARTS):

@@ -137,9 +137,9 @@ def backward_maps(dtype, K, normalize):
             stage = stage_of(step, STAGES, s)
             stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
-                clear_rows_after(tiles.Q, segment.length - c * C, s)
-                clear_rows_after(tiles.K, segment.length - c * C, s)
-                clear_rows_after(tiles.dO, segment.length - c * C, s)
+                clear_rows_after(tiles.Q, segment.length - c * C, CONSUMERS, s)
+                clear_rows_after(tiles.K, segment.length - c * C, CONSUMERS, s)
+                clear_rows_after(tiles.dO, segment.length - c * C, CONSUMERS, s)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             dO = tiles.dO[s, 0, warpgroup * ROWS]

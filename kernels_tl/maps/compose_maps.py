@@ -86,9 +86,8 @@ def compose_maps(dtype, K, reverse):
                 maps_used = maps_used + 1
         row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
         rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))
-        for i, j in T.Parallel(K, COLUMNS):
-            if (i < initial.key_dim) & (j < rows):
-                composed[which, hv, row + j, i] = r.S[i, j]
+        place = T.access_ptr(composed[which, hv, row, 0], "w")
+        extern("write_as_rows", r.S.data, place, T.Cast("int32", key_channels), initial.key_dim, rows)
 
     @T.macro
     def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):

@@ -65,9 +65,9 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
     @T.macro
     def clear_after(tiles, s, valid):
         if valid < C:
-            clear_rows_after(tiles.K, valid, s)
+            clear_rows_after(tiles.K, valid, CONSUMERS, s)
             if not of_backward:
-                clear_rows_after(tiles.V, valid, s)
+                clear_rows_after(tiles.V, valid, CONSUMERS, s)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
 

@@ -66,6 +66,7 @@ EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
 EARLY |= {"segments": after("chunk_plan", where="only_if")}
 PRELUDE = """
+#include "core/tiles.cuh"
 #include "matrices/chunk_matrices.cuh"
 #include "plan/plan.cuh"
 """
@@ -184,8 +185,8 @@ def chunk_matrices(dtype, K, normalize):
             )
         T.barrier_wait(ready.loaded, 0)
         if chunk.length < C:
-            clear_rows_after(tiles.K, chunk.length)
-            clear_rows_after(tiles.Q, chunk.length)
+            clear_rows_after(tiles.K, chunk.length, THREADS)
+            clear_rows_after(tiles.Q, chunk.length, THREADS)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.MATRICES, THREADS)
 

@@ -55,9 +55,19 @@ from kernels_tl.bundles import (
     States,
     Tokens,
 )
-from kernels_tl.config import FUSED_FORWARD as TILE, WGMMA_ROWS as ROWS
+from kernels_tl.config import FUSED_FORWARD as TILE, WARPGROUP, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
-from kernels_tl.core.cta import BYTES, Walk, barriers, fetch, is_never, leave_unless, shared, store_rows
+from kernels_tl.core.cta import (
+    BYTES,
+    Walk,
+    barriers,
+    clear_rows_after,
+    fetch,
+    is_never,
+    leave_unless,
+    shared,
+    store_rows,
+)
 from kernels_tl.core.pipeline import Stage
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import (
@@ -192,7 +202,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         tile.wait_for(ready.made)
         value.wait_for(ready.loaded_v)
         if left < C:
-            extern("clear_rows_after", T.access_ptr(tiles.V[u, own, 0, 0], "rw"), 1, left, 128)
+            clear_rows_after(tiles.V, left, WARPGROUP, u, own)
             T.fence_proxy_async()  # before the stage's next load
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))

@@ -91,9 +91,8 @@ def replay_states(dtype, K):
             stage = stage_of(c, STAGES, s)
             stage.wait_for(ready.loaded)
             if segment.length - c * C < C:
-                clear_rows_after(tiles.K, segment.length - c * C, s)
-                for w in T.unroll(WARPGROUPS):
-                    clear_rows_after(tiles.V, segment.length - c * C, s, w)
+                clear_rows_after(tiles.K, segment.length - c * C, CONSUMERS, s)
+                clear_rows_after(tiles.V, segment.length - c * C, CONSUMERS, s)
                 T.fence_proxy_async()
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             if r.is_wide:
