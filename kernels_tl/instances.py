@@ -6,15 +6,11 @@ Value rows, head counts, batch, lengths and layouts are run-time numbers.
 from build_tools.instance import Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
-from kernels_tl.layout import NARROW_TILE, WIDE_TILE
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of pools, and their bytes
 FLOAT8 = {"float8": 1}  # both formats, for pools but not for states that lag
 KEY_DIMS = (128, 256)
-
-# Bytes that these instances of chunk_forward spill more, by K and value tile
-RESUMABLE_SPILLS = {128: {NARROW_TILE: 0, WIDE_TILE: 12}, 256: {WIDE_TILE: 32}}
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
 NARROW_TYPES = [types for types in TYPES if not is_wide(types["K"])]
@@ -46,14 +42,9 @@ INSTANCES = [
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(
-        Instance(
-            "states.chunk_forward",
-            types | {"value_tile": tile, "resumable": resumable},
-            spill_budget=numbers.spills + RESUMABLE_SPILLS[types["K"]][tile] * resumable,
-        )
+        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=numbers.spills)
         for types in TYPES
         for tile, numbers in config.CHUNK_FORWARD[types["K"]].items()
-        for resumable in (False, True)
     ),
     *(
         Instance(

@@ -29,8 +29,8 @@ kernels::Dtype dtype_of(const Shape& shape) {
 // Wide keys have fewer instances (kernels_tl/instances.py), for example no narrow tile. The tiles and the maps do not
 // depend on the dtype.
 bool has_tile(const ForwardShape& shape, int64_t tile) {
-  return kernels::is_compiled(kernels::ChunkForwardParams{
-      .dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .value_tile = tile, .resumable = false});
+  return kernels::is_compiled(
+      kernels::ChunkForwardParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .value_tile = tile});
 }
 bool has_maps(const ForwardShape& shape) {
   return kernels::is_compiled(

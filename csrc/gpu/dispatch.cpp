@@ -97,7 +97,6 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   if (d.fused || shape.resumable) {
     d.early_ctas = 0;
   }
-  d.clear_h = shape.output_h && shape.varlen;
   add_launches(shape, d);
   const bool has_one_piece_each = d.ctas == pieces(shape, d.segments, d.value_tile);
   d.planned =

@@ -47,7 +47,6 @@ struct ForwardDispatch : Dispatch {
   bool fused;           // fused_forward replaces chunk_matrices and chunk_forward if the device cuts no sequence
   bool fused_segments;  // fused_forward takes segments, too; the other kernels compute the maps of heads that need them
   bool early;           // of fused_forward: every CTA finds its first segment by itself
-  bool clear_h;         // some slots of h may belong to no chunk
   int64_t ctas;         // of the last launch
   std::array<Launch, 2> launches;
   int64_t launch_count;

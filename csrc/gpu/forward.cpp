@@ -48,7 +48,8 @@ class Forward {
 
   // The part that needs no states. The fused kernel, which reads them, does not run in halves.
   void begin() {
-    if (d_.clear_h) {
+    // Some slots of h may belong to no chunk, or to a sequence without a state.
+    if (call_.output_h && (call_.varlen || states_.presence.on_pool)) {
       Tensor h = out_.h;
       zero(h);
     }
@@ -193,21 +194,19 @@ class Forward {
   void chunk_forward(const ForwardDispatch::Launch& launch) const {
     kernels::Chunks chunks = pass_.chunks();
     chunks.sizes = sizes_of(launch);
-    kernels::chunk_forward(
-        {.chunks = chunks,
-         .states = states_.numbers,
-         .kept = states_.kept,
-         .maps = pass_.maps(),
-         .o = out_.o.mutable_data_ptr(),
-         .h = data_if(call_.output_h, out_.h),
-         .has_h = call_.output_h,
-         .ctas = launch.ctas,
-         .value_tiles = value_tiles(call_.V, launch.value_tile),
-         .only_if = launch.only_if,
-         .rounds = states_.rounds,
-         .h_slots = call_.output_h ? call_.h_chunks : 0},
-        {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = launch.value_tile, .resumable = states_.resumable()},
-        stream_);
+    kernels::chunk_forward({.chunks = chunks,
+                            .states = states_.numbers,
+                            .kept = states_.kept,
+                            .maps = pass_.maps(),
+                            .o = out_.o.mutable_data_ptr(),
+                            .h = data_if(call_.output_h, out_.h),
+                            .has_h = call_.output_h,
+                            .ctas = launch.ctas,
+                            .value_tiles = value_tiles(call_.V, launch.value_tile),
+                            .only_if = launch.only_if,
+                            .rounds = states_.rounds,
+                            .h_slots = call_.output_h ? call_.h_chunks : 0},
+                           {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = launch.value_tile}, stream_);
   }
 
   const Call& call_;

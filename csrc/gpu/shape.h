@@ -60,7 +60,7 @@ struct ForwardShape : Shape {
   bool output_h = false;         // h is returned
   bool batch_invariant = false;  // no segments, and two kernels: their tiles do not change the bits
   int64_t checkpoint_every = 0;  // tokens after which states are kept; 0: none
-  bool resumable = false;        // chunk_forward's instances that begin a chunk after each checkpoint
+  bool resumable = false;        // the state is rounded at checkpoints, or they are at no multiples of kChunk
   bool float8 = false;           // states of 8 bits, which the fused kernel does not take
 
   bool operator==(const ForwardShape&) const = default;

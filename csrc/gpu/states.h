@@ -24,7 +24,8 @@ struct States {
   kernels::CheckpointTable kept_in;  // their slots: by a table, or in the order of the sequences
   bool rounds = false;               // after a checkpoint a sequence goes on with the state as stored, rounded
 
-  // Whether chunk_forward's resumable instances are needed.
+  // Whether the state is rounded at checkpoints, or they are at no multiples of kChunk. Then no sequence is cut, and
+  // chunk_forward does the work.
   bool resumable() const { return rounds || kept.checkpoint_every % kChunk != 0; }
   // Whether some states have 8 bits. The Dtypes of 8 bits are the last ones.
   bool float8() const { return std::max(numbers.state_dtype, kept.kept_dtype) >= Dtype::kFloat8E4m3fn; }

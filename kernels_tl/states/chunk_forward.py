@@ -19,10 +19,10 @@ warpgroups share only the loader's stages.
 - With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
   few heads.
 - Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
-- The consumers take a segment in runs of chunks, each up to the next checkpoint. After each run they write the state.
-- With `resumable` a new chunk begins after each checkpoint, so the last chunk of a run may be short (plan/runs.cuh).
-  If `rounds` is set, the recurrence goes on with the state as it was stored, rounded. A call that starts from the
-  checkpoint then computes the same as the rest of this call. Segments are whole sequences.
+- All roles take a segment in runs of chunks, each up to the next checkpoint, so the last chunk of a run may be short
+  (plan/runs.cuh). After each run the consumers write the state.
+- If `rounds` is set, the recurrence goes on with the state as it was stored, rounded. A call that starts from the
+  checkpoint then computes the same as the rest of this call.
 """
 
 import tilelang.language as T
@@ -40,7 +40,16 @@ from kernels_tl.core.common import (
     extern,
     load_early,
 )
-from kernels_tl.core.cta import Walk, barriers, fetch, leave_unless, load_segment_early, shared, store_rows
+from kernels_tl.core.cta import (
+    Walk,
+    barriers,
+    clear_rows_after,
+    fetch,
+    leave_unless,
+    load_segment_early,
+    shared,
+    store_rows,
+)
 from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
@@ -62,7 +71,7 @@ PRELUDE = """
 MORE, HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(4))
 
 
-def chunk_forward(dtype, K, value_tile, resumable):
+def chunk_forward(dtype, K, value_tile):
     sizes = Sizes()
     key_dim, value_dim = sizes.key_dim, sizes.value_dim
     (h_slots,) = dims("h_slots")
@@ -109,25 +118,17 @@ def chunk_forward(dtype, K, value_tile, resumable):
             taken=[CONSUMERS],  # consumers to loader: both have been read
         )
 
-    def chunks_of(length, run):
-        if not resumable:
-            return T.truncdiv(length + (C - 1), C)
-        return extern("chunks_in_runs", length, run, returns="int32")
+    def chunks_of(length, checkpoint_every):
+        return extern("chunks_in_runs", length, checkpoint_every, returns="int32")
 
-    def chunks_of_segment(segment, run):
-        return chunks_of(segment.length, run) if resumable else segment.chunks
-
-    def tokens_before(c, run):
-        """Tokens of the segment before chunk c."""
-        return extern("tokens_before", c, run, returns="int32") if resumable else c * C
-
-    def tokens_done(tokens, c):
-        """Tokens of the segment before chunk c, at the end of a run. With `resumable` that is `tokens`."""
-        return tokens if resumable else c * C
-
-    def rest_of(c, length, run):
-        """Tokens of the segment from chunk c on; with `resumable` only the tokens of chunk c."""
-        return extern("tokens_of", c, length, run, returns="int32") if resumable else length - c * C
+    @T.macro
+    def next_chunk(row: T.Ref, run: T.Ref, checkpoint_every):
+        """Moves `row` to the next chunk's first row. `run` counts the tokens that the run still has."""
+        tokens = T.alloc_var("int32", init=T.min(run, C))
+        row += tokens
+        run -= tokens
+        if run == 0:
+            run = checkpoint_every
 
     def rest_of_value(v0):
         """Number of value rows from v0 on."""
@@ -168,8 +169,8 @@ def chunk_forward(dtype, K, value_tile, resumable):
         stage.wait_for(ready.loaded)
         if length - c * C < C:
             # Q keeps its rows after the sequence: they only reach columns of O^T that are not stored.
-            for tile, count in ((tiles.K[s, 0, 0], K // C), (tiles.V[s, 0, 0, 0], WARPGROUPS)):
-                extern("clear_rows_after", T.access_ptr(tile, "w"), count, length - c * C, CONSUMERS)
+            clear_rows_after(tiles.K, length - c * C, CONSUMERS, s)
+            clear_rows_after(tiles.V, length - c * C, CONSUMERS, s)
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
         if r.is_wide:
@@ -220,38 +221,26 @@ def chunk_forward(dtype, K, value_tile, resumable):
                         T.pdl_sync()
                     state.read(r.S, *(tiles.segment[turn % 2, column] for column in (SEGMENT, HEAD, FIRST_ROW)))
             begun.arrive(ready.taken)
-            if not (resumable or r.is_wide):
-                T.copy(r.S, r.S_16)
-
             c = T.alloc_var("int32", init=0)
             is_end = T.alloc_var("int32", init=0)
-            tokens = T.alloc_var("int32", init=0)  # of the runs so far, with `resumable`
+            tokens = T.alloc_var("int32", init=0)  # of the runs so far
+            run = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.UNTIL])
             while is_end == 0:
-                if resumable:
-                    extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
-                    if not r.is_wide:
-                        T.copy(r.S, r.S_16)
-                    # The steps of a run count tokens as if the run began at c * C, so it ends at `until`.
-                    run = T.alloc_var("int32", init=T.min(checkpoint_every, length - tokens))
-                    until = T.alloc_var("int32", init=c * C + run)
-                    while c * C < until:
-                        step(r, tiles, ready, h, has_h, turn, until, done, c, offset, column, warpgroup)
-                        c += 1
-                    tokens += run
-                else:
-                    until = T.alloc_var("int32", init=c * C + checkpoint_every)
-                    if c == 0:
-                        until = tiles.segment[turn % 2, SegmentColumn.UNTIL]
-                    stop = T.alloc_var("int32", init=T.truncdiv(T.min(until, length) + (C - 1), C))
-                    while c < stop:
-                        step(r, tiles, ready, h, has_h, turn, length, done, c, offset, column, warpgroup)
-                        c += 1
-                is_end = T.Select(tokens_done(tokens, c) >= length, 1, 0)
+                extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
+                if not r.is_wide:
+                    T.copy(r.S, r.S_16)
+                run = T.min(run, length - tokens)
+                # The steps of a run count tokens as if the run began at c * C, so it ends at `until`.
+                until = T.alloc_var("int32", init=c * C + run)
+                while c * C < until:
+                    step(r, tiles, ready, h, has_h, turn, until, done, c, offset, column, warpgroup)
+                    c += 1
+                tokens += run
+                run = checkpoint_every
+                is_end = T.Select(tokens >= length, 1, 0)
                 # A loop over both writes, because two copies of the write would take more registers.
                 written = T.alloc_var("int32", init=FINAL)
-                if is_checkpoint(
-                    tokens_done(tokens, c), length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every
-                ):
+                if is_checkpoint(tokens, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
                     written = CHECKPOINT
                 while written <= is_end:
                     to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
@@ -317,10 +306,11 @@ def chunk_forward(dtype, K, value_tile, resumable):
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             segment = load_segment_early(segments, piece.segment)
             begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
-            for c in T.serial(chunks_of_segment(segment, checkpoint_every)):
+            t = T.alloc_var("int32", init=segment.row)
+            run = T.alloc_var("int32", init=load_early(segments[piece.segment, SegmentColumn.UNTIL]))
+            for c in T.serial(chunks_of(segment.length, checkpoint_every)):
                 s = (done + c) % STAGES
                 stage = stage_of(done + c, STAGES, s)
-                t = segment.row + tokens_before(c, checkpoint_every)
                 slot = segment.first + c
                 stage.wait_until_free(ready.released_early)
                 if IS_WIDE:  # by panels, because no gemm of TileLang gives the tile its layout
@@ -348,7 +338,8 @@ def chunk_forward(dtype, K, value_tile, resumable):
                 for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
                 stage.arrive(ready.loaded)
-            done += chunks_of_segment(segment, checkpoint_every)
+                next_chunk(t, run, checkpoint_every)
+            done += chunks_of(segment.length, checkpoint_every)
 
     @T.macro
     def store(walk, tiles, ready, turns, segments, o, checkpoint_every):
@@ -359,20 +350,15 @@ def chunk_forward(dtype, K, value_tile, resumable):
             piece = walk.locate(turn)
             row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
             length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+            end = T.alloc_var("int32", init=row + length)
+            run = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.UNTIL])
             v0 = piece.tile * value_tile + w * ROWS
             for c in T.serial(chunks_of(length, checkpoint_every)):
                 own = Stage(w, (done + c) % 2)
                 own.wait_for(ready.staged)
-                store_rows(
-                    tiles.O,
-                    w,
-                    o,
-                    row + tokens_before(c, checkpoint_every),
-                    piece.hv,
-                    v0,
-                    rest_of(c, length, checkpoint_every),
-                )
+                store_rows(tiles.O, w, o, row, piece.hv, v0, T.min(run, end - row))
                 own.arrive(ready.stored)
+                next_chunk(row, run, checkpoint_every)
             done += chunks_of(length, checkpoint_every)
 
     @T.prim_func
