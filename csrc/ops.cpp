@@ -239,7 +239,7 @@ constexpr const char* kPrefillGatedDeltaRule =
     "int null_index=-1, bool use_qk_l2norm_in_kernel=False, int checkpoint_every=0, "
     "Tensor? checkpoint_indices=None, Tensor(b!)? checkpoints=None, bool use_gate_in_kernel=False, "
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
-    "bool batch_invariant=False, Tensor? initial_state_indices=None, Tensor(c!)? out=None) "
+    "bool batch_invariant=False, Tensor? initial_state_indices=None, Tensor(c!)? out=None, Tensor(d!)? h=None) "
     "-> Tensor o";
 
 template <auto Prefill>
@@ -249,7 +249,7 @@ void prefill_gated_delta_rule(const Stack& stack) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, p.state_pool, p.state_indices, a.scale, a.cu_seqlens, p.has_initial_state,
              p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
              a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.batch_invariant, p.initial_state_indices,
-             p.out);
+             p.out, p.h);
   stack.give(Prefill(make_prefill_call("flash_qla::prefill_gated_delta_rule", std::move(a), std::move(p))));
 }
 

@@ -11,9 +11,9 @@ void check_out(const Tokens& tokens, const Tensor& out, const Tensor& q) {
   check_shape(tokens.op, "out", out, {tokens.B, tokens.T, tokens.H_v, tokens.V}, "[B, T, H_v, V], like v");
 }
 
-namespace {
-
 Tensor memory_of(const Tensor& out) { return view(out, out.sizes(), out.strides()); }
+
+namespace {
 
 bool is_written_directly(const std::optional<Tensor>& out) { return out && out->is_contiguous() && is_aligned(*out); }
 

@@ -28,14 +28,15 @@ struct Allocator {
 
 }  // namespace
 
+std::array<int64_t, 5> h_shape(const Call& c) { return {c.B, most_chunks(1, c.T, c.N, c.varlen), c.H_v, c.V, c.K}; }
+
 ForwardOutputs allocate_forward(const Call& c) {
   const Allocator empty{c};
-  const int64_t row_chunks = most_chunks(1, c.T, c.N, c.varlen);
   return {
       .g_cumsum = c.output_A ? empty(c.compute_dtype, {c.B, c.T, c.H_v}) : undefined_tensor(),
       .A = c.output_A ? empty(c.dtype, {c.B, c.T, c.H_v, kChunk}) : undefined_tensor(),
       .o = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
-      .h = c.output_A ? empty.if_wanted(c.output_h, c.dtype, {c.B, row_chunks, c.H_v, c.V, c.K}) : undefined_tensor(),
+      .h = c.output_A ? empty.if_wanted(c.output_h, c.dtype, h_shape(c)) : undefined_tensor(),
       .final_state = allocate_final_state(c),
   };
 }

@@ -1,19 +1,21 @@
 // The two passes of the Gated Delta Rule on both devices, and their outputs.
 #pragma once
 
+#include <array>
+#include <cstdint>
+
 #include "call.h"
 #include "tensors.h"
 
 namespace flash_qla {
 
 // An h or final_state that was not asked for is an empty tensor of shape [0], with the dtype and device of a real one.
-// g_cumsum, A and h are undefined unless output_A.
 struct ForwardOutputs {
   Tensor g_cumsum = undefined_tensor();  // [B, T, H_v], compute dtype: inclusive sum of g within each chunk
   Tensor A = undefined_tensor();  // [B, T, H_v, kChunk], dtype of q: row of (I + stril(diag(beta) K K^T))^-1, K after
                                   // the l2norm
   Tensor o = undefined_tensor();  // [B, T, H_v, V], dtype of q
-  Tensor h = undefined_tensor();  // state at each chunk's start, dtype of q; V-first, see allocate_forward
+  Tensor h = undefined_tensor();  // state at each chunk's start, dtype of q; see h_shape
   Tensor final_state = undefined_tensor();  // [N, H_v, K, V] or [N, H_v, V, K], compute dtype, contiguous
 };
 
@@ -36,7 +38,10 @@ ForwardOutputs forward_cuda(const Call& call);
 BackwardOutputs backward_cpu(const BackwardCall& call);
 BackwardOutputs backward_cuda(const BackwardCall& call);
 
-// Uninitialized outputs. h is stored V-first: [B, chunks of a row, H_v, V, K].
+// h as it is stored, V-first: [B, chunks of a row, H_v, V, K].
+std::array<int64_t, 5> h_shape(const Call& call);
+
+// Uninitialized outputs. g_cumsum, A and h are undefined unless output_A.
 ForwardOutputs allocate_forward(const Call& call);
 BackwardOutputs allocate_backward(const BackwardCall& call);
 // The outputs without tokens: the final state; dh0, dA_log and ddt_bias.

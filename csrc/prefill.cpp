@@ -3,9 +3,12 @@
 #include <utility>
 
 #include "checks.h"
+#include "chunks.h"
 #include "contents.h"
 #include "output.h"
+#include "passes.h"
 #include "pool.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
@@ -27,6 +30,18 @@ void check_checkpoints(const PrefillCall& call) {
     check_device(call.op, "checkpoints", *call.checkpoints, call.q);
     check_states(call.op, "checkpoints", *call.checkpoints, call.H_v, call.V, call.K, 4, "[total, H_v, V, K]");
   }
+}
+
+void check_h(const PrefillCall& call, const Tensor& h) {
+  check_device(call.op, "h", h, call.q);
+  check_same_dtype(call.op, "h", h, call.q);
+  check_shape(call.op, "h", h, h_shape(call), "[B, chunks, H_v, V, K]");
+  if (!h.is_contiguous()) [[unlikely]] {
+    fail(call.op, "h has strides ", shape_string(h.strides()), ", expected contiguous memory");
+  }
+  check(!h.is_cuda() || is_aligned(h), call.op, "h begins at no multiple of 16 bytes");
+  check(call.checkpoint_every % kChunk == 0, call.op, "h is a tensor, expected None with checkpoint_every ",
+        call.checkpoint_every, ", no multiple of ", kChunk);
 }
 
 }  // namespace
@@ -53,6 +68,10 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
   check_checkpoints(call);
   if (call.out) {
     check_out(call, *call.out, call.q);
+  }
+  if (call.h) {
+    check_h(call, *call.h);
+    call.output_h = true;
   }
   check_contents(call);
   return call;

@@ -20,6 +20,9 @@ struct PoolArguments {
   std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots
   std::optional<Tensor> checkpoints;         // [total, H_v, V, K], as state_pool, written in the sequences' order
   std::optional<Tensor> out;                 // [B, T, H_v, V], dtype of q: memory for o, any strides
+  // [B, chunks, H_v, V, K], dtype of q, as h of chunk_gated_delta_rule_fwd: memory for the state at the start of each
+  // chunk. Checkpoints are then at multiples of kChunk tokens.
+  std::optional<Tensor> h;
 };
 
 // The call's initial_state and final state are unused. States are V-first.

@@ -33,6 +33,7 @@ def prefill_gated_delta_rule(
     batch_invariant: bool = False,
     initial_state_indices: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """chunk_gated_delta_rule on states in a pool, which it reads and writes in place.
 
@@ -76,6 +77,9 @@ def prefill_gated_delta_rule(
             without such a slot starts from zero.
         out: memory for o, [B, T, H_v, V], in the dtype of q. Contiguous memory that begins at a multiple of 16 bytes is
             written directly, other memory by a copy. It is written, and shares no memory with another argument.
+        h: memory for the state at the start of each chunk of 64 tokens, contiguous, V-first: shape, dtype and order as
+            h of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A
+            checkpoint_every must then be a multiple of 64.
 
     Returns:
         o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
@@ -92,7 +96,7 @@ def prefill_gated_delta_rule(
     o = torch.ops.flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
         use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out, h,
     )  # fmt: skip
     return o if out is None else out
 

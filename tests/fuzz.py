@@ -266,7 +266,8 @@ def on_pools(
         views = {name: pool.states(fresh[name]) for name, pool in pools.items()}
         if rows_of_steps and "intermediate_states" in views:
             views["intermediate_states"] = views["intermediate_states"].unflatten(0, rows_of_steps)
-        outputs = {"o": function(**arguments, **views)}
+        result = function(**arguments, **views)
+        outputs = result if isinstance(result, dict) else {"o": result}
         for name, pool in pools.items():
             outputs[f"states of {name}"], outputs[f"rest of {name}"] = pool.outputs(fresh[name])
         return outputs
@@ -350,9 +351,27 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
         number, offset = number + counts[n], offset + length
     if every and in_slots:
         arguments["checkpoint_indices"] = table.to(device)
-    call = on_pools(trial, flash_qla.prefill_gated_delta_rule, arguments, pools, runs["o"])
+    with_h = every % CHUNK == 0 and r.random() < 0.5
+    function = prefill_with_h if with_h else flash_qla.prefill_gated_delta_rule
+    call = on_pools(trial, function, arguments, pools, runs["o"])
     call.expected["carried"] = [runs["states"][0]]
+    if with_h:
+        by_chunk, chunk = runs["h"].flatten(1, 2), 0
+        for is_real, length in zip(real, lengths, strict=True):
+            end = chunk - -length // CHUNK
+            if not is_real:
+                by_chunk[:, chunk:end] = 0
+            chunk = end
+        call.expected["h"] = runs["h"]
     return call
+
+
+def prefill_with_h(q, v, state_indices, cu_seqlens=None, **others) -> dict:
+    (B, T, _, K), N = q.shape, len(state_indices)
+    chunks = (T + CHUNK - 1 if cu_seqlens is None else T + (CHUNK - 1) * N) // CHUNK
+    h = torch.full((B, chunks, *v.shape[2:], K), torch.nan, dtype=q.dtype, device=q.device)
+    arguments = {"q": q, "v": v, "state_indices": state_indices, "cu_seqlens": cu_seqlens, "h": h, **others}
+    return {"o": flash_qla.prefill_gated_delta_rule(**arguments), "h": h}
 
 
 # The states that a decoding keeps, and the tensors that may have no elements; "steps" are those of intermediate_states

@@ -39,13 +39,17 @@ def arguments_of(name: str, device: str) -> dict:
         known |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
     if "out" in WRITES[name]:
         known["out"] = torch.empty_like(call()["o"])
+    if "h" in WRITES[name]:
+        heads_and_keys = known["state_pool"].shape[1:]
+        chunks = (known["q"].shape[1] + 63 * len(known["state_indices"])) // 64
+        known["h"] = known["q"].new_empty(1, chunks, *heads_and_keys)
     return {x.name: known[x.name] for x in op_of(name)._schema.arguments if x.name in known}
 
 
 def test_which_ops_write():
     written = {name: names for name, names in WRITES.items() if names}
     assert written == {
-        "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out"],
+        "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out", "h"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache", "out"],

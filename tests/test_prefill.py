@@ -12,7 +12,11 @@ import torch
 from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta, reference_of
 from poison import poisoned
 
-from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
+from flash_qla import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_intermediates,
+    prefill_gated_delta_rule,
+)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = accuracy.FLOAT8
@@ -459,6 +463,49 @@ def test_out(device, mode, name):
         assert (around == 7).all()
 
 
+@of_modes("narrow", "wide", "cut", "wide_keys")
+@pytest.mark.parametrize("null", ([], [0, 3], range(6)))
+@pytest.mark.parametrize("lengths", (LENGTHS, {"B": 6, "T": 70}, {"lengths": (), "padding": 70}, {"lengths": (0,) * 6}))
+def test_h(device, mode, lengths, null):
+    """The states at the chunks' starts: those that the forward returns, but zero for sequences without a slot."""
+    case = Case(**sizes_in(mode), **lengths)
+    arguments = make_arguments(case, device=device)
+    N = len(arguments["state_indices"])
+    for n in null:
+        arguments["state_indices"][n : n + 1] = -1
+    before = copied(arguments["state_pool"])
+    inputs = {name: x for name, x in arguments.items() if not name.startswith("state_")}
+    states = arguments["state_pool"][arguments["state_indices"].long().clamp_min(0)]
+    with in_mode(device, mode):
+        *_, h, _ = chunk_gated_delta_rule_intermediates(
+            **inputs, initial_state=states, output_h=True, state_v_first=True
+        )
+        expected_o = prefill_gated_delta_rule(**arguments | {"state_pool": copied(arguments["state_pool"])})
+        found = torch.full_like(h, 7.0)
+        o = prefill_gated_delta_rule(**arguments, h=found)
+        with_checkpoints = torch.full_like(h, 7.0)
+        kept = {"checkpoint_every": 64, "checkpoint_indices": torch.full((N, 1), -1, device=device)}
+        prefill_gated_delta_rule(
+            **arguments | {"state_pool": copied(before)}, **kept, batch_invariant=True, h=with_checkpoints
+        )
+    chunks = [-(-length // 64) for length in case.lengths or ()] if case.lengths is not None else []
+    for n in set(null) & set(range(N)):
+        if case.lengths is None:
+            h[n] = 0
+        else:
+            h[:, sum(chunks[:n]) : sum(chunks[: n + 1])] = 0
+    assert torch.equal(o, expected_o)
+    assert torch.equal(found, h)
+    if h.any():
+        assert accuracy.relative_error(with_checkpoints, h.double()) < accuracy.BARS[h.dtype]
+
+
+def test_h_wants_contiguous_memory():
+    arguments = make_arguments(Case(**SIZES, lengths=(70, 3)))
+    with pytest.raises(RuntimeError, match=r"h has strides .* expected contiguous memory"):
+        prefill_gated_delta_rule(**arguments, h=torch.zeros(1, 3, 4, 24, 32)[..., ::2])
+
+
 def registered_arguments(name: str) -> dict:
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)))
     if name == "checkpoints":
@@ -470,10 +517,12 @@ def registered_arguments(name: str) -> dict:
     if name == "out":
         arguments["out"] = torch.zeros_like(arguments["v"])
         arguments["initial_state_indices"] = torch.tensor([1, 1])
+    if name == "h":
+        arguments["h"] = torch.zeros(1, 3, 4, 24, 16)
     return arguments
 
 
-NAMES = ("plain", "checkpoints", "in slots", "out")
+NAMES = ("plain", "checkpoints", "in slots", "out", "h")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -488,7 +537,7 @@ def test_compile(name):
     compiled = torch.compile(prefill_gated_delta_rule, fullgraph=True, backend="aot_eager")
     arguments, others = registered_arguments(name), registered_arguments(name)
     assert torch.equal(compiled(**arguments), prefill_gated_delta_rule(**others))
-    for written in ("state_pool", "checkpoints", "out"):
+    for written in ("state_pool", "checkpoints", "out", "h"):
         if written in arguments:
             assert torch.equal(arguments[written], others[written])
 
@@ -536,6 +585,9 @@ WRONG_ARGUMENTS = [
     ({"initial_state_indices": indices(1, 2, dtype=FP32)}, ("initial_state_indices has dtype float32",)),
     ({"out": torch.zeros(1, 73, 4, 24, dtype=FP64)}, ("out has dtype float64", "float32, the dtype of q")),
     ({"out": torch.zeros(1, 73, 24, 4)}, ("out has shape [1, 73, 24, 4]", "[1, 73, 4, 24]")),
+    ({"h": torch.zeros(1, 3, 4, 24, 16, dtype=FP64)}, ("h has dtype float64", "float32, the dtype of q")),
+    ({"h": torch.zeros(1, 3, 4, 16, 24)}, ("h has shape [1, 3, 4, 16, 24]", "[1, 3, 4, 24, 16]")),
+    ({"h": torch.zeros(1, 3, 4, 24, 16), "checkpoint_every": 50, "checkpoints": POOL}, ("h is a tensor", "None")),
     ({"has_initial_state": indices(1, 0)}, ("has_initial_state has dtype int32", "bool")),
     ({"has_initial_state": torch.tensor([True])}, ("has_initial_state has shape [1]", "[2]")),
     ({"checkpoint_every": -64}, ("checkpoint_every is -64", "at least 0")),

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "chunks.h"
 #include "cpu/forward.h"
 #include "cpu/pool.h"
 #include "cpu/sequences.h"
@@ -112,16 +113,23 @@ Tensor run(PrefillCall& call) {
   call.output_final_state = true;
   ForwardOutputs out;
   out.o = allocate_output(call, call.out, call.q);
+  if (call.h) {
+    out.h = memory_of(*call.h);
+  }
   out.final_state = allocate_final_state(call);
   run_forward_cpu(call, checkpoints, out);
   for_states<CT>(call, slots.last, out.final_state,
                  [](const cpu::WritableFloats& to, int64_t at, CT s) { to.set(at, s); });
 
   T* const o = out.o.mutable_data_ptr<T>();
-  const int64_t row = call.H_v * call.V;
+  const int64_t row = call.H_v * call.V, state = row * call.K;
   for (const cpu::Sequence& sequence : sequences) {
     if (slots.last[sequence.index] == kNoState) {
       std::fill(o + sequence.begin * row, o + sequence.end * row, T(0));
+      if (call.h) {
+        std::fill_n(out.h.mutable_data_ptr<T>() + sequence.first_chunk * state, chunk_count(sequence.length()) * state,
+                    T(0));
+      }
     }
   }
   return output_as_returned(call, call.out, std::move(out.o));

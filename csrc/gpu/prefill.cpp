@@ -97,6 +97,7 @@ void add_padding(PrefillCall& call) {
   call.B = call.T = 1;
   call.varlen = true;
   call.wide_offsets = false;
+  call.output_h = false;
 }
 
 }  // namespace
@@ -109,6 +110,12 @@ Tensor prefill_cuda(PrefillCall call) {
   }
   ForwardOutputs out;
   out.o = allocate_output(call, call.out, call.q);
+  if (call.h) {
+    out.h = memory_of(*call.h);
+  }
+  if (call.is_empty() && call.h) {
+    zero(out.h);
+  }
   if (call.N == 0) {
     zero(out.o);
   } else if (call.tokens() == 0) {

@@ -31,17 +31,19 @@ def chunk_gated_delta_rule(
 ):  # fmt: skip
     """SGLang's prefill on states in a pool.
 
+    A sequence without a slot has zero output; SGLang's own function starts it from zero.
+
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of flash_qla.chunk_gated_delta_rule.
-        initial_state: the pool, [slots, H_v, V, K], any floating dtype, any strides.
-        initial_state_indices: slot of each sequence, [N], int32 or int64. A sequence without a slot starts from zero.
+        initial_state: the pool, [slots, H_v, V, K], as state_pool of flash_qla.prefill_gated_delta_rule.
+        initial_state_indices: slot of each sequence, [N], int32 or int64.
         head_first: only False.
         inplace_update: write the state after the last token of each sequence to its slot.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
         final_state: None; the states are in the pool.
-        h: state at the start of each chunk of 64 tokens, [1, chunks, H_v, V, K], in the dtype of q: the chunks of all
+        h: state at the start of each chunk of 64 tokens, [B, chunks, H_v, V, K], in the dtype of q: the chunks of all
             sequences in their order, then zeros; see flash_qla.chunk_gated_delta_rule_intermediates.
 
     Raises:
@@ -53,28 +55,23 @@ def chunk_gated_delta_rule(
         initial_state_indices=(initial_state_indices, torch.Tensor),
         head_first=(head_first, False),
     )
-    slots = initial_state_indices[: number_of_sequences(q, cu_seqlens)]
-    is_real = (slots >= 0)[:, None, None, None]
-    _, _, o, h, states = flash_qla.chunk_gated_delta_rule_intermediates(
-        q, k, v, g, beta, scale,
-        initial_state=torch.where(is_real, initial_state[slots.clamp_min(0)], 0),
-        cu_seqlens=cu_seqlens, output_final_state=inplace_update, output_h=True, state_v_first=True,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_dtype=initial_state.dtype,
+    N = number_of_sequences(q, cu_seqlens)
+    slots = initial_state_indices[:N]
+    if not inplace_update:
+        initial_state, slots = _copies(initial_state, slots)
+    padding = 63 if cu_seqlens is None else 63 * N
+    h = q.new_empty(q.shape[0], (q.shape[1] + padding) // 64, *initial_state.shape[1:])
+    o = flash_qla.prefill_gated_delta_rule(
+        q, k, v, g, beta, initial_state, slots, scale, cu_seqlens, null_index=_NULL_INDEX,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, h=h,
     )  # fmt: skip
-    if inplace_update:
-        _write(initial_state, slots, states)
     return o, None, h
 
 
-def _write(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
-    """pool[slots] = states, except for negative slots, without the synchronization of a boolean index."""
-    if not slots.shape[0]:
-        return
-    is_real = slots >= 0
-    stand_in = is_real.int().argmax()  # a sequence with a slot, written again in place of each sequence without
-    rows = torch.where(is_real, torch.arange(slots.shape[0], device=slots.device), stand_in)
-    slots = slots[rows].clamp_min(0)
-    pool[slots] = torch.where(is_real.any(), states[rows], pool[slots])
+def _copies(pool, slots):
+    """The states of the slots as a pool of their own, and the slots there."""
+    own = torch.arange(slots.shape[0], device=slots.device)
+    return pool[slots.clamp_min(0)], torch.where(slots >= 0, own, _NULL_INDEX)
 
 
 fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, _NULL_INDEX)

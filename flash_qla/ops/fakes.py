@@ -162,22 +162,24 @@ def _check_activations(call, H_v):
     )
 
 
+def _shape_of_h(call, N):
+    """V-first, as h_shape of csrc/passes.cpp."""
+    B, T, H_v, V = call.v.shape
+    padding = CHUNK - 1 if call.cu_seqlens is None else (CHUNK - 1) * N
+    return B, (T + padding) // CHUNK, H_v, V, call.q.shape[3]
+
+
 def _fake_results(call, output_low_level, output_h):
     """(g_cumsum, A, o, h, final_state), as allocate_forward of csrc/passes.cpp returns them."""
     state_shape, compute_dtype = _check_inputs(call, "initial_state")
     check_state_dtype(type(call).__name__, call.state_dtype)
     q = call.q
-    B, T, _, K = q.shape
-    N, (_, _, H_v, V) = state_shape[0], call.v.shape
-    if call.cu_seqlens is None:
-        rows, chunks = B, (T + CHUNK - 1) // CHUNK
-    else:
-        rows, chunks = 1, (T + (CHUNK - 1) * N) // CHUNK
+    (B, T, H_v, V), N = call.v.shape, state_shape[0]
 
     def empty(wanted, shape, dtype):
         return q.new_empty(shape if wanted else (0,), dtype=dtype)
 
-    h = empty(output_h, (rows, chunks, H_v, V, K), q.dtype)
+    h = empty(output_h, _shape_of_h(call, N), q.dtype)
     return (
         empty(output_low_level, (B, T, H_v), compute_dtype),
         empty(output_low_level, (B, T, H_v, CHUNK), q.dtype),
@@ -364,6 +366,19 @@ def _check_checkpoints(call):
     )
 
 
+def _check_h(call, N):
+    if call.h is None:
+        return
+    _check_dtype(call, "h", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
+    _check_shape(call, "h", _shape_of_h(call, N), "[B, chunks, H_v, V, K]")
+    every = call.checkpoint_every
+    _check(
+        call,
+        every % CHUNK == 0,
+        lambda: f"h is a tensor, expected None with checkpoint_every {every}, no multiple of {CHUNK}",
+    )
+
+
 @_fake_of(schemas.prefill)
 def _fake_prefill(call):
     N = _check_tokens(call, "g", "beta")
@@ -375,6 +390,7 @@ def _fake_prefill(call):
         _check_dtype(call, "has_initial_state", (torch.bool,), None)
         _check_shape(call, "has_initial_state", (N,), "[N]")
     _check_checkpoints(call)
+    _check_h(call, N)
     if call.out is None:
         return call.q.new_empty(call.v.shape)
     _check_dtype(call, "out", (call.q.dtype,), f"{str(call.q.dtype).removeprefix('torch.')}, the dtype of q")
