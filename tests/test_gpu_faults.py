@@ -106,8 +106,9 @@ def test_memory_runs_out_at_every_allocation(tmp_path):
     for name, count in lines:
         refused.setdefault(name, []).append(int(count))
     assert {"chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "training"} <= refused.keys()
-    # o, a final state and a workspace; gradients; o alone
-    assert min(refused["chunk_gated_delta_rule"]) >= 3 and min(refused["chunk_gated_delta_rule_bwd"]) >= 6
+    # o and a final state, which one kernel writes without a workspace, or with one; gradients; o alone
+    whole = refused["chunk_gated_delta_rule"]
+    assert min(whole) == 2 and max(whole) >= 3 and min(refused["chunk_gated_delta_rule_bwd"]) >= 6
     assert all(min(counts) >= 1 for counts in refused.values()), refused
 
 

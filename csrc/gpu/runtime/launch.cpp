@@ -83,9 +83,12 @@ class AllowInCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// The driver's error numbers are those of the runtime.
+const char* error_string(CUresult status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
+
 void check(const LaunchConfig& config, CUresult status, const char* action) {
   if (status == CUDA_SUCCESS) return;
-  fail(config, std::string(action) + " failed: CUDA driver error " + std::to_string(status));
+  fail(config, std::string(action) + " failed: " + error_string(status));
 }
 
 // The kernel's function, loaded once. It belongs to no device; the driver loads it on each device that launches it.
@@ -152,13 +155,16 @@ CUtensorMap encode_tensor_map(const TensorMap& map) {
   const CUresult status =
       encode(&encoded, map.dtype, map.rank, const_cast<void*>(map.address), sizes.data(), strides.data() + 1,
              map.box.data(), map.element_strides.data(), map.interleave, map.swizzle, map.l2_promotion, map.oob_fill);
-  if (status != CUDA_SUCCESS) {
+  if (status == CUDA_ERROR_INVALID_VALUE) {
     std::ostringstream text;
     text << "flash_qla: kernel " << map.kernel << ": cannot describe tensor " << map.tensor
-         << " to the TMA unit (CUDA driver error " << status << "; address " << map.address << ", sizes "
-         << join(std::span(map.sizes).first(map.rank)) << ", strides in bytes "
-         << join(std::span(map.strides).first(map.rank)) << ", box " << join(std::span(map.box).first(map.rank)) << ")";
+         << " to the TMA unit (address " << map.address << ", sizes " << join(std::span(map.sizes).first(map.rank))
+         << ", strides in bytes " << join(std::span(map.strides).first(map.rank)) << ", box "
+         << join(std::span(map.box).first(map.rank)) << ")";
     throw std::runtime_error(text.str());
+  }
+  if (status != CUDA_SUCCESS) {  // may be the error of an earlier kernel
+    throw std::runtime_error(std::string("flash_qla: CUDA error: ") + error_string(status));
   }
   return encoded;
 }
