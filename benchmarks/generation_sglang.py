@@ -58,7 +58,7 @@ REPLACED = (
 )
 # Functions of flash_qla that the replacements call
 CALLED = (
-    "chunk_gated_delta_rule_intermediates",
+    "prefill_gated_delta_rule",
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_buffered",
     "decode_gated_delta_rule_packed",

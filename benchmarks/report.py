@@ -224,8 +224,8 @@ def forward_columns(card: Card, variants: tuple[str, ...]) -> list[Column]:
         ("of the floor", lambda key: f"{first[key]['floor_ms'] / first[key]['ms']:.0%}" if key in first else "-")
     )
     for peer in FORWARD_PEERS:
-        cells = found.get((peer, "default"), {})
-        columns.append((LABELS[peer], lambda key, cells=cells: number(ratio(cells, first, key))))
+        if cells := found.get((peer, "default")):
+            columns.append((LABELS[peer], lambda key, cells=cells: number(ratio(cells, first, key))))
     return columns
 
 
