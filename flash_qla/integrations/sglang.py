@@ -20,6 +20,7 @@ of 0.5.23. The other releases have been compared by signatures.
 import torch
 
 import flash_qla
+from flash_qla._layout import CHUNK
 from flash_qla.integrations._engines import Replacement, earlier, number_of_sequences, packed_decode, require
 
 _NULL_INDEX = -1
@@ -59,8 +60,8 @@ def chunk_gated_delta_rule(
     slots = initial_state_indices[:N]
     if not inplace_update:
         initial_state, slots = _copies(initial_state, slots)
-    padding = 63 if cu_seqlens is None else 63 * N
-    h = q.new_empty(q.shape[0], (q.shape[1] + padding) // 64, *initial_state.shape[1:])
+    padding = (CHUNK - 1) * (1 if cu_seqlens is None else N)
+    h = q.new_empty(q.shape[0], (q.shape[1] + padding) // CHUNK, *initial_state.shape[1:])
     o = flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, initial_state, slots, scale, cu_seqlens, null_index=_NULL_INDEX,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, h=h,
