@@ -480,7 +480,7 @@ def test_h(device, mode, lengths, null):
         *_, h, _ = chunk_gated_delta_rule_intermediates(
             **inputs, initial_state=states, output_h=True, state_v_first=True
         )
-        expected_o = prefill_gated_delta_rule(**arguments | {"state_pool": copied(arguments["state_pool"])})
+        expected_o = prefill_gated_delta_rule(**arguments | {"state_pool": copied(before)})
         found = torch.full_like(h, 7.0)
         o = prefill_gated_delta_rule(**arguments, h=found)
         with_checkpoints = torch.full_like(h, 7.0)
@@ -488,7 +488,7 @@ def test_h(device, mode, lengths, null):
         prefill_gated_delta_rule(
             **arguments | {"state_pool": copied(before)}, **kept, batch_invariant=True, h=with_checkpoints
         )
-    chunks = [-(-length // 64) for length in case.lengths or ()] if case.lengths is not None else []
+    chunks = [-(-length // 64) for length in case.lengths or ()]
     for n in set(null) & set(range(N)):
         if case.lengths is None:
             h[n] = 0

@@ -19,6 +19,16 @@ __device__ __forceinline__ int lane_here() {
   return lane;
 }
 
+// The sum of a number over kLanes neighbouring lanes, in each of them.
+template <int kLanes>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int bit = 1; bit < kLanes; bit *= 2) {
+    x += __shfl_xor_sync(~0u, x, bit);
+  }
+  return x;
+}
+
 // x, but the compiler must assume that it differs between lanes. If it knew that all lanes load from one address, it
 // would move the result to a uniform register, and wait for each load before the next.
 __device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= blockDim.x); }

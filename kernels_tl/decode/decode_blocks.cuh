@@ -21,12 +21,7 @@ struct Relations {
   __device__ __forceinline__ void set(const Tokens& tokens, int count) {
     const int lane = threadIdx.x % kWarp;
     const auto dot = [](float4 x, float4 y) {
-      float sum = x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
-#pragma unroll
-      for (int bit = 1; bit < kWarp; bit *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, bit);
-      }
-      return sum;
+      return sum_of_lanes<kWarp>(x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w);
     };
 #pragma unroll 1
     for (int t = threadIdx.x / kWarp; t < count; t += kDecodeWarps) {

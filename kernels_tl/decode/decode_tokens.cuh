@@ -39,12 +39,7 @@ struct RowLanes {
     return sum;
   }
   static __device__ __forceinline__ float dot(const float (&x)[kChannels], const float (&y)[kChannels]) {
-    float sum = dot_of_lane(x, y);
-#pragma unroll
-    for (int bit = 1; bit < kLanes; bit *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, bit);
-    }
-    return sum;
+    return sum_of_lanes<kLanes>(dot_of_lane(x, y));
   }
 };
 

@@ -73,15 +73,6 @@ __device__ __forceinline__ void store_row_sums(float* to, int row, float (&sum)[
   }
 }
 
-// The sum of x over the warp's lanes, in each of them.
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    x += __shfl_xor_sync(~0u, x, step);
-  }
-  return x;
-}
-
 // diag(a b^T) of 16 rows each, by a warp's tensor cores. Only the two 8 x 8 blocks on the diagonal matter. Each lane
 // with is_mine() holds two entries: of rows g and g + 8, its rows of a fragment (g = lane / 4).
 template <typename T>

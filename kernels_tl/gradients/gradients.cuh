@@ -166,7 +166,7 @@ __device__ __forceinline__ void tile_product(const void* a, const void* b, float
     const MatrixRow with = factor_row(static_cast<const char*>(b) + at, 16 * warp);
     diagonal.add_panel(from, with);
   }
-  const float sum = warp_sum(diagonal.sum());
+  const float sum = sum_of_lanes<32>(diagonal.sum());
   if (lane_here() == 0) {
     sums[warp] = factor * sum;
   }
@@ -252,10 +252,7 @@ __device__ __forceinline__ void dot_values(const void* U, const void* v_rows, in
     add(u.y, values.y);
     add(u.z, values.z);
     add(u.w, values.w);
-#pragma unroll
-    for (int bit = 1; bit < 16; bit *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, bit);
-    }
+    sum = sum_of_lanes<16>(sum);
     if (with_V && piece == 0) {
       sums[row] = sum;
     }

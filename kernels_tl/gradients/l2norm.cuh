@@ -6,16 +6,6 @@
 
 namespace flash_qla::device {
 
-// The sum of a number over kLanes neighbouring lanes, in each of them.
-template <int kLanes>
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int bit = 1; bit < kLanes; bit *= 2) {
-    x += __shfl_xor_sync(~0u, x, bit);
-  }
-  return x;
-}
-
 template <typename T>
 __device__ __forceinline__ void load_piece(float (&x)[kNormPiece], const void* from, bool there) {
   const uint4 words = there ? *static_cast<const uint4*>(from) : uint4{};

@@ -25,7 +25,7 @@ __device__ __forceinline__ void add_panel_product(float* sum, const void* a, con
 
 // sums[w] = the sum of `sum` over the lanes of warp w.
 __device__ __forceinline__ void store_warp_sum(float* sums, float sum) {
-  sum = warp_sum(sum);
+  sum = sum_of_lanes<32>(sum);
   if (lane_here() == 0) {
     sums[threadIdx.x / 32] = sum;
   }
@@ -104,11 +104,7 @@ __device__ __forceinline__ void store_value_sums(float* sums, const float* dots,
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = first + 4 * i + (lane >> 3);
-    float sum = dots[i];
-#pragma unroll
-    for (int bit = 1; bit < 8; bit *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, bit);
-    }
+    const float sum = sum_of_lanes<8>(dots[i]);
     if ((lane & 7) == 0 && row < valid && needs_V(T(), beta[row])) {
       sums[row] = sum;
     }

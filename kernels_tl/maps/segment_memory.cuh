@@ -50,11 +50,7 @@ __device__ __forceinline__ void squares_of_keys(float (&squares)[2], const Eleme
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      float sum = square_of_pieces<Element>(pieces[i]);
-#pragma unroll
-      for (int bit = 1; bit < kLanesOfKey; bit *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, bit);
-      }
+      const float sum = sum_of_lanes<kLanesOfKey>(square_of_pieces<Element>(pieces[i]));
       const int from = 2 * lane % kTokens * kLanesOfKey;
       const float first = __shfl_sync(~0u, sum, from), second = __shfl_sync(~0u, sum, from + kLanesOfKey);
       if (2 * lane / kTokens == step + i) {
@@ -82,12 +78,7 @@ __device__ __forceinline__ float bound_of_chunk(const BoundInputs& in, const flo
   for (int i = 0; i < 2; ++i) {
     growth *= fmaxf(1.f, fabsf(1.f - beta[i] * squares[i]));
   }
-  float bound = (g[0] + g[1]) * kLog2e + __log2f(growth);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    bound += __shfl_xor_sync(~0u, bound, step);
-  }
-  return bound;
+  return sum_of_lanes<32>((g[0] + g[1]) * kLog2e + __log2f(growth));
 }
 
 // The search gives up if `most` chunks at the present rate would bring the bound less than this part of the way.

@@ -144,11 +144,7 @@ __device__ __forceinline__ void store_gates(const float* gates, const float* dia
     table[ForwardGate::kQuery * kChunk + token] = scale_q[i] * gamma;
     table[ForwardGate::kDecay * kChunk + token] = exp2_fast(total - b) * rstd_k[i];
   }
-  float bound = __log2f(growth);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    bound += __shfl_xor_sync(~0u, bound, step);
-  }
+  const float bound = sum_of_lanes<32>(__log2f(growth));
   if (lane < 2) {
     table[ForwardGate::kTotal * kChunk + lane] = lane == 0 ? exp2_fast(total) : total + bound;
   }
