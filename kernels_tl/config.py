@@ -204,8 +204,7 @@ DECODE = {
     256: {
         "one_token": decode_rows(DECODE_CTAS_ROWS, 256, "one_token"),
         "one_token_16": decode_rows(DECODE_CTAS_ONE_16, 256, "one_token"),
-        "rows": decode_rows(DECODE_CTAS_WIDE, spills=184),
-        "rows_8": decode_rows(DECODE_CTAS_WIDE, spills=224),
+        "rows": decode_rows(DECODE_CTAS_WIDE, spills=248),
         "key_first": decode_rows(DECODE_CTAS_WIDE_KEY_FIRST),
     },
 }

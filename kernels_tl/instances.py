@@ -10,11 +10,17 @@ from kernels_tl.config import is_wide
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of pools, and their bytes
 FLOAT8 = {"float8": 1}  # both formats, for pools but not for states that lag
+BITS16 = {"bits16": 2}  # bf16 or fp16, as the call says
 KEY_DIMS = (128, 256)
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
 NARROW_TYPES = [types for types in TYPES if not is_wide(types["K"])]
 WIDE_TYPES = [types for types in TYPES if is_wide(types["K"])]
+# The types of decode, and their dtypes of states. Wide keys leave the 16-bit dtypes to run time: fewer instances.
+DECODE_TYPES = [
+    *((types, STATE_DTYPES) for types in NARROW_TYPES),
+    *(({"dtype": "bits16", "K": K}, {"float32": 4} | BITS16) for K in KEY_DIMS if is_wide(K)),
+]
 
 
 def decode_paths(dtype, K, state_dtype):
@@ -106,8 +112,8 @@ INSTANCES = [
             types | {"state_dtype": dtype, "path": path},
             spill_budget=config.decode_tile(types["K"], path, state_bytes).spills,
         )
-        for types in TYPES
-        for dtype, state_bytes in (STATE_DTYPES | FLOAT8).items()
+        for types, state_dtypes in DECODE_TYPES
+        for dtype, state_bytes in (state_dtypes | FLOAT8).items()
         for path in decode_paths(**types, state_dtype=dtype)
     ),
     *(

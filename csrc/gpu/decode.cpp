@@ -99,12 +99,19 @@ int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->
 
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
+// The dtype of an instance of decode. Instances of wide keys take both dtypes of 16 bits.
+kernels::Dtype decode_dtype(ScalarType dtype, bool is_wide) {
+  const bool has_16_bits = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  return is_wide && has_16_bits ? kernels::Dtype::kBits16 : instance_dtype(dtype);
+}
+
 // The instance that takes a call. This function decides its path, from the call and from the compiled instances,
 // because each pair of dtypes has only some of the paths (kernels_tl/instances.py).
 kernels::DecodeParams instance_of(const DecodeCall& call) {
-  kernels::DecodeParams found = {.dtype = instance_dtype(call.dtype),
-                                 .K = instance_K(call.K),
-                                 .state_dtype = instance_dtype(call.state_pool.scalar_type()),
+  const int64_t K = instance_K(call.K);
+  kernels::DecodeParams found = {.dtype = decode_dtype(call.dtype, has_wide_keys(K)),
+                                 .K = K,
+                                 .state_dtype = decode_dtype(call.state_pool.scalar_type(), has_wide_keys(K)),
                                  .path = Path::kOneToken};
   if (!call.state_v_first) {
     found.path = Path::kKeyFirst;
@@ -313,7 +320,8 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .length = call.T,
                    .update_state = call.writes_back(),
                    .shares = Grid(call, instance).shares(),
-                   .float8 = dtype_code(call.state_pool),
+                   .format_of_tokens = dtype_code(call.q),
+                   .format_of_pool = dtype_code(call.state_pool),
                    .tokens = call.tokens(),
                    .slots = call.slots(),
                    .slot_stride = call.state_pool.stride(0),

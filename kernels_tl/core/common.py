@@ -42,9 +42,14 @@ def swizzled(buffer):
 
 
 def element_type(dtype):
-    """The name of a dtype in CUDA C++. float8: of either format."""
-    float8 = "flash_qla::device::Float8"
-    return {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float8": float8}[dtype]
+    """The name of a dtype in CUDA C++."""
+    names = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+    return names[dtype] if dtype in names else f"flash_qla::device::{dtype.capitalize()}"
+
+
+def memory_type(dtype):
+    """A dtype of TileLang. The dtypes float8 and bits16 leave the format of their bits to run time."""
+    return {"float8": "uint8", "bits16": "uint16"}.get(dtype, dtype)
 
 
 def block_row(chunk_slots, H_v, j, dtype):

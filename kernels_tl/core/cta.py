@@ -10,7 +10,7 @@ from kernels_tl.core.common import C, element_type, extern, load_early, swizzled
 from kernels_tl.layout import WIDE_TILE, SegmentColumn, SegmentFlag
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
-BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "bits16": 2, "float8": 1}
 
 
 def named(**buffers):

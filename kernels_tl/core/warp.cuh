@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/ptx.cuh"
 #include "layout.h"
@@ -76,6 +77,39 @@ __device__ __forceinline__ uint32_t pack_float8(int dtype, float low, float high
 }
 __device__ __forceinline__ float2 unpack_float8(int dtype, uint32_t pair) {
   return unpack(__half(), dtype == Dtype::kFloat8E5m2 ? unpack_8<true>(pair) : unpack_8<false>(pair));
+}
+
+// A number of 16 bits, whose format is known at run time: Dtype::kBfloat16 or kFloat16.
+struct Bits16 {
+  uint16_t bits;
+};
+// Returns use(format). The format of Bits16 is a __nv_bfloat16 or a __half, as `dtype` says. The format of Float8 is a
+// constant: whether it is e5m2. Any other number T is its own format, and `dtype` is not used.
+template <typename T, typename Use>
+__device__ __forceinline__ auto with_format(int dtype, Use use) {
+  if constexpr (std::is_same_v<T, Bits16>) {
+    return dtype == Dtype::kBfloat16 ? use(__nv_bfloat16()) : use(__half());
+  } else if constexpr (std::is_same_v<T, Float8>) {
+    return dtype == Dtype::kFloat8E5m2 ? use(std::true_type()) : use(std::false_type());
+  } else {
+    return use(T());
+  }
+}
+
+// to_float and unpack for any 16-bit number.
+template <typename T>
+__device__ __forceinline__ float to_float(T x, int) {
+  return to_float(x);
+}
+__device__ __forceinline__ float to_float(Bits16 x, int dtype) {
+  return with_format<Bits16>(dtype, [=](auto format) { return unpack(format, x.bits).x; });
+}
+template <typename T>
+__device__ __forceinline__ float2 unpack(T, uint32_t pair, int) {
+  return unpack(T(), pair);
+}
+__device__ __forceinline__ float2 unpack(Bits16, uint32_t pair, int dtype) {
+  return with_format<Bits16>(dtype, [=](auto format) { return unpack(format, pair); });
 }
 
 // Byte offset of 16-byte piece `piece` of row `row` in a tile of 64 x 64 16-bit elements under TMA's 128-byte swizzle.

@@ -83,7 +83,7 @@ class Decode {
 #pragma unroll 1
     for (int group = 0; group < groups(); ++group) {
       for (int64_t t = begin; t < end; ++t) {
-        rows_of(group).write_output(o + t * o_stride, 0.f);
+        rows_of(group).write_output(o + t * o_stride, 0.f, tokens.dtype);
       }
     }
   }
@@ -127,7 +127,7 @@ class Decode {
           rows_of(group + 1).load(next, state);
           next_v = value_of(begin, group + 1);
         }
-        rows.write_output(o + begin * o_stride, rows.step(token, v));
+        rows.write_output(o + begin * o_stride, rows.step(token, v), tokens.dtype);
         states.template places<State>(plan, share.n, 0, 1, slot).for_each([&](State* to) { rows.write(to); });
       }
     }
@@ -135,7 +135,7 @@ class Decode {
   // v of the lane's own row.
   __device__ __forceinline__ float value_of(int64_t at, int group) const {
     const int row = row_of(group) + Rows::own_row();
-    return row < V_ ? to_float(static_cast<const Element*>(tokens.v)[at * tokens.v_stride + row]) : 0.f;
+    return row < V_ ? to_float(static_cast<const Element*>(tokens.v)[at * tokens.v_stride + row], tokens.dtype) : 0.f;
   }
 
   __device__ __forceinline__ void one_by_one(typename Prepared<kDecodeGroupRows>::Shared& shared, int64_t begin,
@@ -165,7 +165,7 @@ class Decode {
           prepared.want(token);
           out = rows.step(prepared.token(token), prepared.v(token, warp() * kDecodeWarpRows + Rows::own_row()));
         }
-        rows.write_output(o + (begin + t) * o_stride, out);
+        rows.write_output(o + (begin + t) * o_stride, out, tokens.dtype);
         prepared.places(t).for_each([&](State* to) {
           if constexpr (kIsKeyFirst) {
             rows.write(to, tiles);

@@ -23,8 +23,9 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel. Keys of more than 128 channels have only one_token, rows and key_first. States of 8
-bits have only one_token and rows; with keys of more than 128 channels, only rows:
+There are five paths, each a kernel. States of 8 bits have only one_token and rows. Keys of more than 128 channels have
+only one_token, rows and key_first, on states of 8 bits only rows; their kernels take tokens and states in bf16 and in
+fp16 (`bits16` in instances.py). The paths:
 
 - one_token: each sequence has one token. A warp takes eight value rows, or four of keys of more than 128 channels. A
   lane takes 16 bytes of each of its rows, straight between memory and registers (decode/decode_rows.cuh). Warps share
@@ -53,7 +54,7 @@ import tilelang.language as T
 
 from build_tools.bundle import Bundle
 from kernels_tl.config import decode_group, decode_tile
-from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
+from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern, memory_type
 from kernels_tl.core.cta import BYTES
 from kernels_tl.layout import (
     DECODE_TILE,
@@ -91,6 +92,7 @@ class DecodeInputs(Bundle):
                 [tokens, heads, channels], (strides[f"{name}_token"], strides[f"{name}_head"], 1), dtype
             )
 
+        dtype = memory_type(dtype)
         super().__init__(
             q=of_heads("q", H_k, key_dim),
             k=of_heads("k", H_k, key_dim),
@@ -110,8 +112,8 @@ class DecodeInputs(Bundle):
             **strides,
         )
 
-    def of_head(self, hv):
-        """The DecodeTokens of value head hv: its rows of q, k and v, and its gates."""
+    def of_head(self, hv, dtype=0):
+        """The DecodeTokens of value head hv: its rows of q, k and v, and its gates. `dtype`: the Dtype of bits16."""
         hk = T.truncdiv(hv, self.group)
         return extern(
             "DecodeTokens",
@@ -127,6 +129,7 @@ class DecodeInputs(Bundle):
             self.activations,
             self.scale,
             self.normalize != 0,
+            dtype,
         )
 
 
@@ -175,6 +178,11 @@ class DecodeShares(Bundle):
         )
 
 
+def format_argument(dtype, number):
+    """The run-time Dtype of numbers whose format `dtype` leaves open; else 0, so that no launch argument is read."""
+    return 0 if memory_type(dtype) == dtype else number
+
+
 def decode(dtype, K, state_dtype, path):
     tokens, slots, N, rows, steps = dims("tokens", "slots", "N", "rows", "steps")
     inputs = DecodeInputs(tokens, dtype)
@@ -186,30 +194,30 @@ def decode(dtype, K, state_dtype, path):
     TILE_BYTES = groups_in_shared * GROUP * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
-    if is_float8 := state_dtype == "float8":
-        state_dtype = "uint8"  # TileLang's name of the memory
     share = f"decode_share<{GROUP}>"
     function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}, {GROUP}>"
 
     state_strides = (value_dim * key_dim, key_dim, 1)
+    state_memory = memory_type(state_dtype)
 
     @T.prim_func
     def main(
         inputs: inputs,
         state_pool: T.StridedTensor(
-            [slots, H_v, value_dim, key_dim], (strides["slot_stride"], *state_strides), state_dtype
+            [slots, H_v, value_dim, key_dim], (strides["slot_stride"], *state_strides), state_memory
         ),
         kept_states: T.StridedTensor(
             [rows, steps, H_v, value_dim, key_dim],
             (strides["row_stride"], strides["step_stride"], *state_strides),
-            state_dtype,
+            state_memory,
         ),
-        o: T.Tensor([tokens, H_v, value_dim], dtype),
+        o: T.Tensor([tokens, H_v, value_dim], memory_type(dtype)),
         indices: DecodeTables(N),
         length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
         shares: DecodeShares(),
-        float8: T.int32,  # the Dtype of states of 8 bits
+        format_of_tokens: T.int32,  # Dtypes, for instances that take several
+        format_of_pool: T.int32,
     ):
         with T.Kernel(
             T.ceildiv(value_dim, GROUP * shares.groups),
@@ -247,7 +255,7 @@ def decode(dtype, K, state_dtype, path):
                     length,
                     update_state != 0,
                 ),
-                inputs.of_head(hv),
+                inputs.of_head(hv, format_argument(dtype, format_of_tokens)),
                 extern(
                     "DecodeStates",
                     T.access_ptr(state_pool[0, hv, 0, 0], "rw"),
@@ -257,7 +265,7 @@ def decode(dtype, K, state_dtype, path):
                     strides["step_stride"],
                     T.Cast("int32", rows),
                     T.Cast("int32", steps),
-                    float8 if is_float8 else 0,
+                    format_argument(state_dtype, format_of_pool),
                 ),
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),

@@ -39,7 +39,7 @@ class LaggingRows : public StateRows<State, K> {
 #pragma unroll
       for (int r = 0; r < L::kRows; ++r) {
         float S[L::kChannels];
-        Base::unpack_piece(S, piece(tile, r));
+        Base::unpack_piece(State(), S, piece(tile, r));
         products[r] = L::dot_of_lane(S, k);
         products[L::kRows + r] = L::dot_of_lane(S, q);
       }
@@ -87,7 +87,7 @@ class LaggingRows : public StateRows<State, K> {
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
       const float change_of_row = __shfl_sync(~0u, change, Base::kLanesOfSum * r, L::kLanes);
-      Base::unpack_piece(this->S_[r], piece(tile, r));
+      Base::unpack_piece(State(), this->S_[r], piece(tile, r));
 #pragma unroll
       for (int i = 0; i < L::kChannels; ++i) {
         this->S_[r][i] = decay * this->S_[r][i] + change_of_row * key[i];

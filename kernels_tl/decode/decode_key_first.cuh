@@ -36,35 +36,39 @@ class KeyFirstRows : public StateRows<float, K> {
     __syncthreads();
   }
   __device__ __forceinline__ void set(const Tile& from) {
-    for_own_pieces([&](int channel, int k, int piece, int first_row) {
-      const uint4 x = from[k][place(k, piece)];
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    with_format<State>(this->dtype_, [&](auto format) {
+      for_own_pieces([&](int channel, int k, int piece, int first_row) {
+        const uint4 x = from[k][place(k, piece)];
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(State) == 4) {
-          this->S_[first_row + i][channel] = __uint_as_float(words[i]);
-        } else {
-          const float2 pair = unpack(State(), words[i]);
-          this->S_[first_row + 2 * i][channel] = pair.x;
-          this->S_[first_row + 2 * i + 1][channel] = pair.y;
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (sizeof(State) == 4) {
+            this->S_[first_row + i][channel] = __uint_as_float(words[i]);
+          } else {
+            const float2 pair = unpack(format, words[i]);
+            this->S_[first_row + 2 * i][channel] = pair.x;
+            this->S_[first_row + 2 * i + 1][channel] = pair.y;
+          }
         }
-      }
+      });
     });
   }
   __device__ __forceinline__ void write(State* to, void* tiles) const {
     Tile& written = static_cast<Tile*>(tiles)[1];
     __syncthreads();  // all threads have stored the old contents
-    for_own_pieces([&](int channel, int k, int piece, int first_row) {
-      uint32_t words[4];
+    with_format<State>(this->dtype_, [&](auto format) {
+      for_own_pieces([&](int channel, int k, int piece, int first_row) {
+        uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(State) == 4) {
-          words[i] = __float_as_uint(this->S_[first_row + i][channel]);
-        } else {
-          words[i] = pack(State(), this->S_[first_row + 2 * i][channel], this->S_[first_row + 2 * i + 1][channel]);
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (sizeof(State) == 4) {
+            words[i] = __float_as_uint(this->S_[first_row + i][channel]);
+          } else {
+            words[i] = pack(format, this->S_[first_row + 2 * i][channel], this->S_[first_row + 2 * i + 1][channel]);
+          }
         }
-      }
-      written[k][place(k, piece)] = uint4{words[0], words[1], words[2], words[3]};
+        written[k][place(k, piece)] = uint4{words[0], words[1], words[2], words[3]};
+      });
     });
     __syncthreads();
     for_all_pieces([&](int k, int piece, int offset, bool there) {

@@ -103,6 +103,7 @@ struct DecodeTokens {
   int activations;
   float scale;
   bool normalize;
+  int dtype;  // of q, k, v and o, if they are Bits16
 };
 
 // The memory of states: a pool of slots, and kept states [rows, steps], one step for each token. Both pointers are to
@@ -111,7 +112,7 @@ struct DecodeStates {
   void *pool, *kept;
   int64_t slot_stride, row_stride, step_stride;
   int rows, steps;  // 0 if no states are kept
-  int dtype;        // the Dtype of states of 8 bits; else unused
+  int dtype;        // of states that are Float8 or Bits16
 
   template <typename State>
   struct Places {

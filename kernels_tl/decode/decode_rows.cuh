@@ -37,7 +37,7 @@ class StateRows {
   using Raw = Piece[kPieces];          // a lane's pieces of its rows, as in memory
   using Tile = Piece[kPieces][kWarp];  // the pieces of all lanes, in shared memory
 
-  // The rows begin at row `row` of a head's state. `dtype` is the Dtype of states of 8 bits.
+  // The rows begin at row `row` of a head's state. `dtype` is the Dtype of Float8 or Bits16.
   __device__ __forceinline__ StateRows(int row, int key_dim, int value_dim, int dtype = 0)
       : row_(row), K_(key_dim), V_(value_dim), dtype_(dtype) {}
 
@@ -66,48 +66,68 @@ class StateRows {
     set(raw);
   }
   __device__ __forceinline__ void set(const Raw& raw) {
-    if constexpr (kIsFloat8) {
-      with_format([&](auto is_e5m2) { unpack_bytes<is_e5m2>(raw); });
-    } else {
+    with_format<State>(dtype_, [&](auto format) {
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
-        unpack_piece(numbers_of(p), raw[p]);
+        unpack_piece(format, numbers_of(p), raw[p]);
       }
-    }
+    });
   }
   // A lane's piece of a row: L::kPieceChannels numbers.
-  __device__ __forceinline__ static void unpack_piece(float* numbers, const uint4& raw) {
+  template <typename Format>
+  __device__ __forceinline__ static void unpack_piece(Format format, float* numbers, const uint4& raw) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(State) == 4) {
         numbers[i] = __uint_as_float(words[i]);
       } else {
-        const float2 pair = unpack(State(), words[i]);
+        const float2 pair = unpack(format, words[i]);
         numbers[2 * i] = pair.x;
         numbers[2 * i + 1] = pair.y;
       }
     }
   }
+  template <bool kE5M2>
+  __device__ __forceinline__ static void unpack_piece(std::integral_constant<bool, kE5M2>, float* numbers,
+                                                      const uint2& raw) {
+    const uint32_t words[2] = {raw.x, raw.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack(__half(), unpack_8<kE5M2>(i % 2 ? words[i / 2] >> 16 : words[i / 2]));
+      numbers[2 * i] = pair.x;
+      numbers[2 * i + 1] = pair.y;
+    }
+  }
   // The inverse of unpack_piece.
-  __device__ __forceinline__ static uint4 pack_piece(const float* numbers) {
+  template <typename Format>
+  __device__ __forceinline__ static uint4 pack_piece(Format format, const float* numbers) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(State) == 4) {
         words[i] = __float_as_uint(numbers[i]);
       } else {
-        words[i] = pack(State(), numbers[2 * i], numbers[2 * i + 1]);
+        words[i] = pack(format, numbers[2 * i], numbers[2 * i + 1]);
       }
     }
     return {words[0], words[1], words[2], words[3]};
   }
+  template <bool kE5M2>
+  __device__ __forceinline__ static uint2 pack_piece(std::integral_constant<bool, kE5M2>, const float* x) {
+    const auto word = [=](int i) { return pack_8<kE5M2>(x[i], x[i + 1]) | pack_8<kE5M2>(x[i + 2], x[i + 3]) << 16; };
+    return {word(0), word(4)};
+  }
   __device__ __forceinline__ void write(State* state) const {
-    if constexpr (kIsFloat8) {
-      with_format([&](auto is_e5m2) { write_pieces(state, pack_bytes<is_e5m2>); });
-    } else {
-      write_pieces(state, pack_piece);
-    }
+    with_format<State>(dtype_, [&](auto format) {
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) {
+        const Piece piece = pack_piece(format, numbers_of(p));
+        if (is_there(p)) {
+          __stcg(reinterpret_cast<Piece*>(state + offset(p)), piece);
+        }
+      }
+    });
   }
 
   // The lane's own row of the warp, for v and o. The first half of a row's lanes compute changes, the others outputs.
@@ -136,12 +156,13 @@ class StateRows {
     }
     return out;
   }
-  // Stores `out`, in each lane the output of its own row: the result of step.
+  // Stores `out`, in each lane the output of its own row: the result of step. `dtype` is the Dtype of Bits16.
   template <typename Element>
-  __device__ __forceinline__ void write_output(Element* o, float out) const {
+  __device__ __forceinline__ void write_output(Element* o, float out, int dtype = 0) const {
     const int row = row_ + own_row();
     if (L::lane() >= L::kLanes / 2 && L::lane() % kLanesOfSum == 0 && row < V_) {
-      o[row] = from_float(Element(), out);
+      with_format<Element>(dtype,
+                           [=](auto format) { reinterpret_cast<decltype(format)*>(o)[row] = from_float(format, out); });
     }
   }
 
@@ -156,37 +177,6 @@ class StateRows {
   }
   __device__ __forceinline__ const float* numbers_of(int p) const {
     return const_cast<StateRows*>(this)->numbers_of(p);
-  }
-
-  // Calls use with a constant: whether the format of a Float8 is e5m2. There is code for both formats.
-  template <typename Use>
-  __device__ __forceinline__ void with_format(Use use) const {
-    dtype_ == Dtype::kFloat8E5m2 ? use(std::true_type()) : use(std::false_type());
-  }
-  template <bool kE5M2>
-  __device__ __forceinline__ void unpack_bytes(const Raw& raw) {
-#pragma unroll
-    for (int i = 0; i < 4 * kPieces; ++i) {
-      const uint32_t word = i % 4 < 2 ? raw[i / 4].x : raw[i / 4].y;
-      const float2 pair = unpack(__half(), unpack_8<kE5M2>(i % 2 ? word >> 16 : word));
-      numbers_of(i / 4)[2 * (i % 4)] = pair.x;
-      numbers_of(i / 4)[2 * (i % 4) + 1] = pair.y;
-    }
-  }
-  template <bool kE5M2>
-  __device__ __forceinline__ static uint2 pack_bytes(const float* x) {
-    const auto word = [=](int i) { return pack_8<kE5M2>(x[i], x[i + 1]) | pack_8<kE5M2>(x[i + 2], x[i + 3]) << 16; };
-    return {word(0), word(4)};
-  }
-  template <typename PackPiece>
-  __device__ __forceinline__ void write_pieces(State* state, PackPiece pack_piece) const {
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const Piece piece = pack_piece(numbers_of(p));
-      if (is_there(p)) {
-        __stcg(reinterpret_cast<Piece*>(state + offset(p)), piece);
-      }
-    }
   }
 
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::row_of_group(); }

@@ -64,8 +64,8 @@ class RawToken {
 
   __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens) const {
     LaneToken<L::kChannels> token;
-    unpack_channels(token.q, q_);
-    unpack_channels(token.k, k_);
+    unpack_channels(token.q, q_, tokens.dtype);
+    unpack_channels(token.k, k_, tokens.dtype);
     float q_factor = tokens.scale, k_factor = 1.f;
     if (tokens.normalize) {
       constexpr float kEps = static_cast<float>(kNormEps);
@@ -106,10 +106,11 @@ class RawToken {
       load_pieces<kPiece + 1>(tokens, at, key_dim);
     }
   }
-  __device__ __forceinline__ static void unpack_channels(float (&x)[L::kChannels], const Channels& channels) {
+  __device__ __forceinline__ static void unpack_channels(float (&x)[L::kChannels], const Channels& channels,
+                                                         int dtype) {
 #pragma unroll
     for (int i = 0; i < L::kChannels / 2; ++i) {
-      const float2 pair = unpack(Element(), channels.pairs[i]);
+      const float2 pair = unpack(Element(), channels.pairs[i], dtype);
       x[2 * i] = pair.x;
       x[2 * i + 1] = pair.y;
     }
@@ -233,7 +234,7 @@ class PreparedTokens {
     }
 #pragma unroll
     for (int i = 0; i < kRowsOfLane; ++i) {
-      shared_.v[t][row_of_lane() + i] = to_float(raw.v.of_row[i]);
+      shared_.v[t][row_of_lane() + i] = to_float(raw.v.of_row[i], tokens_.dtype);
     }
     if (threadIdx.x % kWarp == 0) {
       shared_.decay[t] = ready.decay;
