@@ -91,14 +91,9 @@ EXPERTS = {
     "moe_intermediate_size": 1024,
     "shared_expert_intermediate_size": 1024,
 }
-ROPE = {
-    "rope_type": "default",
-    "rope_theta": 1e7,
-    "partial_rotary_factor": 0.25,
-    "mrope_interleaved": True,
-    "mrope_section": [11, 11, 10],
-}
-QWEN3_5 = {"attn_output_gate": True, "full_attention_interval": 4, "rope_parameters": ROPE}
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+MROPE = ROPE | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+QWEN3_5 = {"attn_output_gate": True, "full_attention_interval": 4, "rope_parameters": MROPE}
 ARCHITECTURES = {
     "qwen3_5": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **QWEN3_5},
     "qwen3_5_moe": {
