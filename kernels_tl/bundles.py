@@ -117,7 +117,8 @@ class Slots(Bundle):
 
 
 class Plan(Bundle):
-    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE."""
+    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: pieces of work
+    that CTAs have drawn (states/piece_queue.cuh)."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -125,6 +126,7 @@ class Plan(Bundle):
             chunks=T.Tensor([sizes.chunk_slots, ChunkColumn.COUNT], "int32"),
             segments=T.Tensor([sizes.segment_slots, SegmentColumn.COUNT], "int32"),
             checkpoints=T.Tensor([sizes.chunk_slots], "int32"),
+            drawn=T.Tensor([1], "int32"),
         )
 
 

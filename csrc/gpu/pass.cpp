@@ -54,7 +54,8 @@ kernels::Plan Pass::plan() const {
   return {.sequences = workspace_[workspace_.sequences],
           .chunks = workspace_[workspace_.chunks],
           .segments = workspace_[workspace_.segments],
-          .checkpoints = workspace_[workspace_.checkpoints]};
+          .checkpoints = workspace_[workspace_.checkpoints],
+          .drawn = workspace_[workspace_.drawn]};
 }
 
 kernels::Chunks Pass::chunks() const {

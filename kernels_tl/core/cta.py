@@ -70,18 +70,33 @@ class Segment(Variables):
         return self.row + c * C, self.first + c
 
 
-class Walk:
-    """A CTA's way through the pieces of work, `tiles` parts of the value rows of each head of each segment. CTAs take
-    pieces in turns, every other turn in the opposite order: the plan puts long segments first, so each CTA gets long
-    and short ones."""
+class Pieces:
+    """Pieces of work: `tiles` parts of the value rows of each head of each segment, in the order of the segments."""
 
-    def __init__(self, cta, ctas, segment_slots, H_v, tiles=1):
-        self.cta, self.ctas, self.H_v, self.tiles = cta, ctas, T.Cast("int32", H_v), tiles
+    def __init__(self, segment_slots, H_v, tiles=1):
+        self.H_v, self.tiles = T.Cast("int32", H_v), tiles
         self.of_all = Variables(pieces=T.Cast("int32", segment_slots * H_v) * tiles)
 
     @property
     def pieces(self):
         return self.of_all.pieces
+
+    @T.inline
+    def at(self, number):
+        """A piece by its number: segment, value head hv, tile."""
+        work = T.alloc_var("int32", init=number)
+        part = T.alloc_var("int32", init=T.truncdiv(work, self.tiles))
+        segment = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
+        return Variables(segment=segment, hv=part - segment * self.H_v, tile=work - part * self.tiles)
+
+
+class Walk(Pieces):
+    """A CTA's way through the pieces of work. CTAs take pieces in turns, every other turn in the opposite order: the
+    plan puts long segments first, so each CTA gets long and short ones."""
+
+    def __init__(self, cta, ctas, segment_slots, H_v, tiles=1):
+        super().__init__(segment_slots, H_v, tiles)
+        self.cta, self.ctas = cta, ctas
 
     def piece(self, turn):
         return turn * self.ctas + T.if_then_else(turn % 2 == 0, self.cta, self.ctas - 1 - self.cta)
@@ -93,13 +108,9 @@ class Walk:
         turns += T.if_then_else(self.piece(turns) < self.pieces, 1, 0)
         return turns
 
-    @T.inline
     def locate(self, turn):
-        """The piece of a turn: segment, value head hv, tile."""
-        work = T.alloc_var("int32", init=self.piece(turn))
-        part = T.alloc_var("int32", init=T.truncdiv(work, self.tiles))
-        segment = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
-        return Variables(segment=segment, hv=part - segment * self.H_v, tile=work - part * self.tiles)
+        """The piece of a turn."""
+        return self.at(self.piece(turn))
 
 
 def grid_of_tiles(sizes):

@@ -103,7 +103,7 @@ struct DecodeTokens {
   int activations;
   float scale;
   bool normalize;
-  int dtype;  // of q, k, v and o, if they are Bits16
+  int dtype;  // the Dtype of q, k, v and o, if they are Bits16
 };
 
 // The memory of states: a pool of slots, and kept states [rows, steps], one step for each token. Both pointers are to

@@ -20,6 +20,7 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    A new chunk begins after every checkpoint_every tokens (plan/runs.cuh); if that is no
                                    multiple of C, no sequence is cut
     needs_maps [N, H_v]            zeros, for segment_memory. Written if has_memory
+    drawn [1]                      0, for chunk_forward
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
@@ -216,6 +217,8 @@ def chunk_plan(offset_dtype):
             segments_before = T.alloc_var("int32", init=0)
             size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)
             clear_needs(memory, N, sizes.H_v, tx)
+            if tx == 0:
+                plan.drawn[0] = 0
 
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = step * THREADS + tx

@@ -14,8 +14,8 @@ S^T of one head of one segment. They stay in registers from the segment's first 
 consumer warpgroup for each 64 rows, a warp that stores O for each consumer warpgroup, and a warp that loads. The
 warpgroups share only the loader's stages.
 
-- The loader crosses the borders of pieces: the state and the first chunks of the next piece arrive while the last
-  chunks of this piece are computed.
+- The loader draws the CTA's pieces from a queue that all CTAs share (states/piece_queue.cuh), and crosses their
+  borders: the state and the first chunks of the next piece arrive while the last chunks of this piece are computed.
 - With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
   few heads.
 - Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
@@ -41,7 +41,7 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import (
-    Walk,
+    Pieces,
     barriers,
     clear_rows_after,
     fetch,
@@ -50,25 +50,38 @@ from kernels_tl.core.cta import (
     shared,
     store_rows,
 )
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of, storer
+from kernels_tl.core.pipeline import WARP, Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EARLY = {"segments": after("chunk_plan")}
+EARLY = {name: after("chunk_plan") for name in ("segments", "drawn")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
 #include "core/state_tiles.cuh"
 #include "plan/runs.cuh"
+#include "states/piece_queue.cuh"
 #include "states/round_state.cuh"
 #include "states/wide_state.cuh"
 """
 
-# Entries in shared memory after a segment's columns: the number of turns that follow, the piece's head, its first value
-# row; if the consumers read the piece's first state, its segment.
-MORE, HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(4))
+# Entries in shared memory after a segment's columns: the piece's head, or NO_WORK after the CTA's last piece; the
+# piece's first value row; if the consumers read the piece's first state, its segment.
+HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(3))
+NO_WORK = -1
+
+
+class Queue(Pieces):
+    """The pieces of work in a queue that all CTAs share: see states/piece_queue.cuh."""
+
+    def __init__(self, cta, ctas, drawn, *of_pieces):
+        super().__init__(*of_pieces)
+        self.cta, self.ctas, self.drawn = cta, ctas, drawn
+
+    def next_piece(self):
+        return extern("next_piece", T.access_ptr(self.drawn[0], "rw"), self.ctas, self.pieces, returns="int32")
 
 
 def chunk_forward(dtype, K, value_tile):
@@ -115,7 +128,7 @@ def chunk_forward(dtype, K, value_tile):
             staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk is in shared memory
             stored=[32] * WARPGROUPS,  # storer to its warpgroup: O has left
             begun=[32],  # loader to consumers: a turn's segment and state have arrived
-            taken=[CONSUMERS],  # consumers to loader: both have been read
+            taken=[CONSUMERS + WARP * WARPGROUPS],  # consumers and storers to loader: both have been read
         )
 
     def chunks_of(length, checkpoint_every):
@@ -129,6 +142,15 @@ def chunk_forward(dtype, K, value_tile):
         run -= tokens
         if run == 0:
             run = checkpoint_every
+
+    @T.macro
+    def await_turn(ready, turn):
+        """A role that does not load waits for a turn's segment."""
+        Stage(0, turn % 2).wait_for(ready.begun)
+        extern("forget_memory")  # a wait alone does not keep the loads after it
+
+    def has_work(tiles, turn):
+        return tiles.segment[turn % 2, HEAD] != NO_WORK
 
     def rest_of_value(v0):
         """Number of value rows from v0 on."""
@@ -196,9 +218,10 @@ def chunk_forward(dtype, K, value_tile):
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         done = T.alloc_var("int32", init=0)  # chunks of earlier turns
         turn = T.alloc_var("int32", init=0)
-        while turn >= 0:
-            begun = Stage(0, turn % 2)
-            begun.wait_for(ready.begun)
+        await_turn(ready, turn)
+        # A variable: with the load in the loop's condition ptxas orders the products so that a chunk takes 7 % longer.
+        more = T.alloc_var("int32", init=T.Select(has_work(tiles, turn), 1, 0))
+        while more != 0:
             length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
             T.clear(r.S)
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
@@ -220,7 +243,7 @@ def chunk_forward(dtype, K, value_tile):
                     if slot == FROM_SCAN:
                         T.pdl_sync()
                     state.read(r.S, *(tiles.segment[turn % 2, column] for column in (SEGMENT, HEAD, FIRST_ROW)))
-            begun.arrive(ready.taken)
+            T.barrier_arrive(ready.taken[0])
             c = T.alloc_var("int32", init=0)
             is_end = T.alloc_var("int32", init=0)
             tokens = T.alloc_var("int32", init=0)  # of the runs so far
@@ -251,7 +274,9 @@ def chunk_forward(dtype, K, value_tile):
                         states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
                     written += 1
             done += c
-            turn = T.if_then_else(tiles.segment[turn % 2, MORE] != 0, turn + 1, -1)
+            turn += 1
+            await_turn(ready, turn)
+            more = T.Select(has_work(tiles, turn), 1, 0)
 
     @T.macro
     def fetch_first_state(tiles, ready, piece, segment, scanned, initial):
@@ -275,15 +300,13 @@ def chunk_forward(dtype, K, value_tile):
             )
 
     @T.macro
-    def begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial):
+    def begin_turn(tiles, ready, turn, piece, segment, segments, scanned, initial):
         """The loader loads a turn's segment and state to shared memory."""
         begun = Stage(0, turn % 2)
         begun.wait_until_free(ready.taken)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
         if lane < SegmentColumn.COUNT:
             tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
-        if lane == MORE:
-            tiles.segment[turn % 2, MORE] = turns - 1 - turn
         if lane == HEAD:
             tiles.segment[turn % 2, HEAD] = piece.hv
         if lane == FIRST_ROW:
@@ -293,19 +316,32 @@ def chunk_forward(dtype, K, value_tile):
         else:
             if lane == SEGMENT:
                 tiles.segment[turn % 2, SEGMENT] = piece.segment
+        extern("forget_memory")  # an arrival alone does not keep the stores before it
         begun.arrive(ready.begun)
 
     @T.macro
-    def load(walk, tiles, ready, turns, tokens, matrices, segments, scanned, initial, checkpoint_every):
+    def end_turns(tiles, ready, turn):
+        """The loader tells the other roles that there is no more work."""
+        begun = Stage(0, turn % 2)
+        begun.wait_until_free(ready.taken)
+        if T.get_thread_binding() == CONSUMERS:
+            tiles.segment[turn % 2, HEAD] = NO_WORK
+        extern("forget_memory")
+        begun.arrive(ready.begun)
+
+    @T.macro
+    def load(queue, tiles, ready, tokens, matrices, segments, scanned, initial, checkpoint_every):
         """The loader: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks of earlier turns
-        for turn in T.serial(T.if_then_else(is_loader(CONSUMERS), turns, 0)):
-            piece = walk.locate(turn)
+        turn = T.alloc_var("int32", init=0)
+        number = T.alloc_var("int32", init=queue.cta)
+        while number < queue.pieces:
+            piece = queue.at(number)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * value_tile)
             segment = load_segment_early(segments, piece.segment)
-            begin_turn(tiles, ready, turn, turns, piece, segment, segments, scanned, initial)
+            begin_turn(tiles, ready, turn, piece, segment, segments, scanned, initial)
             t = T.alloc_var("int32", init=segment.row)
             run = T.alloc_var("int32", init=load_early(segments[piece.segment, SegmentColumn.UNTIL]))
             for c in T.serial(chunks_of(segment.length, checkpoint_every)):
@@ -340,26 +376,33 @@ def chunk_forward(dtype, K, value_tile):
                 stage.arrive(ready.loaded)
                 next_chunk(t, run, checkpoint_every)
             done += chunks_of(segment.length, checkpoint_every)
+            turn += 1
+            number = queue.next_piece()
+        end_turns(tiles, ready, turn)
 
     @T.macro
-    def store(walk, tiles, ready, turns, segments, o, checkpoint_every):
-        """The storers, one for each consumer warpgroup: O from shared memory."""
-        w = T.alloc_var("int32", init=storer(CONSUMERS))
+    def store(tiles, ready, w, o, checkpoint_every):
+        """Storer w, of a consumer warpgroup: O from shared memory."""
         done = T.alloc_var("int32", init=0)  # chunks of earlier turns
-        for turn in T.serial(T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)):
-            piece = walk.locate(turn)
-            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW])
-            length = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
-            end = T.alloc_var("int32", init=row + length)
-            run = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.UNTIL])
-            v0 = piece.tile * value_tile + w * ROWS
-            for c in T.serial(chunks_of(length, checkpoint_every)):
+        turn = T.alloc_var("int32", init=0)
+        await_turn(ready, turn)
+        while has_work(tiles, turn):
+            row = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.ROW])
+            end = T.alloc_var("int32", init=row + tiles.segment[turn % 2, SegmentColumn.LENGTH])
+            run = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.UNTIL])
+            hv = T.alloc_var("int32", init=tiles.segment[turn % 2, HEAD])
+            v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + w * ROWS)
+            chunks = T.alloc_var("int32", init=chunks_of(end - row, checkpoint_every))
+            T.barrier_arrive(ready.taken[0])
+            for c in T.serial(chunks):
                 own = Stage(w, (done + c) % 2)
                 own.wait_for(ready.staged)
-                store_rows(tiles.O, w, o, row, piece.hv, v0, T.min(run, end - row))
+                store_rows(tiles.O, w, o, row, hv, v0, T.min(run, end - row))
                 own.arrive(ready.stored)
                 next_chunk(row, run, checkpoint_every)
-            done += chunks_of(length, checkpoint_every)
+            done += chunks
+            turn += 1
+            await_turn(ready, turn)
 
     @T.prim_func
     def main(
@@ -379,7 +422,6 @@ def chunk_forward(dtype, K, value_tile):
             tiles = make_tiles()
             ready = make_barriers()
             leave_unless(only_if, cta, chunks.plan.segments)
-            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:
                 if HAS_REGISTERS:
@@ -389,10 +431,15 @@ def chunk_forward(dtype, K, value_tile):
             else:
                 if HAS_REGISTERS:
                     T.dec_max_nreg(tile.registers[1])
-                turns = walk.turns()
-                of_loader = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
-                load(walk, tiles, ready, turns, chunks.tokens, chunks.matrices, *of_loader)
-                T.pdl_sync()
-                store(walk, tiles, ready, turns, chunks.plan.segments, o, kept.checkpoint_every)
+                if is_loader(CONSUMERS):
+                    queue = Queue(cta, ctas, chunks.plan.drawn, sizes.segment_slots, sizes.H_v, value_tiles)
+                    of_loader = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
+                    load(queue, tiles, ready, chunks.tokens, chunks.matrices, *of_loader)
+                    T.pdl_sync()
+                else:
+                    T.pdl_sync()
+                    w = T.alloc_var("int32", init=storer(CONSUMERS))
+                    if w < WARPGROUPS:
+                        store(tiles, ready, w, o, kept.checkpoint_every)
 
     return main

@@ -1,0 +1,22 @@
+// The queue of pieces of work that the CTAs of chunk_forward share. A CTA takes the piece of its own number first, and
+// then draws the next one when it can load it. So CTAs end at nearly the same time, whatever the pieces take.
+#pragma once
+
+#include "core/warp.cuh"
+
+namespace flash_qla::device {
+
+// The CTA's next piece, or `pieces` after the last one. `drawn` counts the draws of all `ctas` CTAs. Each draws until
+// it gets no piece, and the last draw leaves 0. One warp of a CTA calls it.
+__device__ __forceinline__ int next_piece(int* drawn, int ctas, int pieces) {
+  int piece = 0;
+  if (lane_here() == 0) {
+    piece = ctas + atomicAdd(drawn, 1);
+    if (piece == pieces + ctas - 1) {
+      *drawn = 0;
+    }
+  }
+  return min(__shfl_sync(~0u, piece, 0), pieces);
+}
+
+}  // namespace flash_qla::device
