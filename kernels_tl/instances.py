@@ -74,12 +74,7 @@ INSTANCES = [
     *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
-    *(
-        Instance(f"gradients.{kernel}", types)
-        for kernel in ("l2norm", "l2norm_backward")
-        for types in TYPES
-        if True not in normalizations(**types)
-    ),
+    *(Instance(f"gradients.{kernel}", {"K": K}) for kernel in ("l2norm", "l2norm_backward") for K in KEY_DIMS),
     *(
         Instance(
             "maps.backward_maps",

@@ -131,6 +131,16 @@ def test_more_work_than_ctas(mode, case):
     check_mode(case, mode)
 
 
+# Without decay all cut sequences need their maps.
+SCANS = Case(lengths=(130, 1, 64, 0, 70) * 8, H_k=1, H_v=1, gate="zero", padding=1)
+
+
+@each_mode((64, 1), (128, 1), FUSED_SEGMENTS[1])
+def test_more_scans_than_ctas(mode):
+    """A CTA of segment_scan then goes on to its next cut sequence, past those that are not cut."""
+    check_mode(SCANS, mode)
+
+
 @pytest.mark.parametrize("value_tile", (64, 128))
 @each(
     Case(lengths=(300, 0, 65), padding=3, gate="logsigmoid"),
@@ -457,6 +467,11 @@ def test_backward_arguments(case, segment_chunks):
 def test_backward_of_more_sequences_than_one_step_of_the_plan(segment_chunks):
     lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=300))
     check_backward_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), segment_chunks)
+
+
+@each_segment(1)
+def test_backward_of_more_scans_than_ctas(segment_chunks):
+    check_backward_mode(SCANS, segment_chunks)
 
 
 @each_segment(5, 40)  # 40: more than the warp looks at in one go

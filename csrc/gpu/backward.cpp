@@ -114,9 +114,10 @@ class Backward {
                      .k = call_.k.const_data_ptr(),
                      .normalized = workspace_[workspace_.normalized],
                      .rstd = workspace_[workspace_.rstd],
+                     .dtype = dtype_code(call_.q),
                      .rows = call_.tokens() * call_.H_k,
                      .pieces = call_.K / kNormPiece},
-                    {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+                    {.K = pass_.K()}, stream_);
   }
 
   // The chunks, with normalized queries and keys if the kernel l2norm runs.
@@ -288,9 +289,10 @@ class Backward {
                               .rstd = workspace_[workspace_.rstd],
                               .dq = out_.dq.mutable_data_ptr(),
                               .dk = out_.dk.mutable_data_ptr(),
+                              .dtype = dtype_code(call_.q),
                               .rows = call_.tokens() * call_.H_k,
                               .pieces = call_.K / kNormPiece},
-                             {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+                             {.K = pass_.K()}, stream_);
   }
 
   const BackwardCall& call_;

@@ -1,5 +1,8 @@
 #include "gpu/pass.h"
 
+#include <algorithm>
+
+#include "chunks.h"
 #include "gpu/arguments.h"
 #include "gpu/plan.h"
 #include "gpu/runtime/device.h"
@@ -100,9 +103,15 @@ void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memor
 
 void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside,
                 const kernels::Memory& memory) const {
-  kernels::segment_scan(
-      {.sizes = sizes(), .plan = plan(), .maps = maps, .states = states, .memory = memory, .beside = beside},
-      {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
+  const int64_t pieces = call_.N * call_.H_v * ceil_div(call_.V, kScanColumns);
+  kernels::segment_scan({.sizes = sizes(),
+                         .plan = plan(),
+                         .maps = maps,
+                         .states = states,
+                         .memory = memory,
+                         .ctas = std::min<int64_t>(pieces, gpu_of(call_.q).card.sm_count),
+                         .beside = beside},
+                        {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
 }
 
 Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offsets,

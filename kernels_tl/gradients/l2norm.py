@@ -6,6 +6,7 @@
     q, k        [rows, pieces, 8] 16-bit      x; rows = tokens * H_k
     normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k
     rstd        [2, rows] fp32                of q, then of k
+    dtype                                     the Dtype of the elements: bf16 or fp16
 
 backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each, 16 rows of 128 channels. A lane takes a piece
 of a row.
@@ -16,7 +17,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.config import L2NORM
-from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
 from kernels_tl.layout import NORM_PIECE
 
 PRELUDE = """
@@ -45,28 +46,30 @@ def take_row(cta, which, K, q, k, of_row):
         of_row(row, piece, there, 1, k)
 
 
-def l2norm(dtype, K):
+def l2norm(K):
     rows, pieces = dims("rows", "pieces")
     LANES, ROWS = lanes_and_rows(K)
 
-    def normalize(normalized, rstd, row, piece, there, which, x):
+    def normalize(normalized, rstd, dtype, row, piece, there, which, x):
         return extern(
-            f"normalize_piece<{element_type(dtype)}, {LANES}>",
+            f"normalize_piece<{LANES}>",
             T.access_ptr(x[row, piece, 0], "r"),
             T.access_ptr(normalized[which, row, piece, 0], "w"),
             T.access_ptr(rstd[which, row], "w"),
+            dtype,
             there,
             piece == 0,
         )
 
     @T.prim_func
     def main(
-        q: T.Tensor([rows, pieces, NORM_PIECE], dtype),
-        k: T.Tensor([rows, pieces, NORM_PIECE], dtype),
-        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], dtype),
+        q: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
+        k: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
+        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], "uint16"),
         rstd: T.Tensor([2, rows], "float32"),
+        dtype: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES, prelude=PRELUDE) as (cta, which):
-            take_row(cta, which, K, q, k, partial(normalize, normalized, rstd))
+            take_row(cta, which, K, q, k, partial(normalize, normalized, rstd, dtype))
 
     return main

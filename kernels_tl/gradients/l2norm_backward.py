@@ -5,6 +5,7 @@
     normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k, by l2norm
     rstd        [2, rows] fp32                of q, then of k, by l2norm
     dq, dk      [rows, pieces, 8] 16-bit      dy, then dx; rows = tokens * H_k
+    dtype                                     the Dtype of the elements: bf16 or fp16
 
 backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of dq or of dk each. A lane takes a piece of a row.
 """
@@ -13,32 +14,34 @@ from functools import partial
 
 import tilelang.language as T
 
-from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, element_type, extern
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
 from kernels_tl.gradients.l2norm import PRELUDE as PRELUDE, lanes_and_rows, take_row
 from kernels_tl.layout import NORM_PIECE
 
 
-def l2norm_backward(dtype, K):
+def l2norm_backward(K):
     rows, pieces = dims("rows", "pieces")
     LANES, ROWS = lanes_and_rows(K)
 
-    def replace(normalized, rstd, row, piece, there, which, gradient):
+    def replace(normalized, rstd, dtype, row, piece, there, which, gradient):
         return extern(
-            f"replace_by_dx<{element_type(dtype)}, {LANES}>",
+            f"replace_by_dx<{LANES}>",
             T.access_ptr(normalized[which, row, piece, 0], "r"),
             T.access_ptr(rstd[which, row], "r"),
             T.access_ptr(gradient[row, piece, 0], "rw"),
+            dtype,
             there,
         )
 
     @T.prim_func
     def main(
-        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], dtype),
+        normalized: T.Tensor([2, rows, pieces, NORM_PIECE], "uint16"),
         rstd: T.Tensor([2, rows], "float32"),
-        dq: T.Tensor([rows, pieces, NORM_PIECE], dtype),
-        dk: T.Tensor([rows, pieces, NORM_PIECE], dtype),
+        dq: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
+        dk: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
+        dtype: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES, prelude=PRELUDE) as (cta, which):
-            take_row(cta, which, K, dq, dk, partial(replace, normalized, rstd))
+            take_row(cta, which, K, dq, dk, partial(replace, normalized, rstd, dtype))
 
     return main

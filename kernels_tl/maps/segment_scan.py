@@ -13,8 +13,9 @@
 `states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of
 the final state, and `skips` are the reverse skips. Comments below say S and Z for dS' and dZ too.
 
-pass.cpp launches [N * H_v * value_dim / 32] CTAs: a CTA takes one sequence and 32 columns of one head's S. Roles: two
-consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp that stores S.
+A piece of work is one sequence and 32 columns of one head's S. pass.cpp launches at most a CTA for each SM. A CTA takes
+every ctas-th piece, and passes over sequences that are not cut (maps/scans.cuh). Roles: two consumer warpgroups with 64
+rows each, a warp that loads Z and M, and a warp that stores S.
 
 - M and S are two 16-bit parts each (maps/map_step.py), because one part would have no more digits than the 16-bit S
   that the outputs take.
@@ -32,7 +33,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Maps, Memory, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
-from kernels_tl.core.cta import fetch
+from kernels_tl.core.cta import Variables, fetch
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
@@ -44,15 +45,65 @@ EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "ski
 EARLY |= {"initial_state": after(CALLER, where="beside")}
 PRELUDE = """
 #include "core/state_tiles.cuh"
+#include "maps/scans.cuh"
 """
 
 # Producers: a loader and a storer.
 SKIP, END = 1, 2  # flags in `about` of a segment: M is negligible; the next segment is the last, and has no map
 
 
+class Scans:
+    """The pieces of work of a CTA. A CTA goes to every ctas-th piece, and passes over those of sequences that are not
+    cut."""
+
+    def __init__(self, cta, ctas, sizes, plan, memory, reverse):
+        self.ctas, self.plan, self.memory, self.reverse = ctas, plan, memory, reverse
+        self.H_v = T.Cast("int32", sizes.H_v)
+        parts = T.truncdiv(sizes.value_dim + (COLUMNS - 1), COLUMNS)
+        self.of_all = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
+        self.of_all.and_also(first=self.next_from(cta))
+
+    @property
+    def first(self):
+        return self.of_all.first
+
+    @property
+    def pieces(self):
+        return self.of_all.pieces
+
+    def next_from(self, piece):
+        """The first of the CTA's pieces from `piece` on whose sequence is cut, or `pieces`."""
+        sequences = T.access_ptr(self.plan.sequences[0, 0], "r")
+        segments = T.access_ptr(self.plan.segments[0, 0], "r")
+        of_sequence = self.of_all.parts * self.H_v
+        return extern("next_scan", sequences, segments, piece, self.ctas, self.pieces, of_sequence, returns="int32")
+
+    @T.inline
+    def at(self, number):
+        """A piece: value head, first column, slots of its first segment and of its first state, whether it copies that
+        state to the segment's slot, and how `about` begins: END if it only copies, or has nothing to do."""
+        part = T.alloc_var("int32", init=T.truncdiv(number, self.of_all.parts))
+        n = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
+        found = Variables(hv=part - n * self.H_v, v0=(number - part * self.of_all.parts) * COLUMNS)
+        slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, SequenceColumn.SEGMENT]))
+        given = SequenceColumn.FINAL if self.reverse else SequenceColumn.INITIAL
+        state_slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, given]))
+        copies = T.alloc_var("int32", init=0)
+        begin = T.alloc_var("int32", init=0)
+        if self.reverse:  # all segments but the last are as long as the first
+            length = load_early(self.plan.sequences[n, SequenceColumn.LENGTH])
+            slot += T.truncdiv(length - 1, load_early(self.plan.segments[slot, SegmentColumn.LENGTH]))
+        else:
+            first_state = load_early(self.plan.segments[slot, SegmentColumn.INITIAL])
+            copies = T.Select(first_state == FROM_SCAN, 1, 0)
+            if self.memory.lacks_maps(n, found.hv):
+                begin = END
+        return found.and_also(slot=slot, state_slot=state_slot, copies=copies, begin=begin)
+
+
 def segment_scan(dtype, K, reverse):
     sizes = Sizes()
-    H_v, N, segment_slots, value_dim = sizes.H_v, sizes.N, sizes.segment_slots, sizes.value_dim
+    segment_slots = sizes.segment_slots
     tile = SEGMENT_SCAN[K]
     CONSUMERS = tile.consumers
     of_map = map_step(dtype, K, reverse)
@@ -83,87 +134,109 @@ def segment_scan(dtype, K, reverse):
         return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
 
     @T.macro
-    def compute(tiles, ready, slot, hv, v0, initial, is_scanned, states, first_slot, begin):
-        """The consumers: S from segment to segment."""
-        about = T.alloc_var("int32", init=begin)
+    def await_maps(beside):
+        if beside == 0:
+            T.pdl_sync()
+        T.pdl_trigger()
+
+    @T.macro
+    def compute(tiles, ready, scans, initial, states, beside):
+        """The consumers: S from segment to segment, scan after scan."""
+        piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         r = of_map.make_registers()
-        T.clear(r.S)
-        if slot != NO_STATE:
-            initial.read_columns(r.S, slot, hv, v0)
-            if is_scanned:
-                for i, j in T.Parallel(K, COLUMNS):
-                    states[first_slot, hv, v0 + j, i] = r.S[i, j]
-        while about < END:
-            u = step % STAGES
-            stage = stage_of(step, STAGES, u)
-            stage.wait_for(ready.loaded)
-            about = tiles.about[u]
-            if about % END != SKIP:
-                of_map.round_in_parts(r, tiles, maps_used)
-            extern("read_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
-            if about % END != SKIP:
-                m = maps_used % MAP_STAGES
-                of_map.add_product(r.S, tiles, ready, m, maps_used)
-                extern("write_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
-                T.fence_proxy_async()
-                maps_used = maps_used + 1
-            stage.arrive(ready.made)
-            step = step + 1
+        while piece < scans.pieces:
+            scan = scans.at(piece)
+            about = T.alloc_var("int32", init=scan.begin)
+            await_maps(beside)
+            T.clear(r.S)
+            if ((about < END) | (scan.copies != 0)) & (scan.state_slot != NO_STATE):
+                initial.read_columns(r.S, scan.state_slot, scan.hv, scan.v0)
+                if scan.copies != 0:
+                    for i, j in T.Parallel(K, COLUMNS):
+                        states[scan.slot, scan.hv, scan.v0 + j, i] = r.S[i, j]
+            while about < END:
+                u = step % STAGES
+                stage = stage_of(step, STAGES, u)
+                stage.wait_for(ready.loaded)
+                about = tiles.about[u]
+                if about % END != SKIP:
+                    of_map.round_in_parts(r, tiles, maps_used)
+                extern("read_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                if about % END != SKIP:
+                    m = maps_used % MAP_STAGES
+                    of_map.add_product(r.S, tiles, ready, m, maps_used)
+                    extern("write_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
+                    T.fence_proxy_async()
+                    maps_used = maps_used + 1
+                stage.arrive(ready.made)
+                step = step + 1
+            piece = scans.next_from(piece + scans.ctas)
 
     @T.macro
-    def load(tiles, ready, first_slot, hv, v0, segments, maps, begin):
+    def load(tiles, ready, scans, segments, maps, beside):
         """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
         up."""
-        about = T.alloc_var("int32", init=begin)
+        piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
-        slot = T.alloc_var("int32", init=first_slot)
-        skip = T.alloc_var("int32", init=read(maps.skips[slot, hv]))
-        flags = T.alloc_var("int32", init=read(segments[on_the_way(slot, 1), SegmentColumn.FLAGS]))
-        next_skip = T.alloc_var("int32", init=0)
-        next_flags = T.alloc_var("int32", init=0)
-        while about < END:
-            u = step % STAGES
-            next_skip = read(maps.skips[on_the_way(slot, 1), hv])
-            next_flags = read(segments[on_the_way(slot, 2), SegmentColumn.FLAGS])
-            about = T.Select(skip == 0, 0, SKIP) + T.Select(is_end(flags), END, 0)
-            stage = stage_of(step, STAGES, u)
-            stage.wait_until_free(ready.stored)
-            if T.get_thread_binding() == CONSUMERS:
-                tiles.about[u] = about
-            for box in T.unroll(K // BOX):
-                fetch(part_of(maps.states, slot + WAY, hv, v0, box), tiles.Z[u, box, :, :], ready.loaded[u])
-            stage.arrive(ready.loaded)
-            if skip == 0:
-                m = maps_used % MAP_STAGES
-                of_map.load_map(maps.maps, slot, hv, tiles, ready, m, maps_used)
-                maps_used = maps_used + 1
-            step = step + 1
-            slot = slot + WAY
-            skip = next_skip
-            flags = next_flags
+        while piece < scans.pieces:
+            scan = scans.at(piece)
+            await_maps(beside)
+            about = T.alloc_var("int32", init=scan.begin)
+            slot = T.alloc_var("int32", init=scan.slot)
+            skip = T.alloc_var("int32", init=read(maps.skips[slot, scan.hv]))
+            flags = T.alloc_var("int32", init=read(segments[on_the_way(slot, 1), SegmentColumn.FLAGS]))
+            next_skip = T.alloc_var("int32", init=0)
+            next_flags = T.alloc_var("int32", init=0)
+            while about < END:
+                u = step % STAGES
+                next_skip = read(maps.skips[on_the_way(slot, 1), scan.hv])
+                next_flags = read(segments[on_the_way(slot, 2), SegmentColumn.FLAGS])
+                about = T.Select(skip == 0, 0, SKIP) + T.Select(is_end(flags), END, 0)
+                stage = stage_of(step, STAGES, u)
+                stage.wait_until_free(ready.stored)
+                if T.get_thread_binding() == CONSUMERS:
+                    tiles.about[u] = about
+                for box in T.unroll(K // BOX):
+                    place = part_of(maps.states, slot + WAY, scan.hv, scan.v0, box)
+                    fetch(place, tiles.Z[u, box, :, :], ready.loaded[u])
+                stage.arrive(ready.loaded)
+                if skip == 0:
+                    m = maps_used % MAP_STAGES
+                    of_map.load_map(maps.maps, slot, scan.hv, tiles, ready, m, maps_used)
+                    maps_used = maps_used + 1
+                step = step + 1
+                slot = slot + WAY
+                skip = next_skip
+                flags = next_flags
+            piece = scans.next_from(piece + scans.ctas)
 
     @T.macro
-    def store(tiles, ready, first_slot, hv, v0, states, begin):
+    def store(tiles, ready, scans, states, beside):
         """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
-        about = T.alloc_var("int32", init=begin)
-        slot = T.alloc_var("int32", init=first_slot)
+        piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
-        while about < END:
-            u = step % STAGES
-            stage = stage_of(step, STAGES, u)
-            stage.wait_for(ready.made)
-            about = tiles.about[u]
-            if about % END != SKIP:
-                for box in T.unroll(K // BOX):
-                    place = part_of(states, slot + WAY, hv, v0, box)
-                    T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
-                T.tma_store_wait(0)
-            stage.arrive(ready.stored)
-            step = step + 1
-            slot = slot + WAY
+        while piece < scans.pieces:
+            scan = scans.at(piece)
+            await_maps(beside)
+            about = T.alloc_var("int32", init=scan.begin)
+            slot = T.alloc_var("int32", init=scan.slot)
+            while about < END:
+                u = step % STAGES
+                stage = stage_of(step, STAGES, u)
+                stage.wait_for(ready.made)
+                about = tiles.about[u]
+                if about % END != SKIP:
+                    for box in T.unroll(K // BOX):
+                        place = part_of(states, slot + WAY, scan.hv, scan.v0, box)
+                        T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
+                    T.tma_store_wait(0)
+                stage.arrive(ready.stored)
+                step = step + 1
+                slot = slot + WAY
+            piece = scans.next_from(piece + scans.ctas)
 
     @T.prim_func
     def main(
@@ -172,46 +245,24 @@ def segment_scan(dtype, K, reverse):
         maps: Maps(sizes, dtype, K),
         states: States(sizes, float8=not reverse),
         memory: Memory(sizes),
+        ctas: T.int32,
         beside: T.int32,  # only with reverse
     ):
-        with T.Kernel(N * H_v * T.ceildiv(value_dim, COLUMNS), threads=tile.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = of_map.make_tiles(tile.shared, about=([STAGES], "int32"))
             ready = make_barriers()
-            parts = T.alloc_var("int32", init=T.truncdiv(value_dim + (COLUMNS - 1), COLUMNS))
-            part = T.alloc_var("int32", init=T.truncdiv(cta, parts))
-            v0 = T.alloc_var("int32", init=(cta - part * parts) * COLUMNS)
-            n = T.alloc_var("int32", init=T.truncdiv(part, T.Cast("int32", H_v)))
-            hv = T.alloc_var("int32", init=part - n * T.Cast("int32", H_v))
-            first_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, SequenceColumn.SEGMENT]))
-            first = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.FLAGS]))
-            given = SequenceColumn.FINAL if reverse else SequenceColumn.INITIAL
-            state_slot = T.alloc_var("int32", init=load_early(plan.sequences[n, given]))
-            first_state = T.alloc_var("int32", init=load_early(plan.segments[first_slot, SegmentColumn.INITIAL]))
-            if reverse:  # noqa: SIM102  decided here, the other on the device
-                if first == SegmentFlag.FIRST:  # all segments but the last are as long as this one
-                    length = load_early(plan.sequences[n, SequenceColumn.LENGTH])
-                    segment_length = load_early(plan.segments[first_slot, SegmentColumn.LENGTH])
-                    first_slot += T.truncdiv(length - 1, segment_length)
-            begin = T.alloc_var("int32", init=0)
-            if not reverse:  # noqa: SIM102  decided here, the other on the device
-                if memory.lacks_maps(n, hv):
-                    begin = END
-            # A sequence of one segment needs no scan, and a head without maps only the copy of its first state.
-            if (first != SegmentFlag.FIRST) | ((begin == END) & (first_state != FROM_SCAN)):
+            scans = Scans(cta, ctas, sizes, plan, memory, reverse)
+            if scans.first == scans.pieces:
                 if cta == 0:  # the next kernel reads early what the kernels before this one have written
                     T.pdl_sync()
                 extern("leave")
-            if beside == 0:
-                T.pdl_sync()
-            T.pdl_trigger()
             if T.get_thread_binding() < CONSUMERS:
-                is_scanned = False if reverse else first_state == FROM_SCAN
-                compute(tiles, ready, state_slot, hv, v0, states.initial(), is_scanned, maps.states, first_slot, begin)
+                compute(tiles, ready, scans, states.initial(), maps.states, beside)
             else:
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, first_slot, hv, v0, plan.segments, maps, begin)
+                    load(tiles, ready, scans, plan.segments, maps, beside)
                 else:
-                    store(tiles, ready, first_slot, hv, v0, maps.states, begin)
+                    store(tiles, ready, scans, maps.states, beside)
                     if reverse:
                         T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
 
