@@ -132,7 +132,7 @@ def test_more_work_than_ctas(mode, case):
 
 
 # Without decay all cut sequences need their maps.
-SCANS = Case(lengths=(130, 1, 64, 0, 70) * 8, H_k=1, H_v=1, gate="zero", padding=1)
+SCANS = Case(lengths=(130, 1, 70) * 14, H_k=1, H_v=1, gate="zero", padding=1)
 
 
 @each_mode((64, 1), (128, 1), FUSED_SEGMENTS[1])
