@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <vector>
 
 #include "emulator.h"
 
@@ -90,17 +91,23 @@ bool may_touch(const void* global, std::string& parameter) {
     return true;
   }
   const char *at = static_cast<const char*>(global), *nearest = nullptr;
+  std::vector<std::string> owners;  // an empty table has the address of the table after it
   for (const Tensor& tensor : kernel->tensors) {
     const void* const argument = kernel_arguments[tensor.argument];
     const char* const begin = tensor.is_described ? described_address(*static_cast<const CUtensorMap*>(argument))
                                                   : *static_cast<char* const*>(argument);
-    if (begin != nullptr && begin <= at && (nearest == nullptr || begin > nearest)) {
+    if (begin != nullptr && begin <= at && begin >= nearest) {
+      if (begin > nearest) {
+        owners.clear();
+      }
       nearest = begin;
       parameter = tensor.parameter;
+      owners.push_back(parameter);
     }
   }
-  return std::any_of(kernel->early.begin(), kernel->early.end(),
-                     [&](const Early& early) { return early.parameter == parameter && holds(early); });
+  return std::ranges::any_of(kernel->early, [&](const Early& early) {
+    return std::ranges::find(owners, early.parameter) != owners.end() && holds(early);
+  });
 }
 
 }  // namespace emulator::launches
