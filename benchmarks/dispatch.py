@@ -7,7 +7,7 @@
 Each batch has a line with the model's choice, then the op in one kernel, without context parallelism, and with segments
 of several lengths, the last two with both value tiles, and segments also in the one kernel. With keys of more than 128
 channels there is one value tile, and no one kernel. A choice may leave the decision to the device: N > M cuts after N
-chunks if a sequence has more than M, and N > M : V otherwise takes value tile V.
+chunks if a sequence has more than M, and N > M : V otherwise takes value tile V, or the one kernel (fused).
 
 The model knows only the average length of a batch. For its choice it predicts an expectation over batches of that
 average. For the other modes it predicts equal sequences, which shows how good its constants are. Inputs and timing are
@@ -149,10 +149,12 @@ def name(cell: dict) -> str:
     above = f">{cell['cut_above']}" if cell["cut_above"] else ""
     if "fused" not in cell:
         return f"{cell['segment_chunks'] or '-'}{above}"
-    if cell["fused"]:
-        return f"fused/{cell['segment_chunks']}{above}" if cell["fused_segments"] else "fused"
-    if cell["whole_tile"] != cell["value_tile"]:
-        above += f":{cell['whole_tile']}"
+    if cell["fused_segments"]:
+        return f"fused/{cell['segment_chunks']}{above}"
+    if cell["fused"] and cell["segment_chunks"] == 0:
+        return "fused"
+    if cell["fused"] or cell["whole_tile"] != cell["value_tile"]:
+        above += ":fused" if cell["fused"] else f":{cell['whole_tile']}"
     return f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}{above}"
 
 

@@ -111,8 +111,8 @@ CHUNK_FORWARD = {
 
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
-# Spills of the storers of O and A, if segments begin with extra chunks.
-FUSED_SEGMENTS_A_SPILLS = 32
+# With A and segments: a value that the producers store before their roles begin, and read once.
+FUSED_SEGMENTS_A_SPILLS = 16
 
 # Keyed by K.
 REPLAY_STATES = {

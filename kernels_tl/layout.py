@@ -237,9 +237,11 @@ class Ring:
 
 class Place:
     """One register of a consumer of fused_forward. The names are the first bits of: its offset in a tile and its column
-    in a fragment (core/tiles.cuh), its warpgroup, its Ring."""
+    in a fragment (core/tiles.cuh), its warpgroup, the next entry of the ring of pieces, that entry's phase (TURN has
+    both), its Ring."""
 
-    OFFSET, COLUMN, WARPGROUP, RING = 0, 16, 20, 24
+    OFFSET, COLUMN, WARPGROUP, TURN, TURN_PHASE, RING = 0, 16, 20, 21, 23, 24
+    TURNS = 4  # entries of the ring of pieces
 
 
 class NamedBarrier:

@@ -113,10 +113,16 @@ def test_arguments(mode, case):
 
 
 @each_mode((64, 1), (128, 2), FUSED, FUSED_SEGMENTS[1])
-def test_more_sequences_than_one_step_of_the_plan(mode):
+@each(
+    Case(
+        lengths=tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=600)), H_k=1, H_v=1, gate="logsigmoid", padding=1
+    ),
+    # The first step's sequences without tokens are the first pieces of half of the CTAs.
+    Case(lengths=(0,) * 200 + (70,) * 100, H_k=1, H_v=1),
+)
+def test_more_sequences_than_one_step_of_the_plan(mode, case):
     """chunk_plan cuts 256 sequences a step; the numbers of their segments go on from step to step."""
-    lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=600))
-    check_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), mode)
+    check_mode(case, mode)
 
 
 @each_mode((64, 0), (128, 0), (64, 1), (128, 2), FUSED, FUSED_SEGMENTS[1])

@@ -98,6 +98,26 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
   return turns * segment + (room < 0 ? shorter : 0);
 }
 
+// The time until the last piece of a batch of whole sequences has ended, in chunks. An SM that is free takes the longest
+// piece that is left. A head of a sequence is `pieces` pieces.
+double last_whole_piece(const Lengths& chunks, double N, double pieces, double sms) {
+  const double turns = std::floor(pieces / sms), late = pieces - turns * sms;  // `late` SMs take one long piece more
+  const double early_end = turns * chunks.longest, late_end = early_end + (late > 0 ? chunks.longest : 0);
+  const double shorter = (N - 1) * pieces;
+  if (chunks.rest < 1 || shorter == 0) {
+    return late_end;
+  }
+  // Turns of short pieces on the other SMs that end by late_end.
+  const double meanwhile = late > 0 ? std::floor((late_end - early_end) / chunks.rest) : 0;
+  const double left = shorter - meanwhile * (sms - late);
+  if (left <= 0) {
+    return late_end;
+  }
+  const double more = std::ceil(left / sms);
+  const bool suffices = late > 0 && (sms - late) * more + late * (more - 1) >= left;
+  return suffices ? std::max(late_end, early_end + (meanwhile + more) * chunks.rest) : late_end + more * chunks.rest;
+}
+
 // The way of a batch through the SMs, either with all long sequences cut into segments or with all sequences whole.
 struct Schedule {
   double segment, sms, N, H_v;
@@ -137,10 +157,13 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
     return s;
   }
   s.turns = std::max(1.0, s.turns);
+  if (!cut) {
+    s.in_turns = last_whole_piece(chunks, s.N, s.H_v * s.tiles, s.sms);
+    return s;
+  }
   const double work = s.total * s.H_v * s.tiles / s.sms;
-  s.in_turns = cut ? std::max(work + (s.turns > 1) * kUnbalanced * s.segment,
-                              last_piece(chunks, s.N, s.segment, s.H_v * s.tiles, s.sms))
-                   : std::max(work, chunks.longest + (std::floor(s.turns) - 1) * chunks.rest);
+  s.in_turns = std::max(work + (s.turns > 1) * kUnbalanced * s.segment,
+                        last_piece(chunks, s.N, s.segment, s.H_v * s.tiles, s.sms));
   return s;
 }
 

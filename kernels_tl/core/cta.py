@@ -90,29 +90,6 @@ class Pieces:
         return Variables(segment=segment, hv=part - segment * self.H_v, tile=work - part * self.tiles)
 
 
-class Walk(Pieces):
-    """A CTA's way through the pieces of work. CTAs take pieces in turns, every other turn in the opposite order: the
-    plan puts long segments first, so each CTA gets long and short ones."""
-
-    def __init__(self, cta, ctas, segment_slots, H_v, tiles=1):
-        super().__init__(segment_slots, H_v, tiles)
-        self.cta, self.ctas = cta, ctas
-
-    def piece(self, turn):
-        return turn * self.ctas + T.if_then_else(turn % 2 == 0, self.cta, self.ctas - 1 - self.cta)
-
-    @T.inline
-    def turns(self):
-        """How many turns the CTA has."""
-        turns = T.alloc_var("int32", init=T.truncdiv(self.pieces, self.ctas))  # turns in which all CTAs have work
-        turns += T.if_then_else(self.piece(turns) < self.pieces, 1, 0)
-        return turns
-
-    def locate(self, turn):
-        """The piece of a turn."""
-        return self.at(self.piece(turn))
-
-
 def grid_of_tiles(sizes):
     """CTAs for the wide tiles of each segment and head."""
     return sizes.segment_slots * sizes.H_v * T.truncdiv(sizes.value_rows, WIDE_TILE)

@@ -39,6 +39,21 @@ __device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= bl
 // an entry of an earlier call.
 __device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
 
+// The first of the pieces first, first + step, ... that `is_wanted` says, or `pieces`. A whole warp calls it; lane i
+// looks at the i-th of 32 pieces.
+template <typename IsWanted>
+__device__ __forceinline__ int next_wanted(int first, int step, int pieces, IsWanted is_wanted) {
+  const int lane = threadIdx.x & 31;
+  for (; first < pieces; first += 32 * step) {
+    const int piece = first + lane * step;
+    const unsigned found = __ballot_sync(~0u, piece < pieces && is_wanted(piece));
+    if (found != 0) {
+      return first + (__ffs(found) - 1) * step;
+    }
+  }
+  return pieces;
+}
+
 // Ends a thread whose CTA has no work. At least one CTA of a grid must still wait for the preceding grid, or the
 // successor would not wait for it.
 __device__ __forceinline__ void leave() { exit_thread(); }

@@ -41,7 +41,6 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import (
-    Pieces,
     barriers,
     clear_rows_after,
     fetch,
@@ -53,6 +52,7 @@ from kernels_tl.core.cta import (
 from kernels_tl.core.pipeline import WARP, Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
+from kernels_tl.states.piece_queue import Queue
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -71,17 +71,6 @@ PRELUDE = """
 # piece's first value row; if the consumers read the piece's first state, its segment.
 HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(3))
 NO_WORK = -1
-
-
-class Queue(Pieces):
-    """The pieces of work in a queue that all CTAs share: see states/piece_queue.cuh."""
-
-    def __init__(self, cta, ctas, drawn, *of_pieces):
-        super().__init__(*of_pieces)
-        self.cta, self.ctas, self.drawn = cta, ctas, drawn
-
-    def next_piece(self):
-        return extern("next_piece", T.access_ptr(self.drawn[0], "rw"), self.ctas, self.pieces, returns="int32")
 
 
 def chunk_forward(dtype, K, value_tile):

@@ -7,9 +7,9 @@
     A         [tokens, H_v, C] 16-bit         with low_level
     g_cumsum  [tokens, H_v] fp32              with low_level
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A CTA goes through several pieces of work,
-tiles of heads of segments, in turns as chunk_forward does. Each tile of a head computes the head's L and P again. A CTA
-counts chunks through all its pieces: the last steps of one piece compute the matrices of the next piece's first chunks.
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A piece of work is a tile of a head of a
+segment. Each tile of a head computes the head's L and P again. A CTA goes through several pieces. It counts chunks
+through all of them: the last steps of one piece compute the matrices of the next piece's first chunks.
 
 A segment is a whole sequence or, in the instances `cut`, a run of its chunks. With `cut` a piece begins `memory` chunks
 before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes from
@@ -20,6 +20,10 @@ The kernel writes no h.
 
 Without `planned` chunk_plan does not run, and each CTA has one piece. A warp writes the row of its segment to shared
 memory first.
+
+The loader draws the CTA's pieces from a queue that all CTAs share (states/piece_queue.cuh), and puts their numbers into
+a ring for the other roles. Pieces without tokens would keep it from loading ahead. It leaves them out at first. At the
+end each CTA takes some of those that have a last state to write.
 
 Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
 steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
@@ -59,7 +63,6 @@ from kernels_tl.config import FUSED_FORWARD as TILE, WARPGROUP, WGMMA_ROWS as RO
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import (
     BYTES,
-    Walk,
     barriers,
     clear_rows_after,
     fetch,
@@ -68,7 +71,7 @@ from kernels_tl.core.cta import (
     shared,
     store_rows,
 )
-from kernels_tl.core.pipeline import Stage
+from kernels_tl.core.pipeline import WARP, Stage, stage_of
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import (
     BLOCK,
@@ -84,7 +87,8 @@ from kernels_tl.layout import (
     SegmentColumn,
 )
 from kernels_tl.states import consumer_place as at_place
-from kernels_tl.states.consumer_place import next_chunk, stage, value_stage
+from kernels_tl.states.consumer_place import next_chunk, next_turn, stage, value_stage
+from kernels_tl.states.piece_queue import Queue
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -94,6 +98,7 @@ EARLY |= {"g_cumsum": after(CALLER)}
 PRELUDE = """
 #include "states/fused_forward.cuh"
 #include "plan/plan.cuh"
+#include "states/piece_queue.cuh"
 """
 
 WARPGROUPS = 2  # they compute matrices in turns
@@ -102,6 +107,11 @@ CONSUMERS = TILE.consumers
 LOADER, STORERS, GATES = 0, 1, 3  # the producers' first warps by role; STORERS is one for each consumer warpgroup
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
+TURNS = Place.TURNS
+# A piece's number after the last one. In the ring of pieces a negative entry x is piece -1 - x, and means that no chunk
+# follows.
+NO_PIECE = 2**31 - 1
+NO_ROW = -1  # a chunk whose A is not stored
 
 
 class OnlySegment:
@@ -123,9 +133,11 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
-        row = {} if planned else {"own": ([OwnSegment.COUNT], "int32")}
+        few = {"pieces": ([TURNS], "int32")} if planned else {"own": ([OwnSegment.COUNT], "int32")}
+        if low_level:  # of the chunk in a stage: the first row of its A, or NO_ROW, and the head
+            few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
         return shared(
-            TILE.shared + OwnSegment.COUNT * BYTES["int32"] / 1024 * (not planned),
+            TILE.shared + sum(shape[0] for shape, _ in few.values()) * BYTES["int32"] / 1024,
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([VALUE_STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -135,10 +147,11 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             scratch=([WARPGROUPS, SCRATCH], "float32"),
             gates=([STAGES, FusedGate.COUNT, C], "float32"),
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
-            turns=([CONSUMERS], "int32"),  # a consumer's turn, kept here because the chunks take all registers
-            done=([CONSUMERS], "int32"),  # tokens of its segment so far
+            # A consumer's piece, and the tokens of its segment so far: here, because the chunks take all registers.
+            numbers=([CONSUMERS], "int32"),
+            done=([CONSUMERS], "int32"),
             swizzle=("V", "O"),
-            **row,
+            **few,
         )
 
     def make_barriers():
@@ -151,6 +164,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             released_v=[CONSUMERS] * VALUE_STAGES,  # consumers to loader: the stage of V is free
             staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk, or an A, is in O's tile
             stored=[32] * WARPGROUPS,  # storer to its warpgroup: the tile has left
+            drawn=[WARP] * TURNS,  # loader to the other roles: the number of a next piece is in the ring
+            taken=[CONSUMERS + WARP * (1 + WARPGROUPS)] * TURNS,  # the other roles to the loader: they have read it
         )
 
     def extra_tokens(memory, segments, piece):
@@ -168,6 +183,36 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     def is_own(rest, own):
         """Whether the chunk is the segment's, which has `own` tokens, with `rest` tokens of the piece left."""
         return (rest <= own) if cut else True
+
+    @T.macro
+    def put_piece(tiles, ready, turn: T.Ref, entry):
+        """The loader hands the number of a piece, or -1 - number, to the other roles."""
+        place = stage_of(turn, TURNS)
+        place.wait_until_free(ready.taken)
+        tiles.pieces[place.index] = entry
+        extern("forget_memory")  # an arrival alone does not keep the stores before it
+        place.arrive(ready.drawn)
+        turn += 1
+
+    @T.macro
+    def take_piece(tiles, ready, place, entry: T.Ref):
+        """Another role takes the next entry of the ring."""
+        place.wait_for(ready.drawn)
+        extern("forget_memory")  # a wait alone does not keep the loads after it
+        entry = tiles.pieces[place.index]  # noqa: F841, the caller's
+        place.arrive(ready.taken)
+
+    @T.macro
+    def take_next(tiles, ready, turn: T.Ref, entry: T.Ref):
+        """The same for a producer, which counts its turns. Without `planned` no piece follows."""
+        if planned:
+            take_piece(tiles, ready, stage_of(turn, TURNS), entry)
+            turn += 1
+        else:
+            entry = -1 - NO_PIECE
+
+    def number_of(entry):
+        return T.max(entry, -1 - entry)
 
     @T.macro
     def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
@@ -240,7 +285,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 initial.read(r.S, first, piece.hv, piece.tile * V)
 
     @T.macro
-    def compute(walk, tiles, ready, segments, memory, states, kept, checkpoints, scanned, scale):
+    def compute(queue, tiles, ready, segments, memory, states, kept, checkpoints, scanned, scale):
         """The consumers: their steps, piece after piece."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, TILE.early_factors)
@@ -251,9 +296,9 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
         if planned:
             T.pdl_sync()
-        tiles.turns[tx] = 0
-        while walk.piece(tiles.turns[tx]) < walk.pieces:
-            piece = walk.locate(tiles.turns[tx])
+        tiles.numbers[tx] = queue.cta
+        while tiles.numbers[tx] != NO_PIECE:
+            piece = queue.at(tiles.numbers[tx])
             extra = extra_tokens(memory, segments, piece)
             read_first_state(r, segments, piece, extra, states.initial(), scanned)
             T.copy(r.S, r.S_16)
@@ -261,7 +306,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             tiles.done[tx] = -extra
             is_end = T.alloc_var("int32", init=0)
             while is_end == 0:
-                begin = walk.locate(tiles.turns[tx])
+                begin = queue.at(tiles.numbers[tx])
                 left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
                 until = T.alloc_var("int32", init=kept.checkpoint_every)
                 if cut:
@@ -281,7 +326,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     place = next_chunk(place, Place.RING)
                     left -= C
 
-                end = walk.locate(tiles.turns[tx])
+                end = queue.at(tiles.numbers[tx])
                 done = T.alloc_var("int32", init=tiles.done[tx])
                 length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
                 is_end = T.Select(done >= length, 1, 0)
@@ -298,11 +343,15 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                         into = chosen(written != CHECKPOINT, states.final(), kept.view(states))
                         into.write(r.S, to, end.hv, end.tile * V)
                     written += 1
-            tiles.turns[tx] += 1
+            number = T.alloc_var("int32", init=NO_PIECE)
+            if planned:
+                take_piece(tiles, ready, at_place.turn(place), number)
+                place = next_turn(place)
+            tiles.numbers[tx] = number_of(number)
 
-    def is_unknown(early, turn):
+    def is_unknown(early, queue, number):
         """Whether the warp has not found the piece itself."""
-        return ((early == 0) | (turn > 0)) if planned else True
+        return ((early == 0) | (number != queue.cta)) if planned else True
 
     @T.macro
     def read_extent(extent, segments, memory, piece, wanted):
@@ -315,16 +364,34 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             extent[1] = segments[piece.segment, SegmentColumn.LENGTH] + extra
 
     @T.macro
-    def load(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, memory, tokens):
-        """The loader: K, Q and V."""
-        for turn in T.serial(turns):
-            piece = walk.locate(turn)
+    def draw_piece(queue, tiles, ready, number: T.Ref, turn: T.Ref, extent, segments, memory):
+        """The loader draws the CTA's next piece that has tokens, and hands it to the other roles."""
+        extent[1] = 0
+        while (extent[1] == 0) & (number < queue.pieces):
+            T.pdl_sync()
+            number = queue.next_piece()
+            read_extent(extent, segments, memory, queue.at(number), number < queue.pieces)
+        if number < queue.pieces:
+            put_piece(tiles, ready, turn, number)
+
+    @T.macro
+    def load(queue, tiles, ready, first, ring: T.Ref, extent, early, segments, memory, tokens):
+        """The loader: pieces from the queue, K, Q and V. It draws a piece before it waits for the last stage of V, so
+        that the draw takes no time of its own."""
+        number = T.alloc_var("int32", init=first)
+        turn = T.alloc_var("int32", init=0)
+        if first != NO_PIECE:
+            read_extent(extent, segments, memory, queue.at(first), is_unknown(early, queue, first))
+            if planned:  # noqa: SIM102, this one is Python's
+                if extent[1] == 0:
+                    draw_piece(queue, tiles, ready, number, turn, extent, segments, memory)
+        while number < queue.pieces:
+            piece = queue.at(number)
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             v0 = T.alloc_var("int32", init=piece.tile * V)
-            read_extent(extent, segments, memory, piece, is_unknown(early, turn))
             row = T.alloc_var("int32", init=extent[0])
-            length = T.alloc_var("int32", init=extent[1])
-            for c in T.serial(T.truncdiv(length + (C - 1), C)):
+            chunks = T.alloc_var("int32", init=T.truncdiv(extent[1] + (C - 1), C))
+            for c in T.serial(chunks):
                 tile, value = stage(ring), value_stage(ring)
                 s, u = tile.index, value.index
                 t = row + c * C
@@ -332,6 +399,9 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                 fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 tile.arrive(ready.loaded)
+                if planned:  # noqa: SIM102, this one is Python's
+                    if c == chunks - 1:
+                        draw_piece(queue, tiles, ready, number, turn, extent, segments, memory)
                 value.wait_until_free(ready.released_v)
                 for w in T.unroll(WARPGROUPS):
                     fetch(
@@ -341,6 +411,15 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     )
                 value.arrive(ready.loaded_v)
                 ring = next_chunk(ring)
+            if not planned:
+                number = NO_PIECE
+        if planned:  # noqa: SIM102, this one is Python's
+            if first != NO_PIECE:
+                number = queue.next_empty(segments, queue.cta + queue.ctas)
+                while number < queue.pieces:
+                    put_piece(tiles, ready, turn, -1 - number)
+                    number = queue.next_empty(segments, number + queue.ctas)
+                put_piece(tiles, ready, turn, -1 - NO_PIECE)
 
     @T.macro
     def load_gates(g_bits, beta_bits, inside, row, hv, rest):
@@ -357,16 +436,20 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         )
 
     @T.macro
-    def make_tables(walk, tiles, ready, turns, ring: T.Ref, extent, early, segments, memory, inside, g_cumsum, scale):
-        """The gates' warp: the chunks' tables. It loads a chunk's gates while it computes the table before."""
+    def make_tables(queue, tiles, ready, first, ring: T.Ref, extent, early, segments, memory, inside, g_cumsum, scale):
+        """The gates' warp: the chunks' tables. It loads a chunk's gates while it computes the table before. After the
+        last chunk it says that no chunk follows."""
         head_gate = T.alloc_local([2], "float32")
         g_bits = T.alloc_local([2], "uint32")
         beta_bits = T.alloc_local([2], "uint32")
         g_pair = T.alloc_local([2], "float32")
         beta_pair = T.alloc_local([2], "float32")
-        for turn in T.serial(turns):
-            piece = walk.locate(turn)
-            read_extent(extent, segments, memory, piece, is_unknown(early, turn))
+        number = T.alloc_var("int32", init=first)
+        turn = T.alloc_var("int32", init=0)
+        ends = T.alloc_var("int32", init=WARPGROUPS)  # each warpgroup asks for one chunk after the last
+        while number != NO_PIECE:
+            piece = queue.at(number)
+            read_extent(extent, segments, memory, piece, is_unknown(early, queue, number))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
             own = own_tokens(segments, piece)
@@ -396,6 +479,9 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 load_gates(g_bits, beta_bits, inside, row + C, piece.hv, rest - C)
                 tile.wait_until_free(ready.released)
                 tiles.lengths[s] = T.min(rest, C)
+                if low_level:
+                    tiles.rows_of_A[s] = T.Select((piece.tile == 0) & is_own(rest, own), row, NO_ROW)
+                    tiles.heads_of_A[s] = piece.hv
                 extern(
                     "make_table",
                     T.access_ptr(tiles.gates[s, 0, 0], "w"),
@@ -415,73 +501,44 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 ring = next_chunk(ring)
                 row += C
                 rest -= C
+            take_next(tiles, ready, turn, number)
+            if number < 0:
+                while ends > 0:
+                    tile = stage(ring)
+                    tile.wait_until_free(ready.released)
+                    tiles.lengths[tile.index] = -1
+                    if low_level:
+                        tiles.rows_of_A[tile.index] = NO_ROW
+                    tile.arrive(ready.gated)
+                    ring = next_chunk(ring)
+                    ends -= 1
+                number = -1 - number
 
     @T.macro
-    def end_tables(tiles, ready, times, ring: T.Ref):
-        """The gates' warp, at the end: says that no chunk follows. Each warpgroup asks for one chunk after the last."""
-        for _ in T.serial(times):
-            tile = stage(ring)
-            tile.wait_until_free(ready.released)
-            tiles.lengths[tile.index] = -1
-            tile.arrive(ready.gated)
-            ring = next_chunk(ring)
-
-    @T.macro
-    def next_A(
-        walk,
-        segments,
-        memory,
-        turns,
-        turn: T.Ref,
-        row: T.Ref,
-        rest: T.Ref,
-        hv: T.Ref,
-        tile: T.Ref,
-        own: T.Ref,
-        chunks: T.Ref,
-    ):
-        """Moves row, rest, hv and tile on by `chunks` chunks, over the borders of pieces, and sets `chunks` to 0. `own`
-        is the number of the segment's own tokens."""
-        while chunks > 0:
-            row += C
-            rest -= C
-            while (rest <= 0) & (turn + 1 < turns):
-                turn += 1
-                piece = walk.locate(turn)
-                hv = piece.hv  # noqa: F841, the caller's
-                tile = piece.tile  # noqa: F841, the caller's
-                extra = extra_tokens(memory, segments, piece)
-                own = segments[piece.segment, SegmentColumn.LENGTH]
-                row = segments[piece.segment, SegmentColumn.ROW] - extra
-                rest = own + extra
-            chunks -= 1
-
-    @T.macro
-    def store(walk, tiles, ready, turns, all_turns, w, ring: T.Ref, segments, memory, outputs):
+    def store(queue, tiles, ready, first, w, ring: T.Ref, segments, memory, outputs):
         """The storers: O, and with low_level each A that the warpgroup has computed, in between."""
         if low_level:
             stores = T.alloc_var("int32", init=0)
-            # A's chunk: w at first, then every other one.
-            A_turn = T.alloc_var("int32", init=-1)
-            A_row = T.alloc_var("int32", init=0)
-            A_rest = T.alloc_var("int32", init=0)
-            A_hv = T.alloc_var("int32", init=0)
-            A_tile = T.alloc_var("int32", init=0)  # the first tile of a head stores A
-            A_own = T.alloc_var("int32", init=0)
-            A_ahead = T.alloc_var("int32", init=1 + w)  # chunks; 0 where O is next
-        for turn in T.serial(turns):
-            piece = walk.locate(turn)
+        number = T.alloc_var("int32", init=first)
+        turn = T.alloc_var("int32", init=0)
+        while number != NO_PIECE:
+            piece = queue.at(number)
             extra = extra_tokens(memory, segments, piece)
             own = own_tokens(segments, piece)
             row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW] - extra)
             rest = T.alloc_var("int32", init=own + extra)
             while rest > 0:
-                if low_level:  # noqa: SIM102, this one is Python's
-                    if A_ahead > 0:
-                        next_A(walk, segments, memory, all_turns, A_turn, A_row, A_rest, A_hv, A_tile, A_own, A_ahead)
+                if low_level:
+                    # A of the next chunk comes before O of each chunk that the other warpgroup follows with matrices.
+                    # A of chunk w comes first of all.
+                    is_own_turn = value_stage(ring).index == w
+                    if (stores == 0) | T.Not(is_own_turn):
                         Stage(w, stores % 2).wait_for(ready.staged)
-                        if (A_tile == 0) & is_own(A_rest, A_own):
-                            store_rows(tiles.O, w, outputs.A, A_row, A_hv, 0, A_rest)
+                        s = stage(T.if_then_else(is_own_turn, ring, next_chunk(ring))).index
+                        A_row = T.alloc_var("int32", init=tiles.rows_of_A[s])
+                        if A_row != NO_ROW:
+                            hv = T.alloc_var("int32", init=tiles.heads_of_A[s])
+                            store_rows(tiles.O, w, outputs.A, A_row, hv, 0, tiles.lengths[s])
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
                 Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
@@ -490,11 +547,11 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
-                    if value_stage(ring).index == w:
-                        A_ahead = 2
                 ring = next_chunk(ring)
                 row += C
                 rest -= C
+            take_next(tiles, ready, turn, number)
+            number = number_of(number)
 
     @T.macro
     def clear_rows(row, length, outputs):
@@ -512,27 +569,29 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     outputs.g_cumsum[row + token, T.truncmod(number, T.Cast("int32", H_v))] = 0
 
     @T.macro
-    def clear_padding(walk, warp, chunks, outputs):
+    def clear_padding(queue, warp, chunks, outputs):
         """Writes zeros to the outputs' rows that no sequence with a slot covers. One warp of each CTA does."""
         slots = T.alloc_var(
-            "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - walk.cta + walk.ctas - 1, walk.ctas)
+            "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - queue.cta + queue.ctas - 1, queue.ctas)
         )
         for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
-            slot = T.alloc_var("int32", init=walk.cta + i * walk.ctas)
+            slot = T.alloc_var("int32", init=queue.cta + i * queue.ctas)
             if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
                 row = chunks[slot, ChunkColumn.ROW]
                 clear_rows(row, chunks[slot, ChunkColumn.LENGTH], outputs)
 
     @T.macro
-    def clear_unplanned_padding(walk, warp, own, outputs):
+    def clear_unplanned_padding(queue, warp, own, outputs):
         """The same without a plan. A CTA takes some of the rows after the last sequence. The first CTA of a sequence
         without a slot takes the rows of that sequence."""
         covered = own[OwnSegment.COVERED]
         slots = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", sizes.tokens) - covered + (C - 1), C))
-        for i in T.serial(T.if_then_else(warp == STORERS, T.truncdiv(slots - walk.cta + walk.ctas - 1, walk.ctas), 0)):
-            row = T.alloc_var("int32", init=covered + (walk.cta + i * walk.ctas) * C)
+        for i in T.serial(
+            T.if_then_else(warp == STORERS, T.truncdiv(slots - queue.cta + queue.ctas - 1, queue.ctas), 0)
+        ):
+            row = T.alloc_var("int32", init=covered + (queue.cta + i * queue.ctas) * C)
             clear_rows(row, T.min(T.Cast("int32", sizes.tokens) - row, C), outputs)
-        piece = walk.locate(0)
+        piece = queue.at(queue.cta)
         begin = T.alloc_var("int32", init=own[SegmentColumn.ROW] + own[SegmentColumn.LENGTH])
         if (warp == STORERS) & (piece.hv == 0) & (piece.tile == 0) & (begin < own[OwnSegment.END]):
             clear_rows(begin, own[OwnSegment.END] - begin, outputs)
@@ -564,7 +623,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 if only_if != 0:  # this kernel follows the plan
                     T.pdl_sync()
                 leave_unless(only_if, cta, plan.segments)
-            walk = Walk(cta, ctas, sizes.segment_slots, sizes.H_v, value_tiles)
+            queue = Queue(cta, ctas, plan.drawn, sizes.segment_slots, sizes.H_v, value_tiles)
             if not planned:
                 if T.get_thread_binding() < 32:
                     segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
@@ -575,11 +634,10 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 of_states = (states, kept, plan.checkpoints, maps.states)
-                compute(walk, tiles, ready, segments, memory.memory, *of_states, scale)
+                compute(queue, tiles, ready, segments, memory.memory, *of_states, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 warp = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding() - CONSUMERS, 32))
-                turns = walk.turns()
                 ring = T.alloc_var("int32", init=0)  # the warp's own
                 extent = T.alloc_local([2], "int32")
                 if planned:
@@ -588,18 +646,18 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                         sequences.search("find_segment", extent.data, segment, sizes, slots)
                     else:
                         T.pdl_sync()
-                of_loader = T.if_then_else(warp == LOADER, turns, 0)
-                load(walk, tiles, ready, of_loader, ring, extent, early, segments, memory.memory, tokens)
-                of_gates = T.if_then_else(warp == GATES, turns, 0)
+                # A role begins with the CTA's own piece. For the other warps its loop is empty.
+                of_loader = T.if_then_else(warp == LOADER, cta, NO_PIECE)
+                load(queue, tiles, ready, of_loader, ring, extent, early, segments, memory.memory, tokens)
+                of_gates = T.if_then_else(warp == GATES, cta, NO_PIECE)
                 of_tables = (segments, memory.memory, gates, outputs.g_cumsum, scale)
-                make_tables(walk, tiles, ready, of_gates, ring, extent, early, *of_tables)
-                end_tables(tiles, ready, T.if_then_else(warp == GATES, 2, 0), ring)
+                make_tables(queue, tiles, ready, of_gates, ring, extent, early, *of_tables)
                 w = T.alloc_var("int32", init=warp - STORERS)
-                of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), turns, 0)
-                store(walk, tiles, ready, of_storer, turns, w, ring, segments, memory.memory, outputs)
+                of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), cta, NO_PIECE)
+                store(queue, tiles, ready, of_storer, w, ring, segments, memory.memory, outputs)
                 if planned:
-                    clear_padding(walk, warp, plan.chunks, outputs)
+                    clear_padding(queue, warp, plan.chunks, outputs)
                 else:
-                    clear_unplanned_padding(walk, warp, tiles.own, outputs)
+                    clear_unplanned_padding(queue, warp, tiles.own, outputs)
 
     return main

@@ -1,5 +1,5 @@
-// The queue of pieces of work that the CTAs of chunk_forward share. A CTA takes the piece of its own number first, and
-// then draws the next one when it can load it. So CTAs end at nearly the same time, whatever the pieces take.
+// The queue of pieces of work that the CTAs of a kernel share. A CTA takes the piece of its own number first, and then
+// draws the next one when it can load it. So CTAs end at nearly the same time, whatever the pieces take.
 #pragma once
 
 #include "core/warp.cuh"
@@ -17,6 +17,15 @@ __device__ __forceinline__ int next_piece(int* drawn, int ctas, int pieces) {
     }
   }
   return min(__shfl_sync(~0u, piece, 0), pieces);
+}
+
+// The first of the pieces first, first + step, ... whose segment has a last state but no token, or `pieces`. A segment
+// has `of_segment` pieces. A whole warp calls it.
+__device__ __forceinline__ int next_empty(const void* segments, int first, int step, int pieces, int of_segment) {
+  return next_wanted(first, step, pieces, [=](int piece) {
+    const auto* segment = static_cast<const int*>(segments) + int64_t{piece / of_segment} * SegmentColumn::kCount;
+    return segment[SegmentColumn::kLength] == 0 && segment[SegmentColumn::kFinal] >= 0;
+  });
 }
 
 }  // namespace flash_qla::device
