@@ -11,8 +11,10 @@ class BackwardMode(TypedDict, total=False):
     Attributes:
         segment_chunks: chunks of 64 tokens in a segment. 0 cuts no sequence into segments. auto_cp=False of a call does
             the same, and wins over this field.
-        cut_above: chunks of 64 tokens; only with segment_chunks. The device cuts sequences only if one has more chunks.
-            0, the default, cuts every sequence that is longer than a segment.
+        cut_above: chunks of 64 tokens. A sequence with more of them is long. The device cuts sequences only if one is
+            long. 0, the default, cuts every sequence that is longer than a segment. The forward also takes it with
+            segment_chunks of 0. Nothing is cut then. Calls with a long sequence take value_tile, which must be 64, and
+            the others take the one kernel (fused) or whole_tile, which must be 128.
     """
 
     segment_chunks: int
@@ -26,10 +28,10 @@ class ForwardMode(BackwardMode, total=False):
         value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128; with keys of more than 128
             channels only 128.
         fused: True: one kernel does all, for every call that it supports. False: for no call. With cut_above the kernel
-            runs if the device cuts no sequence; without, True excludes segments and a value_tile of 64.
+            runs if no sequence is long; without, True excludes segments and a value_tile of 64.
         fused_segments: True: the one kernel takes segments, too, for every call that it supports; only with
             segment_chunks. False: whole sequences only.
-        whole_tile: rows in a CTA, 64 or 128, if the device cuts no sequence; only with cut_above. 0, the default, is
+        whole_tile: rows in a CTA, 64 or 128, if no sequence is long; only with cut_above. 0, the default, is
             value_tile, or with fused 128.
     """
 

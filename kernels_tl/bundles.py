@@ -118,7 +118,7 @@ class Slots(Bundle):
 
 class Plan(Bundle):
     """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: pieces of work
-    that CTAs have drawn (states/piece_queue.cuh)."""
+    that CTAs have drawn (states/piece_queue.cuh). `way`: the Way of the call."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -127,15 +127,16 @@ class Plan(Bundle):
             segments=T.Tensor([sizes.segment_slots, SegmentColumn.COUNT], "int32"),
             checkpoints=T.Tensor([sizes.chunk_slots], "int32"),
             drawn=T.Tensor([1], "int32"),
+            way=T.Tensor([1], "int32"),
         )
 
 
 class Cuts(Bundle):
     """How sequences are cut into segments.
 
-    Segments have `segment_chunks` chunks if some sequence has more than `cut_above` chunks. With segment_chunks = 0 a
-    segment is a whole sequence. `map_segments` is a second table of segments, in which the sequences mapped_0 and
-    mapped_1 do not have the SegmentFlag `dropped`.
+    Segments have `segment_chunks` chunks if some sequence is long: if it has more than `cut_above` chunks. With
+    segment_chunks = 0 a segment is a whole sequence. `map_segments` is a second table of segments, in which the
+    sequences mapped_0 and mapped_1 do not have the SegmentFlag `dropped`.
     """
 
     def __init__(self):

@@ -138,6 +138,8 @@ def draw(seed: int, number: int, device: str) -> Trial:
     if segments["segment_chunks"] and r.random() < 0.5:
         segments["cut_above"] = tiles["cut_above"] = segments["segment_chunks"] + r.choice((0, 1, 20))
         tiles |= r.choice(({"whole_tile": 0}, {"whole_tile": 64}, {"whole_tile": 128}, {"fused": 1}))
+    if tiles == {"value_tile": 64, "segment_chunks": 0} and r.random() < 0.5:
+        tiles |= {"cut_above": r.choice((1, 2, 5, 20))} | r.choice(({"whole_tile": 128}, {"fused": 1}))
     if segments["segment_chunks"] and tiles["value_tile"] == 128 and "whole_tile" not in tiles and r.random() < 0.5:
         tiles |= {"fused_segments": 1}
     if case.K > 128:  # one tile, and no fused kernel

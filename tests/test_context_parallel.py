@@ -211,7 +211,7 @@ def test_device_cuts_where_a_sequence_is_long(value_tile, lengths):
 
 
 @pytest.mark.parametrize("value_tile", (64, 128))
-@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330)))
+@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330), (64,) * 256 + (330,)))
 def test_device_takes_another_value_tile_where_it_does_not_cut(value_tile, lengths):
     inputs = make_inputs(Case(lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
     longest, whole_tile = -(-max(lengths) // 64), 192 - value_tile
@@ -245,6 +245,29 @@ def test_device_takes_the_fused_kernel_where_it_does_not_cut(value_tile, case, l
             with poisoned("cuda"):
                 found = run()
             assert equal(found, expected) and all(equal(run(), expected) for _ in range(3)), cut_above
+
+
+@pytest.mark.parametrize("whole", ({"fused": 1}, {"whole_tile": 128}), ids=str)
+@pytest.mark.parametrize(
+    "lengths", ((0, 330), (330, 0, 64, 0, 65), (64,) * 256 + (330, 0)), ids=str
+)  # steps of the plan
+def test_device_takes_narrow_tiles_if_a_sequence_is_long(whole, lengths):
+    """No sequence is cut. The bits are those of the mode that the device takes."""
+    inputs = make_inputs(Case(lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
+
+    def run():
+        with poisoned("cuda"):
+            o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        return {"o": o, "final_state": final_state}
+
+    with forward_mode(64, 0):
+        as_long = run()
+    with forward_mode(128, 0, **({"fused": 1} if "fused" in whole else {})):
+        as_short = run()
+    assert "fused" not in whole or not equal(as_long, as_short)
+    for cut_above, expected in ((1, as_long), (5, as_long), (6, as_short), (10**6, as_short)):
+        with forward_mode(64, 0, cut_above=cut_above, **whole):
+            assert all(equal(run(), expected) for _ in range(3)), cut_above
 
 
 def test_the_cost_model_decides():

@@ -81,18 +81,22 @@ def test_fields_belong_together(auto_cp):
         assert found.value_tile in TILES
         assert not is_wide(shape) or (found.value_tile, found.whole_tile, found.fused) == (128, 128, 0), shape
         if found.fused:
-            assert found.whole_tile == 128 and (found.value_tile == 128 or found.segment_chunks > 0), shape
+            assert found.whole_tile == 128 and (found.value_tile == 128 or found.cut_above > 0), shape
         heads, group = found.heads_per_cta, shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
         tiles = found.segments * shape["H_v"] * tiles_of(shape, found.value_tile)
         assert found.ctas == min(tiles, shape.get("sm_count", 132)), shape
         assert math.isfinite(found.predicted_us) and found.predicted_us > 0
-        if found.segment_chunks == 0 or shape["N"] == 1 or not shape["varlen"]:
+        if shape["N"] == 1 or not shape["varlen"] or not auto_cp:
             assert found.cut_above == 0 and found.whole_tile == found.value_tile, shape  # the host knows
+        elif found.segment_chunks == 0:
+            assert (found.cut_above > 0) == (found.value_tile != found.whole_tile), shape
+            assert found.cut_above == 0 or (found.value_tile, found.whole_tile) == (64, 128), shape
         else:
             assert found.whole_tile in TILES
-            assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
+            assert found.segment_chunks <= found.cut_above, shape
+        assert found.cut_above < max(shape["N"] * chunks_of(shape["T"]), 1), shape
         if found.segment_chunks == 0:
             assert found.segments == shape["N"], shape
             continue
@@ -124,7 +128,8 @@ def test_workspace_is_what_the_kernels_need():
             found = _C.forward_dispatch(**shape)
         # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
         of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
-        needed = 0 if found.fused and found.segment_chunks == 0 else chunk_slots(shape) * shape["H_v"] * of_chunk
+        is_one_kernel = found.fused and found.segment_chunks == found.cut_above == 0
+        needed = 0 if is_one_kernel else chunk_slots(shape) * shape["H_v"] * of_chunk
         K = instance_K(shape)
         if found.segment_chunks:
             # The state before it; its map in two parts; whether it is skipped.
@@ -175,12 +180,14 @@ def test_device_is_left_the_choice_of_the_value_tile():
     assert 16384 // CHUNK < found.cut_above < 28672 // CHUNK
 
 
-def test_the_first_segment_tells_of_one_step_of_the_plan():
-    """The first segment need not be of the longest sequence if there are more sequences than the plan sorts at a
-    time."""
-    with forward_mode(value_tile=128, segment_chunks=4, cut_above=9, whole_tile=64):
-        for N, whole_tile in ((2, 64), (PLAN_STEP, 64), (PLAN_STEP + 1, 128), (2 * PLAN_STEP, 128)):
-            assert _C.forward_dispatch(1, 2**18, N, 2, 8).whole_tile == whole_tile
+def test_device_is_left_the_choice_of_narrow_tiles():
+    """One long sequence among eight short ones: a CTA for each half of its heads, but none of them is cut."""
+    for heads, fused in (((16, 32), True), ((8, 32), False)):
+        found = _C.forward_dispatch(1, 32768, 9, *heads)
+        assert (found.fused, found.segment_chunks, found.value_tile, found.whole_tile) == (fused, 0, 64, 128), heads
+        assert chunks_of(2048) < found.cut_above < chunks_of(16384), heads
+        without = _C.forward_dispatch(1, 32768, 9, *heads, auto_cp=False)
+        assert without.cut_above == 0 and without.value_tile == without.whole_tile, heads
 
 
 def test_halves_cut_whatever_can_be_cut():
@@ -303,10 +310,13 @@ def test_override_of_the_fused_kernel():
             low_level = _C.forward_dispatch(**shape, low_level=True)  # which writes A, too
         assert unfused.predicted_us < low_level.predicted_us, shape
         assert launch_of(unfused) == launch_of(low_level), shape
-        if found.fused and found.segment_chunks > 0:  # the device decides
-            assert found.predicted_us < min(fused.predicted_us, unfused.predicted_us), shape
+        fastest = min(fused.predicted_us, unfused.predicted_us)
+        if found.fused and (found.cut_above > 0 or found.segment_chunks > 0):  # the device decides, or segments
+            assert found.predicted_us < fastest, shape
+        elif unfused.cut_above > 0:  # the device would decide, if that promised more
+            assert fastest <= found.predicted_us <= fastest / 0.998, shape
         else:
-            assert found.predicted_us == min(fused.predicted_us, unfused.predicted_us), shape
+            assert found.predicted_us == fastest, shape
             assert found.fused == (fused.predicted_us < unfused.predicted_us), shape
 
 
@@ -318,7 +328,20 @@ def test_override_of_the_fused_kernel_where_the_device_does_not_cut():
         assert found.workspace_bytes > 0
         for outside in ({"output_h": True}, {"fp16": True, "low_level": True}, {"in_halves": True}):
             assert not _C.forward_dispatch(*shape, **outside).fused
-        assert _C.forward_dispatch(1, 32768, 8, 4, 16, auto_cp=False).segment_chunks == 0
+        without = _C.forward_dispatch(1, 32768, 8, 4, 16, auto_cp=False)
+        assert (without.segment_chunks, without.cut_above, without.whole_tile) == (0, 0, 64)
+
+
+@pytest.mark.parametrize("whole", ({"fused": True}, {"fused": False, "whole_tile": 128}), ids=str)
+def test_override_of_the_ways_that_cut_nothing(whole):
+    mode = {"value_tile": 64, "segment_chunks": 0, "cut_above": 100} | whole
+    with forced_dispatch(forward=mode):
+        for N in (2, PLAN_STEP + 1):
+            found = _C.forward_dispatch(1, 2**18, N, 4, 16)
+            assert (found.fused, found.value_tile, found.whole_tile, found.segments) == (whole["fused"], 64, 128, N)
+            assert (found.segment_chunks, found.cut_above) == (0, 100) and found.planned
+        found = _C.forward_dispatch(8, 4096, 8, 4, 16, varlen=False)  # the host knows the lengths
+        assert (found.fused, found.value_tile, found.whole_tile) == (False, 64, 64)
 
 
 def test_the_fused_kernel_is_for_full_cards_and_short_sequences():
@@ -538,6 +561,8 @@ def test_override_takes_known_modes_only():
     wrong += [("fused_segments", fused) for fused in (-2, 1, 2)] + [("segment_chunks=0, fused_segments", 1)]
     wrong += [("segment_chunks=5, fused=0, fused_segments", 1), ("segment_chunks=5, value_tile=64, fused_segments", 1)]
     wrong += [("cut_above", 5), ("segment_chunks=5, whole_tile", 64)]
+    for without_another_way in ("value_tile=64", "value_tile=128, fused=1", "fused=1", "value_tile=64, whole_tile=64"):
+        wrong += [(f"segment_chunks=0, {without_another_way}, cut_above", 5)]
     wrong += [("segment_chunks=5, cut_above=9, whole_tile", tile) for tile in (-64, 96)]
     check_errors({f"enter(forward=dict({name}={value}))": (name, value) for name, value in wrong})
     wrong = [("segment_chunks", -2), ("segment_chunks", 2**31 // CHUNK), ("cut_above", 5)]

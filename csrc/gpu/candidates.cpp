@@ -12,10 +12,6 @@ namespace flash_qla {
 
 namespace {
 
-// With at most this many sequences, one step of chunk_plan, the first segment belongs to the longest sequence. The
-// flags of that segment then tell whether any sequence is cut.
-constexpr int64_t kMostWithTwoTiles = kPlanStep;
-
 constexpr int64_t kMostHeadsPerCta = 4;  // one for each warp of chunk_matrices
 
 // While chunk_plan runs, the first CTAs of chunk_matrices find their chunks by themselves (plan/plan.cuh). With more
@@ -55,7 +51,7 @@ bool can_fuse(const ForwardShape& shape, const Override& forced) {
 // sequences that are not cut.
 void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, int64_t tile,
               int64_t segment_chunks, bool fuses) {
-  const bool has_choice = segment_chunks > 0 && device_knows_more(shape) && shape.N <= kMostWithTwoTiles;
+  const bool has_choice = segment_chunks > 0 && device_knows_more(shape);
   const bool always_cut = forced.always_cuts() || shape.in_halves;
   if (fuses && segment_chunks > 0 && tile == kWideTile && forced.fused_segments != 0) {
     modes.push_back({.value_tile = tile,
@@ -81,6 +77,21 @@ void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Overrid
   // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
   if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile && has_tile(shape, kNarrowTile)) {
     modes.push_back({.value_tile = tile, .whole_tile = kNarrowTile, .segment_chunks = segment_chunks});
+  }
+}
+
+// Adds the modes that cut no sequence, but take narrow tiles if one is long: few long heads then fill more SMs.
+// fuses: the fused kernel may take the calls without a long sequence.
+void add_whole(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, bool fuses) {
+  const bool may_choose = forced.chooses_whole() || (forced.segment_chunks < 0 && forced.value_tile == 0);
+  if (!may_choose || !device_knows_more(shape) || shape.in_halves || !has_tile(shape, kNarrowTile)) {
+    return;
+  }
+  if (fuses && forced.whole_tile == 0) {
+    modes.push_back({.value_tile = kNarrowTile, .whole_tile = kWideTile, .fused = true});
+  }
+  if (!(fuses && forced.fused == 1)) {
+    modes.push_back({.value_tile = kNarrowTile, .whole_tile = kWideTile});
   }
 }
 
@@ -154,6 +165,12 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
       return modes;
     }
   }
+  if (forced.chooses_whole()) {
+    add_whole(modes, shape, forced, fuses);
+    if (!modes.empty()) {
+      return modes;
+    }
+  }
   const int64_t forced_tile = fuses && forced.fused_segments == 1 ? kWideTile : forced.value_tile;
   for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
     if (has_tile(shape, tile) && (forced_tile == 0 || tile == forced_tile)) {
@@ -162,6 +179,7 @@ std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
       }
     }
   }
+  add_whole(modes, shape, forced, fuses);
   return modes;
 }
 

@@ -13,11 +13,16 @@ namespace flash_qla {
 
 struct Mode {
   int64_t value_tile;
-  int64_t whole_tile = value_tile;
-  int64_t segment_chunks = 0;
-  bool fused = false;           // the fused kernel, if no sequence is cut
-  bool always_cut = false;      // false: the device cuts if that pays
-  bool fused_segments = false;  // the fused kernel for segments, too
+  int64_t whole_tile = value_tile;  // value tile if no sequence is long
+  int64_t segment_chunks = 0;       // 0: long sequences are not cut either
+  bool fused = false;               // the fused kernel, if no sequence is long
+  bool always_cut = false;          // false: the device cuts if that pays
+  bool fused_segments = false;      // the fused kernel for segments, too
+
+  // Whether calls with a long sequence have a launch of their own.
+  bool has_two_ways() const { return whole_tile != value_tile || (fused && segment_chunks > 0 && !fused_segments); }
+  // Whether a device that knows more has a choice.
+  bool has_choice() const { return segment_chunks > 0 || has_two_ways(); }
 };
 
 // The modes of a call, one or more. Modes that offer the device a choice come after the mode that they have to beat.

@@ -19,10 +19,12 @@ constexpr double kStartFused = 7.5;                      // fused_forward around
 constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
 constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
 constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
-constexpr double kSlotCta = 0.008;                       // a CTA that finds nothing to do
-constexpr double kOtherTile = 1.5;                       // a launch of chunk_forward that finds nothing to do
-// fused_forward where the device may cut: it begins after the plan, and the other kernels find nothing to do.
-constexpr double kOffered = 14;
+constexpr double kSlotCta = 0.008;                       // a CTA of segment_maps that finds nothing to do
+constexpr double kIdleScan = 3;                          // segment_scan, if it finds nothing to do
+constexpr double kOtherTile = 3;                         // a launch of chunk_forward that finds nothing to do
+// fused_forward where the device has a choice: it begins after the plan, and the other kernels find nothing to do, with
+// and without segments.
+constexpr double kOffered = 20, kOfferedWhole = 12;
 constexpr double kSegmentMemory = 25;  // the launches around fused_forward over segments
 
 // SM cycles.
@@ -98,8 +100,8 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
   return turns * segment + (room < 0 ? shorter : 0);
 }
 
-// The time until the last piece of a batch of whole sequences has ended, in chunks. An SM that is free takes the longest
-// piece that is left. A head of a sequence is `pieces` pieces.
+// The time until the last piece of a batch of whole sequences has ended, in chunks. An SM that is free takes the
+// longest piece that is left. A head of a sequence is `pieces` pieces.
 double last_whole_piece(const Lengths& chunks, double N, double pieces, double sms) {
   const double turns = std::floor(pieces / sms), late = pieces - turns * sms;  // `late` SMs take one long piece more
   const double early_end = turns * chunks.longest, late_end = early_end + (late > 0 ? chunks.longest : 0);
@@ -118,7 +120,7 @@ double last_whole_piece(const Lengths& chunks, double N, double pieces, double s
   return suffices ? std::max(late_end, early_end + (meanwhile + more) * chunks.rest) : late_end + more * chunks.rest;
 }
 
-// The way of a batch through the SMs, either with all long sequences cut into segments or with all sequences whole.
+// The way of a batch through the SMs: with all long sequences cut into segments, or with all sequences whole.
 struct Schedule {
   double segment, sms, N, H_v;
   double tiles;                 // tiles of a head's value rows in this mode
@@ -133,7 +135,8 @@ struct Schedule {
 };
 
 // Equal pieces go through the SMs in whole turns. Unequal pieces start with the longest, and short ones fill the SMs.
-Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
+Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool is_long) {
+  const bool cut = is_long && mode.segment_chunks > 0;
   Schedule s{};
   s.segment = static_cast<double>(mode.segment_chunks);
   s.sms = static_cast<double>(shape.card.sm_count);
@@ -144,7 +147,7 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
   s.parts = cut ? std::ceil(chunks.longest / s.segment) : 1;
   s.parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / s.segment)) : 1;
   s.pieces = s.parts + (s.N - 1) * s.parts_of_rest;
-  s.tiles = static_cast<double>(value_tiles(shape.V, cut ? mode.value_tile : mode.whole_tile));
+  s.tiles = static_cast<double>(value_tiles(shape.V, is_long ? mode.value_tile : mode.whole_tile));
   s.key_tiles = static_cast<double>(key_parts(shape.K));
   s.map_tiles = static_cast<double>(value_tiles(shape.V));
   s.scan_parts = static_cast<double>(value_tiles(shape.V, kScanColumns));
@@ -248,7 +251,7 @@ double maps_us(const ForwardShape& shape, const Schedule& s) {
 
 // The CTAs of segment_maps and segment_scan where no sequence is cut. They find nothing to do.
 double idle_slots_us(const Schedule& s) {
-  return kSlotCta * s.H_v * ((s.key_tiles + s.map_tiles) * (s.N + s.total / s.segment) + s.scan_parts * s.N);
+  return kIdleScan + kSlotCta * s.H_v * (s.key_tiles + s.map_tiles) * (s.N + s.total / s.segment);
 }
 
 // backward_maps, and segment_scan in both directions at the same time.
@@ -304,50 +307,53 @@ double around_us(const BackwardShape& shape) {
   return us;
 }
 
-double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
-  const Schedule s = schedule(shape, mode, chunks, cut);
+// A mode's time on a batch, in which some sequence is long or none is.
+double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool is_long) {
+  const Schedule s = schedule(shape, mode, chunks, is_long);
+  const bool has_segments = mode.segment_chunks > 0;
   if (mode.fused_segments) {
-    return kSegmentMemory +
-           (cut ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) + fused_forward_us(shape, s, kChunkFusedCut)
-                : fused_forward_us(shape, s) + idle_slots_us(s));
+    return kSegmentMemory + (is_long ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) +
+                                           fused_forward_us(shape, s, kChunkFusedCut)
+                                     : fused_forward_us(shape, s) + idle_slots_us(s));
   }
-  if (mode.fused && !cut) {
-    return fused_forward_us(shape, s) + (mode.segment_chunks > 0 ? kOffered : 0);
+  if (mode.fused && !is_long) {
+    return fused_forward_us(shape, s) + (has_segments ? kOffered : mode.has_two_ways() ? kOfferedWhole : 0);
   }
-  double us = chunk_matrices_us(shape, s) + chunk_forward_us(shape, cut ? mode.value_tile : mode.whole_tile, s);
-  if (mode.fused || mode.whole_tile != mode.value_tile) {
+  double us = chunk_matrices_us(shape, s) + chunk_forward_us(shape, is_long ? mode.value_tile : mode.whole_tile, s);
+  if (mode.has_two_ways()) {
     us += kOtherTile;
   }
-  if (mode.segment_chunks > 0 && !cut) {
+  if (has_segments && !is_long) {
     us += idle_slots_us(s);
   }
   us += composition_us(shape, s);
-  return cut ? us + maps_us(shape, s) : us;
+  return is_long && has_segments ? us + maps_us(shape, s) : us;
 }
 
-double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool cut) {
-  const Schedule s = schedule(shape, mode, chunks, cut);
+double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool is_long) {
+  const Schedule s = schedule(shape, mode, chunks, is_long);
   double us = chunk_matrices_us(shape, s) + replay_states_us(shape, s);
   us += has_wide_keys(shape.K) ? kStartGradients + replay_gradients_us(shape, s) + token_gradients_us(shape, s)
                                : chunk_backward_us(shape, s);
-  if (mode.segment_chunks > 0 && !cut) {
-    us += kSlotCta * s.H_v * ((s.key_tiles + 2 * s.map_tiles) * (s.N + s.total / s.segment) + 2 * s.scan_parts * s.N);
+  if (mode.segment_chunks > 0 && !is_long) {
+    us += 2 * kIdleScan + kSlotCta * s.H_v * (s.key_tiles + 2 * s.map_tiles) * (s.N + s.total / s.segment);
   }
   us += composition_us(shape, s);
-  return cut ? us + backward_maps_us(shape, s) : us;
+  return is_long ? us + backward_maps_us(shape, s) : us;
 }
 
 // predict_forward or predict_backward.
-using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool cut);
+using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool is_long);
 
-// The time of a batch with this longest sequence: the faster of cut and whole, if the device has the choice.
+// The time of a batch with this longest sequence: that of the faster way, if the device has the choice.
 double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode, double longest) {
   const Lengths chunks = lengths(shape, longest);
-  if (mode.segment_chunks == 0 || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
+  if (!mode.has_choice() || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
     return predict(shape, mode, chunks, false);
   }
-  const double cut = predict(shape, mode, chunks, true);
-  return mode.always_cut || !device_knows_more(shape) ? cut : std::min(cut, predict(shape, mode, chunks, false));
+  const double as_long = predict(shape, mode, chunks, true);
+  return mode.always_cut || !device_knows_more(shape) ? as_long
+                                                      : std::min(as_long, predict(shape, mode, chunks, false));
 }
 
 double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
@@ -361,16 +367,17 @@ double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
 }
 
 int64_t find_cut_above(Predict predict, const ForwardShape& shape, const Mode& mode) {
-  if (mode.segment_chunks == 0 || mode.always_cut || !device_knows_more(shape)) {
+  if (!mode.has_choice() || mode.always_cut || !device_knows_more(shape)) {
     return 0;
   }
-  int64_t whole = mode.segment_chunks, cut = std::max(average_chunks(shape) * shape.N, whole);
-  while (cut - whole > 1) {
-    const int64_t longest = whole + (cut - whole) / 2;
+  int64_t most_short = std::max<int64_t>(mode.segment_chunks, 1);
+  int64_t least_long = std::max(average_chunks(shape) * shape.N, most_short);
+  while (least_long - most_short > 1) {
+    const int64_t longest = most_short + (least_long - most_short) / 2;
     const Lengths chunks = lengths(shape, static_cast<double>(longest));
-    (predict(shape, mode, chunks, true) < predict(shape, mode, chunks, false) ? cut : whole) = longest;
+    (predict(shape, mode, chunks, true) < predict(shape, mode, chunks, false) ? least_long : most_short) = longest;
   }
-  return whole;
+  return most_short;
 }
 
 }  // namespace

@@ -31,8 +31,7 @@ Choice fastest(const DirectionShape& shape, const Override& forced) {
   std::optional<Choice> found;
   for (const Mode& mode : modes_of(shape, forced)) {
     const double us = predict(shape, mode);
-    const bool is_first_offer =
-        found && device_knows_more(shape) && mode.segment_chunks > 0 && found->mode.segment_chunks == 0;
+    const bool is_first_offer = found && device_knows_more(shape) && mode.has_choice() && !found->mode.has_choice();
     if (!found || us < found->us * (is_first_offer ? kWorthOffering : 1)) {
       found = {mode, us};
     }
@@ -45,17 +44,15 @@ int64_t pieces(const ForwardShape& shape, int64_t segments, int64_t value_tile) 
   return segments * shape.H_v * value_tiles(shape.V, value_tile);
 }
 
-// If the device decides whether to cut, and each answer has its own kernel or tile, both are launched. The flags of the
-// first segment tell which of them runs: if a sequence is cut, its first segment is not its last.
-void add_launches(const ForwardShape& shape, ForwardDispatch& d) {
+// If long sequences have a launch of their own, both launches are made. The plan's way tells which of them runs.
+void add_launches(const ForwardShape& shape, bool has_two_ways, ForwardDispatch& d) {
   const auto ctas = [&](int64_t segments, int64_t value_tile) {
     return std::min<int64_t>(pieces(shape, segments, value_tile), shape.card.sm_count);
   };
   d.ctas = ctas(d.segments, d.value_tile);
-  const bool has_two = d.whole_tile != d.value_tile || (d.fuses_whole_sequences() && !d.is_only_fused());
-  if (has_two) {
-    d.launches = {{{d.fused, d.whole_tile, ctas(shape.N, d.whole_tile), SegmentFlag::kFirst + SegmentFlag::kLast},
-                   {false, d.value_tile, d.ctas, SegmentFlag::kFirst}}};
+  if (has_two_ways) {
+    d.launches = {
+        {{d.fused, d.whole_tile, ctas(shape.N, d.whole_tile), Way::kShort}, {false, d.value_tile, d.ctas, Way::kLong}}};
     d.launch_count = 2;
   } else {
     d.launches = {{{d.fused, d.value_tile, d.ctas, 0}}};
@@ -72,16 +69,17 @@ template <typename DirectionShape>
 Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice& choice) {
   const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen, run_of(shape));
   const int64_t segment_chunks = choice.mode.segment_chunks;
-  return {.segment_chunks = segment_chunks,
-          .cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, choice.mode),
-          .chunk_slots = chunks,
-          .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
-          .heads_per_cta = heads_per_cta(shape, chunks),
-          .early_ctas = early_ctas(shape),
-          .in_halves = shape.in_halves,
-          .planned = true,
-          .workspace_bytes = 0,
-          .predicted_us = choice.us};
+  return {
+      .segment_chunks = segment_chunks,
+      .cut_above = forced.always_cuts() || forced.chooses_whole() ? forced.cut_above : cut_above(shape, choice.mode),
+      .chunk_slots = chunks,
+      .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
+      .heads_per_cta = heads_per_cta(shape, chunks),
+      .early_ctas = early_ctas(shape),
+      .in_halves = shape.in_halves,
+      .planned = true,
+      .workspace_bytes = 0,
+      .predicted_us = choice.us};
 }
 
 ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
@@ -92,12 +90,12 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.whole_tile = choice.mode.whole_tile;
   d.fused = choice.mode.fused;
   d.fused_segments = choice.mode.fused_segments;
+  add_launches(shape, choice.mode.has_two_ways(), d);
   d.early = d.is_only_fused() && (!shape.varlen || shape.N <= kMostSorted);
   // All CTAs of chunk_matrices wait for the plan if it says whether they run, or if it alone knows where chunks begin.
   if (d.fused || shape.resumable) {
     d.early_ctas = 0;
   }
-  add_launches(shape, d);
   const bool has_one_piece_each = d.ctas == pieces(shape, d.segments, d.value_tile);
   d.planned =
       !d.early || !has_one_piece_each || shape.checkpoint_every > 0 || !has_fused_kernel(shape, /*planned=*/false);
@@ -128,8 +126,8 @@ Record decide_once(const DirectionShape& shape, Override forced) {
     Record found;
   };
   thread_local std::optional<Decision> last;
-  if (!may_cut(shape)) {
-    forced.segment_chunks = 0;
+  if (!may_cut(shape) && forced.segment_chunks != 0) {
+    forced.segment_chunks = forced.cut_above = 0;
   }
   if (!last || last->shape != shape || last->forced != forced) {
     last = {shape, forced, decide(shape, forced)};

@@ -16,7 +16,7 @@ namespace flash_qla {
 // The decisions of both directions.
 struct Dispatch {
   int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
-  int64_t cut_above;       // the device cuts no sequence if none has more chunks
+  int64_t cut_above;       // a sequence with more chunks is long; the device cuts no sequence if none is long
   int64_t chunk_slots;     // see plan.h
   int64_t segments;        // segment slots, see plan.h
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
@@ -39,19 +39,19 @@ struct ForwardDispatch : Dispatch {
     bool fused;
     int64_t value_tile;  // rows of S^T a CTA
     int64_t ctas;        // at most one an SM; each goes through segments, heads and tiles in turns
-    int64_t only_if;     // flags of the first segment without which the launch does nothing; 0: it always runs
+    int64_t only_if;     // the Way in which the launch runs; 0: in both
   };
 
-  int64_t value_tile;   // the tile of the launch that takes cut sequences: 64 or 128
-  int64_t whole_tile;   // value tile if the device cuts no sequence
-  bool fused;           // fused_forward replaces chunk_matrices and chunk_forward if the device cuts no sequence
+  int64_t value_tile;   // the tile of the last launch, which takes long sequences: 64 or 128
+  int64_t whole_tile;   // value tile if no sequence is long
+  bool fused;           // fused_forward replaces chunk_matrices and chunk_forward if no sequence is long
   bool fused_segments;  // fused_forward takes segments, too; the other kernels compute the maps of heads that need them
   bool early;           // of fused_forward: every CTA finds its first segment by itself
   int64_t ctas;         // of the last launch
   std::array<Launch, 2> launches;
   int64_t launch_count;
 
-  bool is_only_fused() const { return fused && !uses_cp(); }
+  bool is_only_fused() const { return fused && !uses_cp() && launch_count == 1; }
   bool fuses_whole_sequences() const { return fused && !fused_segments; }
 };
 

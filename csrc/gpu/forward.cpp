@@ -111,10 +111,10 @@ class Forward {
 
   kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }
 
-  // A launch for whole sequences has no other segments.
+  // A launch for short sequences has no other segments.
   kernels::Sizes sizes_of(const ForwardDispatch::Launch& launch) const {
     kernels::Sizes sizes = pass_.sizes();
-    if (launch.only_if == SegmentFlag::kFirst + SegmentFlag::kLast) {
+    if (launch.only_if == Way::kShort) {
       sizes.segment_slots = call_.N;
     }
     return sizes;
@@ -179,7 +179,7 @@ class Forward {
                              .scale = static_cast<float>(*call_.scale),
                              .cumulative = false,
                              .gate_gradients = false,
-                             .only_if = d_.fuses_whole_sequences() ? int64_t{SegmentFlag::kFirst} : 0,
+                             .only_if = d_.fuses_whole_sequences() ? int64_t{Way::kLong} : 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = 0},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);

@@ -32,8 +32,12 @@ class Requirements {
   void require_segments(const Override& o) const {
     require(o.segment_chunks >= -1 && o.segment_chunks < kMost, "segment_chunks", o.segment_chunks,
             "a number of chunks, 0 for none or -1 for the cost model's choice");
-    require(o.cut_above == 0 || (o.cut_above > 0 && o.cut_above < kMost && o.always_cuts()), "cut_above", o.cut_above,
-            "0 or, with segments, a number of chunks");
+    const bool has_other_way = o.segment_chunks == 0 && o.value_tile == kNarrowTile &&
+                               (o.whole_tile == kWideTile || (o.fused == 1 && o.whole_tile == 0));
+    require(o.cut_above == 0 || (o.cut_above > 0 && o.cut_above < kMost && (o.always_cuts() || has_other_way)),
+            "cut_above", o.cut_above,
+            "0; or with segments, or with a narrow value_tile, segment_chunks = 0 and either fused = 1 or a wide "
+            "whole_tile, a number of chunks");
   }
 
  private:

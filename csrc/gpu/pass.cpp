@@ -58,7 +58,8 @@ kernels::Plan Pass::plan() const {
           .chunks = workspace_[workspace_.chunks],
           .segments = workspace_[workspace_.segments],
           .checkpoints = workspace_[workspace_.checkpoints],
-          .drawn = workspace_[workspace_.drawn]};
+          .drawn = workspace_[workspace_.drawn],
+          .way = workspace_[workspace_.way]};
 }
 
 kernels::Chunks Pass::chunks() const {

@@ -75,6 +75,7 @@ struct PassWorkspace : Workspace {
         segments(reserve<int32_t>(d.planned ? d.segments * SegmentColumn::kCount : 0)),
         checkpoints(reserve<int32_t>(has_checkpoints ? d.chunk_slots : 0)),
         drawn(reserve<int32_t>(d.planned ? 1 : 0)),
+        way(reserve<int32_t>(d.planned ? 1 : 0)),
         gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
         states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
@@ -82,7 +83,7 @@ struct PassWorkspace : Workspace {
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
         map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
-  const Region<int32_t> sequences, chunks, segments, checkpoints, drawn;  // the plan's tables
+  const Region<int32_t> sequences, chunks, segments, checkpoints, drawn, way;  // the plan's tables
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
   // Only with maps:

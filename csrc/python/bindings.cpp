@@ -184,7 +184,8 @@ void add_classes(py::module_& module) {
 
   Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
       .field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
-      .field("cut_above", &Dispatch::cut_above, "The device cuts no sequence if none has more chunks.")
+      .field("cut_above", &Dispatch::cut_above,
+             "A sequence with more chunks is long. The device cuts no sequence if none is long. 0: the host decides.")
       .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
       .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
       .field("planned", &Dispatch::planned,
@@ -193,9 +194,9 @@ void add_classes(py::module_& module) {
       .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
   Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")
       .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
-      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if the device cuts no sequence.")
+      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if no sequence is long.")
       .field("fused", &ForwardDispatch::fused,
-             "Whether one kernel does everything after the plan, if the device cuts no sequence.")
+             "Whether one kernel does everything after the plan, if no sequence is long.")
       .field("fused_segments", &ForwardDispatch::fused_segments,
              "Whether that kernel takes segments, too; the others then compute the maps of heads that need them.")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
@@ -206,15 +207,16 @@ void add_classes(py::module_& module) {
       .field("segment_chunks", &Override::segment_chunks,
              "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
       .field("fused", &Override::fused,
-             "1: the fused kernel for every call that it can serve, with cut_above if the device cuts no sequence; 0: "
-             "never; -1: the cost model's choice.")
+             "1: the fused kernel for every call that it can serve, with cut_above if no sequence is long; 0: never; "
+             "-1: the cost model's choice.")
       .field("fused_segments", &Override::fused_segments,
              "1: the fused kernel takes segments, too; 0: whole sequences only; -1: the cost model's choice.")
-      .field("cut_above", &Override::cut_above,
-             "Chunks up to which no sequence is cut, if there are segments; 0: each sequence longer than a segment is "
-             "cut.")
+      .field(
+          "cut_above", &Override::cut_above,
+          "The chunks above which a sequence is long. If one is, segments cut the sequences; without segments the call "
+          "takes a value_tile of 64 and two kernels. 0: each sequence longer than a segment is cut.")
       .field("whole_tile", &Override::whole_tile,
-             "The value tile if no sequence is cut, only with cut_above; 0: value_tile.")
+             "The value tile if no sequence is long, only with cut_above; 0: value_tile.")
       .made_by(
           [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t fused_segments, int64_t cut_above,
              int64_t whole_tile) {

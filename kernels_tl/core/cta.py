@@ -7,7 +7,7 @@ import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.core.common import C, element_type, extern, load_early, swizzled
-from kernels_tl.layout import WIDE_TILE, SegmentColumn, SegmentFlag
+from kernels_tl.layout import WIDE_TILE, SegmentColumn, Way
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "bits16": 2, "float8": 1}
@@ -139,14 +139,14 @@ def leave_without_work(cta):
 
 
 @T.macro
-def leave_unless(only_if, cta, segments):
-    """Ends a CTA of one of two ways to run a call, if the first segment's flags are not `only_if`. 0 never ends it. The
-    way for whole sequences is launched first, and lets the kernels of the other one begin, because they may have
-    nothing to do."""
+def leave_unless(only_if, cta, way):
+    """Ends a CTA of one of two ways to run a call, if the plan's way is not `only_if`. 0 never ends it. The way for
+    short sequences is launched first, and lets the kernels of the other one begin, because they may have nothing to
+    do."""
     if only_if != 0:
-        if load_early(segments[0, SegmentColumn.FLAGS]) != only_if:
+        if load_early(way[0]) != only_if:
             leave_without_work(cta)
-        if only_if == SegmentFlag.FIRST + SegmentFlag.LAST:
+        if only_if == Way.SHORT:
             T.pdl_trigger()
 
 

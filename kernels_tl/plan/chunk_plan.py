@@ -11,7 +11,7 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
                                    `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
                                    sequences the longest come first. With cu_seqlens those without a slot come last,
-                                   because the first segment's flags tell whether any sequence is cut. Unused slots have
+                                   because they have no work. Unused slots have
                                    0 tokens, no flags and no states. Written if segment_slots > 0
     map_segments [map_slots, 8]    the same, but the sequences mapped_0 and mapped_1 lack the flag `dropped`: kernels
                                    that leave out the map of a sequence's last, or first, segment then compute it.
@@ -20,7 +20,9 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    A new chunk begins after every checkpoint_every tokens (plan/runs.cuh); if that is no
                                    multiple of C, no sequence is cut
     needs_maps [N, H_v]            zeros, for segment_memory. Written if has_memory
-    drawn [1]                      0, for chunk_forward
+    drawn [1]                      0, for chunk_forward and fused_forward
+    way [1]                        Way.LONG without cu_seqlens or if some sequence has more than cut_above chunks.
+                                   Written if segment_chunks > 0 or cut_above > 0
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
@@ -51,6 +53,7 @@ from kernels_tl.layout import (
     SegmentColumn,
     SegmentFlag,
     SequenceColumn,
+    Way,
 )
 
 PRELUDE = """
@@ -67,10 +70,10 @@ def count_chunks(length, run):
 
 
 @T.macro
-def segment_size(sequences, N, segment_chunks, cut_above):
-    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut."""
+def segment_size(sequences, N, segment_chunks, cut_above, way):
+    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut. Writes the way."""
     size = T.alloc_var("int32", init=WHOLE)
-    if segment_chunks > 0:
+    if (segment_chunks > 0) | (cut_above > 0):
         longer = T.alloc_var("int32", init=T.Select((sequences.has_offsets != 0) & (cut_above > 0), 0, 1))
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
@@ -81,7 +84,9 @@ def segment_size(sequences, N, segment_chunks, cut_above):
                     > T.Cast(str(sequences.offsets.dtype), cut_above) * C
                 ):
                     longer = 1
-        if T.call_extern("int32", "__syncthreads_or", longer) != 0:
+        longer = T.call_extern("int32", "__syncthreads_or", longer)
+        way[0] = T.Select(longer != 0, Way.LONG, Way.SHORT)  # all threads write it
+        if (longer != 0) & (segment_chunks > 0):
             size = segment_chunks
     return size
 
@@ -215,7 +220,7 @@ def chunk_plan(offset_dtype):
             tokens_before = T.alloc_var("int32", init=0)  # tokens of earlier steps
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
-            size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)
+            size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above, plan.way)
             clear_needs(memory, N, sizes.H_v, tx)
             if tx == 0:
                 plan.drawn[0] = 0

@@ -134,7 +134,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     def make_tiles():
         few = {"pieces": ([TURNS], "int32")} if planned else {"own": ([OwnSegment.COUNT], "int32")}
-        if low_level:  # of the chunk in a stage: the first row of its A, or NO_ROW, and the head
+        if low_level:  # the first row of A of a stage's chunk, or NO_ROW; its head
             few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
         return shared(
             TILE.shared + sum(shape[0] for shape, _ in few.values()) * BYTES["int32"] / 1024,
@@ -610,7 +610,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         outputs: Outputs(sizes, dtype),
         ctas: T.int32,
         value_tiles: T.int32,  # tiles of V rows
-        only_if: T.int32,  # run only if the first segment has these flags; 0: always
+        only_if: T.int32,  # the Way in which the kernel runs; 0: always
         early: T.int32,
         scale: T.float32,
         memory: Memory(sizes),  # with cut
@@ -622,7 +622,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             if planned:
                 if only_if != 0:  # this kernel follows the plan
                     T.pdl_sync()
-                leave_unless(only_if, cta, plan.segments)
+                leave_unless(only_if, cta, plan.way)
             queue = Queue(cta, ctas, plan.drawn, sizes.segment_slots, sizes.H_v, value_tiles)
             if not planned:
                 if T.get_thread_binding() < 32:
