@@ -248,9 +248,7 @@ def test_device_takes_the_fused_kernel_where_it_does_not_cut(value_tile, case, l
 
 
 @pytest.mark.parametrize("whole", ({"fused": 1}, {"whole_tile": 128}), ids=str)
-@pytest.mark.parametrize(
-    "lengths", ((0, 330), (330, 0, 64, 0, 65), (64,) * 256 + (330, 0)), ids=str
-)  # steps of the plan
+@pytest.mark.parametrize("lengths", ((0, 330), (330, 0, 64, 0, 65), (64,) * 256 + (330, 0)))  # two steps of the plan
 def test_device_takes_narrow_tiles_if_a_sequence_is_long(whole, lengths):
     """No sequence is cut. The bits are those of the mode that the device takes."""
     inputs = make_inputs(Case(lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
