@@ -342,22 +342,23 @@ class BackwardTables(Bundle):
 
 
 class Replay(Bundle):
-    """The results of replay_states: h, S before each chunk, and V_new."""
+    """The results of replay_states: h, S before each chunk, and V_new by tokens. chunk_backward has V_new in the memory
+    of dv, and replaces it chunk by chunk."""
 
     def __init__(self, sizes, dtype, K):
         super().__init__(
             h=T.Tensor([sizes.chunk_slots, sizes.H_v, sizes.value_rows, K], dtype),
-            v_new=T.Tensor([sizes.chunk_slots, sizes.H_v, C, sizes.value_rows], dtype),
+            v_new=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
         )
 
 
 class ReverseReplay(Bundle):
-    """The results of replay_gradients: dh, dS' after each chunk, and U."""
+    """The results of replay_gradients: dh, dS' after each chunk, and U by tokens."""
 
     def __init__(self, sizes, dtype, K):
         super().__init__(
             dh=T.Tensor([sizes.chunk_slots, sizes.H_v, sizes.value_rows, K], dtype),
-            u=T.Tensor([sizes.chunk_slots, sizes.H_v, C, sizes.value_rows], dtype),
+            u=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
         )
 
 

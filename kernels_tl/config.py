@@ -117,11 +117,11 @@ FUSED_SEGMENTS_A_SPILLS = 16
 # Keyed by K.
 REPLAY_STATES = {
     128: two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213),
-    256: two_warpgroups(stages=2, registers=(232, 40), early_factors=0, shared=194.5),
+    256: two_warpgroups(stages=2, registers=(232, 40), early_factors=0, shared=194.5, spills=20),
 }
 
 # Only with K = 256. Stages: of K and the gates. The spilled registers are addresses and a few numbers of dS.
-REPLAY_GRADIENTS = two_warpgroups(stages=2, registers=(240, 24), shared=210.5, spills=576)
+REPLAY_GRADIENTS = two_warpgroups(stages=2, registers=(240, 24), shared=210.5, spills=684)
 
 # Only with K = 256. Tile: value rows of a turn. Producers: a warp loads, two compute dV, one the gates.
 TOKEN_GRADIENTS = Tile(

@@ -48,8 +48,9 @@ def test_nan_stays_in_its_sequence(device, bad):
 
 @pytest.mark.parametrize("lengths", ((70, 64, 100), (64, 64, 106)), ids=str)
 @pytest.mark.parametrize("name", ("do", "dht", "v"))
-def test_nan_of_one_kind_stays_in_its_sequence(device, lengths, name):
-    case = Case(lengths=lengths)
+@pytest.mark.parametrize("head_dims", ({}, {"K": 256, "V": 64}), ids=("narrow", "wide"))
+def test_nan_of_one_kind_stays_in_its_sequence(device, lengths, name, head_dims):
+    case = Case(lengths=lengths, **head_dims)
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     clean = run_backward(inputs, **gradients)
     own = slice(lengths[0], lengths[0] + lengths[1])

@@ -26,6 +26,7 @@ SELECTED = {
     "test_prefill_gpu.py": "not (graph or reported or many)",
     "test_forward.py": "test_dense_lengths or test_gate_and_beta_dtypes or tiny_vectors",
     "test_backward.py": "(test_varlen_lengths and not 370) or tiny_vectors",
+    "test_backward_isolation.py": "of_one_kind",
     "test_resets.py": "test_beta_of_zero and hard",
     "test_head_dims.py": "test_autograd or (test_modes_of_the_forward and fused and 328 and softplus)",
     "test_context_parallel.py": "((threshold or left_out or bound_knows) and fused and not backward) or scans"

@@ -201,7 +201,10 @@ class Backward {
                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
-  kernels::Replay replay() const { return {.h = workspace_[workspace_.h], .v_new = workspace_[workspace_.v_new]}; }
+  kernels::Replay replay() const {
+    return {.h = workspace_[workspace_.h],
+            .v_new = workspace_.has_v_new ? workspace_[workspace_.v_new] : out_.dv.mutable_data_ptr()};
+  }
   kernels::ReverseReplay reverse_replay() const {
     return {.dh = workspace_[workspace_.dh], .u = workspace_[workspace_.u]};
   }

@@ -1,6 +1,7 @@
 // The memory that lives only during a call: one allocation. The sizes of its parts follow from shapes alone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -69,7 +70,8 @@ inline int64_t state_rows(int64_t H_v, int64_t K, int64_t V) { return H_v * valu
 
 // The parts of both directions. If only the fused kernel runs, there are neither gates nor matrices.
 struct PassWorkspace : Workspace {
-  PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused)
+  // `after_maps` elements take the place of the maps, once they have been used.
+  PassWorkspace(const Shape& shape, const Dispatch& d, bool has_checkpoints, bool fused, int64_t after_maps = 0)
       : sequences(reserve<int32_t>(d.planned ? shape.N * SequenceColumn::kCount : 0)),
         chunks(reserve<int32_t>(d.planned ? d.chunk_slots * ChunkColumn::kCount : 0)),
         segments(reserve<int32_t>(d.planned ? d.segments * SegmentColumn::kCount : 0)),
@@ -79,7 +81,8 @@ struct PassWorkspace : Workspace {
         gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
         states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
-        maps(reserve<uint16_t>(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0)),
+        maps(reserve<uint16_t>(
+            std::max(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0, after_maps))),
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
         map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
@@ -107,12 +110,13 @@ struct ForwardWorkspace : PassWorkspace {
 
 struct BackwardWorkspace : PassWorkspace {
   BackwardWorkspace(const BackwardShape& shape, const BackwardDispatch& d)
-      : PassWorkspace(shape, d, false, false),
+      : PassWorkspace(shape, d, false, false, d.in_halves ? 0 : h_elements(shape, d)),
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * gate_rows(d) * kChunk)),
-        v_new(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk)),
-        h(reserve<uint16_t>(d.chunk_slots * shape.H_v * value_rows(shape.V) * instance_K(shape.K))),
+        has_v_new(d.in_halves || has_wide_keys(shape.K)),
+        v_new(reserve<uint16_t>(has_v_new ? value_elements(shape) : 0)),
+        h(d.in_halves ? reserve<uint16_t>(h_elements(shape, d)) : maps),
         dh(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
-        u(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * shape.H_v * value_rows(shape.V) * kChunk : 0)),
+        u(reserve<uint16_t>(has_wide_keys(shape.K) ? value_elements(shape) : 0)),
         turns(reserve<int32_t>(d.chunk_slots * key_parts(shape.K) * shape.H_k)),
         db_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
         dg_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
@@ -124,11 +128,14 @@ struct BackwardWorkspace : PassWorkspace {
         reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)) {}
 
   const Region<float> backward_gates;  // [chunk_slots, H_v, gate_rows, kChunk]
-  const Region<uint16_t> v_new;        // [chunk_slots, H_v, kChunk, rows]
-  const Region<uint16_t> h;            // [chunk_slots, H_v, rows, K]: a chunk's first state
+  // Whether V_new is here. Elsewhere it is in the memory of dv, but the replay of halves has no outputs, and with wide
+  // keys one CTA would write dv while another one reads V_new.
+  const bool has_v_new;
+  const Region<uint16_t> v_new;  // [B * T, H_v, V]
+  const Region<uint16_t> h;  // [chunk_slots, H_v, rows, K]: a chunk's first state
   // Only with wide keys:
   const Region<uint16_t> dh;  // [chunk_slots, H_v, rows, K]: the gradient of the state after a chunk
-  const Region<uint16_t> u;   // [chunk_slots, H_v, kChunk, rows]
+  const Region<uint16_t> u;   // [B * T, H_v, V]
   // With all keys:
   const Region<int32_t> turns;  // [chunk_slots * key_parts, H_k]: see gradients/turns.cuh
   // Only with gate_gradients:
@@ -143,6 +150,10 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<int32_t> reverse_skips;  // [segments, H_v]: whether M is left out for gradients
 
  private:
+  static int64_t value_elements(const Shape& shape) { return shape.B * shape.T * shape.H_v * shape.V; }
+  static int64_t h_elements(const Shape& shape, const Dispatch& d) {
+    return d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V);
+  }
   static int64_t gate_rows(const BackwardDispatch& d) {
     return d.normalizes_inside ? int64_t{NormalizedGate::kCount} : int64_t{BackwardGate::kCount};
   }

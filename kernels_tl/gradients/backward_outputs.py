@@ -174,6 +174,8 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             row = T.alloc_var("int32", init=segment.row + c * C)
             stage.wait_for(ready.loaded)
             pair.wait_until_free(ready.sums_taken)
+            one.wait_for(ready.values_loaded)  # dV takes the place of V_new
+            T.barrier_arrive(ready.values_released)
             one.wait_for(ready.U_staged)
             extent = (warp * VALUE_ROWS, segment.length - c * C, T.Cast("int32", value_dim) - piece.v0)
             of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", *extent)

@@ -20,7 +20,8 @@ S is the state at a chunk's start (h), dS' the gradient of the state after it; D
             z = (gamma_C / gamma) rowsum(K * V_S)               an earlier token's part of S'
             E = G * Q K^T + diag(beta) F * K K^T                pairs of tokens with the gate of t between them
 
-Shapes: q and k [tokens, H_k, K], do and v [tokens, H_v, V], h [chunk_slots, H_v, V, K], V_new [chunk_slots, H_v, C, V].
+Shapes: q and k [tokens, H_k, K]; do, v and V_new [tokens, H_v, V]; h [chunk_slots, H_v, V, K]. V_new may be in the
+memory of dv: dV of a chunk is written once the chunk's V_new has been loaded.
 backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA takes one head of one segment and a tile of value rows.
 
 Roles. Two warpgroups carry dS^T and compute U, G and diag(beta) F (backward_state.py). They leave dS', U and both
@@ -133,7 +134,7 @@ def chunk_backward(dtype, K, normalize):
             matrices_loaded=[32],
             matrices_released=[STATE_THREADS],
             values_loaded=[32],
-            values_released=[CONSUMERS],
+            values_released=[CONSUMERS + VALUE_THREADS],
             # The warpgroups of dS to the roles that use their tiles, and back: `staged` for dS' (rows after the
             # sequence are then zeros), `U_staged` for U, `gated` twice a chunk, for G and diag(beta) F in one tile.
             staged=[STATE_THREADS],
@@ -183,7 +184,7 @@ def chunk_backward(dtype, K, normalize):
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.Q_loaded)
             T.barrier_arrive(ready.Q_loaded)
             one.wait_until_free(ready.values_released)
-            fetch(replay.v_new[chunk, hv, :, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
+            fetch(replay.v_new[t : t + C, hv, v0 : v0 + V], tiles.V_new[0, :, :], ready.values_loaded)
             T.barrier_arrive(ready.values_loaded)
             one.wait_until_free(ready.h_released)
             fetch(replay.h[chunk, hv, v0 : v0 + V, :], tiles.S[0, :, :], ready.h_loaded)

@@ -9,7 +9,7 @@ replay_gradients each chunk's S, V_new, dS' and U are there. chunk_backward.py h
 
     q, k          [tokens, H_k, key_dim]                 do, v, dv  [tokens, H_v, value_dim]
     h, dh         [chunk_slots, H_v, value_rows, K]      S and dS', V-first
-    v_new, u      [chunk_slots, H_v, C, value_rows]
+    v_new, u      [tokens, H_v, V]
     db, dg        [K / 128, tokens, H_v] fp32            parts, which gate_gradients adds
     turns         [chunk_slots * K / 128, H_k]           see gradients/turns.cuh
 
@@ -128,6 +128,8 @@ def token_gradients(dtype, K):
             stage.wait_for(ready.loaded)
             if work.length < C:
                 clear_rows_after(tiles.dO, work.length, CONSUMERS, s)
+                clear_rows_after(tiles.V_new, work.length, CONSUMERS, s)
+                clear_rows_after(tiles.U, work.length, CONSUMERS, s)
                 sync_consumers()
             T.wgmma_gemm(tiles.dO[s, :, :], tiles.h[s, :, :], r.dQ)
             T.wgmma_gemm(tiles.U[s, :, :], tiles.h[s, :, :], r.U_S)
@@ -210,8 +212,8 @@ def token_gradients(dtype, K):
             k0 = T.alloc_var("int32", init=work.part * KEY_PART)
             fetch(grad_o[t : t + C, work.hv, v0 : v0 + V], tiles.dO[s, :, :], ready.loaded[s])
             fetch(replay.h[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEY_PART], tiles.h[s, :, :], ready.loaded[s])
-            fetch(reverse_replay.u[work.slot, work.hv, :, v0 : v0 + V], tiles.U[s, :, :], ready.loaded[s])
-            fetch(replay.v_new[work.slot, work.hv, :, v0 : v0 + V], tiles.V_new[s, :, :], ready.loaded[s])
+            fetch(reverse_replay.u[t : t + C, work.hv, v0 : v0 + V], tiles.U[s, :, :], ready.loaded[s])
+            fetch(replay.v_new[t : t + C, work.hv, v0 : v0 + V], tiles.V_new[s, :, :], ready.loaded[s])
             fetch(
                 reverse_replay.dh[work.slot, work.hv, v0 : v0 + V, k0 : k0 + KEY_PART],
                 tiles.dS[s, :, :],

@@ -8,6 +8,7 @@ import tilelang.language as T
 
 from kernels_tl.config import WARPGROUP, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, extern
+from kernels_tl.core.cta import store_rows
 from kernels_tl.core.pipeline import Stage, storer
 from kernels_tl.layout import WIDE_TILE, Dtype
 
@@ -42,25 +43,25 @@ def stage_values(values, fragment, element, warpgroup, step, offset):
 
 @T.macro
 def store(state, values, states, rows, piece, segment, reverse):
-    """The storers, one for each consumer warpgroup: the state to `states`, the values to `rows`. `reverse`: the last
-    chunk first."""
+    """The storers, one for each consumer warpgroup: the state to `states` by chunks, the values to `rows` by tokens.
+    `reverse`: the last chunk first."""
     w = T.alloc_var("int32", init=storer(CONSUMERS))
     for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
-        slot = segment.first + (segment.chunks - 1 - step if reverse else step)
-        v0 = piece.v0 + w * ROWS
+        c = segment.chunks - 1 - step if reverse else step
+        row, slot = segment.row_and_slot(c)
+        hv = T.alloc_var("int32", init=extern("kept", piece.hv, returns="int32"))
+        v0 = T.alloc_var("int32", init=piece.v0 + w * ROWS)
         own = Stage(w, step % 2)
         own.wait_for(state.staged)
         T.fence_proxy_async()
         for box in T.unroll(state.tile.shape[1]):
             T.tma_copy(
                 state.tile[w, box, :, :],
-                states[slot, piece.hv, v0 : v0 + ROWS, box * C : box * C + C],
+                states[slot, hv, v0 : v0 + ROWS, box * C : box * C + C],
                 leader_scope_threads=32,
             )
         T.tma_store_wait(0)
         own.arrive(state.stored)
         own.wait_for(values.staged)
-        T.fence_proxy_async()
-        T.tma_copy(values.tile[w, :, :], rows[slot, piece.hv, :, v0 : v0 + ROWS], leader_scope_threads=32)
-        T.tma_store_wait(0)
+        store_rows(values.tile, w, rows, row, hv, v0, segment.length - c * C)
         own.arrive(values.stored)

@@ -3,7 +3,7 @@
     V_new^T, S'^T = f(S^T, K, V, L, gates)      f is the step of states/recurrence.py, without outputs and with exact S'
 
     h       S before the chunk    [chunk_slots, H_v, value_rows, K] 16-bit, V-first
-    v_new   V_new                 [chunk_slots, H_v, C, value_rows] 16-bit
+    v_new   V_new                 [tokens, H_v, V] 16-bit
 
 backward.cpp launches [segments * H_v * value tiles] CTAs. A CTA takes V value rows, a tile, of one head of one segment.
 They stay in registers from the segment's first chunk to its last. A sequence's first segment starts from the caller's
