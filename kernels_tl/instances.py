@@ -84,10 +84,7 @@ INSTANCES = [
         for types in TYPES
         for normalize in normalizations(**types)
     ),
-    *(
-        Instance("states.replay_states", types, spill_budget=config.REPLAY_STATES[types["K"]].spills)
-        for types in TYPES
-    ),
+    *(Instance("states.replay_states", types, spill_budget=config.REPLAY_STATES[types["K"]].spills) for types in TYPES),
     *(
         Instance(
             "gradients.chunk_backward",

@@ -81,8 +81,8 @@ struct PassWorkspace : Workspace {
         gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
         states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
-        maps(reserve<uint16_t>(
-            std::max(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0, after_maps))),
+        maps(
+            reserve<uint16_t>(std::max(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0, after_maps))),
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
         map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
@@ -132,7 +132,7 @@ struct BackwardWorkspace : PassWorkspace {
   // keys one CTA would write dv while another one reads V_new.
   const bool has_v_new;
   const Region<uint16_t> v_new;  // [B * T, H_v, V]
-  const Region<uint16_t> h;  // [chunk_slots, H_v, rows, K]: a chunk's first state
+  const Region<uint16_t> h;      // [chunk_slots, H_v, rows, K]: a chunk's first state
   // Only with wide keys:
   const Region<uint16_t> dh;  // [chunk_slots, H_v, rows, K]: the gradient of the state after a chunk
   const Region<uint16_t> u;   // [B * T, H_v, V]
