@@ -368,6 +368,23 @@ def test_each_head_and_segment_decides_for_itself(mode):
         check_outputs(case, inputs, expected_outputs(inputs), f"{case}, strong gates in some chunks")
 
 
+# The kernels of maps compute short maps after long ones if there are more maps than SMs.
+MORE_MAPS_THAN_SMS = each(*(Case(T=10 * 64, H_k=1, H_v=8, gate="zero", **dims) for dims in ({}, {"K": 256, "V": 192})))
+
+
+def with_short_maps(inputs: dict) -> dict:
+    """Every other head forgets everything in each chunk (e^-64)."""
+    inputs["g"][..., ::2] = -1
+    return inputs
+
+
+@MORE_MAPS_THAN_SMS
+def test_more_maps_than_sms(case):
+    inputs = with_short_maps(make_inputs(case, "cuda"))
+    with forward_mode(128, 1):
+        check_outputs(case, inputs, expected_outputs(inputs), f"{case}, short maps of every other head")
+
+
 @pytest.mark.parametrize("mode", CUT.values(), ids=CUT)
 def test_bound_knows_the_length_of_the_keys(mode):
     """Every eighth token has beta = 2 and the same key, |k|^2 = 1.9: along it the state is multiplied by 1 - 3.8, which
@@ -515,6 +532,14 @@ def test_each_head_and_segment_of_the_backward_decides_for_itself(segment_chunks
     with backward_mode(segment_chunks):
         expected = reference_gradients(inputs, **gradients)
         check_gradients(case, inputs, gradients, expected, f"{case}, strong gates in some chunks")
+
+
+@MORE_MAPS_THAN_SMS
+def test_more_maps_of_the_backward_than_sms(case):
+    inputs, gradients = with_short_maps(make_inputs(case, "cuda")), make_gradients(case, "cuda")
+    with backward_mode(1):
+        expected = reference_gradients(inputs, **gradients)
+        check_gradients(case, inputs, gradients, expected, f"{case}, short maps of every other head")
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)

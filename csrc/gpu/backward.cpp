@@ -197,7 +197,8 @@ class Backward {
                             .maps = pass_.maps(),
                             .grad_states = grad_states(),
                             .reverse_skips = workspace_[workspace_.reverse_skips],
-                            .scale = static_cast<float>(*call_.scale)},
+                            .scale = static_cast<float>(*call_.scale),
+                            .short_last = d_.short_maps_last},
                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 

@@ -77,9 +77,18 @@ Dispatch decide_common(const DirectionShape& shape, const Override& forced, cons
       .heads_per_cta = heads_per_cta(shape, chunks),
       .early_ctas = early_ctas(shape),
       .in_halves = shape.in_halves,
+      .short_maps_last = false,
       .planned = true,
       .workspace_bytes = 0,
       .predicted_us = choice.us};
+}
+
+// Whether segment_maps (1 direction) or backward_maps (2) computes short maps last. That pays if the CTAs exceed the
+// SMs, and costs more CTAs without work if no sequence is cut.
+bool puts_short_maps_last(const ForwardShape& shape, const Dispatch& d, int64_t directions) {
+  const int64_t ctas = d.segments * shape.H_v * (value_tiles(shape.K) + directions * value_tiles(shape.V));
+  const bool is_surely_cut = average_chunks(shape) > d.cut_above;
+  return d.has_maps() && is_surely_cut && ctas > shape.card.sm_count;
 }
 
 ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
@@ -91,6 +100,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.fused = choice.mode.fused;
   d.fused_segments = choice.mode.fused_segments;
   add_launches(shape, choice.mode.has_two_ways(), d);
+  d.short_maps_last = !d.fused_segments && puts_short_maps_last(shape, d, 1);
   d.early = d.is_only_fused() && (!shape.varlen || shape.N <= kMostSorted);
   // All CTAs of chunk_matrices wait for the plan if it says whether they run, or if it alone knows where chunks begin.
   if (d.fused || shape.resumable) {
@@ -108,6 +118,7 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   static_cast<Dispatch&>(d) = decide_common(shape, forced, fastest(shape, forced));
   d.normalizes_inside = normalizes_inside(shape);
   d.l2norm = shape.use_qk_l2norm && !d.normalizes_inside;
+  d.short_maps_last = puts_short_maps_last(shape.forward(), d, 2);
   d.gate_gradients = shape.activations || gradient_parts(shape.K, shape.V) > 1;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   return d;

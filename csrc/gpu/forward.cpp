@@ -186,9 +186,9 @@ class Forward {
   }
 
   void segment_maps() const {
-    kernels::segment_maps({.chunks = pass_.map_chunks(), .maps = pass_.maps(), .memory = memory()},
-                          {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)},
-                          stream_);
+    kernels::segment_maps(
+        {.chunks = pass_.map_chunks(), .maps = pass_.maps(), .memory = memory(), .short_last = d_.short_maps_last},
+        {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)}, stream_);
   }
 
   void chunk_forward(const ForwardDispatch::Launch& launch) const {

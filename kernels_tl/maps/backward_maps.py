@@ -16,7 +16,8 @@ Where both are 1, M is left out. Both flags agree unless the bounds of some chun
 of a sequence has no Z, the first segment no dZ. The only segment of a sequence has no M.
 
 backward.cpp launches [segments * H_v * (K / V + 2 * value tiles)] CTAs: a CTA computes V rows of M^T, Z^T or dZ^T, a
-tile. dZ comes first, because it takes longest.
+tile. dZ comes first, because it takes longest. With `short_last` it launches 2 value tiles more for each segment and
+head. These CTAs compute dZ and Z of heads whose M is negligible, as in segment_maps.
 """
 
 from types import SimpleNamespace
@@ -97,8 +98,9 @@ def backward_maps(dtype, K, normalize):
         )
 
     @T.macro
-    def chunks_that_matter(segment, hv, which, gates, skips, reverse_skips):
-        """The first and the last chunk of the recurrence; an empty range if there is nothing to compute."""
+    def chunks_that_matter(segment, hv, which, gates, skips, reverse_skips, short_last, is_second):
+        """The first and the last chunk of the recurrence; an empty range if there is nothing to compute. Ends a CTA
+        whose map another one computes."""
         first = T.alloc_var("int32", init=segment.chunks)
         last = T.alloc_var("int32", init=-1)
         is_first = T.alloc_var("int32", init=segment.flags % SegmentFlag.LAST)
@@ -113,16 +115,15 @@ def backward_maps(dtype, K, normalize):
             last = extern("last_chunk_that_matters", *bound(gates, segment, hv), returns="int32")
             reverse_skip = T.Select(last < 0, 0, 1)
             last = T.Select(last < 0, segment.chunks - 1, last)
+        is_short = T.Select(which == MAP_DZ, reverse_skip, skip)
+        if (short_last != 0) & (which != MAP_M) & (is_second != is_short):
+            extern("leave")
         if which == MAP_M:
             if T.get_thread_binding() == 0:
                 skips[segment.slot, hv] = skip
                 reverse_skips[segment.slot, hv] = reverse_skip
             first = T.Select((skip == 0) | (reverse_skip == 0), 0, segment.chunks)
         return Variables(first=first, last=last)
-
-    def is_tile_of_M(is_dZ, tile, value_tiles):
-        """M comes after the tiles of Z."""
-        return (is_dZ == 0) & (tile >= value_tiles) if is_wide(K) else tile == value_tiles
 
     @T.macro
     def compute_dZ(tiles, ready, chunks, segment, hv, v0, grad_states, scale):
@@ -182,21 +183,25 @@ def backward_maps(dtype, K, normalize):
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         reverse_skips: T.Tensor([sizes.segment_slots, H_v], "int32"),
         scale: T.float32,
+        short_last: T.int32,
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * (M_TILES + 2 * T.truncdiv(value_rows, V)),
+            sizes.segment_slots * H_v * (M_TILES + 2 * T.truncdiv(value_rows, V) * (1 + short_last)),
             threads=tile.threads,
             prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers(STAGES)
             value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
-            of_dZ = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v) * value_tiles)  # CTAs
-            is_dZ = T.alloc_var("int32", init=T.Select(cta < of_dZ, 1, 0))
-            piece = locate_cta(
-                T.Select(is_dZ != 0, cta, cta - of_dZ), H_v, T.Select(is_dZ != 0, value_tiles, value_tiles + M_TILES)
-            )
-            is_M = T.alloc_var("int32", init=T.Select(is_tile_of_M(is_dZ, piece.tile, value_tiles), 1, 0))
+            heads = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v))
+            of_dZ = T.alloc_var("int32", init=heads * value_tiles)  # CTAs
+            of_all = T.alloc_var("int32", init=heads * (M_TILES + 2 * value_tiles))
+            is_second = T.alloc_var("int32", init=T.Select(cta < of_all, 0, 1))
+            work = T.alloc_var("int32", init=cta - is_second * of_all)
+            is_dZ = T.alloc_var("int32", init=T.Select(work < of_dZ, 1, 0))
+            has_M = T.alloc_var("int32", init=1 - T.max(is_dZ, is_second))
+            piece = locate_cta(work - (1 - is_dZ) * of_dZ, H_v, value_tiles + has_M * M_TILES)
+            is_M = T.alloc_var("int32", init=T.Select(piece.tile >= value_tiles, 1, 0))  # after the tiles of Z
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
@@ -217,7 +222,8 @@ def backward_maps(dtype, K, normalize):
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
             segment = segment.and_also(slot=piece.slot)
-            needed = chunks_that_matter(segment, hv, which, chunks.matrices.gates, maps.skips, reverse_skips)
+            flags_out = (maps.skips, reverse_skips, short_last, is_second)
+            needed = chunks_that_matter(segment, hv, which, chunks.matrices.gates, *flags_out)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(tile.registers[0])

@@ -11,7 +11,10 @@
 The last segment of a sequence needs no map. In chunk_plan's map_segments some of these segments lack the flag LAST, so
 that they get a map. Their last chunk may be partial: `partial` is the instance for them.
 
-forward.cpp launches [segments * H_v * (K / V + value tiles)] CTAs: a CTA computes V rows of M^T or of Z^T, a tile.
+forward.cpp launches [segments * H_v * (K / V + value tiles)] CTAs: a CTA computes V rows of M^T or of Z^T, a tile. With
+`short_last` it launches value tiles more for each segment and head. These CTAs compute the Z of heads whose M is
+negligible, and the CTAs before them compute the others. So long maps come first: an SM has one CTA at a time, and the
+host does not know which maps are long.
 """
 
 from types import SimpleNamespace
@@ -156,8 +159,9 @@ def segment_maps(dtype, K, partial):
         )
 
     @T.macro
-    def first_chunk(segment, hv, which, gates, skips):
-        """The first chunk of the recurrence; the number of chunks if there is nothing to compute."""
+    def first_chunk(segment, hv, which, gates, skips, short_last, is_second):
+        """The first chunk of the recurrence; the number of chunks if there is nothing to compute. Ends a CTA whose map
+        another one computes."""
         start = T.alloc_var(
             "int32",
             init=extern(
@@ -168,6 +172,8 @@ def segment_maps(dtype, K, partial):
                 returns="int32",
             ),
         )
+        if (short_last != 0) & (which == MAP_Z) & (is_second != T.Select(start < 0, 0, 1)):
+            extern("leave")
         if (which == MAP_M) & (T.get_thread_binding() == 0):
             skips[segment.slot, hv] = T.Select(start < 0, 0, 1)
         if start < 0:
@@ -182,13 +188,23 @@ def segment_maps(dtype, K, partial):
         chunks: Chunks(sizes, dtype),
         maps: Maps(sizes, dtype, K),
         memory: Memory(sizes),
+        short_last: T.int32,
     ):
         with T.Kernel(
-            sizes.segment_slots * H_v * (M_TILES + T.truncdiv(value_rows, V)), threads=tile.threads, prelude=PRELUDE
+            sizes.segment_slots * H_v * (M_TILES + T.truncdiv(value_rows, V) * (1 + short_last)),
+            threads=tile.threads,
+            prelude=PRELUDE,
         ) as cta:
             tiles = make_tiles()
             ready = make_barriers(STAGES)
-            piece = locate_cta(cta, H_v, M_TILES + T.truncdiv(T.Cast("int32", value_rows), V))  # M after the tiles of Z
+            value_tiles = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", value_rows), V))
+            of_all = T.alloc_var(
+                "int32", init=T.Cast("int32", sizes.segment_slots * H_v) * (M_TILES + value_tiles)
+            )  # CTAs
+            is_second = T.alloc_var("int32", init=T.Select(cta < of_all, 0, 1))
+            piece = locate_cta(  # M comes after the tiles of Z
+                cta - is_second * of_all, H_v, T.Select(is_second != 0, value_tiles, M_TILES + value_tiles)
+            )
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
             m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
@@ -201,7 +217,7 @@ def segment_maps(dtype, K, partial):
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
             segment = segment.and_also(slot=piece.slot)
-            start = first_chunk(segment, piece.hv, which, chunks.matrices.gates, maps.skips)
+            start = first_chunk(segment, piece.hv, which, chunks.matrices.gates, maps.skips, short_last, is_second)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(tile.registers[0])
                 roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, m0, maps)
