@@ -426,19 +426,24 @@ def test_backward_segments_and_workspace(segment_chunks):
                 assert needed <= found.segments <= shape["N"] + chunk_slots(shape) // found.segment_chunks, shape
         if segment_chunks == -1 and found.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
             assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
-        # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates; V_new; h.
+        # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates.
         rows, K = tiles_of(shape) * TILE, instance_K(shape)
         normalize = shape.get("use_qk_l2norm", False)
         inside = normalize and not is_wide(shape) and not shape.get("fp16", False)  # no kernels for the l2norm alone
-        of_chunk = 2 * 10 * 16 * 16 * 2 + (2 * 5 + 2 * inside) * CHUNK * 4 + rows * CHUNK * 2 + K * rows * 2
-        if is_wide(shape):  # dS' and U
-            of_chunk += rows * CHUNK * 2 + K * rows * 2
+        of_chunk = 2 * 10 * 16 * 16 * 2 + (2 * 5 + 2 * inside) * CHUNK * 4
+        if is_wide(shape):  # dS'
+            of_chunk += K * rows * 2
         needed = chunk_slots(shape) * shape["H_v"] * of_chunk
+        if is_wide(shape):  # V_new and U
+            needed += 2 * shape["B"] * shape["T"] * shape["H_v"] * shape.get("V", 128) * 2
         needed += chunk_slots(shape) * K // 128 * shape["H_k"] * 4  # how many heads have added to dq and dk
         if normalize and not inside:  # normalized queries and keys, and by which factors
             needed += 2 * shape["B"] * shape["T"] * shape["H_k"] * (shape.get("K", 128) * 2 + 4)
-        if found.segment_chunks:  # the state before it, the gradient after it; its map in two parts; its skips
-            needed += found.segments * shape["H_v"] * (2 * rows * K * 4 + 2 * K * K * 2 + 2 * 4)
+        h, maps = chunk_slots(shape) * shape["H_v"] * K * rows * 2, 0
+        if found.segment_chunks:  # the state before it, the gradient after it; its skips; its map in two parts
+            needed += found.segments * shape["H_v"] * (2 * rows * K * 4 + 2 * 4)
+            maps = found.segments * shape["H_v"] * 2 * K * K * 2
+        needed += max(h, maps)  # in one place
         needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
         # dg and dbeta of each tile or, with wide keys, of each half of the channels; a chunk's part of dA_log and
         # ddt_bias; counters.

@@ -201,7 +201,7 @@ def backward_maps(dtype, K, normalize):
             is_dZ = T.alloc_var("int32", init=T.Select(work < of_dZ, 1, 0))
             has_M = T.alloc_var("int32", init=1 - T.max(is_dZ, is_second))
             piece = locate_cta(work - (1 - is_dZ) * of_dZ, H_v, value_tiles + has_M * M_TILES)
-            is_M = T.alloc_var("int32", init=T.Select(piece.tile >= value_tiles, 1, 0))  # after the tiles of Z
+            is_M = T.alloc_var("int32", init=T.Select(piece.tile >= value_tiles, 1, 0))  # M comes after the tiles of Z
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
             m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
