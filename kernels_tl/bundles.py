@@ -342,8 +342,8 @@ class BackwardTables(Bundle):
 
 
 class Replay(Bundle):
-    """The results of replay_states: h, S before each chunk, and V_new by tokens. chunk_backward has V_new in the memory
-    of dv, and replaces it chunk by chunk."""
+    """The results of replay_states: h, S before each chunk, and V_new by tokens. Except in halves, chunk_backward has
+    V_new in the memory of dv, and replaces it chunk by chunk."""
 
     def __init__(self, sizes, dtype, K):
         super().__init__(

@@ -114,7 +114,7 @@ FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_fa
 # Values that the producers store before their roles begin, and read once, in the instances with A and segments.
 FUSED_SEGMENTS_A_SPILLS = 16
 
-# Keyed by K.
+# Keyed by K. With K = 256 the warps that store spill addresses.
 REPLAY_STATES = {
     128: two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213),
     256: two_warpgroups(stages=2, registers=(232, 40), early_factors=0, shared=194.5, spills=20),

@@ -183,7 +183,7 @@ def backward_maps(dtype, K, normalize):
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         reverse_skips: T.Tensor([sizes.segment_slots, H_v], "int32"),
         scale: T.float32,
-        short_last: T.int32,
+        short_last: T.int32,  # whether further CTAs compute the short Z and dZ
     ):
         with T.Kernel(
             sizes.segment_slots * H_v * (M_TILES + 2 * T.truncdiv(value_rows, V) * (1 + short_last)),

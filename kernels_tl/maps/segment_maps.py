@@ -188,7 +188,7 @@ def segment_maps(dtype, K, partial):
         chunks: Chunks(sizes, dtype),
         maps: Maps(sizes, dtype, K),
         memory: Memory(sizes),
-        short_last: T.int32,
+        short_last: T.int32,  # whether further CTAs compute the short Z
     ):
         with T.Kernel(
             sizes.segment_slots * H_v * (M_TILES + T.truncdiv(value_rows, V) * (1 + short_last)),
