@@ -16,8 +16,8 @@ Where both are 1, M is left out. Both flags agree unless the bounds of some chun
 of a sequence has no Z, the first segment no dZ. The only segment of a sequence has no M.
 
 backward.cpp launches [segments * H_v * (K / V + 2 * value tiles)] CTAs: a CTA computes V rows of M^T, Z^T or dZ^T, a
-tile. dZ comes first, because it takes longest. With `short_last` it launches 2 value tiles more for each segment and
-head. These CTAs compute dZ and Z of heads whose M is negligible, as in segment_maps.
+tile. dZ comes first, because it takes longest. With `short_last` every tile of dZ and Z has a second CTA, as in
+segment_maps.
 """
 
 from types import SimpleNamespace

@@ -12,9 +12,9 @@ The last segment of a sequence needs no map. In chunk_plan's map_segments some o
 that they get a map. Their last chunk may be partial: `partial` is the instance for them.
 
 forward.cpp launches [segments * H_v * (K / V + value tiles)] CTAs: a CTA computes V rows of M^T or of Z^T, a tile. With
-`short_last` it launches value tiles more for each segment and head. These CTAs compute the Z of heads whose M is
-negligible, and the CTAs before them compute the others. So long maps come first: an SM has one CTA at a time, and the
-host does not know which maps are long.
+`short_last` every tile of Z has a second CTA, after all others. It computes Z if M is negligible, and the first CTA
+computes Z if M is not. So long maps come first: an SM has one CTA at a time, and the host does not know which maps are
+long.
 """
 
 from types import SimpleNamespace

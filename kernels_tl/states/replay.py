@@ -49,7 +49,7 @@ def store(state, values, states, rows, piece, segment, reverse):
     for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
         c = segment.chunks - 1 - step if reverse else step
         row, slot = segment.row_and_slot(c)
-        hv = T.alloc_var("int32", init=extern("kept", piece.hv, returns="int32"))
+        hv = T.alloc_var("int32", init=extern("kept", piece.hv, returns="int32"))  # addresses are computed in the loop
         v0 = T.alloc_var("int32", init=piece.v0 + w * ROWS)
         own = Stage(w, step % 2)
         own.wait_for(state.staged)
