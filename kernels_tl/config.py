@@ -27,7 +27,7 @@ from kernels_tl.layout import (
     DECODE_CTAS_ROWS,
     DECODE_CTAS_WIDE,
     DECODE_CTAS_WIDE_KEY_FIRST,
-    DECODE_ROWS_BUFFERED_MMA,
+    DECODE_PART_ROWS_MMA,
     DECODE_TILE,
     DECODE_WARP_ROWS,
     DECODE_WARP_ROWS_WIDE,
@@ -218,5 +218,5 @@ def decode_tile(K, path, state_bytes):
 # Keyed by whether tokens and states have one dtype.
 DECODE_BUFFERED = {
     False: decode_rows(DECODE_CTAS_BUFFERED),
-    True: Tile(tile=DECODE_ROWS_BUFFERED_MMA, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED_MMA),
+    True: Tile(tile=DECODE_PART_ROWS_MMA * DECODE_WARPS, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED_MMA),
 }

@@ -70,7 +70,7 @@ DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
 # decode_buffered; MMA: if tokens and states have one dtype of 16 bits.
 DECODE_BACKLOG = 32  # the longest backlog, a lane for each of its steps
 DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA = 7, 6  # CTAs that an SM holds at a time
-DECODE_ROWS_BUFFERED_MMA = 64  # value rows of a CTA
+DECODE_PART_ROWS_MMA = 16  # value rows of a part of a CTA
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
 # from one diagonal block of K K^T to the next. Two blocks' rows are read together, so they lie in different banks.

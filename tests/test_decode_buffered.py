@@ -220,18 +220,20 @@ def test_a_written_state_is_rounded_once(dtype, device):
 
 
 @pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-def test_a_sequence_does_not_depend_on_the_others(state_dtype, device):
-    """The bits are the same alone, whatever the positions of the others in their backlog."""
-    case = for_device(Case(T=4, B=4, K=128, V=72, state_dtype=state_dtype), device)
+@pytest.mark.parametrize("B", (4, 40))
+def test_a_sequence_does_not_depend_on_the_others(B, state_dtype, device):
+    """The bits are the same alone, whatever the positions of the others in their backlog. On a GPU larger batches have
+    larger CTAs."""
+    case = for_device(Case(T=4, B=B, slots=2 * B, K=128, V=72, state_dtype=state_dtype), device)
     call = make_call(case, 3, device)
-    positions = torch.tensor([2, 0, 1, 2], device=device)
+    positions = torch.tensor([2, 0, 1, 2] * (B // 4), device=device)
     for name in ("d_cache", "k_cache", "g_cache"):
         generator = torch.Generator().manual_seed(5)
         call[name].copy_(-0.1 * torch.rand(call[name].shape, generator=generator))
     written = ("state_pool", "d_cache", "k_cache", "g_cache")
     before = {name: call[name].clone() for name in written}
     o = decode_gated_delta_rule_buffered(**call | step_of(call, 0) | {"write_pos": positions})
-    for n in range(4):
+    for n in range(0, B, max(1, B // 3)):
         alone = {name: x[n : n + 1] for name, x in step_of(call, 0).items()} | {"write_pos": positions[n : n + 1]}
         alone |= {"state_indices": call["state_indices"][n : n + 1]} | {name: before[name].clone() for name in written}
         assert torch.equal(decode_gated_delta_rule_buffered(**call | alone), o[n : n + 1])

@@ -333,12 +333,31 @@ void launch(DecodeCall& call, const Tensor& o) {
                   instance, current_stream(call.q));
 }
 
-int64_t early_sequences(const BufferedDecodeCall& call) {
+// The grid of a call on states that lag. A CTA has `parts` parts of the value rows.
+struct BufferedGrid {
+  int64_t parts, early;
+};
+
+// The parts of a CTA by tensor cores: four or two. `ctas` counts the CTAs of a call with four. The SMs hold the CTAs of
+// two calls at a time, because the next call's CTAs prefetch while this call runs. Two parts are faster if the SMs then
+// hold all CTAs of two calls, and where four parts would spread unevenly: the SMs hold all CTAs of a call, and only
+// some of the next call's (benchmarks/notes/decode_buffered.md).
+int64_t parts_of_cta(int64_t ctas, int64_t at_a_time) {
+  const bool halves_of_two_calls_fit = 2 * (2 * ctas) <= at_a_time;
+  const bool next_call_fits_in_part = 2 * ctas > at_a_time && 4 * ctas <= 3 * at_a_time;
+  return halves_of_two_calls_fit || next_call_fits_in_part ? kDecodeWarps / 2 : kDecodeWarps;
+}
+
+BufferedGrid grid_of(const BufferedDecodeCall& call) {
   const bool by_tensor_cores = has_dtype(call.state_pool, call.dtype);
-  const int64_t rows = by_tensor_cores ? kDecodeRowsBufferedMma : kDecodeWarps * kDecodeWarpRows;
+  const int64_t part_rows = by_tensor_cores ? kDecodePartRowsMma : kDecodeWarpRows;
   const int64_t ctas_of_sm = by_tensor_cores ? kDecodeCtasBufferedMma : kDecodeCtasBuffered;
+  const int64_t at_a_time = gpu_of(call.q).card.sm_count * ctas_of_sm;
+  const auto ctas_of_sequence = [&](int64_t parts) { return call.H_v * ceil_div(call.V, parts * part_rows); };
+  const int64_t parts =
+      by_tensor_cores ? parts_of_cta(call.N * ctas_of_sequence(kDecodeWarps), at_a_time) : kDecodeWarps;
   const int64_t turns = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
-  return first_places(call.N, call.H_v * ceil_div(call.V, rows), turns, gpu_of(call.q).card.sm_count * ctas_of_sm);
+  return {parts, first_places(call.N, ctas_of_sequence(parts), turns, at_a_time)};
 }
 
 void launch(BufferedDecodeCall& call, const Tensor& o) {
@@ -348,6 +367,7 @@ void launch(BufferedDecodeCall& call, const Tensor& o) {
   const void* const states = table(call.op, call.state_indices, BufferedTable::kStates, kinds);
   const void* const positions = table(call.op, write_pos, BufferedTable::kPositions, kinds);
   const void* const flushes = table(call.op, call.force_flush, BufferedTable::kFlushes, kinds);
+  const BufferedGrid grid = grid_of(call);
   kernels::decode_buffered({.inputs = inputs_of(call),
                             .state_pool = call.state_pool.mutable_data_ptr(),
                             .backlog = {.d_cache = call.d_cache.mutable_data_ptr(),
@@ -361,7 +381,8 @@ void launch(BufferedDecodeCall& call, const Tensor& o) {
                                         .fp32_changes = has_dtype(call.d_cache, ScalarType::Float),
                                         .fp32_keys = has_dtype(call.k_cache, ScalarType::Float)},
                             .o = o.mutable_data_ptr(),
-                            .early = early_sequences(call),
+                            .parts = grid.parts,
+                            .early = grid.early,
                             .N = call.N,
                             .slots = call.slots(),
                             .slot_stride = call.state_pool.stride(0),

@@ -124,12 +124,12 @@ class TokenRows {
   using Left = LeftFactor<K>;
   enum Row { kKey, kQuery };
 
-  // Starts the copies. One thread calls it.
+  // Starts the copies, those of `row_count` rows of v. One thread calls it.
   template <typename Barrier>
   __device__ __forceinline__ void fetch(Barrier& loaded, const DecodeTokens& tokens, int64_t at, int first_row,
-                                        int key_dim, int value_dim) {
+                                        int row_count, int key_dim) {
     constexpr int kSize = sizeof(Element);
-    const int bytes = key_dim * kSize, bytes_of_v = min(kTileRows, value_dim - first_row) * kSize;
+    const int bytes = key_dim * kSize, bytes_of_v = row_count * kSize;
     loaded.arrive_and_expect_tx(2 * bytes + bytes_of_v);
     copy_bytes(rows_[kKey], 0, static_cast<const Element*>(tokens.k) + at * tokens.k_stride, bytes, loaded);
     copy_bytes(rows_[kQuery], 0, static_cast<const Element*>(tokens.q) + at * tokens.q_stride, bytes, loaded);
@@ -308,7 +308,7 @@ class BacklogKeys {
   const int steps_, key_dim_;
 };
 
-// The changes of a head's backlog. Each warp copies the changes of its own kRows value rows to shared memory.
+// The changes of a head's backlog in a part's kRows value rows. One warp of the part copies them to shared memory.
 template <typename Element, int kRows>
 class BacklogChanges {
  public:
@@ -316,16 +316,16 @@ class BacklogChanges {
     alignas(16) char of_steps[kDecodeBacklog][kRows * sizeof(float) + 16];  // padded: steps begin in different banks
   };
 
-  __device__ __forceinline__ BacklogChanges(Shared (&shared)[kDecodeWarps], const DecodeBacklog& backlog, int64_t slot,
-                                            int head, int steps, int value_dim)
-      : shared_(shared[threadIdx.x / kWarp]),
+  __device__ __forceinline__ BacklogChanges(Shared& shared, const DecodeBacklog& backlog, int64_t slot, int head,
+                                            int steps, int value_dim)
+      : shared_(shared),
         changes_(backlog.changes),
         first_(backlog.first_change(slot, head, value_dim)),
         is_fp32_(backlog.fp32_changes),
         steps_(steps),
         V_(value_dim) {}
 
-  // Starts asynchronous copies of the warp's rows, from first_row on.
+  // Starts asynchronous copies of the part's rows, from first_row on.
   __device__ __forceinline__ void fetch(int first_row) const {
     is_fp32_ ? copy<float>(first_row) : copy<Element>(first_row);
     commit_copies();
@@ -334,7 +334,7 @@ class BacklogChanges {
     wait_for_copies<0>();
     __syncwarp();
   }
-  // The changes of a step in kCount of the warp's rows.
+  // The changes of a step in kCount of the part's rows.
   template <int kCount>
   __device__ __forceinline__ void load(float (&x)[kCount], int step, int row) const {
     const char* const from = shared_.of_steps[step];

@@ -6,23 +6,25 @@
 
 namespace flash_qla::device {
 
-// StateRows of a state that lags: eight rows a warp, multiplied in fp32.
+// StateRows of a state that lags, multiplied in fp32. A CTA always has four parts of eight rows, one for each warp.
 template <typename Element, typename State, int K>
 class LaggingRows : public StateRows<State, K> {
  public:
   using Base = StateRows<State, K>;
   using typename Base::L;
+  static constexpr int kRows = kDecodeWarpRows;       // rows of a part
   static constexpr int kTileRows = kDecodeGroupRows;  // rows of a CTA
   using Token = TokenRows<Element, K, kTileRows>;
   using Keys = BacklogKeys<Element, K>;
-  using Changes = BacklogChanges<Element, kDecodeWarpRows>;
+  using Changes = BacklogChanges<Element, kRows>;
   using Tile = State[kTileRows * K];  // S_0 in shared memory: rows are as in memory
 
-  __device__ __forceinline__ LaggingRows(int first_row, int key_dim, int value_dim)
-      : Base(first_row + first_row_of_warp(), key_dim, value_dim) {}
+  __device__ __forceinline__ LaggingRows(int first_row, int key_dim, int value_dim, int)
+      : Base(first_row + part() * kRows, key_dim, value_dim) {}
 
-  __device__ __forceinline__ static int first_row_of_warp() { return warp() * kDecodeWarpRows; }
-  __device__ __forceinline__ static int own_row_in_tile() { return first_row_of_warp() + Base::own_row(); }
+  __device__ __forceinline__ static int part() { return threadIdx.x / kWarp; }
+  __device__ __forceinline__ static bool multiplies() { return true; }
+  __device__ __forceinline__ static int own_row_in_tile() { return part() * kRows + Base::own_row(); }
   // The lane's own row. The first half of the lanes that share rows hold changes, the other half outputs.
   __device__ __forceinline__ int own_row() const { return this->row_ + Base::own_row(); }
   __device__ __forceinline__ bool has_change() const {
@@ -114,16 +116,15 @@ class LaggingRows : public StateRows<State, K> {
  private:
   static_assert(L::kPieces == 1);
 
-  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
   // The lane's first channel. A lane without channels reads channel 0, and writes nothing.
   __device__ __forceinline__ int channel() const { return L::channel(0) < this->K_ ? L::channel(0) : 0; }
   __device__ __forceinline__ uint4 piece(const Tile& tile, int r) const {
-    const int row = first_row_of_warp() + r * L::kTogether + L::row_of_group();
+    const int row = part() * kRows + r * L::kTogether + L::row_of_group();
     return *reinterpret_cast<const uint4*>(tile + row * this->K_ + channel());
   }
   // The changes of a step in the lane's rows.
   __device__ __forceinline__ void load(float (&d)[L::kRows], const Changes& changes, int step) const {
-    float all[kDecodeWarpRows];
+    float all[kRows];
     changes.load(all, step, 0);
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r) {
@@ -146,12 +147,13 @@ struct LaggingOutputs {
   int64_t o_stride;
 };
 
-// The work of one CTA. `loaded` waits for two arrivals, `keys_loaded` for one.
+// The work of one CTA, which has `parts` parts of Rows::kRows value rows. `loaded` waits for two arrivals,
+// `keys_loaded` for one.
 template <typename Element, typename State, int K, typename Barrier>
 __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_loaded, const FirstSlots& slots,
                                                 const DecodeTokens& tokens, const DecodeBacklog& backlog,
-                                                const LaggingOutputs& outputs, int n, int first_row, int key_dim,
-                                                int value_dim) {
+                                                const LaggingOutputs& outputs, int n, int first_row, int parts,
+                                                int key_dim, int value_dim) {
   using Rows =
       std::conditional_t<std::is_same_v<Element, State>, MmaLaggingRows<Element, K>, LaggingRows<Element, State, K>>;
   alignas(128) __shared__ typename Rows::Tile tile;
@@ -161,7 +163,8 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   __shared__ BacklogFactors factors;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const bool has_gates = warp == factors.kGatesWarp;
-  const Rows rows(first_row, key_dim, value_dim);
+  const Rows rows(first_row, key_dim, value_dim, parts);
+  const int row_count = min(parts * Rows::kRows, value_dim - first_row);
   Element* const o = static_cast<Element*>(outputs.o) + n * outputs.o_stride;
 
   const SequenceEntries entries(slots, backlog, n);
@@ -170,7 +173,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
     raw.load(tokens, n);
   }
   if (threadIdx.x == kWarp) {
-    token_rows.fetch(loaded, tokens, n, first_row, key_dim, value_dim);
+    token_rows.fetch(loaded, tokens, n, first_row, row_count, key_dim);
   }
   const int64_t slot = entries.slot(slots, n);
   const int steps = entries.steps(backlog);
@@ -178,8 +181,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   State* const state = static_cast<State*>(outputs.pool) + slot * outputs.slot_stride;
   const typename Rows::Keys keys(shared_keys, backlog, slot, steps, key_dim);
   if (threadIdx.x == 0) {
-    const int bytes =
-        slot == kNoState ? 0 : min(Rows::kTileRows, value_dim - first_row) * key_dim * static_cast<int>(sizeof(State));
+    const int bytes = slot == kNoState ? 0 : row_count * key_dim * static_cast<int>(sizeof(State));
     loaded.arrive_and_expect_tx(bytes);
     if (bytes > 0) {
       copy_bytes(tile, 0, state + first_row * key_dim, bytes, loaded);
@@ -193,8 +195,10 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
     keys.fetch(keys_loaded);
   }
   __syncwarp();
-  const typename Rows::Changes changes(shared_changes, backlog, slot, tokens.head, steps, value_dim);
-  changes.fetch(first_row + rows.first_row_of_warp());
+  const typename Rows::Changes changes(shared_changes[rows.part()], backlog, slot, tokens.head, steps, value_dim);
+  if (rows.multiplies()) {
+    changes.fetch(first_row + rows.part() * Rows::kRows);
+  }
   if (has_gates) {
     float* const gates = backlog.gates + slot * backlog.gate_stride;
     const float of_step = lane < steps ? __ldcg(gates + lane) : 0.f, g = raw.g(tokens.activations);
@@ -208,17 +212,22 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   keys_loaded.wait(0);
   factors.set_products(keys, token_rows, steps, key_dim);
   typename Rows::Products products = {};
-  rows.multiply(products, tile, token_rows);
+  if (rows.multiplies()) {
+    rows.multiply(products, tile, token_rows);
+  }
   changes.await();
   __syncthreads();
   const LaggingToken token = factors.token(tokens);
-  const auto own = rows.advance(products, changes, factors, token, steps, token_rows.v(rows.own_row_in_tile()));
-  const float change = token.key * own.change;
-  rows.write_output(o, own.out);
+  float change = 0.f;
+  if (rows.multiplies()) {
+    const auto own = rows.advance(products, changes, factors, token, steps, token_rows.v(rows.own_row_in_tile()));
+    change = token.key * own.change;
+    rows.write_output(o, own.out);
+  }
   if (flush) {
     int same_row = first_row;
     make_opaque(same_row);  // otherwise the compiler keeps the rows' offsets in registers from their first use to here
-    return Rows(same_row, key_dim, value_dim)
+    return Rows(same_row, key_dim, value_dim, parts)
         .flush(state, tile, token_rows, keys, changes, factors, token.decay, change, steps);
   }
   if (rows.has_change()) {

@@ -23,15 +23,16 @@ l2norm.
 
 d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [tiles of value rows, H_v, N] CTAs.
 
+- A CTA has `parts` parts of the value rows. One warp of a part copies the part's changes and computes its outputs.
 - One bulk copy brings a CTA's rows of S_0 to shared memory; other bulk copies bring the token and the backlog's keys.
-  Each warp copies the changes of its own rows.
 - All value rows need some numbers, which the warps compute once for the CTA (decode/decode_factors.cuh). One warp
   computes the gates, one the products k^T k, k^T q and q^T q. Two warps multiply the backlog's keys with k and q on
   tensor cores: a left factor is 16 keys, the right factor has k and q as columns.
-- If S_0 has the dtype of the tokens, its rows are left factors, too: 16 rows a warp (decode/decode_buffered_mma.cuh).
-  The l2norm is applied to the products, so the factors of the mmas are exact. To write the state, the CTA multiplies
-  changes and keys in TF32. Keys are exact in TF32; a change has two parts.
-- Other states are multiplied in fp32, eight rows a warp (decode/decode_buffered.cuh).
+- If S_0 has the dtype of the tokens, its rows are left factors, too (decode/decode_buffered_mma.cuh). A part has 16
+  rows. A CTA has four parts or, in small calls, two. Then the warps of the gates and of the first keys have no rows, so
+  rows do not wait for these factors in turn. The l2norm is applied to the products, so the factors of the mmas are exact. To write the state,
+  the CTA multiplies changes and keys in TF32. Keys are exact in TF32; a change has two terms.
+- Other states are multiplied in fp32 (decode/decode_buffered.cuh): four parts of eight rows.
 - The lanes that share a row share the backlog's steps. Each lane adds its steps to its own part of the sums S_0 k and
   S_0 q, so the sums over the steps need no reduction of their own.
 
@@ -44,7 +45,7 @@ from build_tools.bundle import Bundle
 from kernels_tl.config import DECODE_BUFFERED
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.decode.decode import DecodeInputs
-from kernels_tl.layout import BufferedTable
+from kernels_tl.layout import DECODE_WARPS, BufferedTable
 
 # inputs of prefetch_state and prefetch_backlog
 EARLY = {name: after(HINT) for name in ("state_indices", "state_pool", "write_pos", "d_cache", "k_cache", "g_cache")}
@@ -107,6 +108,7 @@ def decode_buffered(dtype, K, state_dtype):
     strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "d_slot", "k_slot", "g_slot")}
     element, state_element = element_type(dtype), element_type(state_dtype)
     cta = DECODE_BUFFERED[state_dtype == dtype]
+    PART_ROWS = cta.tile // DECODE_WARPS
 
     @T.prim_func
     def main(
@@ -118,9 +120,14 @@ def decode_buffered(dtype, K, state_dtype):
         ),
         backlog: DecodeBacklog(N, slots, inputs, length, strides),
         o: T.Tensor([N, H_v, value_dim], dtype),
+        parts: T.int32,  # parts of PART_ROWS value rows of a CTA
         early: T.int32,  # the first sequences, whose CTAs prefetch before the preceding grid has ended
     ):
-        with T.Kernel(T.ceildiv(value_dim, cta.tile), H_v, N, threads=cta.threads, prelude=PRELUDE) as (tile, hv, n):
+        with T.Kernel(T.ceildiv(value_dim, parts * PART_ROWS), H_v, N, threads=cta.threads, prelude=PRELUDE) as (
+            tile,
+            hv,
+            n,
+        ):
             T.annotate_min_blocks_per_sm(cta.ctas)
             loaded, keys_loaded = T.alloc_barrier([2]), T.alloc_barrier([1])
             if n < early:
@@ -129,7 +136,7 @@ def decode_buffered(dtype, K, state_dtype):
                     backlog.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern("DecodeShare", n, tile * cta.tile, cta.tile),
+                    extern("DecodeShare", n, tile * parts * PART_ROWS, parts * PART_ROWS),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )
@@ -161,7 +168,8 @@ def decode_buffered(dtype, K, state_dtype):
                     T.Cast("int64", H_v) * value_dim,
                 ),
                 n,
-                tile * cta.tile,
+                tile * parts * PART_ROWS,
+                parts,
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
             )

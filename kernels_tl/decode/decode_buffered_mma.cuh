@@ -6,29 +6,33 @@
 
 namespace flash_qla::device {
 
-// A lane's two rows are neighbours. Row lane / 4 of a fragment is row 2 (lane / 4) of the warp; row lane / 4 + 8 of the
-// fragment is the warp's next row.
+// A CTA has `parts` parts of 16 rows: 1, 2 or 4. The first warp of a part computes its products and outputs. All warps
+// of the part write its state, each some of the channels.
+//
+// A lane's two rows are neighbours. Row lane / 4 of a fragment is row 2 (lane / 4) of the part; row lane / 4 + 8 of the
+// fragment is the part's next row.
 template <typename Element, int K>
 class MmaLaggingRows {
  public:
-  static constexpr int kRows = 16;                        // rows of a warp
-  static constexpr int kTileRows = kRows * kDecodeWarps;  // rows of a CTA
+  static constexpr int kRows = kDecodePartRowsMma;        // rows of a part
+  static constexpr int kTileRows = kRows * kDecodeWarps;  // most rows of a CTA
   using Left = LeftFactor<K>;
   using Token = TokenRows<Element, K, kTileRows>;
   using Keys = BacklogKeys<Element, K>;
   using Changes = BacklogChanges<Element, kRows>;
   using Tile = Element[kTileRows * K];  // S_0 in shared memory: rows are as in memory
 
-  __device__ __forceinline__ MmaLaggingRows(int first_row, int key_dim, int value_dim)
-      : row_(first_row + row_in_tile()), K_(key_dim), V_(value_dim) {}
+  __device__ __forceinline__ MmaLaggingRows(int first_row, int key_dim, int value_dim, int parts)
+      : parts_(parts), row_(first_row + row_in_tile()), K_(key_dim), V_(value_dim) {}
 
-  __device__ __forceinline__ static int first_row_of_warp() { return warp() * kRows; }
-  __device__ __forceinline__ static int own_row_in_tile() { return row_in_tile() + lane() % 2; }
+  __device__ __forceinline__ int part() const { return warp() * parts_ / kDecodeWarps; }
+  __device__ __forceinline__ bool multiplies() const { return share() == 0; }
+  __device__ __forceinline__ int own_row_in_tile() const { return row_in_tile() + lane() % 2; }
   // The lane's own row. Four lanes share two rows: the first two lanes hold their changes, the other two their outputs.
   __device__ __forceinline__ int own_row() const { return row_ + lane() % 2; }
-  __device__ __forceinline__ bool has_change() const { return lane() % 4 < 2 && row_ < V_; }
+  __device__ __forceinline__ bool has_change() const { return multiplies() && lane() % 4 < 2 && row_ < V_; }
   __device__ __forceinline__ void write_output(Element* o, float out) const {
-    if (lane() % 4 >= 2 && row_ < V_) {
+    if (multiplies() && lane() % 4 >= 2 && row_ < V_) {
       o[own_row()] = from_float(Element(), out);
     }
   }
@@ -55,7 +59,7 @@ class MmaLaggingRows {
           if (const int step = first + i + lane() % 4; step < steps) {
             const float2 factor = factors.of_sums(step);
             float d[2];
-            changes.load(d, step, row_in_warp());
+            changes.load(d, step, row_in_part());
             sums[0] += factor.x * d[0];
             sums[1] += factor.x * d[1];
             sums[2] += factor.y * d[0];
@@ -77,10 +81,14 @@ class MmaLaggingRows {
   __device__ __forceinline__ void flush(Element* state, const Tile& tile, const Token& token, const Keys& keys,
                                         const Changes& changes, const BacklogFactors& factors, float decay,
                                         float change, int steps) const {
-    keys.arrange(token);
-    const float own[2] = {__shfl_sync(~0u, change, 0, 4), __shfl_sync(~0u, change, 1, 4)};
+    __shared__ float change_of_row[kTileRows];
+    if (has_change()) {
+      change_of_row[own_row_in_tile()] = change;
+    }
+    keys.arrange(token);  // all threads of the CTA wait for each other
+    const float own[2] = {change_of_row[row_in_tile()], change_of_row[row_in_tile() + 1]};
 #pragma unroll 1
-    for (int turn = 0; turn < Left::kTurns; ++turn) {
+    for (int turn = share(); turn < Left::kTurns; turn += shares()) {
       float S[4][4];  // four pairs of channels: the pair of the first row, then of the second
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -104,7 +112,7 @@ class MmaLaggingRows {
           const int step = first + 4 * i + lane() % 4;
           const float factor = factors.of_state(step);
           float d[2];
-          changes.load(d, step, row_in_warp());
+          changes.load(d, step, row_in_part());
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float x = step < steps ? factor * d[half] : step == steps ? own[half] : 0.f;
@@ -138,15 +146,18 @@ class MmaLaggingRows {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
+  // The number of the part's warps, and the warp's place among them.
+  __device__ __forceinline__ int shares() const { return kDecodeWarps >> (__ffs(parts_) - 1); }
+  __device__ __forceinline__ int share() const { return warp() & (shares() - 1); }
   // The first of the lane's two rows.
-  __device__ __forceinline__ static int row_in_warp() { return lane() / 4 * 2; }
-  __device__ __forceinline__ static int row_in_tile() { return first_row_of_warp() + row_in_warp(); }
+  __device__ __forceinline__ static int row_in_part() { return lane() / 4 * 2; }
+  __device__ __forceinline__ int row_in_tile() const { return part() * kRows + row_in_part(); }
   __device__ __forceinline__ bool is_there(int turn) const { return row_ < V_ && 8 * Left::piece_of(turn) < K_; }
   __device__ __forceinline__ uint4 piece(const Tile& tile, int turn, int half) const {
     return *reinterpret_cast<const uint4*>(tile + (row_in_tile() + half) * K_ + 8 * Left::piece_of(turn));
   }
 
-  const int row_, K_, V_;
+  const int parts_, row_, K_, V_;
 };
 
 }  // namespace flash_qla::device

@@ -36,7 +36,7 @@ struct LaggingToken {
 // The numbers that all value rows of a CTA share, in shared memory. Each warp computes a part of them.
 class BacklogFactors {
  public:
-  static constexpr int kGatesWarp = kDecodeWarps - 1, kTokenWarp = 0, kFirstTileWarp = 1;
+  static constexpr int kGatesWarp = 3, kTokenWarp = 2, kFirstTileWarp = 1;  // warp 0 has the second tile
 
   // The gates warp calls it. of_token is the token's decay. g is the log decay of the lane's step, 0 without a step.
   __device__ __forceinline__ void set_decays(float of_token, float beta, float g) {
@@ -58,11 +58,11 @@ class BacklogFactors {
   // undefined.
   template <typename Keys, typename Token>
   __device__ __forceinline__ void set_products(const Keys& keys, const Token& token, int steps, int key_dim) {
-    static_assert(kFirstTileWarp + Keys::kTiles <= kDecodeWarps);
-    const int warp = threadIdx.x / kWarp, tile = warp - kFirstTileWarp, lane = threadIdx.x % kWarp;
+    static_assert(kFirstTileWarp + 1 == Keys::kTiles);
+    const int warp = threadIdx.x / kWarp, tile = kFirstTileWarp - warp, lane = threadIdx.x % kWarp;
     if (warp == kTokenWarp) {
       token.multiply_self(key_dim, [&](int row, float with_k, float with_q) { of_token_[row] = {with_k, with_q}; });
-    } else if (tile < Keys::kTiles && tile * Keys::kTile < steps) {
+    } else if (tile >= 0 && tile * Keys::kTile < steps) {
       const int first = tile * Keys::kTile + lane / 4;
       float sums[4] = {};
       token.multiply(sums, key_dim,
