@@ -16,6 +16,7 @@ namespace {
 constexpr double kStart = 5.4;                           // the first launch, and chunk_matrices' first CTA
 constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
 constexpr double kStartFused = 7.0;                      // fused_forward around a CTA's chunks
+constexpr double kStartFusedA = 1;                       // the same, further, if it writes A
 constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
 constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
 constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
@@ -201,7 +202,7 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s, double mor
   const double chunks = s.H_v * s.total;
   const double bytes =
       chunks * (s.tiles * 2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
-  return kStartFused +
+  return kStartFused + (shape.low_level ? kStartFusedA : 0) +
          std::max(cycles_us(shape, s.in_turns * chunk + (s.turns - 1) * kTurnFused) + bytes_us(shape, waits),
                   bytes_us(shape, bytes + states));
 }
