@@ -30,8 +30,8 @@ d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launc
   tensor cores: a left factor is 16 keys, the right factor has k and q as columns.
 - If S_0 has the dtype of the tokens, its rows are left factors, too (decode/decode_buffered_mma.cuh). A part has 16
   rows. A CTA has four parts or, in small calls, two. Then the warps of the gates and of the first keys have no rows, so
-  rows do not wait for these factors in turn. The l2norm is applied to the products, so the factors of the mmas are exact. To write the state,
-  the CTA multiplies changes and keys in TF32. Keys are exact in TF32; a change has two terms.
+  rows do not wait for these factors in turn. The l2norm is applied to the products, so the factors of the mmas are
+  exact. To write the state, the CTA multiplies changes and keys in TF32. Keys are exact there; a change has two terms.
 - Other states are multiplied in fp32 (decode/decode_buffered.cuh): four parts of eight rows.
 - The lanes that share a row share the backlog's steps. Each lane adds its steps to its own part of the sums S_0 k and
   S_0 q, so the sums over the steps need no reduction of their own.
