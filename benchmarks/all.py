@@ -105,7 +105,7 @@ PROCESSES = [
         | {"mixed": 5, "prefill": 20, "head_dims": 8, "head_dims_step": 12, "wide": 8, "wide_step": 12}
         | {"wide_decode": 6, "dispatch": 15, "accuracy": 40, "host": 40},
     ),
-    Process("flashinfer", {"forward": 25, "mixed": 5}),
+    Process("flashinfer", {"forward": 25, "mixed": 5, "prefill": 8}),
     Process("flash_qla_jit", {"forward": 35, "backward": 25}),
     Process("fla", {"plain": 15, "forward": 30, "head_dims": 10}, FLA_TRITON),
     Process("vllm", {"decode": 20, "drafts": 10}, FLA_TRITON),

@@ -151,7 +151,8 @@ def load_flash_qla_jit() -> Package:
     return Package(version, prepare, lambda outputs, _: (outputs[2], outputs[4]))
 
 
-def load_flashinfer() -> Package:
+def flashinfer_function() -> tuple[str, Callable]:
+    """FlashInfer's version, and its chunk_gated_delta_rule."""
     try:
         from fi_aot import __version__, chunk_gated_delta_rule
     except ModuleNotFoundError as error:
@@ -159,23 +160,32 @@ def load_flashinfer() -> Package:
             raise
         from flashinfer import __version__
         from flashinfer.gdn_prefill import chunk_gated_delta_rule
+    return __version__, chunk_gated_delta_rule
+
+
+def flashinfer_arguments(inputs: dict) -> dict:
+    """Arguments of FlashInfer's function, without states."""
+    cu_seqlens = inputs["cu_seqlens"].int()
+    arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")} | {"scale": inputs["scale"]}
+    return arguments | {
+        "g": inputs["g"][0].exp(),  # FlashInfer's g is the decay itself
+        "output_final_state": True,
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": cu_seqlens.diff().max().item(),
+        "use_cp": "auto",
+        "output": torch.empty_like(arguments["v"]),
+    }
+
+
+def load_flashinfer() -> Package:
+    version, chunk_gated_delta_rule = flashinfer_function()
 
     def prepare(inputs, _):
-        cu_seqlens = inputs["cu_seqlens"].int()
-        arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")} | {"scale": inputs["scale"]}
-        arguments |= {
-            "g": inputs["g"][0].exp(),  # FlashInfer's g is the decay itself
-            "initial_state": inputs["initial_state"].mT.contiguous(),
-            "output_final_state": True,
-            "cu_seqlens": cu_seqlens,
-            "max_seqlen": cu_seqlens.diff().max().item(),
-            "use_cp": "auto",
-        }
-        arguments["output"] = torch.empty_like(arguments["v"])
+        arguments = flashinfer_arguments(inputs) | {"initial_state": inputs["initial_state"].mT.contiguous()}
         arguments["output_state"] = torch.empty_like(arguments["initial_state"])
         return lambda: chunk_gated_delta_rule(**arguments)
 
-    return Package(__version__, prepare, lambda outputs, _: (outputs[0][None], outputs[1].mT))
+    return Package(version, prepare, lambda outputs, _: (outputs[0][None], outputs[1].mT))
 
 
 LOADERS = {

@@ -621,6 +621,10 @@ def prefill(data: Data) -> str:
     def key_of(cell: dict) -> tuple[str, str]:
         return place(cell), cell["state_dtype"]
 
+    def of_package(card: Card, package: str) -> dict[tuple[str, str], dict]:
+        cells = card.cells("prefill")
+        return {key_of(cell): cell["ms"] for cell in cells if cell.get("package", "flash_qla") == package}
+
     keys = {
         key_of(cell): [heads_of(cell), cell["sequences"], cell["state_dtype"]]
         for card in data.cards
@@ -628,7 +632,7 @@ def prefill(data: Data) -> str:
     }
 
     def columns(card: Card) -> list[Column]:
-        found = {key_of(cell): cell["ms"] for cell in card.cells("prefill")}
+        found, peer = of_package(card, "flash_qla"), of_package(card, "flashinfer")
 
         def over(key, way: str) -> float | None:
             ms = found.get(key, {})
@@ -637,7 +641,13 @@ def prefill(data: Data) -> str:
         if not found:
             return []
         op = ("op, ms", lambda key: number(found.get(key, {}).get("op"), ".3f"))
-        return [op, *((name, lambda key, way=way: number(over(key, way))) for way, name in WAYS.items())]
+        ways = [(name, lambda key, way=way: number(over(key, way))) for way, name in WAYS.items()]
+
+        def faster_peer(key) -> float | None:
+            """FlashInfer's faster way over the pool."""
+            return min(peer[key].values()) / found[key]["pool"] if key in peer and key in found else None
+
+        return [op, *ways, *([("FlashInfer", lambda key: number(faster_peer(key)))] if peer else [])]
 
     return sections_table(data, keys, ["q/k x v heads", "sequences", "states"], columns, "prefill")
 

@@ -385,24 +385,60 @@ def test_report_of_decoding(capsys):
     assert third == "fp32: best peer over flash_qla 1.500 in the geometric mean, 1.50 at least"
 
 
+def prefill_calls(lengths, package="flash_qla"):
+    return prefill.CALLS[package](prefill.Case(1, 2, lengths, (24, 40), torch.float32))
+
+
 def test_ways_of_the_prefill(on_cpu):
     """All calls give the same results. Without a checkpoint the call with checkpoints is not timed."""
-    calls = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)
+    calls = prefill_calls([300, 70])
     outputs = {way: call() for way, call in calls.items() if way != "gathered"}
     assert list(outputs) == ["op", "pool", "checkpoints", "blocks", "invariant", "resumable"]
-    assert "checkpoints" not in prefill.calls_of(1, 2, [70], (24, 40), torch.float32)
-    first = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)["op"]()
-    for way in ("op", "pool"):  # each on a pool of its own, as the first call finds it
-        o = prefill.calls_of(1, 2, [300, 70], (24, 40), torch.float32)[way]()
-        torch.testing.assert_close(o, first)
+    assert "checkpoints" not in prefill_calls([70])
+    first = prefill_calls([300, 70])["op"]()
+    for way in ("op", "gathered", "pool"):  # each on a pool of its own, as the first call finds it
+        torch.testing.assert_close(prefill_calls([300, 70])[way](), first)
 
 
-def test_cell_of_the_prefill(on_cpu):
-    cell = prefill.cell_of(1, 2, "512+70", "bf16", options())
+def test_ways_of_flashinfers_prefill(on_cpu, monkeypatch):
+    """A stand-in with FlashInfer's arguments, computed by our op: both ways give the op's results and final states."""
+
+    def stand_in(q, k, v, g, beta, *, cu_seqlens, output, output_state, initial_state, state_indices=None, **options):
+        assert options.pop("output_final_state") and options.pop("use_cp") == "auto"
+        assert options.pop("max_seqlen") == 300 and cu_seqlens.dtype == torch.int32
+        rows = slice(None) if state_indices is None else state_indices.long()
+        inputs = {"q": q, "k": k, "v": v, "g": g.log(), "beta": beta}
+        o, states = torch.ops.flash_qla.chunk_gated_delta_rule(
+            **{name: x[None] for name, x in inputs.items()},
+            **options,
+            initial_state=initial_state[rows],
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            state_v_first=True,
+        )
+        output.copy_(o[0])
+        output_state[rows] = states
+        return output, output_state
+
+    monkeypatch.setattr(prefill, "flashinfer_function", lambda: ("1.0", stand_in))
+    expected = prefill.Case(1, 2, [300, 70], (24, 40), torch.float32)
+    first = prefill.flash_qla_calls(expected)["pool"]()
+    for way in ("gathered", "pool"):
+        case = prefill.Case(1, 2, [300, 70], (24, 40), torch.float32)
+        torch.testing.assert_close(prefill.flashinfer_calls(case)[way](), first)
+        torch.testing.assert_close(case.pool, expected.pool)
+
+
+def test_cell_of_the_prefill(on_cpu, capsys):
+    cell = prefill.cell_of("flash_qla", 1, 2, "512+70", "bf16", options())
     assert cell["checkpoint_bytes"] == 2 * 2 * 24 * 40 * 2 and set(cell["ms"].values()) == {1.0}
-    cell["ms"] |= {"op": 2.0, "pool": 2.0, "gathered": 3.0, "checkpoints": 2.5}
+    cell["ms"] |= {"op": 1.0, "pool": 2.0, "gathered": 3.0, "checkpoints": 2.5}
     line = prefill.line_of(cell | {"checkpoint_bytes": 5e8})
-    assert "gathered 1.500, pool 1.000, checkpoints 1.250" in line and line.endswith("checkpoints at 1000 GB/s")
+    assert "gathered 1.500, checkpoints 1.250" in line and line.endswith("checkpoints at 1000 GB/s")
+    prefill.report([cell, cell | {"package": "flashinfer", "ms": {"gathered": 6.0, "pool": 3.0}}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gathered over the op: 3.000 in the geometric mean, 3.000 at most"
+    assert lines[-1] == "FlashInfer's pool over our pool: 1.500, 1.500 at least"
 
 
 def test_later_file_counts(results, tmp_path):
@@ -646,6 +682,24 @@ def test_every_table_without_results(tmp_path):
     data = report.load(tmp_path)
     for table in (*report.TABLES.values(), report.readme_forward):
         assert not re.search(r"\d[.%]", table(data))
+
+
+def test_table_of_the_prefill():
+    """FlashInfer's faster way, over the pool. Cells without a package are flash_qla's."""
+    cell = {
+        "heads": "2x8",
+        "sequences": "1x8192",
+        "state_dtype": "bf16",
+        "ms": {"op": 0.5, "gathered": 1.0, "pool": 0.6},
+    }
+    peer = cell | {"package": "flashinfer", "ms": {"gathered": 0.9, "pool": 1.2}}
+
+    def table_of(*cells):
+        section = {"environment": {"driver": "580", "torch": "2.11"}, "cells": list(cells)}
+        return report.prefill(report.Data([report.Card("H100", {}, {"prefill": section}, None)], {}, []))
+
+    assert "| 2x8 | 1x8192 | bf16 | 0.500 | 2.00 | 1.20 | - | - |" in table_of(cell)
+    assert "| 2x8 | 1x8192 | bf16 | 0.500 | 2.00 | 1.20 | - | - | 1.50 |" in table_of(cell, peer)
 
 
 def test_table_of_checkpoints(tmp_path):
