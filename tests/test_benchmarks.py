@@ -385,8 +385,8 @@ def test_report_of_decoding(capsys):
     assert third == "fp32: best peer over flash_qla 1.500 in the geometric mean, 1.50 at least"
 
 
-def prefill_calls(lengths, package="flash_qla"):
-    return prefill.CALLS[package](prefill.Case(1, 2, lengths, (24, 40), torch.float32))
+def prefill_calls(lengths):
+    return prefill.flash_qla_calls(prefill.Case(1, 2, lengths, (24, 40), torch.float32))
 
 
 def test_ways_of_the_prefill(on_cpu):
@@ -435,7 +435,8 @@ def test_cell_of_the_prefill(on_cpu, capsys):
     cell["ms"] |= {"op": 1.0, "pool": 2.0, "gathered": 3.0, "checkpoints": 2.5}
     line = prefill.line_of(cell | {"checkpoint_bytes": 5e8})
     assert "gathered 1.500, checkpoints 1.250" in line and line.endswith("checkpoints at 1000 GB/s")
-    prefill.report([cell, cell | {"package": "flashinfer", "ms": {"gathered": 6.0, "pool": 3.0}}])
+    peer = cell | {"package": "flashinfer", "ms": {"gathered": 6.0, "pool": 3.0}}
+    prefill.report([cell, peer, peer | {"sequences": "1x64"}])  # the last one without a time of flash_qla
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gathered over the op: 3.000 in the geometric mean, 3.000 at most"
     assert lines[-1] == "FlashInfer's pool over our pool: 1.500, 1.500 at least"

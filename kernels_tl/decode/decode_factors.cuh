@@ -58,7 +58,7 @@ class BacklogFactors {
   // undefined.
   template <typename Keys, typename Token>
   __device__ __forceinline__ void set_products(const Keys& keys, const Token& token, int steps, int key_dim) {
-    static_assert(kFirstTileWarp + 1 == Keys::kTiles);
+    static_assert(kFirstTileWarp + 1 == Keys::kTiles && kGatesWarp < kDecodeWarps);
     const int warp = threadIdx.x / kWarp, tile = kFirstTileWarp - warp, lane = threadIdx.x % kWarp;
     if (warp == kTokenWarp) {
       token.multiply_self(key_dim, [&](int row, float with_k, float with_q) { of_token_[row] = {with_k, with_q}; });
