@@ -69,7 +69,7 @@ SECTIONS = {
     "plain": [PLAIN],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
     "options": [
-        "forward --gates bench --variants nocp,l2norm,output_h,v_first,fp16 --heads 16x32,2x8 "
+        "forward --gates bench --variants nocp,l2norm,output_h,v_first,fp16,unknown --heads 16x32,2x8 "
         "--sequences 1x8192,4096x8,1024x8,ragged32"
     ],
     "mixed": ["forward --gates bench --variants op --heads 2x8,4x16,8x24,8x32 --sequences 16384+2048x8"],

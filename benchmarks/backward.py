@@ -45,6 +45,7 @@ from common import (
     gradient_errors,
     head_dims_field,
     heads_of,
+    longest_sequence,
     make_inputs,
     parse_heads,
     parse_lengths,
@@ -116,8 +117,10 @@ class Step:
 
 def inputs_of(package: str, *args, **kwargs) -> tuple[dict, dict]:
     """make_inputs with gradients. FlashQLA takes cu_seqlens in int32, and the same tensor in each call, because its
-    caches go by identity, and a miss while a graph is captured is an error."""
+    caches go by identity, and a miss while a graph is captured is an error. flash_qla also takes the longest length."""
     inputs, output_gradients = make_inputs(*args, gradients=True, **kwargs)
+    if package == "flash_qla":
+        inputs["max_seqlen"] = longest_sequence(inputs)
     if package == "flash_qla_jit":
         inputs["cu_seqlens"] = inputs["cu_seqlens"].int()
     return inputs, output_gradients

@@ -9,9 +9,10 @@ of several lengths, the last two with both value tiles, and segments also in the
 channels there is one value tile, and no one kernel. A choice may leave the decision to the device: N > M cuts after N
 chunks if a sequence has more than M, and N > M : V otherwise takes value tile V, or the one kernel (fused).
 
-The model knows only the average length of a batch. For its choice it predicts an expectation over batches of that
-average. For the other modes it predicts equal sequences, which shows how good its constants are. Inputs and timing are
-those of forward.py, with gates "bench". The backward, timed as in backward.py, has no modes except segments.
+For its choice the model knows the longest length of a batch. With --unknown it knows only the average, from which it
+predicts an expectation. For the other modes it predicts equal sequences, which shows how good its constants are. Inputs
+and timing are those of forward.py, with gates "bench". The backward, timed as in backward.py, has no modes except
+segments.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Forward:
                     yield mode | {"fused_segments": True}
 
     @staticmethod
-    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]):
-        arguments = make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True}
+    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
+        arguments = make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True, **known}
         return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
 
     def __init__(self):
@@ -99,8 +100,9 @@ class Backward:
             yield {"segment_chunks": segment_chunks}
 
     @staticmethod
-    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int]):
-        return flash_qla_backward(*make_inputs(H_k, H_v, lengths, head_dims, gradients=True))
+    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
+        inputs, output_gradients = make_inputs(H_k, H_v, lengths, head_dims, gradients=True)
+        return flash_qla_backward(inputs | known, output_gradients)
 
     def __init__(self):
         from flash_qla import _C, testing
@@ -125,7 +127,8 @@ def measure(package: str, options) -> Iterator[dict]:
     for H_k, H_v in parse_heads(options.heads):
         for text in options.sequences.split(","):
             lengths = parse_lengths(text)
-            call = direction.call(H_k, H_v, lengths, options.head_dims)
+            known = {} if options.unknown else {"max_seqlen": max(lengths)}
+            call = direction.call(H_k, H_v, lengths, options.head_dims, known)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
             for mode in ({}, *direction.modes(H_v, options.head_dims, lengths, card["sm_count"])):
@@ -134,7 +137,7 @@ def measure(package: str, options) -> Iterator[dict]:
                     if mode and equal:
                         found = direction.dispatch(N, T // N, N, H_k, H_v, **card, varlen=False, K=K, V=V)
                     else:
-                        found = direction.dispatch(1, T, N, H_k, H_v, **card, K=K, V=V)
+                        found = direction.dispatch(1, T, N, H_k, H_v, **card, K=K, V=V, **known)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
@@ -189,6 +192,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_timing_arguments(parser, HEADS, SEQUENCES, samples=5)
     parser.set_defaults(sample_ms=3.0)
     parser.add_argument("--backward", action="store_true", help="the backward's modes")
+    parser.add_argument("--unknown", action="store_true", help="call without max_seqlen")
     parser.add_argument("--report", metavar="FILE", help="print a report on these results, and measure nothing")
     return parser
 

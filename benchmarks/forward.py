@@ -3,7 +3,7 @@
     python benchmarks/forward.py --out FILE.json
     python benchmarks/forward.py --packages flash_qla,fla --heads 16x32,2x8 --sequences 1x8192,4096x8 --gates bench
     python benchmarks/forward.py --packages flash_qla,fla --heads 30x30 --head-dims 96x192
-    python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,op
+    python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,unknown,op
     python benchmarks/forward.py --report FILE.json
 
 Packages, each by its function below autograd:
@@ -19,11 +19,12 @@ folders that their own variables name, such as TRITON_CACHE_DIR and TILELANG_CAC
 
 Inputs: packed bf16 sequences, L2-normalised q and k, gates as in common.make_inputs, beta = sigmoid(randn), an fp32
 initial state; the final state is returned. Inputs in another form (FlashInfer takes e^g, and states with V first) are
-computed beforehand. A package that does not support the --head-dims has errors instead of times. Time: median over
-samples, each the replay of a CUDA graph that holds several calls. Workspace: the bytes that a call takes from torch's
-allocator beyond its results. Outputs are compared twice: with the fp64 recurrence on a short batch of each head count
-(relative L2), and, by sketches, with those of flash_qla on the inputs of every cell. The file is long because each peer
-takes the inputs in another form.
+computed beforehand. flash_qla and FlashInfer are told how long the longest sequence is. FlashQLA and FLA read the
+lengths on the host before they are timed. A package that does not support the --head-dims has errors instead of times.
+Time: median over samples, each the replay of a CUDA graph that holds several calls. Workspace: the bytes that a call
+takes from torch's allocator beyond its results. Outputs are compared twice: with the fp64 recurrence on a short batch
+of each head count (relative L2), and, by sketches, with those of flash_qla on the inputs of every cell. The file is
+long because each peer takes the inputs in another form.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from common import (
     geometric_mean,
     head_dims_field,
     heads_of,
+    longest_sequence,
     make_inputs,
     parse_head_dims,
     parse_heads,
@@ -66,6 +68,7 @@ VARIANTS = {
     "output_h": "output_h=True",
     "v_first": "state_v_first=True",
     "fp16": "q, k and v in fp16",
+    "unknown": "without max_seqlen",
     "op": "torch.ops.flash_qla.chunk_gated_delta_rule, which returns neither g nor A",
 }
 HEADS = "2x8,4x16,8x32,16x64,16x32,8x24,16x48,16x16"
@@ -103,11 +106,12 @@ def load_flash_qla() -> Package:
         "l2norm": {"use_qk_l2norm_in_kernel": True},
         "output_h": {"output_h": True},
         "v_first": {"state_v_first": True},
+        "unknown": {"max_seqlen": None},
         "op": {"output_final_state": True},
     }
 
     def prepare(inputs, variant):
-        arguments = inputs | changes.get(variant, {})
+        arguments = inputs | {"max_seqlen": longest_sequence(inputs)} | changes.get(variant, {})
         if variant == "v_first":
             arguments["initial_state"] = inputs["initial_state"].mT.contiguous()
         if variant == "fp16":
@@ -171,7 +175,7 @@ def flashinfer_arguments(inputs: dict) -> dict:
         "g": inputs["g"][0].exp(),  # FlashInfer's g is the decay itself
         "output_final_state": True,
         "cu_seqlens": cu_seqlens,
-        "max_seqlen": cu_seqlens.diff().max().item(),
+        "max_seqlen": longest_sequence(inputs),
         "use_cp": "auto",
         "output": torch.empty_like(arguments["v"]),
     }

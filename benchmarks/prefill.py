@@ -13,7 +13,8 @@
 
 FlashInfer's function has `gathered`, and `pool` with its state_indices.
 
-The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Times are medians over replays
+The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Both functions are told the
+length of the longest sequence. Times are medians over replays
 of CUDA graphs. The calls take turns, so that the clocks are the same for all. The cost of checkpoints is also a rate:
 the bytes that they write over the time that they add.
 """
@@ -79,7 +80,8 @@ class Case:
 def flash_qla_calls(case: Case) -> dict[str, Callable]:
     from flash_qla import chunk_gated_delta_rule, prefill_gated_delta_rule
 
-    inputs, lengths, pool, slots = case.inputs, case.lengths, case.pool, case.slots
+    lengths, pool, slots = case.lengths, case.pool, case.slots
+    inputs = case.inputs | {"max_seqlen": max(lengths)}
 
     def checkpoints(every: int) -> dict:
         """Arguments that keep them: a row for each sequence, as long as the longest needs."""

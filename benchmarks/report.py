@@ -286,6 +286,7 @@ OPTIONS = {
     "v_first": "V-first states",
     "output_h": "`output_h`",
     "nocp": "`auto_cp=False`",
+    "unknown": "without `max_seqlen`",
 }
 
 

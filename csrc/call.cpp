@@ -79,6 +79,9 @@ void check_arguments(Call& call, const char* g_name = "g") {
   read_sequences(call, call.cu_seqlens);
   call.varlen = call.cu_seqlens.has_value();
   call.wide_offsets = call.varlen && has_dtype(*call.cu_seqlens, ScalarType::Long);
+  if (call.max_seqlen) {
+    check(*call.max_seqlen >= 0, call.op, "max_seqlen is ", *call.max_seqlen, ", expected at least 0");
+  }
   if (call.initial_state) {
     check_state_shape(call, "initial_state", *call.initial_state);
   }

@@ -28,6 +28,7 @@ struct Arguments {
   std::optional<double> scale;       // 1 / sqrt(K) by default; a Call always has it
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
+  std::optional<int64_t> max_seqlen;    // tokens of the longest sequence in cu_seqlens; only the speed depends on it
   bool output_final_state = false;
   // Results that only some ops return:
   bool output_A = false;  // and g_cumsum

@@ -52,10 +52,21 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   }
 }
 
-// Takes the arguments of an op of the forward. `own`: its arguments between beta and the activations.
+// Takes the arguments of an op of the forward. `own`: its arguments between beta and the activations. max_seqlen is the
+// last argument of a whole pass; a half has none.
+enum class Part { kWhole, kHalf };
+
+template <Part part = Part::kWhole>
 void take_forward(const Stack& stack, Arguments& a, auto&... own) {
-  stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-             a.allow_neg_eigval);
+  const auto take = [&](auto&... last) {
+    stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+               a.allow_neg_eigval, last...);
+  };
+  if constexpr (part == Part::kWhole) {
+    take(a.max_seqlen);
+  } else {
+    take();
+  }
 }
 
 constexpr const char* kChunkGatedDeltaRule =
@@ -63,7 +74,7 @@ constexpr const char* kChunkGatedDeltaRule =
     "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
     "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None, "
     "bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, "
-    "bool allow_neg_eigval=False) "
+    "bool allow_neg_eigval=False, SymInt? max_seqlen=None) "
     "-> (Tensor o, Tensor final_state)";
 
 template <auto Forward>
@@ -81,7 +92,7 @@ constexpr const char* kChunkGatedDeltaRuleFwd =
     "Tensor? initial_state=None, Tensor? cu_seqlens=None, bool output_final_state=True, bool output_h=False, "
     "bool auto_cp=True, bool state_v_first=False, bool use_qk_l2norm_in_kernel=False, "
     "ScalarType? state_dtype=None, bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, "
-    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
+    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, SymInt? max_seqlen=None) "
     "-> (Tensor g_cumsum, Tensor A, Tensor o, Tensor h, Tensor final_state)";
 
 template <auto Forward>
@@ -101,13 +112,21 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
     "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
     "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, "
     "bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, "
-    "bool allow_neg_eigval=False, Tensor? g_raw=None) "
+    "bool allow_neg_eigval=False, Tensor? g_raw=None, SymInt? max_seqlen=None) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
 // Takes the arguments of an op of the backward. `own`: its arguments between beta and cu_seqlens.
+template <Part part = Part::kWhole>
 BackwardCall take_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
-  stack.take(a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm,
-             a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
+  const auto take = [&](auto&... last) {
+    stack.take(a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm,
+               a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw, last...);
+  };
+  if constexpr (part == Part::kWhole) {
+    take(a.max_seqlen);
+  } else {
+    take();
+  }
   return make_backward_call(op, std::move(a));
 }
 
@@ -135,7 +154,7 @@ Tensor& given_workspace(Arguments& a) { return a.workspace.emplace(undefined_ten
 
 void take_half_forward(const Stack& stack, Arguments& a, auto&... own) {
   a.in_halves = true;
-  take_forward(stack, a, own...);
+  take_forward<Part::kHalf>(stack, a, own...);
 }
 
 template <auto Begin>
@@ -179,7 +198,7 @@ constexpr const char* kGatedDeltaRuleBackwardBegin =
 
 BackwardCall take_half_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
   a.in_halves = true;
-  return take_backward(stack, op, a, a.grad_o, own...);
+  return take_backward<Part::kHalf>(stack, op, a, a.grad_o, own...);
 }
 
 template <auto Begin>
@@ -239,7 +258,8 @@ constexpr const char* kPrefillGatedDeltaRule =
     "int null_index=-1, bool use_qk_l2norm_in_kernel=False, int checkpoint_every=0, "
     "Tensor? checkpoint_indices=None, Tensor(b!)? checkpoints=None, bool use_gate_in_kernel=False, "
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
-    "bool batch_invariant=False, Tensor? initial_state_indices=None, Tensor(c!)? out=None, Tensor(d!)? h=None) "
+    "bool batch_invariant=False, Tensor? initial_state_indices=None, Tensor(c!)? out=None, Tensor(d!)? h=None, "
+    "SymInt? max_seqlen=None) "
     "-> Tensor o";
 
 template <auto Prefill>
@@ -249,7 +269,7 @@ void prefill_gated_delta_rule(const Stack& stack) {
   stack.take(a.q, a.k, a.v, a.g, a.beta, p.state_pool, p.state_indices, a.scale, a.cu_seqlens, p.has_initial_state,
              p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
              a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.batch_invariant, p.initial_state_indices,
-             p.out, p.h);
+             p.out, p.h, a.max_seqlen);
   stack.give(Prefill(make_prefill_call("flash_qla::prefill_gated_delta_rule", std::move(a), std::move(p))));
 }
 

@@ -89,6 +89,7 @@ class _Options(TypedDict, total=False):
     memory_gb_s: int
     auto_cp: bool
     varlen: bool
+    max_seqlen: int
     use_qk_l2norm: bool
     K: int
     V: int

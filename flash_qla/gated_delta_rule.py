@@ -18,7 +18,7 @@ import torch
 
 from flash_qla.cp import CPContext, passes, published
 from flash_qla.ops import autograd
-from flash_qla.ops.checks import check_ignored, check_offsets, check_state_dtype
+from flash_qla.ops.checks import check_ignored, check_offsets, check_state_dtype, longest_sequence
 
 # Results of chunk_gated_delta_rule_bwd: dq, dk, dv, db, dg, dh0 and, with use_gate_in_kernel, dA_log, ddt_bias
 _Tensor: TypeAlias = torch.Tensor
@@ -52,7 +52,8 @@ def chunk_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    **ignored: object,
+    max_seqlen: int | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The Gated Delta Rule over whole sequences; the module has the formula and the paper.
 
@@ -118,8 +119,13 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed in float32 (float64 for float64 inputs).
         allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative
             eigenvalues; only with use_beta_sigmoid_in_kernel.
-        **ignored: keywords of other implementations that change no result: cu_seqlens_cpu, chunk_indices, chunk_size
-            of 64, transpose_state_layout of False.
+        max_seqlen: tokens of the longest sequence in cu_seqlens, if the host knows it. The GPU's kernels are then
+            chosen for this length, in the backward too. Otherwise they are chosen for likely lengths, which costs time
+            if a few sequences are much longer than others, or if all are equally long. A wrong number costs only time,
+            so leave it out when a CUDA graph will see other lengths. Ignored without cu_seqlens and with cp_context.
+        **others: keywords of other implementations. cu_seqlens_cpu: cu_seqlens on the CPU, which give max_seqlen unless
+            a compiler traces the call. Without effect: chunk_indices, chunk_size of 64, transpose_state_layout of
+            False.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q, contiguous.
@@ -127,31 +133,34 @@ def chunk_gated_delta_rule(
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape; A_log is missing with use_gate_in_kernel; A_log,
-            dt_bias or allow_neg_eigval is given without its activation; or offsets are wrong and checked. The message
-            names the argument, what was expected and what came.
+            dt_bias or allow_neg_eigval is given without its activation; max_seqlen is negative; or offsets are wrong
+            and checked. The message names the argument, what was expected and what came.
         ValueError: the tokens are not those of cp_context.
-        TypeError: a keyword in **ignored is unknown; it or head_first has another value; or cu_seqlens is a list.
+        TypeError: a keyword in **others is unknown; it or head_first has another value; or cu_seqlens is a list.
         NotImplementedError: force_intra_cp is True; gradients made with create_graph=True are differentiated again;
             forward-mode differentiation; or, with cp_context, a transform of torch.func.
     """
     check_offsets("chunk_gated_delta_rule", cu_seqlens)
     check_state_dtype("chunk_gated_delta_rule", state_dtype)
-    if ignored or head_first is not False:
-        check_ignored("chunk_gated_delta_rule", {"head_first": head_first, **ignored})
+    if others or head_first is not False:
+        check_ignored("chunk_gated_delta_rule", {"head_first": head_first, **others})
+        if max_seqlen is None:
+            max_seqlen = longest_sequence(others.get("cu_seqlens_cpu"))
     if force_intra_cp and auto_cp and cp_context is None:
         published.refuse_forced("chunk_gated_delta_rule")
     if cp_context is not None:
         cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
+        max_seqlen = None if cp_context is not None else max_seqlen
     args = (
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first,
         auto_cp,
     )  # fmt: skip
-    more = (state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    more = (state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen)
     if cp_context is not None:
         o, final_state = passes.chunk_gated_delta_rule(cp_context, *args, *more)
     else:
         has_more = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
-        if not has_more and state_dtype is A_log is dt_bias is None:
+        if not has_more and state_dtype is A_log is dt_bias is max_seqlen is None:
             more = ()  # the dispatcher fills in defaults in less time than it reads arguments
         o, final_state = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule, *args, *more)
     return o, final_state if output_final_state else None
@@ -177,6 +186,7 @@ def chunk_gated_delta_rule_intermediates(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The forward pass with its intermediate results, for each chunk of C = 64 tokens of a sequence.
 
@@ -216,7 +226,7 @@ def chunk_gated_delta_rule_intermediates(
         torch.ops.flash_qla.chunk_gated_delta_rule_fwd,
         q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
         use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
+        allow_neg_eigval, max_seqlen,
     )  # fmt: skip
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
 
@@ -245,6 +255,7 @@ def chunk_gated_delta_rule_bwd(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     g_raw: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> _Gradients: ...
 @overload
 def chunk_gated_delta_rule_bwd(
@@ -271,6 +282,7 @@ def chunk_gated_delta_rule_bwd(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     g_raw: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> _GradientsOfGate: ...
 @overload
 def chunk_gated_delta_rule_bwd(
@@ -296,6 +308,7 @@ def chunk_gated_delta_rule_bwd(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     g_raw: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> _Gradients | _GradientsOfGate: ...
 def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
@@ -320,6 +333,7 @@ def chunk_gated_delta_rule_bwd(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     g_raw: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> _Gradients | _GradientsOfGate:
     """The backward pass of chunk_gated_delta_rule and chunk_gated_delta_rule_fwd, which autograd calls.
 
@@ -341,6 +355,7 @@ def chunk_gated_delta_rule_bwd(
         q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: as in the
             forward call.
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in the forward call.
+        max_seqlen: as in the forward call.
         g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk. None
             if g_raw is given: the sums are then computed again, at no cost.
         A: [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
@@ -376,7 +391,8 @@ def chunk_gated_delta_rule_bwd(
     published.check_cache(cp_cache, cp_context)
     args = (
         q, k, v, g, beta, A, do, dht, scale, initial_state, cu_seqlens, state_v_first, auto_cp,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, g_raw
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        g_raw, max_seqlen if cp_context is None else None,
     )  # fmt: skip
     if cp_context is None:
         dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule_bwd, *args)

@@ -35,6 +35,7 @@ def chunk_gated_delta_rule_fwd(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, CPCache | None]:
     """The published FlashQLA's low-level forward: chunk_gated_delta_rule_intermediates with a sixth result.
 
@@ -62,7 +63,7 @@ def chunk_gated_delta_rule_fwd(
     args = (
         q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
         use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
+        allow_neg_eigval, max_seqlen if cp_context is None else None,
     )  # fmt: skip
     if cp_context is None:
         return *chunk_gated_delta_rule_intermediates(*args), None

@@ -34,6 +34,7 @@ def prefill_gated_delta_rule(
     initial_state_indices: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     h: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """chunk_gated_delta_rule on states in a pool, which it reads and writes in place.
 
@@ -80,6 +81,7 @@ def prefill_gated_delta_rule(
         h: memory for the state at the start of each chunk of 64 tokens, contiguous, V-first: shape, dtype and order as
             h of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A
             checkpoint_every must then be a multiple of 64.
+        max_seqlen: as that of chunk_gated_delta_rule.
 
     Returns:
         o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
@@ -97,6 +99,7 @@ def prefill_gated_delta_rule(
         q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
         use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out, h,
+        max_seqlen,
     )  # fmt: skip
     return o if out is None else out
 

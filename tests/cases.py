@@ -57,6 +57,7 @@ class Case:
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
     auto_cp: bool = True
+    max_seqlen: int | None = None
     strides: str = "contiguous"
     do_strides: str = "contiguous"
     dht: torch.dtype | None = torch.float32
@@ -250,6 +251,7 @@ def make_inputs(case: Case, device: str) -> dict:
         auto_cp=case.auto_cp,
         use_qk_l2norm_in_kernel=case.use_qk_l2norm_in_kernel,
         **{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inside.items()},
+        **({} if case.max_seqlen is None else {"max_seqlen": case.max_seqlen}),
     )
 
 
@@ -292,13 +294,17 @@ def make_gradients(case: Case, device: str) -> dict:
     return {"do": do, "dht": dht}
 
 
+def of_formula(inputs: dict) -> dict:
+    """The arguments that the result depends on."""
+    return {name: x for name, x in inputs.items() if name not in ("auto_cp", "max_seqlen")}
+
+
 def reference_of(inputs: dict) -> reference.Reference:
-    return reference.gated_delta_rule(**{name: x for name, x in inputs.items() if name != "auto_cp"})
+    return reference.gated_delta_rule(**of_formula(inputs))
 
 
 def reference_gradients(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None) -> reference.Gradients:
-    inputs = {name: x for name, x in inputs.items() if name != "auto_cp"}
-    return reference.gated_delta_rule_bwd(**inputs, do=do, dht=dht)
+    return reference.gated_delta_rule_bwd(**of_formula(inputs), do=do, dht=dht)
 
 
 def run_forward(inputs: dict, output_h: bool = True, output_final_state: bool = True):

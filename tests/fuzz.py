@@ -164,6 +164,9 @@ def draw(seed: int, number: int, device: str) -> Trial:
     )
     if trial.empty and op == "chunk":  # one offset, and no state
         trial = dataclasses.replace(trial, case=dataclasses.replace(case, B=1, T=0, lengths=()))
+    if not decodes:  # the right number, or a wrong one
+        max_seqlen = r.choice((None, longest, longest, longest + 100, longest // 4, 0))
+        trial = dataclasses.replace(trial, case=dataclasses.replace(trial.case, max_seqlen=max_seqlen))
     return trial
 
 

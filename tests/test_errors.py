@@ -60,6 +60,7 @@ def replaced(name, make):
 WRONG = {
     "q rank": (replaced("q", lambda x: x[0]), "q", ["3", "[64, 2, 128]", "4"]),
     "k rank": (replaced("k", lambda x: x[0]), "k", ["[64, 2, 128]", "[1, 64, 2, 128]"]),
+    "max_seqlen": (lambda inputs: {**inputs, "max_seqlen": -1}, "max_seqlen", ["-1", "at least 0"]),
     "v rank": (replaced("v", lambda x: x[None]), "v", ["5", "[1, 1, 64, 4, 128]", "4"]),
     "g rank": (replaced("g", lambda x: x[..., None]), "g", ["[1, 64, 4, 1]", "[1, 64, 4]"]),
     "beta rank": (replaced("beta", lambda x: x[0]), "beta", ["[64, 4]", "[1, 64, 4]"]),

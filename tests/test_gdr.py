@@ -47,6 +47,7 @@ from cases import (
     activated,
     make_gradients,
     make_inputs,
+    of_formula,
 )
 from subprocesses import start_python
 
@@ -219,7 +220,7 @@ def actual_outputs(inputs: dict, gradients: dict) -> dict:
 @torch.no_grad()
 def expected_outputs(inputs: dict, gradients: dict, dtype: torch.dtype) -> tuple[dict, dict]:
     """The same by the recurrence, and the sizes of those that may cancel."""
-    arguments = {name: x for name, x in inputs.items() if name != "auto_cp"} | {"dtype": dtype}
+    arguments = of_formula(inputs) | {"dtype": dtype}
     outputs = reference.gated_delta_rule(**arguments)
     derivatives = reference.gated_delta_rule_bwd(**arguments, **gradients)
     cu_seqlens, l2norm = inputs["cu_seqlens"], inputs.get("use_qk_l2norm_in_kernel", False)

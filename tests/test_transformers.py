@@ -580,7 +580,7 @@ def test_packed_sequences(calls):
     use_flash_qla(model)
     calls.clear()
     model(text(90), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=60, max_length_k=60, use_cache=False)
-    assert calls[0]["cu_seqlens"] is offsets
+    assert calls[0]["cu_seqlens"] is offsets and calls[0]["max_seqlen"] == 60
 
 
 @all_models

@@ -18,6 +18,9 @@ constexpr int64_t kMostHeadsPerCta = 4;  // one for each warp of chunk_matrices
 // sequences than this the search takes longer than the wait.
 constexpr int64_t kMostSearched = 64;
 
+// A warp of fused_forward sorts the sequences, one a lane, to find its CTA's first segments.
+constexpr int64_t kMostSorted = 32;
+
 kernels::Dtype dtype_of(const Shape& shape) {
   return shape.fp16 ? kernels::Dtype::kFloat16 : kernels::Dtype::kBfloat16;
 }
@@ -105,8 +108,8 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
     return {forced.segment_chunks};
   }
   std::vector<int64_t> found = {0};
-  // Parts of the average sequence, and of a sequence that has all tokens.
-  const int64_t chunks = average_chunks(shape), all_chunks = chunks * shape.N;
+  // Parts of the longest sequence; if it is unknown, of the average one, and of a sequence that has all tokens.
+  const int64_t chunks = longest_chunks(shape), all_chunks = chunks * shape.N;
   for (int64_t parts = 2; parts <= 64; parts += std::max<int64_t>(parts / 8, 1)) {
     if (2 * parts <= chunks + 1) {
       found.push_back(ceil_div(chunks, parts));
@@ -132,7 +135,14 @@ bool has_fused_kernel(const ForwardShape& shape, bool planned) {
                                                           .planned = planned});
 }
 
+bool begins_early(const ForwardShape& shape) { return !shape.varlen || shape.N <= kMostSorted; }
+
 int64_t average_chunks(const ForwardShape& shape) { return ceil_div(shape.B * shape.T, kChunk * shape.N); }
+
+int64_t longest_chunks(const ForwardShape& shape) {
+  const bool is_known = shape.varlen && shape.max_seqlen > 0;
+  return is_known ? ceil_div(std::min(shape.max_seqlen, shape.T), kChunk) : average_chunks(shape);
+}
 
 bool normalizes_inside(const BackwardShape& shape) {
   return shape.use_qk_l2norm && kernels::is_compiled(kernels::ChunkBackwardParams{

@@ -17,6 +17,8 @@ constexpr double kStart = 5.4;                           // the first launch, an
 constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
 constexpr double kStartFused = 7.0;                      // fused_forward around a CTA's chunks
 constexpr double kStartFusedA = 1;                       // the same, further, if it writes A
+constexpr double kSeveral = 4.5;                         // both: further, if a CTA draws several pieces
+constexpr double kPlanFirst = 5;                         // fused_forward: further, if it waits for the plan
 constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
 constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
 constexpr double kScan = 0.64;                           // segment_scan: from a segment to the next
@@ -32,7 +34,7 @@ constexpr double kSegmentMemory = 25;  // the launches around fused_forward over
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 780;                      // more for each CTA
 constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
-constexpr double kTurnNarrow = 6920, kTurnWide = 7290;       // a CTA's next piece of work, without its chunks
+constexpr double kTurnNarrow = 6200, kTurnWide = 6500;       // a CTA's next piece of work, without its chunks
 constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
 constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
 constexpr double kTurnFused = 2160;
@@ -194,6 +196,9 @@ constexpr double kMatrixBytes = 2 * 2 * kTriangle + 4 * ForwardGate::kCount * kC
 constexpr double kABytes = 2 * kChunk * kChunk;
 double state_bytes(const ForwardShape& shape) { return 4.0 * static_cast<double>(shape.K * shape.V); }
 
+// What a kernel takes longer if a CTA draws several pieces.
+double several_us(const Schedule& s) { return s.ctas > s.sms ? kSeveral : 0; }
+
 double fused_forward_us(const ForwardShape& shape, const Schedule& s, double more_cycles = 0) {
   const double chunk = kChunkFused + more_cycles + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
                        (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0);
@@ -202,9 +207,10 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s, double mor
   const double chunks = s.H_v * s.total;
   const double bytes =
       chunks * (s.tiles * 2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
-  return kStartFused + (shape.low_level ? kStartFusedA : 0) +
-         std::max(cycles_us(shape, s.in_turns * chunk + (s.turns - 1) * kTurnFused) + bytes_us(shape, waits),
-                  bytes_us(shape, bytes + states));
+  const double start =
+      kStartFused + (shape.low_level ? kStartFusedA : 0) + several_us(s) + (begins_early(shape) ? 0 : kPlanFirst);
+  return start + std::max(cycles_us(shape, s.in_turns * chunk + (s.turns - 1) * kTurnFused) + bytes_us(shape, waits),
+                          bytes_us(shape, bytes + states));
 }
 
 double chunk_matrices_us(const ForwardShape& shape, const Schedule& s, double part_of_heads = 1) {
@@ -222,7 +228,8 @@ double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Sch
   const double chunk = narrow ? kChunkNarrow : kChunkWide, turn = narrow ? kTurnNarrow : kTurnWide;
   const double bytes = s.H_v * s.total * (2 * key_bytes(shape) + 2 * value_bytes(shape) + kMatrixBytes) +
                        s.N * s.H_v * state_bytes(shape);
-  const double work = (narrow ? kStartNarrow : kStartWide) + cycles_us(shape, wider(shape, s.in_turns * chunk));
+  const double start = (narrow ? kStartNarrow : kStartWide) + several_us(s);
+  const double work = start + cycles_us(shape, wider(shape, s.in_turns * chunk));
   return cycles_us(shape, (s.turns - 1) * turn) + overlapped(work, bytes_us(shape, bytes));
 }
 
@@ -358,7 +365,7 @@ double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode,
 }
 
 double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
-  const auto chunks = static_cast<double>(average_chunks(shape));
+  const auto chunks = static_cast<double>(longest_chunks(shape));
   if (!device_knows_more(shape)) {
     return with_choice(predict, shape, mode, chunks);
   }

@@ -17,10 +17,6 @@ namespace {
 // Offer the device a choice only if the predicted gain is at least 0.2 %.
 constexpr double kWorthOffering = 0.998;
 
-// While chunk_plan runs, the CTAs of fused_forward find their first segments by themselves (plan/plan.cuh). A warp
-// sorts the sequences for that, one a lane.
-constexpr int64_t kMostSorted = 32;
-
 struct Choice {
   Mode mode;
   double us;
@@ -87,7 +83,7 @@ Dispatch decide_common(const DirectionShape& shape, const Override& forced, cons
 // SMs, and costs more CTAs without work if no sequence is cut.
 bool puts_short_maps_last(const ForwardShape& shape, const Dispatch& d, int64_t directions) {
   const int64_t ctas = d.segments * shape.H_v * (value_tiles(shape.K) + directions * value_tiles(shape.V));
-  const bool is_surely_cut = average_chunks(shape) > d.cut_above;
+  const bool is_surely_cut = longest_chunks(shape) > d.cut_above;
   return d.has_maps() && is_surely_cut && ctas > shape.card.sm_count;
 }
 
@@ -101,7 +97,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   d.fused_segments = choice.mode.fused_segments;
   add_launches(shape, choice.mode.has_two_ways(), d);
   d.short_maps_last = !d.fused_segments && puts_short_maps_last(shape, d, 1);
-  d.early = d.is_only_fused() && (!shape.varlen || shape.N <= kMostSorted);
+  d.early = d.is_only_fused() && begins_early(shape);
   // All CTAs of chunk_matrices wait for the plan if it says whether they run, or if it alone knows where chunks begin.
   if (d.fused || shape.resumable) {
     d.early_ctas = 0;

@@ -11,6 +11,18 @@
 
 namespace flash_qla {
 
+namespace {
+
+// Shape::max_seqlen in whole chunks, because the next step of a training may differ by a few tokens.
+int64_t known_length(const Call& call) {
+  if (!call.varlen || !call.max_seqlen) {
+    return 0;
+  }
+  return kChunk * std::max<int64_t>(chunk_count(std::min(*call.max_seqlen, call.T)), 1);
+}
+
+}  // namespace
+
 Shape shape_of(const Call& call) {
   return {.B = call.B,
           .T = call.T,
@@ -20,6 +32,7 @@ Shape shape_of(const Call& call) {
           .card = gpu_of(call.q).card,
           .auto_cp = call.auto_cp,
           .varlen = call.varlen,
+          .max_seqlen = known_length(call),
           .use_qk_l2norm = call.use_qk_l2norm,
           .K = call.K,
           .V = call.V,

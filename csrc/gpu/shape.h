@@ -33,6 +33,7 @@ struct Shape {
   Card card = kH100;
   bool auto_cp = true;
   bool varlen = true;
+  int64_t max_seqlen = 0;  // tokens of the longest sequence, if the host knows it; 0: only cu_seqlens say the lengths
   bool use_qk_l2norm = false;
   int64_t K = 128, V = 128;
   bool fp16 = false;       // q is fp16
@@ -49,9 +50,9 @@ struct Shape {
   static constexpr auto options() {
     return std::tuple(CardField{"sm_count", &Card::sm_count}, CardField{"sm_mhz", &Card::sm_mhz},
                       CardField{"memory_gb_s", &Card::memory_gb_s}, Field{"auto_cp", &Shape::auto_cp},
-                      Field{"varlen", &Shape::varlen}, Field{"use_qk_l2norm", &Shape::use_qk_l2norm},
-                      Field{"K", &Shape::K}, Field{"V", &Shape::V}, Field{"fp16", &Shape::fp16},
-                      Field{"in_halves", &Shape::in_halves});
+                      Field{"varlen", &Shape::varlen}, Field{"max_seqlen", &Shape::max_seqlen},
+                      Field{"use_qk_l2norm", &Shape::use_qk_l2norm}, Field{"K", &Shape::K}, Field{"V", &Shape::V},
+                      Field{"fp16", &Shape::fp16}, Field{"in_halves", &Shape::in_halves});
   }
 };
 

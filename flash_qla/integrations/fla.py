@@ -65,7 +65,8 @@ def chunk_gated_delta_rule(
     The ranges of flash_qla hold for shapes and dtypes.
 
     Args:
-        cu_seqlens_cpu, chunk_indices: without effect: the kernels read cu_seqlens on the device.
+        cu_seqlens_cpu: as that of flash_qla.chunk_gated_delta_rule.
+        chunk_indices: without effect.
         **kwargs: use_gate_in_kernel, A_log and dt_bias, as those of flash_qla.chunk_gated_delta_rule. But as in FLA,
             A_log and dt_bias have no effect without use_gate_in_kernel. Also chunk_size, only 64; head_first, only
             False; transpose_state_layout, the older name of state_v_first.
@@ -97,6 +98,7 @@ def chunk_gated_delta_rule(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
         cp_context=cp_context,
         **{name: x for name, x in kwargs.items() if x is not None},
     )

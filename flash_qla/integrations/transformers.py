@@ -86,8 +86,10 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
             "the model was given packed sequences as seq_idx without cu_seq_lens_q; flash_qla needs "
             "cu_seq_lens_q (the cumulative sequence lengths) to keep them apart"
         )
-    kwargs = {name: value for name, value in kwargs.items() if name in _KEYWORDS}
-    return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **kwargs)
+    max_length = kwargs.get("max_length_q")
+    known = {"max_seqlen": max_length} if isinstance(max_length, int) else {}
+    known |= {name: value for name, value in kwargs.items() if name in _KEYWORDS}
+    return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **known)
 
 
 def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):

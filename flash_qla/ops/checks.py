@@ -1,5 +1,7 @@
 """Checks of public functions that come before the dispatcher's, whose messages quote schemas and headers."""
 
+import operator
+
 import torch
 
 from flash_qla._layout import CHUNK
@@ -19,6 +21,20 @@ def check_offsets(function: str, cu_seqlens: object) -> None:
             f"{function}: cu_seqlens is of type {type(cu_seqlens).__name__}; pass a tensor, int32 or int64, on the "
             "device of q, because the kernels read the offsets there and the host never does"
         )
+
+
+def longest_sequence(cu_seqlens_cpu: object) -> int | None:
+    """Tokens of the longest sequence, or None.
+
+    None where reading the offsets would break a traced graph or wait for a device, and where they say no length.
+    """
+    is_readable = type(cu_seqlens_cpu) is torch.Tensor and cu_seqlens_cpu.device.type == "cpu"
+    if not is_readable or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    offsets = cu_seqlens_cpu.tolist()
+    if cu_seqlens_cpu.dim() != 1 or len(offsets) < 2:
+        return None
+    return max(0, *map(operator.sub, offsets[1:], offsets))
 
 
 # Keywords of other implementations that change no result -> the values that have a meaning here; None: any value

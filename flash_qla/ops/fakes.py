@@ -103,6 +103,9 @@ def _check_tokens(call, *gates):
     for name in gates:
         _check_floating(call, name)
         _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
+    max_seqlen = getattr(call, "max_seqlen", None)
+    if max_seqlen is not None:
+        _check(call, max_seqlen >= 0, lambda: f"max_seqlen is {max_seqlen}, expected at least 0")
     if getattr(call, "cu_seqlens", None) is None:
         return B
     _check_dtype(call, "cu_seqlens", _INDICES, None)

@@ -1,0 +1,156 @@
+"""max_seqlen, the length of the longest sequence as the caller knows it. It chooses the kernels, and changes nothing
+else."""
+
+import dataclasses
+import importlib
+import itertools
+
+import pytest
+import torch
+from cases import Case, check_backward, check_forward, equal, make_arguments, make_inputs, parametrize, run_all
+from torch._dynamo.utils import counters
+
+import flash_qla
+from flash_qla import _C
+
+LENGTHS = ((4096,) * 8, (28672, 4096), (16384, *[2048] * 8), (300, 20, 5000, 0, 64))
+HEADS = ((2, 8), (8, 24), (16, 16), (16, 32), (16, 64))
+# Right for the longest sequence, too short, too long and very long
+NUMBERS = (3000, 64, 3500, 10**12)
+CASES = tuple(
+    Case(lengths=(100, 3000, 0, 65, 640), H_k=H_k, H_v=H_v, gate="logsigmoid", padding=10, max_seqlen=number)
+    for (H_k, H_v), number in itertools.product(((1, 2), (8, 32)), NUMBERS)
+)
+# The functions are attributes of the package, under the names of some of its modules
+functions = importlib.import_module("flash_qla.gated_delta_rule")
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 70, 0)])
+def test_same_bits_on_the_cpu(lengths):
+    case = Case(T=75, lengths=lengths, H_k=1, H_v=2, K=16, V=8)
+    expected = run_all(make_arguments(case, "cpu"))
+    for number in (0, 70, 7, 10**12):
+        assert equal(run_all(make_arguments(dataclasses.replace(case, max_seqlen=number), "cpu")), expected), number
+
+
+@pytest.mark.gpu
+@parametrize(*CASES)
+def test_wrong_numbers_are_no_errors(case):
+    check_forward(case, "cuda")
+    check_backward(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", NUMBERS)
+def test_prefill(number):
+    inputs = make_inputs(Case(lengths=(100, 3000, 0, 65, 640), H_k=2, H_v=8, state_v_first=True), "cuda")
+    del inputs["state_v_first"], inputs["auto_cp"]
+    pools = [inputs["initial_state"].clone() for _ in range(2)]
+    del inputs["initial_state"]
+    slots = torch.arange(5, device="cuda")
+    o, expected = (
+        flash_qla.prefill_gated_delta_rule(**inputs, state_pool=pool, state_indices=slots, max_seqlen=max_seqlen)
+        for pool, max_seqlen in zip(pools, (number, None), strict=True)
+    )
+    torch.testing.assert_close(o, expected, rtol=0, atol=0.02)
+    torch.testing.assert_close(*pools, rtol=0, atol=0.02)
+
+
+def choices(H_k: int, H_v: int, lengths: tuple[int, ...], max_seqlen: int) -> list[tuple]:
+    """Of both passes what a call launches."""
+    shape = (1, sum(lengths), len(lengths), H_k, H_v)
+    forward = _C.forward_dispatch(*shape, max_seqlen=max_seqlen)
+    backward = _C.backward_dispatch(*shape, max_seqlen=max_seqlen)
+    modes = ("value_tile", "whole_tile", "fused", "fused_segments")
+    return [
+        (forward.segment_chunks, forward.cut_above, *(getattr(forward, x) for x in modes)),
+        (backward.segment_chunks, backward.cut_above),
+    ]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_known_lengths_leave_no_choice_to_the_device(lengths):
+    for heads in HEADS:
+        for (segment_chunks, cut_above, *tiles), unknown in zip(
+            choices(*heads, lengths, max(lengths)), choices(*heads, lengths, 0), strict=True
+        ):
+            assert cut_above == 0 and tiles[:1] == tiles[1:2], heads
+            assert segment_chunks < max(lengths) / 64, heads
+            assert unknown[1] > 0 or unknown[0] == 0, heads
+
+
+def test_equal_sequences_are_as_rows():
+    """With max_seqlen, B packed sequences of T tokens are launched as [B, T] without cu_seqlens."""
+    for (H_k, H_v), B, T in itertools.product(HEADS, (2, 4, 8), (256, 1000, 4096)):
+        for ask in (_C.forward_dispatch, _C.backward_dispatch):
+            packed = ask(1, B * T, B, H_k, H_v, max_seqlen=T)
+            rows = ask(B, T, B, H_k, H_v, varlen=False)
+            assert packed.segment_chunks == rows.segment_chunks and packed.predicted_us == rows.predicted_us
+
+
+def test_one_long_sequence_is_cut_and_short_ones_are_not():
+    tokens, N = 32768, 9
+    assert _C.forward_dispatch(1, tokens, N, 4, 16, max_seqlen=16384).segment_chunks > 0
+    assert _C.forward_dispatch(1, tokens, N, 4, 16, max_seqlen=tokens // N + 1).segment_chunks == 0
+    # More than T is T
+    longest = (_C.forward_dispatch(1, tokens, N, 4, 16, max_seqlen=x) for x in (tokens, 10**12))
+    assert len({x.segment_chunks for x in longest}) == 1
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """The last argument of each op that chunk_gated_delta_rule calls; None if it leaves it out."""
+    seen = []
+    original = functions.autograd.call
+
+    def recorded(op, *args):
+        names = [x.name for x in op.default._schema.arguments]
+        seen.append(dict(zip(names, args, strict=False)).get("max_seqlen"))
+        return original(op, *args)
+
+    monkeypatch.setattr(functions.autograd, "call", recorded)
+    return seen
+
+
+def test_offsets_on_the_cpu_give_it(given):
+    inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8), "cpu")
+    offsets = inputs["cu_seqlens"]
+    flash_qla.chunk_gated_delta_rule(**inputs)
+    for cu_seqlens_cpu in (offsets, None, offsets.tolist(), offsets[:1], offsets.expand(2, -1), offsets.to("meta")):
+        flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=cu_seqlens_cpu)
+    flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=offsets, max_seqlen=71)
+    assert given == [None, 70, None, None, None, None, None, 71]
+
+
+@torch.no_grad()
+def test_a_compiled_call_takes_any_number():
+    """And offsets on the CPU are no graph break."""
+    inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8), "cpu")
+    torch._dynamo.reset()
+    counters.clear()
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def call(inputs, **more):
+        return flash_qla.chunk_gated_delta_rule(**inputs, **more)[0]
+
+    expected = call(inputs, cu_seqlens_cpu=inputs["cu_seqlens"])
+    for number in (70, 100, 3000):
+        assert torch.equal(call(inputs, max_seqlen=number), expected)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_the_backward_is_called_with_it():
+    inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8, dtype=torch.float32), "cpu")
+    inputs["v"].requires_grad_()
+    numbers = []
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names = [x.name for x in function._schema.arguments]
+            if function.namespace == "flash_qla":
+                numbers.append(dict(zip(names, args, strict=False)).get("max_seqlen"))
+            return function(*args, **(kwargs or {}))
+
+    with Seen():
+        flash_qla.chunk_gated_delta_rule(**inputs, max_seqlen=70)[0].sum().backward()
+    assert numbers == [70, 70]
