@@ -15,7 +15,8 @@ time runs flash_qla.decode_gated_delta_rule on the cache's states, or the former
 wanted. Gradients and gradient checkpointing work as with the model's own functions.
 
 Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
-not pass them on to these layers: each sequence would start from the state of the one before.
+not pass them on to these layers: each sequence would start from the state of the one before. An int as
+max_length_q is flash_qla's max_seqlen.
 
 The model must be in bf16 or fp16 on a GPU, or run under torch.autocast. The dimension of its linear key
 heads must be a multiple of 8 up to 256, that of its linear value heads a multiple of 8 up to 512.
