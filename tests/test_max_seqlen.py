@@ -7,7 +7,18 @@ import itertools
 
 import pytest
 import torch
-from cases import Case, check_backward, check_forward, equal, make_arguments, make_inputs, parametrize, run_all
+from cases import (
+    Case,
+    backward_mode,
+    check_backward,
+    check_forward,
+    equal,
+    forward_mode,
+    make_arguments,
+    make_inputs,
+    parametrize,
+    run_all,
+)
 from torch._dynamo.utils import counters
 
 import flash_qla
@@ -54,6 +65,33 @@ def test_prefill(number):
     )
     torch.testing.assert_close(o, expected, rtol=0, atol=0.02)
     torch.testing.assert_close(*pools, rtol=0, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_a_call_is_launched_for_it():
+    """Its bits are those of the modes that the dispatch says for this length. Without it the modes are others."""
+    case = Case(lengths=(320, 64, 64, 64), H_k=1, H_v=2, gate="logsigmoid")
+    arguments = make_arguments(case, "cuda")
+    gpu = _C.gpus()[torch.cuda.current_device()]
+    card = {name: getattr(gpu, name) for name in ("sm_count", "sm_mhz", "memory_gb_s")}
+    found = {}
+    for number in (320, None):
+        shape = {"B": 1, "T": 512, "N": 4, "H_k": 1, "H_v": 2, "max_seqlen": number or 0, **card}
+        forward, backward = _C.forward_dispatch(**shape), _C.backward_dispatch(**shape)
+        mode = {"value_tile": forward.value_tile, "segment_chunks": forward.segment_chunks, "fused": forward.fused}
+        with forward_mode(**mode), backward_mode(backward.segment_chunks, backward.cut_above):
+            expected = outputs_of(arguments)
+        found[number] = outputs_of(arguments | {"max_seqlen": number})
+        assert equal(found[number], expected), number
+    assert not any(torch.equal(x, found[320][name]) for name, x in found[None].items())
+
+
+def outputs_of(arguments: dict) -> dict:
+    """o of the op, and a gradient of its backward."""
+    inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
+    o, _ = flash_qla.chunk_gated_delta_rule(**inputs)
+    given = arguments | {"g": None, "A": None, "g_raw": arguments["g"]}
+    return {"o": o, "dk": flash_qla.chunk_gated_delta_rule_bwd(**given)[1]}
 
 
 def choices(H_k: int, H_v: int, lengths: tuple[int, ...], max_seqlen: int) -> list[tuple]:

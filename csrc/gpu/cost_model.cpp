@@ -196,7 +196,7 @@ constexpr double kMatrixBytes = 2 * 2 * kTriangle + 4 * ForwardGate::kCount * kC
 constexpr double kABytes = 2 * kChunk * kChunk;
 double state_bytes(const ForwardShape& shape) { return 4.0 * static_cast<double>(shape.K * shape.V); }
 
-// What a kernel takes longer if a CTA draws several pieces.
+// The time that is added if a CTA draws several pieces.
 double several_us(const Schedule& s) { return s.ctas > s.sms ? kSeveral : 0; }
 
 double fused_forward_us(const ForwardShape& shape, const Schedule& s, double more_cycles = 0) {
