@@ -13,10 +13,9 @@
 
 FlashInfer's function has `gathered`, and `pool` with its state_indices.
 
-The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Both functions are told the
-length of the longest sequence. Times are medians over replays
-of CUDA graphs. The calls take turns, so that the clocks are the same for all. The cost of checkpoints is also a rate:
-the bytes that they write over the time that they add.
+The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Both packages are told the
+length of the longest sequence. Times are medians over replays of CUDA graphs. The calls take turns, so that the clocks
+are the same for all. The cost of checkpoints is also a rate: the bytes that they write over the time that they add.
 """
 
 from __future__ import annotations

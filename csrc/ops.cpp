@@ -52,21 +52,23 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   }
 }
 
-// Takes the arguments of an op of the forward. `own`: its arguments between beta and the activations. max_seqlen is the
-// last argument of a whole pass; a half has none.
-enum class Part { kWhole, kHalf };
+enum class Part { kWhole, kHalf };  // of a pass
 
+// Takes `arguments`. The last argument of a whole pass is max_seqlen. A half has none, because it cuts every sequence.
+template <Part part>
+void take_pass(const Stack& stack, Arguments& a, auto&... arguments) {
+  if constexpr (part == Part::kWhole) {
+    stack.take(arguments..., a.max_seqlen);
+  } else {
+    stack.take(arguments...);
+  }
+}
+
+// Takes the arguments of an op of the forward. `own`: its arguments between beta and the activations.
 template <Part part = Part::kWhole>
 void take_forward(const Stack& stack, Arguments& a, auto&... own) {
-  const auto take = [&](auto&... last) {
-    stack.take(a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-               a.allow_neg_eigval, last...);
-  };
-  if constexpr (part == Part::kWhole) {
-    take(a.max_seqlen);
-  } else {
-    take();
-  }
+  take_pass<part>(stack, a, a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
+                  a.allow_neg_eigval);
 }
 
 constexpr const char* kChunkGatedDeltaRule =
@@ -118,15 +120,8 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
 // Takes the arguments of an op of the backward. `own`: its arguments between beta and cu_seqlens.
 template <Part part = Part::kWhole>
 BackwardCall take_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
-  const auto take = [&](auto&... last) {
-    stack.take(a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm,
-               a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw, last...);
-  };
-  if constexpr (part == Part::kWhole) {
-    take(a.max_seqlen);
-  } else {
-    take();
-  }
+  take_pass<part>(stack, a, a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp,
+                  a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
   return make_backward_call(op, std::move(a));
 }
 

@@ -24,7 +24,7 @@ OPS = (
 # Functions of other names than their ops
 FUNCTIONS = {"chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule_intermediates"}
 # Parameters of the functions that the ops do not have
-EXTRA = ("head_first", "cp_context", "ignored", "cp_cache", "enable_fwd_cp_cache", "force_intra_cp")
+EXTRA = ("head_first", "cp_context", "others", "cp_cache", "enable_fwd_cp_cache", "force_intra_cp")
 HINTS = {
     "Tensor": torch.Tensor,
     "Optional[Tensor]": torch.Tensor | None,
@@ -33,6 +33,7 @@ HINTS = {
     "bool": bool,
     "Optional[bool]": bool | None,
     "int": int,
+    "Optional[int]": int | None,  # a SymInt?
 }
 
 

@@ -82,6 +82,7 @@ def chunk_gated_delta_rule(
         RuntimeError, NotImplementedError: as flash_qla.chunk_gated_delta_rule.
     """
     state_v_first = _layout("chunk_gated_delta_rule", state_v_first, kwargs, _KEYWORDS)
+    kwargs["cu_seqlens_cpu"] = cu_seqlens_cpu
     if not kwargs.get("use_gate_in_kernel"):
         kwargs |= {"A_log": None, "dt_bias": None}
     return flash_qla.chunk_gated_delta_rule(
@@ -98,7 +99,6 @@ def chunk_gated_delta_rule(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
         cp_context=cp_context,
         **{name: x for name, x in kwargs.items() if x is not None},
     )
