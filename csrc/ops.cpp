@@ -52,7 +52,8 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   }
 }
 
-enum class Part { kWhole, kHalf };  // of a pass
+// A whole pass, or a half of one.
+enum class Part { kWhole, kHalf };
 
 // Takes `arguments`. The last argument of a whole pass is max_seqlen. A half has none, because it cuts every sequence.
 template <Part part>
