@@ -19,6 +19,7 @@ from cases import (
     parametrize,
     run_all,
 )
+from dispatched import Ran
 from torch._dynamo.utils import counters
 
 import flash_qla
@@ -180,15 +181,6 @@ def test_a_compiled_call_takes_any_number():
 def test_the_backward_is_called_with_it():
     inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8, dtype=torch.float32), "cpu")
     inputs["v"].requires_grad_()
-    numbers = []
-
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names = [x.name for x in function._schema.arguments]
-            if function.namespace == "flash_qla":
-                numbers.append(dict(zip(names, args, strict=False)).get("max_seqlen"))
-            return function(*args, **(kwargs or {}))
-
-    with Seen():
+    with Ran() as ran:
         flash_qla.chunk_gated_delta_rule(**inputs, max_seqlen=70)[0].sum().backward()
-    assert numbers == [70, 70]
+    assert [x["max_seqlen"] for x in ran.arguments] == [70, 70]

@@ -79,8 +79,9 @@ _RECURRENT_KEYWORDS = _keywords_of(fla.fused_recurrent_gated_delta_rule)
 def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     """flash_qla.chunk_gated_delta_rule under the argument names that transformers uses.
 
-    The layers hand on every keyword that the model was called with (position_ids, max_length_q, ...).
-    This function drops those that the operator does not know, as transformers itself does for FLA.
+    The layers hand on every keyword that the model was called with (position_ids, max_length_k, ...).
+    max_length_q gives max_seqlen. This function drops the keywords that the operator does not know, as
+    transformers itself does for FLA.
     """
     if kwargs.get("seq_idx") is not None and kwargs.get("cu_seqlens") is None:
         raise ValueError(

@@ -41,7 +41,7 @@ def longest_sequence(cu_seqlens_cpu: object) -> int | None:
 IGNORED = {
     "chunk_indices": None,  # computed from cu_seqlens, on the device
     "chunk_size": (CHUNK,),
-    "cu_seqlens_cpu": None,
+    "cu_seqlens_cpu": None,  # longest_sequence reads it
     "head_first": (False,),
     "transpose_state_layout": (False,),
 }
