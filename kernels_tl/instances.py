@@ -56,13 +56,12 @@ INSTANCES = [
         Instance(
             "states.fused_forward",
             types | {"normalize": normalize, "low_level": low_level, "cut": cut, "planned": planned},
-            spill_budget=config.FUSED_SEGMENTS_A_SPILLS * (cut and low_level),
+            spill_budget=config.FUSED_A_SPILLS * low_level,
         )
         for types in NARROW_TYPES
         for normalize in (False, True)
         for low_level in (False, True)
         for cut, planned in ((False, True), (True, True), *(() if low_level else ((False, False),)))
-        if not (low_level and types["dtype"] == "float16")  # an A in fp16 has more digits than this kernel's inverse
     ),
     *(
         Instance("maps.segment_memory", types | {"normalize": normalize})

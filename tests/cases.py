@@ -139,6 +139,8 @@ def keys(kind: str, shape, generator) -> torch.Tensor:
         return unit
     if kind == "long":  # lengths in [0.5, 2]
         return unit * (0.5 + 1.5 * torch.rand(shape[:-1], generator=generator, dtype=torch.float64))[..., None]
+    if kind == "alike":  # any two of a head have a cosine of about 1/2
+        return F.normalize(x + torch.randn(1, 1, *shape[2:], generator=generator, dtype=torch.float64), dim=-1)
     if kind == "repeated":  # a text of seven different tokens
         B, T, _H, _ = shape
         vocabulary = F.normalize(torch.randn(7, *shape[2:], generator=generator, dtype=torch.float64), dim=-1)

@@ -58,7 +58,7 @@ NARROW_KEYS_8 = (1, 2, 7, 8, 12, 16, 16, 16)  # key channels on a GPU, in eighth
 KEYS_8 = (*NARROW_KEYS_8, 17, 24, 32)
 KEYS_AND_BETAS = (
     *(("unit", beta) for beta in ("sigmoid", "two", "0", "2")),
-    *(("repeated", beta) for beta in ("sigmoid", "two", "1")),
+    *((keys, beta) for keys in ("repeated", "alike") for beta in ("sigmoid", "two", "1")),
     ("long", "stable"),
     ("zero", "sigmoid"),
 )

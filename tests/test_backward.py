@@ -320,6 +320,8 @@ def test_expanded_inputs(device):
     Case(T=130, keys="repeated", gate="zero"),
     Case(T=130, keys="repeated", beta="1", gate="tiny"),
     Case(T=130, keys="repeated", gate="softplus", dtype=FP16),
+    Case(T=130, keys="alike", gate="zero"),
+    Case(T=130, keys="alike", gate="zero", dtype=FP16),
     Case(T=70, keys="zero"),
     Case(T=70, beta="0"),
     Case(T=70, beta="0", gate="zero", initial_state=None),

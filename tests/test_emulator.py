@@ -24,7 +24,7 @@ SELECTED = {
     "test_prefill.py": "new_requests or first or (a_hit and not wide_keys) or (wide_keys and 80-) or a_warp_sorts"
     " or (test_checkpoints and not wide_keys) or (test_kernels and 64-64) or (test_h and narrow)",
     "test_prefill_gpu.py": "not (graph or reported or many)",
-    "test_forward.py": "test_dense_lengths or test_gate_and_beta_dtypes or tiny_vectors",
+    "test_forward.py": "test_dense_lengths or test_gate_and_beta_dtypes or tiny_vectors or keys_that_are_alike",
     "test_backward.py": "(test_varlen_lengths and not 370) or tiny_vectors",
     "test_backward_isolation.py": "of_one_kind",
     "test_resets.py": "test_beta_of_zero and hard",

@@ -11,6 +11,7 @@ from cases import (
     VARLEN_CASES,
     Case,
     check_forward,
+    forward_mode,
     make_inputs,
     parametrize,
     reference_of,
@@ -282,6 +283,14 @@ def test_expanded_inputs(device):
 )
 def test_keys_and_beta(device, case):
     check_forward(case, device)
+
+
+@pytest.mark.parametrize("fused", (0, 1), ids=("two_kernels", "fused"))
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_keys_that_are_alike(device, dtype, fused):
+    """Rounding grows in the inverse of their chunks. Factors of one TF32 part would take fp16 beyond its bar."""
+    with forward_mode(fused=fused):
+        check_forward(Case(T=300, keys="alike", gate="zero", dtype=dtype), device)
 
 
 # Isolation: nothing crosses from padding or from one sequence to another

@@ -37,6 +37,7 @@ constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a
 constexpr double kTurnNarrow = 6200, kTurnWide = 6500;       // a CTA's next piece of work, without its chunks
 constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
 constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
+constexpr double kChunkFusedHalf = 1500;  // fp16: the inverse's factors have two TF32 parts
 constexpr double kTurnFused = 2160;
 // More for a chunk of a segment, with its part of the chunks before the segment (benchmarks/notes/fused_segments.md).
 constexpr double kChunkFusedCut = 500;
@@ -201,7 +202,8 @@ double several_us(const Schedule& s) { return s.ctas > s.sms ? kSeveral : 0; }
 
 double fused_forward_us(const ForwardShape& shape, const Schedule& s, double more_cycles = 0) {
   const double chunk = kChunkFused + more_cycles + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
-                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0);
+                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0) +
+                       (shape.fp16 ? kChunkFusedHalf : 0);
   const double states = s.N * s.H_v * state_bytes(shape);
   const double waits = kStateWait * std::max(0.0, s.N * s.H_v * s.tiles - s.sms) * state_bytes(shape) / s.tiles;
   const double chunks = s.H_v * s.total;

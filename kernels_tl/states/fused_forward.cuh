@@ -60,11 +60,10 @@ __device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
 //
 // All warps run the same code, also for the blocks left of the diagonal, which are not stored. Separate code for each
 // warp would have to be fetched again for each chunk. Element [4 n + 2 h + e] of a 16 x 16 block of accumulators is row
-// g + 8 h, column 8 n + 2 t + e, in lane 4 g + t. The factors of TF32 products are one rounded part (kParts) in fp16
-// too, because only L comes from them, and a 16-bit L has no more digits.
+// g + 8 h, column 8 n + 2 t + e, in lane 4 g + t.
 template <typename T, bool kNormalize>
 struct MatricesMaker {
-  static constexpr int kParts = 1;
+  static constexpr int kParts = kTf32Parts<T>;
 
   float* table;    // FusedGate's rows
   float* scratch;  // six blocks of K K^T below the diagonal, in product_block's order; then the four diagonal blocks by
