@@ -302,10 +302,9 @@ def test_override_of_the_fused_kernel():
             fused = _C.forward_dispatch(**shape)
             assert (fused.fused, fused.value_tile, fused.segment_chunks) == (1, 128, 0), shape
             assert not _C.forward_dispatch(**shape, low_level=True, output_h=True).fused
-            in_bf16, in_fp16 = (_C.forward_dispatch(**shape, low_level=True, fp16=fp16) for fp16 in (False, True))
-            assert in_bf16.fused and in_fp16.fused
-            assert in_bf16.predicted_us < in_fp16.predicted_us, shape  # A in fp16 takes products of two parts
-            assert _C.forward_dispatch(**shape, fp16=True) == fused
+            for low_level in (False, True):
+                in_bf16, in_fp16 = (_C.forward_dispatch(**shape, low_level=low_level, fp16=x) for x in (False, True))
+                assert in_bf16.fused and launch_of(in_bf16) == launch_of(in_fp16), shape
         with forced_dispatch(forward={"fused": False}):
             unfused = _C.forward_dispatch(**shape)
             assert not unfused.fused
@@ -320,6 +319,17 @@ def test_override_of_the_fused_kernel():
         else:
             assert found.predicted_us == fastest, shape
             assert found.fused == (fused.predicted_us < unfused.predicted_us), shape
+
+
+@pytest.mark.parametrize("low_level", (False, True))
+def test_the_fused_kernel_takes_longer_in_fp16(low_level):
+    """Its inverse has factors of two TF32 parts."""
+    with forced_dispatch(forward={"fused": True}):
+        in_bf16, in_fp16 = (
+            _C.forward_dispatch(1, 32768, 8, 16, 32, low_level=low_level, fp16=fp16).predicted_us
+            for fp16 in (False, True)
+        )
+    assert 1.1 * in_bf16 < in_fp16 < 1.3 * in_bf16
 
 
 def test_override_of_the_fused_kernel_where_the_device_does_not_cut():
