@@ -111,7 +111,7 @@ CHUNK_FORWARD = {
 
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
-# Values that the producers store before their roles begin, and read once, in the instances with A.
+# A register or two that a role stores before its loop, and loads at most once a chunk, in the instances with A.
 FUSED_A_SPILLS = 16
 
 # Keyed by K. With K = 256 the warps that store spill addresses.

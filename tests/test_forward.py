@@ -276,6 +276,8 @@ def test_expanded_inputs(device):
     Case(T=200, keys="repeated", gate="zero"),
     Case(T=200, keys="repeated", beta="1", gate="tiny"),
     Case(T=200, keys="repeated", gate="softplus", dtype=FP16),
+    Case(T=200, keys="alike", gate="zero"),
+    Case(T=200, keys="alike", gate="zero", dtype=FP16),
     Case(T=130, keys="zero"),
     Case(T=130, beta="0"),
     Case(T=130, beta="0", gate="zero", initial_state=None),
@@ -285,12 +287,13 @@ def test_keys_and_beta(device, case):
     check_forward(case, device)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("fused", (0, 1), ids=("two_kernels", "fused"))
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
-def test_keys_that_are_alike(device, dtype, fused):
+def test_keys_that_are_alike(dtype, fused):
     """Rounding grows in the inverse of their chunks. Factors of one TF32 part would take fp16 beyond its bar."""
     with forward_mode(fused=fused):
-        check_forward(Case(T=300, keys="alike", gate="zero", dtype=dtype), device)
+        check_forward(Case(T=300, keys="alike", gate="zero", dtype=dtype), "cuda")
 
 
 # Isolation: nothing crosses from padding or from one sequence to another

@@ -55,9 +55,10 @@ __device__ __forceinline__ void multiply_eighth(float (&acc)[4], float a0, float
 // (I + diag(beta) stril(block))^-1 of one or two symmetric 16 x 16 blocks, which are `stride` apart. One warp calls it.
 // The two 8 x 8 quarters on the diagonal come from substitution, one lane a column. The quarter below them comes from
 // products, as blocks do. `inverses` may be `blocks`.
-template <int kParts>
+template <typename T>
 __device__ __forceinline__ void invert_blocks(const float* blocks, int stride, float* inverses, const float* beta,
                                               int count) {
+  constexpr int kParts = kTf32Parts<T>;
   const int lane = lane_here();
   const int g = lane >> 2, t = lane & 3, column = lane & 7, quarter = lane & 8;
   const int mine = count == 2 ? lane >> 4 : 0;

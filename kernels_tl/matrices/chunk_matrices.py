@@ -84,7 +84,6 @@ def chunk_matrices(dtype, K, normalize):
     tile = CHUNK_MATRICES[K]
     KEY_PARTS = key_parts(K)
     assert tile.threads == THREADS
-    parts = {"bfloat16": 1, "float16": 2}[dtype]  # TF32 parts of a factor: kTf32Parts
 
     def make_tiles():
         return shared(
@@ -237,7 +236,7 @@ def chunk_matrices(dtype, K, normalize):
                 "int32", init=T.if_then_else(team.warps == WARPS, team.member, 2 * (team.member + step))
             )
             extern(
-                f"invert_blocks<{parts}>",
+                f"invert_blocks<{element}>",
                 T.access_ptr(tiles.diagonals[diagonal * DIAGONAL_STRIDE], "r"),
                 DIAGONAL_STRIDE,
                 T.access_ptr(tiles.inverses[team.head, diagonal * INVERSE_STRIDE], "rw"),

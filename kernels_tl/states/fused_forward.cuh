@@ -137,7 +137,7 @@ struct MatricesMaker {
 
   __device__ __forceinline__ void invert_diagonal() const {
     float* const own = inverses() + j * kInverseStride;
-    invert_blocks<kParts>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
+    invert_blocks<T>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
   // Brings the l2norm into the factors, because K and Q are not normalised. In the table, by 64 threads:
