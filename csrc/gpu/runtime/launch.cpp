@@ -123,6 +123,62 @@ const void* prepare(const LaunchConfig& config) {
   return function;
 }
 
+CUtensorMap encode(const TensorMap& map) {
+  std::array<cuuint64_t, TensorMap::kMaxRank> sizes, strides;
+  std::copy(map.sizes.begin(), map.sizes.end(), sizes.begin());
+  std::copy(map.strides.begin(), map.strides.end(), strides.begin());
+  static const auto encode_tiled = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
+  CUtensorMap encoded;
+  const CUresult status = encode_tiled(&encoded, map.dtype, map.rank, const_cast<void*>(map.address), sizes.data(),
+                                       strides.data() + 1, map.box.data(), map.element_strides.data(), map.interleave,
+                                       map.swizzle, map.l2_promotion, map.oob_fill);
+  if (status == CUDA_ERROR_INVALID_VALUE) {
+    std::ostringstream text;
+    text << "flash_qla: kernel " << map.kernel << ": cannot describe tensor " << map.tensor
+         << " to the TMA unit (address " << map.address << ", sizes " << join(std::span(map.sizes).first(map.rank))
+         << ", strides in bytes " << join(std::span(map.strides).first(map.rank)) << ", box "
+         << join(std::span(map.box).first(map.rank)) << ")";
+    throw std::runtime_error(text.str());
+  }
+  if (status != CUDA_SUCCESS) {  // may be the error of an earlier kernel
+    throw std::runtime_error(std::string("flash_qla: CUDA error: ") + error_string(status));
+  }
+  return encoded;
+}
+
+// Descriptors that a thread keeps. A descriptor depends on its arguments alone, and calls of one shape often get the
+// same memory again.
+class KeptTensorMaps {
+ public:
+  CUtensorMap of(const TensorMap& map) {
+    Entry& entry = entries_[place(map)];
+    if (entry.map != map) {
+      entry.encoded = encode(map);  // may throw
+      entry.map = map;
+    }
+    return entry.encoded;
+  }
+
+ private:
+  struct Entry {
+    TensorMap map{};
+    CUtensorMap encoded{};
+  };
+  static constexpr int kPlaceBits = 6;
+
+  // Different for the tensors of a call, most of the time.
+  static size_t place(const TensorMap& map) {
+    uint64_t mixed = 0;
+    for (const void* const part :
+         {map.address, static_cast<const void*>(map.kernel), static_cast<const void*>(map.tensor)}) {
+      mixed = (mixed ^ reinterpret_cast<uintptr_t>(part)) * 0x9e3779b97f4a7c15;
+    }
+    return mixed >> (64 - kPlaceBits);
+  }
+
+  std::array<Entry, size_t{1} << kPlaceBits> entries_;
+};
+
 }  // namespace
 
 void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream) {
@@ -147,26 +203,8 @@ CUtensorMap encode_tensor_map(const TensorMap& map) {
   if (map.address == nullptr) {  // the call has no such tensor, and the kernel does not touch it
     return {};
   }
-  std::array<cuuint64_t, TensorMap::kMaxRank> sizes, strides;
-  std::copy(map.sizes.begin(), map.sizes.end(), sizes.begin());
-  std::copy(map.strides.begin(), map.strides.end(), strides.begin());
-  static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
-  CUtensorMap encoded;
-  const CUresult status =
-      encode(&encoded, map.dtype, map.rank, const_cast<void*>(map.address), sizes.data(), strides.data() + 1,
-             map.box.data(), map.element_strides.data(), map.interleave, map.swizzle, map.l2_promotion, map.oob_fill);
-  if (status == CUDA_ERROR_INVALID_VALUE) {
-    std::ostringstream text;
-    text << "flash_qla: kernel " << map.kernel << ": cannot describe tensor " << map.tensor
-         << " to the TMA unit (address " << map.address << ", sizes " << join(std::span(map.sizes).first(map.rank))
-         << ", strides in bytes " << join(std::span(map.strides).first(map.rank)) << ", box "
-         << join(std::span(map.box).first(map.rank)) << ")";
-    throw std::runtime_error(text.str());
-  }
-  if (status != CUDA_SUCCESS) {  // may be the error of an earlier kernel
-    throw std::runtime_error(std::string("flash_qla: CUDA error: ") + error_string(status));
-  }
-  return encoded;
+  thread_local KeptTensorMaps kept;
+  return kept.of(map);
 }
 
 int32_t to_int32(const char* kernel, const char* argument, int64_t value) {
