@@ -3,6 +3,7 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <span>
@@ -152,7 +153,7 @@ class KeptTensorMaps {
  public:
   CUtensorMap of(const TensorMap& map) {
     Entry& entry = entries_[place(map)];
-    if (entry.map != map) {
+    if (std::memcmp(&entry.map, &map, sizeof map) != 0) {
       entry.encoded = encode(map);  // may throw
       entry.map = map;
     }
@@ -164,7 +165,7 @@ class KeptTensorMaps {
     TensorMap map{};
     CUtensorMap encoded{};
   };
-  static constexpr int kPlaceBits = 6;
+  static constexpr int kPlaceBits = 7;
 
   // Different for the tensors of a call, most of the time.
   static size_t place(const TensorMap& map) {

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_qla::runtime {
 
@@ -40,19 +41,18 @@ struct TensorMap {
   const char* kernel;  // names for messages
   const char* tensor;
   const void* address;
-  int rank;
   std::array<int64_t, kMaxRank> sizes;    // elements
   std::array<int64_t, kMaxRank> strides;  // bytes; the innermost is one element
   std::array<cuuint32_t, kMaxRank> box;   // elements
   std::array<cuuint32_t, kMaxRank> element_strides;
+  int rank;
   CUtensorMapDataType dtype;
   CUtensorMapInterleave interleave;
   CUtensorMapSwizzle swizzle;
   CUtensorMapL2promotion l2_promotion;
   CUtensorMapFloatOOBfill oob_fill;
-
-  bool operator==(const TensorMap&) const = default;
 };
+static_assert(std::has_unique_object_representations_v<TensorMap>);  // they are compared as bytes
 
 // The descriptor of a tensor, all zeros without an address. A thread keeps the descriptors that it made last.
 CUtensorMap encode_tensor_map(const TensorMap& map);
