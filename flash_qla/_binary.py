@@ -10,26 +10,26 @@ from pathlib import Path
 
 import torch
 
-_PATH = Path(__file__).with_name("libflash_qla.so")
+PATH = Path(__file__).with_name("libflash_qla.so")
 
-if not _PATH.exists():
+if not PATH.exists():
     raise ImportError(
-        f"{_PATH} is missing: this flash_qla is a source tree in which nothing has been built, and if flash_qla "
+        f"{PATH} is missing: this flash_qla is a source tree in which nothing has been built, and if flash_qla "
         "is installed as well, this tree hides it. Run Python from another directory to use the installed package, "
         "or build this tree with `pip install -e .`."
     )
 try:
-    torch.ops.load_library(_PATH)
+    torch.ops.load_library(PATH)
 except OSError as error:
     raise ImportError(
-        f"{_PATH} does not load, see above. It needs PyTorch 2.10 or newer, whose stable ABI it uses; this is "
+        f"{PATH} does not load, see above. It needs PyTorch 2.10 or newer, whose stable ABI it uses; this is "
         f"PyTorch {torch.__version__}."
     ) from error
 
 with contextlib.suppress(ModuleNotFoundError):  # another Python than the one it was built for
     importlib.import_module("flash_qla._C")  # the library's warnings become Python's; without it they are PyTorch's
 
-_library = ctypes.CDLL(str(_PATH))
+_library = ctypes.CDLL(str(PATH))
 
 
 def _function(name: str, *arguments: type):

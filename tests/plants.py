@@ -210,7 +210,7 @@ class Tree:
 
 
 def build_library(tree: Path) -> None:
-    """libflash_qla.so, as CMakeLists.txt builds it, but for what makes it portable."""
+    """libflash_qla.so and the library of autograd, as CMakeLists.txt builds them, but for what makes them portable."""
     sys.path[:0] = [str(ROOT / "emulator"), str(ROOT)]
     from build import TORCH, Compiler
     from build_tools.toolchain import find_toolkit, max_jobs
@@ -227,6 +227,12 @@ def build_library(tree: Path) -> None:
     needed = [toolkit.static_runtime, TORCH / "lib/libtorch.so", TORCH / "lib/libtorch_cpu.so", "-ldl", "-lrt"]
     options = ["-shared", "-Wl,--no-undefined", "-Wl,--no-as-needed", "-Wl,-soname,libflash_qla.so", "-lpthread"]
     subprocess.run([compiler.command[0], *objects, *needed, *options, "-o", library], check=True)
+    api = ("-UTORCH_TARGET_VERSION", "-isystem", str(TORCH / "include/torch/csrc/api/include"))
+    autograd = compiler.compile(tree / "csrc/autograd/autograd.cpp", *api)
+    (library,) = (tree / "flash_qla").glob("autograd_torch*.so")
+    library.unlink()
+    needed = [TORCH / "lib/libtorch_cpu.so", TORCH / "lib/libc10.so"]
+    subprocess.run([compiler.command[0], "-shared", autograd, *needed, "-o", library], check=True)
 
 
 def verdict(plant: Plant, unplanted: Tree) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import torch
 from flash_qla.cp.context import CPContext, as_ours, check_tokens
 from flash_qla.cp.exchange import in_backward, refuse_transforms, start_gather, wait
 from flash_qla.cp.maps import fold, spread
-from flash_qla.ops.autograd import only_once
+from flash_qla.ops import autograd
 
 ops = torch.ops.flash_qla
 
@@ -146,6 +146,20 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
     return dq, dk, dv, dg, db, None if initial_state is None else call.with_zeros(dh0), dA_log, ddt_bias
 
 
+class _Gradients(torch.autograd.Function):
+    """_backward where create_graph wants to differentiate it again: that raises, and not before."""
+
+    @staticmethod
+    def forward(ctx, backward, *args):
+        return backward(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
+        )
+
+
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, context, options, *tensors):
@@ -162,7 +176,9 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dht, _):
         backward = functools.partial(_backward, ctx.context, ctx.options)
-        gradients = only_once(backward, *ctx.saved_tensors, do, dht)
+        arguments = (*ctx.saved_tensors, do, dht)
+        again = torch.is_grad_enabled()  # create_graph
+        gradients = _Gradients.apply(backward, *arguments) if again else autograd.call(backward, *arguments)
         needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
         return None, None, *(dx if is_needed else None for dx, is_needed in needed)
 

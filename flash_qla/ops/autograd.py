@@ -6,11 +6,14 @@ require gradients, nor do those of the halves, from which flash_qla/cp/passes.py
 """
 
 import operator
+import os
+import re
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from flash_qla import _binary
 from flash_qla.ops import schemas
 
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
@@ -60,7 +63,7 @@ class _Differentiable(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         tensors = ctx.saved_tensors
         do = torch.zeros_like(tensors[_GIVEN.index("v")]) if do is None else do
-        results = only_once(schemas.backward, *_backward_arguments_of((*tensors, *ctx.options, do, dht, None)))
+        results = call(schemas.backward, *_backward_arguments_of((*tensors, *ctx.options, do, dht, None)))
         needed = zip(results, ctx.needs_input_grad[3:], strict=True)
         return (None, None, None, *[x if is_needed else None for x, is_needed in needed])
 
@@ -126,37 +129,6 @@ def call(op, *args):
         return op(*args)
 
 
-def only_once(backward, *args):
-    """The gradients backward(*args), which cannot be differentiated again.
-
-    The error comes when they are differentiated, not when create_graph=True computes them, because other parts of a
-    model may need the graph.
-    """
-    if torch.is_grad_enabled():
-        return _OnceDifferentiable.apply(backward, *args)
-    return call(backward, *args)
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(backward, *args):
-        return backward(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
-        )
-
-    jvp = backward
-
-
 _register_derivative(schemas.forward)
 _register_derivative(schemas.forward_low_level)
 
@@ -169,21 +141,25 @@ class _Underivable(torch.autograd.Function):
     """Hands on the results of an op, as a function of the tensors that require gradients; its backward raises."""
 
     @staticmethod
-    def forward(ctx, name, results, *differentiated):
-        ctx.name = name
+    def forward(ctx, op, results, *differentiated):
+        ctx.op = op
         return results
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError(f"derivative for flash_qla::{ctx.name} is not implemented")
+        if ctx.op is schemas.backward:
+            raise NotImplementedError(
+                "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
+            )
+        raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented")
 
 
 class _Written(_Underivable):
     """The same for a tensor that the op has written."""
 
     @staticmethod
-    def forward(ctx, name, written, *differentiated):
-        ctx.name = name
+    def forward(ctx, op, written, *differentiated):
+        ctx.op = op
         ctx.mark_dirty(written)
         return written
 
@@ -216,8 +192,8 @@ def _register_without_derivative(op):
         with torch._C._AutoDispatchBelowAutograd():
             results = redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
         for x in written:
-            _apply(_Written, op._opname, x, *differentiated)  # increments the version too
-        return results if results is None else _apply(_Underivable, op._opname, results, *differentiated)
+            _apply(_Written, op, x, *differentiated)  # increments the version too
+        return results if results is None else _apply(_Underivable, op, results, *differentiated)
 
     def autograd(keyset, *args):
         if forward_ad._current_level >= 0:
@@ -245,3 +221,17 @@ for _op in (
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
 ):
     _register_without_derivative(_op)
+
+
+def _load_without_python() -> None:
+    """Loads csrc/autograd/autograd.cpp, if it was built for this PyTorch.
+
+    Then plain calls of the CPU and of GPUs use the formula there.
+    """
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)  # of others the C++ interface is unknown
+    path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
+    if path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD", "0") in ("", "0"):
+        torch.ops.load_library(path)
+
+
+_load_without_python()

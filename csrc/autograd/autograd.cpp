@@ -1,0 +1,249 @@
+// Autograd of chunk_gated_delta_rule and chunk_gated_delta_rule_fwd without Python: the formula of
+// flash_qla/ops/autograd.py for plain calls, which are those on ordinary tensors of the CPU or a GPU, outside of
+// transforms and modes. Every other call goes on to the formula in Python.
+//
+// PyTorch's stable ABI has no autograd. So this is a library of its own, for one minor version of PyTorch. Without it
+// the formula in Python does everything.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace flash_qla {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using torch::jit::Stack;
+
+// The order of the backward's results
+constexpr std::array kDifferentiated = {"q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias"};
+
+using Arguments = std::vector<c10::Argument>;
+
+OperatorHandle op_of(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+
+std::optional<size_t> find(const Arguments& arguments, std::string_view name) {
+  const auto found = std::find_if(arguments.begin(), arguments.end(), [&](const auto& x) { return x.name() == name; });
+  return found == arguments.end() ? std::nullopt : std::optional(found - arguments.begin());
+}
+
+size_t place(const Arguments& arguments, std::string_view name) {
+  const std::optional<size_t> found = find(arguments, name);
+  TORCH_INTERNAL_ASSERT(found, "no argument ", name);
+  return *found;
+}
+
+bool is_tensor(const c10::Argument& argument) {
+  const auto optional = argument.type()->cast<c10::OptionalType>();
+  return (optional ? optional->getElementType() : argument.type())->kind() == c10::TypeKind::TensorType;
+}
+
+// The backward's op, and places in its arguments.
+struct Backward {
+  // An argument that the forwards have too: its name there and its place here.
+  struct Shared {
+    std::string name;
+    size_t place;
+  };
+
+  OperatorHandle op = op_of("flash_qla::chunk_gated_delta_rule_bwd");
+  size_t count = op.schema().arguments().size();
+  size_t grad_o = place(op.schema().arguments(), "do");
+  size_t grad_final_state = place(op.schema().arguments(), "dht");
+  std::vector<Shared> tensors, options;  // autograd keeps the tensors
+  // Indices in `tensors`
+  std::array<size_t, kDifferentiated.size()> differentiated;
+  size_t v;
+
+  Backward() {
+    const OperatorHandle forward = op_of("flash_qla::chunk_gated_delta_rule");
+    for (size_t i = 0; i < count; ++i) {
+      const c10::Argument& argument = op.schema().arguments()[i];
+      // The g of the forward is g_raw in the backward, whose g is the forward's result g_cumsum.
+      const std::string name = argument.name() == "g_raw" ? "g" : argument.name();
+      if (argument.name() != "g" && find(forward.schema().arguments(), name)) {
+        (is_tensor(argument) ? tensors : options).push_back({name, i});
+      }
+    }
+    for (size_t i = 0; i < differentiated.size(); ++i) {
+      differentiated[i] = index_of(kDifferentiated[i]);
+    }
+    v = index_of("v");
+  }
+
+  size_t index_of(std::string_view name) const {
+    const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const auto& x) { return x.name == name; });
+    TORCH_INTERNAL_ASSERT(found != tensors.end(), "no tensor ", name);
+    return found - tensors.begin();
+  }
+
+  static const Backward& get() {
+    static const Backward& found = *new Backward;  // autograd's threads may outlive static objects
+    return found;
+  }
+};
+
+// Places in the arguments and results of a forward.
+struct Forward {
+  size_t count, output_final_state, o, final_state;
+  std::vector<size_t> tensors, options;  // in the order of Backward
+  std::array<size_t, kDifferentiated.size()> differentiated;
+
+  explicit Forward(const OperatorHandle& op) {
+    const Arguments& arguments = op.schema().arguments();
+    count = arguments.size();
+    output_final_state = place(arguments, "output_final_state");
+    o = place(op.schema().returns(), "o");
+    final_state = place(op.schema().returns(), "final_state");
+    for (const Backward::Shared& x : Backward::get().tensors) {
+      tensors.push_back(place(arguments, x.name));
+    }
+    for (const Backward::Shared& x : Backward::get().options) {
+      options.push_back(place(arguments, x.name));
+    }
+    for (size_t i = 0; i < differentiated.size(); ++i) {
+      differentiated[i] = place(arguments, kDifferentiated[i]);
+    }
+  }
+};
+
+at::Tensor tensor_or_undefined(const IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); }
+IValue value_or_none(const at::Tensor& tensor) { return tensor.defined() ? IValue(tensor) : IValue(); }
+
+bool has_tangent(const IValue& x) { return x.isTensor() && x.toTensor()._fw_grad(/*level=*/0).defined(); }
+bool requires_grad(const IValue& x) { return x.isTensor() && x.toTensor().requires_grad(); }
+
+// No transform of torch.func and no mode looks at the calls of this thread.
+bool nothing_observes() {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// What the node of a call is made from, beside the tensors that may have gradients.
+struct Made {
+  variable_list results;  // o and, if it was asked for, the final state
+  variable_list tensors;
+  c10::impl::GenericList options{c10::AnyType::get()};
+};
+
+// Hands on the results, as functions of the tensors that have gradients.
+struct Differentiable : torch::autograd::Function<Differentiable> {
+  template <typename... Tensors>
+  static variable_list forward(AutogradContext* context, Made made, const Tensors&...) {
+    context->save_for_backward(std::move(made.tensors));
+    context->saved_data["options"] = std::move(made.options);
+    context->set_materialize_grads(false);
+    return std::move(made.results);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    grads.resize(2);                                  // of o and the final state
+    variable_list found(1 + kDifferentiated.size());  // none of Made
+    if (!grads[0].defined() && !grads[1].defined()) {
+      return found;
+    }
+    const Backward& b = Backward::get();
+    const variable_list tensors = context->get_saved_variables();
+    const c10::impl::GenericList options = context->saved_data.at("options").toList();
+    Stack stack(b.count);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      stack[b.tensors[i].place] = value_or_none(tensors[i]);
+    }
+    for (size_t i = 0; i < options.size(); ++i) {
+      stack[b.options[i].place] = options.get(i);
+    }
+    stack[b.grad_o] = grads[0].defined() ? grads[0] : at::zeros_like(tensors[b.v]);
+    stack[b.grad_final_state] = value_or_none(grads[1]);
+    if (at::GradMode::is_enabled() || !nothing_observes() || std::ranges::any_of(stack, has_tangent)) {
+      b.op.callBoxed(stack);  // notes that its results cannot be differentiated again
+    } else {
+      const at::AutoDispatchBelowAutograd below;
+      b.op.callBoxed(stack);
+    }
+    for (size_t i = 0; i < kDifferentiated.size(); ++i) {
+      if (tensors[b.differentiated[i]].defined()) {
+        found[1 + i] = stack[i].toTensor();
+      }
+    }
+    return found;
+  }
+};
+
+variable_list differentiable(Made made, const std::array<at::Tensor, kDifferentiated.size()>& tensors) {
+  return std::apply(
+      [&](const auto&... x) { return Differentiable::apply(std::move(made), std::optional<at::Tensor>(x)...); },
+      tensors);
+}
+
+void run(const Forward& f, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, f.count);
+  const DispatchKeySet below = keys & c10::after_autograd_keyset;
+  if (keys.has(DispatchKey::Python) || !nothing_observes() || std::ranges::any_of(arguments, has_tangent)) {
+    op.redispatchBoxed(below.add(DispatchKey::AutogradOther), stack);  // the formula in Python
+    return;
+  }
+  if (!at::GradMode::is_enabled() || std::ranges::none_of(arguments, requires_grad)) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  Made made;
+  for (const size_t i : f.tensors) {
+    made.tensors.push_back(tensor_or_undefined(arguments[i]));
+  }
+  for (const size_t i : f.options) {
+    made.options.push_back(arguments[i]);
+  }
+  std::array<at::Tensor, kDifferentiated.size()> differentiated;
+  std::ranges::transform(f.differentiated, differentiated.begin(),
+                         [&](size_t i) { return tensor_or_undefined(arguments[i]); });
+  const bool output_final_state = arguments[f.output_final_state].toBool();
+  {
+    const at::AutoDispatchBelowAutograd guard;
+    op.redispatchBoxed(below, stack);
+  }
+  const size_t first = stack->size() - op.schema().returns().size();
+  made.results.push_back((*stack)[first + f.o].toTensor());
+  if (output_final_state) {
+    made.results.push_back((*stack)[first + f.final_state].toTensor());
+  }
+  const variable_list results = differentiable(std::move(made), differentiated);
+  (*stack)[first + f.o] = results[0];
+  if (output_final_state) {
+    (*stack)[first + f.final_state] = results[1];
+  }
+}
+
+// One for each op, whose places it keeps.
+template <bool kLowLevel>
+void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  static const Forward& forward = *new Forward(op);
+  run(forward, op, keys, stack);
+}
+
+void register_for_device(torch::Library& library) {
+  library.impl("chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<false>>());
+  library.impl("chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<true>>());
+}
+
+TORCH_LIBRARY_IMPL(flash_qla, AutogradCPU, library) { register_for_device(library); }
+TORCH_LIBRARY_IMPL(flash_qla, AutogradCUDA, library) { register_for_device(library); }
+
+}  // namespace
+}  // namespace flash_qla
