@@ -402,7 +402,8 @@ def test_exit_status():
     wrong = start_python(
         f"import runpy, sys, torch, flash_qla\n{BREAK_DV}\n"
         f"sys.argv = {[__file__, *arguments, '--no-timing']!r}; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+        "runpy.run_path(sys.argv[0], run_name='__main__')",
+        FLASH_QLA_PYTHON_AUTOGRAD="1",  # where the fault is
     )
     command = [sys.executable, __file__, *arguments, "--ref-dtype", "float32"]
     right = subprocess.run(command, capture_output=True, text=True)

@@ -103,7 +103,7 @@ struct Backward {
 // Places in the arguments and results of a forward.
 struct Forward {
   size_t count, output_final_state, o, final_state;
-  std::vector<size_t> tensors, options;  // in the order of Backward
+  std::vector<size_t> tensors, options;  // ordered as those of Backward
   std::array<size_t, kDifferentiated.size()> differentiated;
 
   explicit Forward(const OperatorHandle& op) {
@@ -136,7 +136,7 @@ bool nothing_observes() {
          !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// What the node of a call is made from, beside the tensors that may have gradients.
+// The contents of a call's node, beside the tensors that may have gradients.
 struct Made {
   variable_list results;  // o and, if it was asked for, the final state
   variable_list tensors;
@@ -154,8 +154,9 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    grads.resize(2);                                  // of o and the final state
-    variable_list found(1 + kDifferentiated.size());  // none of Made
+    grads.resize(2);  // o's, and the final state's
+    // None for Made, which has no gradient
+    variable_list found(1 + kDifferentiated.size());
     if (!grads[0].defined() && !grads[1].defined()) {
       return found;
     }

@@ -147,11 +147,8 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if ctx.op is schemas.backward:
-            raise NotImplementedError(
-                "flash_qla: the gradients of chunk_gated_delta_rule cannot be differentiated again (double backward)."
-            )
-        raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented")
+        again = " (double backward)" if ctx.op is schemas.backward else ""
+        raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{again}")
 
 
 class _Written(_Underivable):
@@ -228,7 +225,8 @@ def _load_without_python() -> None:
 
     Then plain calls of the CPU and of GPUs use the formula there.
     """
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)  # of others the C++ interface is unknown
+    # Only releases: the C++ interface of what comes before them is unknown.
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
     path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
     if path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD", "0") in ("", "0"):
         torch.ops.load_library(path)
