@@ -54,6 +54,7 @@ def test_formula_of_a_call(device):
     """A plain call has the formula in C++, if the package has it for this PyTorch; a call in a mode that in Python."""
     library = "autograd_torch{}.{}.so".format(*torch.__version__.split("."))
     in_cpp = Path(flash_qla.__file__).with_name(library).exists() and os.environ.get(PYTHON_ONLY) != "1"
+    assert in_cpp == flash_qla.ops.autograd.IN_CPP
     inputs = make_inputs(Case(T=70), device)
     for function in both_functions(inputs):
         assert isinstance(function(*leaves_of(inputs))[0].grad_fn, BackwardCFunction) == (not in_cpp)

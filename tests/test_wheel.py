@@ -124,6 +124,29 @@ def test_binaries_share_no_cpp(wheel, tmp_path):
         assert not [symbol for symbol in taken if symbol.startswith("_Z")]
 
 
+def test_autograd_for_several_pytorches(tmp_path):
+    """CMake builds it for each release in FLASH_QLA_TORCH_FOLDERS, and for nothing that comes before a release."""
+    import cmake
+    import ninja
+    import torch
+
+    folders = []
+    for version in ("7.0.1", "7.2.0+cu150", "7.3.0a0+git12345"):
+        folders.append(tmp_path / version)
+        folders[-1].mkdir()
+        for name in ("include", "lib"):
+            (folders[-1] / name).symlink_to(Path(torch.__file__).with_name(name))
+        (folders[-1] / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\n")
+    options = {"CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR, "ninja"), "Python_EXECUTABLE": sys.executable}
+    command = [Path(cmake.CMAKE_BIN_DIR, "cmake"), "-G", "Ninja", "-S", ROOT, "-B", tmp_path / "build"]
+    environment = os.environ | {"FLASH_QLA_TORCH_FOLDERS": ";".join(map(str, folders))}
+    command += [f"-D{name}={value}" for name, value in options.items()]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    targets = run(options["CMAKE_MAKE_PROGRAM"], "-C", tmp_path / "build", "-t", "targets", "all")
+    built = set(re.findall(r"^flash_qla/(autograd_\S+): ", targets, re.MULTILINE))
+    assert built == {AUTOGRAD, "autograd_torch7.0.so", "autograd_torch7.2.so"}
+
+
 def test_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         fields = email.message_from_bytes(archive.read(f"{NAME}.dist-info/METADATA"))

@@ -220,16 +220,15 @@ for _op in (
     _register_without_derivative(_op)
 
 
-def _load_without_python() -> None:
-    """Loads csrc/autograd/autograd.cpp, if it was built for this PyTorch.
-
-    Then plain calls of the CPU and of GPUs use the formula there.
-    """
-    # Only releases: the C++ interface of what comes before them is unknown.
+def _load_library() -> bool:
+    """Loads csrc/autograd/autograd.cpp, which has the formula for plain calls, if it was built for this PyTorch."""
+    # Only for releases: the C++ interface of what comes before them is unknown.
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
     path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
-    if path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD", "0") in ("", "0"):
+    found = path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD") != "1"
+    if found:
         torch.ops.load_library(path)
+    return found
 
 
-_load_without_python()
+IN_CPP = _load_library()
