@@ -1,5 +1,6 @@
 """The ops under autograd and what builds on it: gradcheck, torch.compile, checkpointing, autocast, DDP."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -14,6 +15,7 @@ from dispatched import Ran
 from every_op import NAMES, make_call
 from reference import one_thread
 from subprocesses import run_side_by_side
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
@@ -331,6 +333,20 @@ def test_compile_a_loss_and_its_gradients(device):
     for function in (compiled, loss):
         leaves = [inputs[name].detach().requires_grad_() for name in INPUTS]
         results.append(torch.autograd.grad(function(*leaves), leaves))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_compiled_autograd(device):
+    """A compiler that traces the backward of an eager call sees all that the call has kept."""
+    inputs, gradients = (make(Case(lengths=(70, 3), scale=0.3), device) for make in (make_inputs, make_gradients))
+    results = []
+    for compiler in (None, torch.compile(backend="aot_eager")):
+        torch._dynamo.reset()
+        leaves = leaves_of(inputs)
+        outputs = both_functions(inputs)[0](*leaves)
+        with compiled_autograd._enable(compiler) if compiler else contextlib.nullcontext():
+            torch.autograd.backward(outputs, tuple(gradients.values()))
+        results.append([x.grad for x in leaves])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 

@@ -171,6 +171,7 @@ def test_gradients_that_are_none(backend):
     run_on_ranks(3, cp_ranks.gradients_that_are_none, [ONE, OF_ITS_OWN], "cpu", backend, timeout=20)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="PyTorch 2.10's partitioner fails on it")
 def test_compiled_halo():
     run_on_ranks(2, cp_ranks.compiled_halo, ONE, "cpu", BACKEND)
 

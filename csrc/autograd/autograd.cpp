@@ -144,7 +144,7 @@ struct Made {
 };
 
 // Hands on the results, as functions of the tensors that have gradients.
-struct Differentiable : torch::autograd::Function<Differentiable> {
+struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule> {
   template <typename... Tensors>
   static variable_list forward(AutogradContext* context, Made made, const Tensors&...) {
     context->save_for_backward(std::move(made.tensors));
@@ -189,7 +189,7 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
 
 variable_list differentiable(Made made, const std::array<at::Tensor, kDifferentiated.size()>& tensors) {
   return std::apply(
-      [&](const auto&... x) { return Differentiable::apply(std::move(made), std::optional<at::Tensor>(x)...); },
+      [&](const auto&... x) { return ChunkGatedDeltaRule::apply(std::move(made), std::optional<at::Tensor>(x)...); },
       tensors);
 }
 

@@ -32,19 +32,24 @@ _backward_arguments_of = operator.itemgetter(
 )
 
 
-def _apply(function, *args):
-    """function.apply at the current level of torch.func's transforms.
+class _Function(torch.autograd.function._SingleLevelFunction):
+    """torch.autograd.Function at one level of torch.func's transforms.
 
-    The dispatcher calls autograd once at each level. Function.apply would go through all levels by itself.
+    The dispatcher calls autograd once at each level. The apply of torch.autograd.Function would go through all levels
+    by itself.
     """
-    apply = super(torch.autograd.Function, function).apply
+
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
+def _apply(function, *args):
     if not torch._C._are_functorch_transforms_active():
-        return apply(*args)
+        return function.apply(*args)
     with enable_single_level_autograd_function():
-        return apply(*args)
+        return function.apply(*args)
 
 
-class _Differentiable(torch.autograd.Function):
+class _ChunkGatedDeltaRule(_Function):
     """Hands on o and, if it was asked for, the final state, as functions of the tensors that have gradients.
 
     Autograd looks for these tensors among the arguments. It converts each gradient to the dtype of its tensor.
@@ -102,7 +107,7 @@ def _register_derivative(op):
         wanted = o_and_state if args[output_final_state] else only_o
         found = list(results)
         found[wanted] = _apply(
-            _Differentiable, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
+            _ChunkGatedDeltaRule, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
         )
         return tuple(found)
 
@@ -137,7 +142,7 @@ _register_derivative(schemas.forward_low_level)
 # backward raises. Forward-mode AD raises too, because it would treat the results as constants.
 
 
-class _Underivable(torch.autograd.Function):
+class _Underivable(_Function):
     """Hands on the results of an op, as a function of the tensors that require gradients; its backward raises."""
 
     @staticmethod
