@@ -67,7 +67,7 @@ struct Backward {
   size_t count = op.schema().arguments().size();
   size_t grad_o = place(op.schema().arguments(), "do");
   size_t grad_final_state = place(op.schema().arguments(), "dht");
-  std::vector<Shared> tensors, options;  // autograd keeps the tensors
+  std::vector<Shared> tensors, options;
   // Indices in `tensors`
   std::array<size_t, kDifferentiated.size()> differentiated;
   size_t v;

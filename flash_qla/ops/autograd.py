@@ -1,8 +1,9 @@
 """Autograd of the ops.
 
 chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd. Autograd
-saves their inputs and nothing else. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not
-require gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
+saves their inputs and nothing else. Plain calls have the formula in C++ (csrc/autograd/autograd.cpp), if the package
+was built for this PyTorch. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not require
+gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
 """
 
 import operator
