@@ -166,13 +166,14 @@ class KeptTensorMaps {
     CUtensorMap encoded{};
   };
   static constexpr int kPlaceBits = 7;
+  static constexpr uint64_t kGoldenRatio = 0x9e3779b97f4a7c15;  // a part of 2^64
 
   // Different for the tensors of a call, most of the time.
   static size_t place(const TensorMap& map) {
     uint64_t mixed = 0;
     for (const void* const part :
          {map.address, static_cast<const void*>(map.kernel), static_cast<const void*>(map.tensor)}) {
-      mixed = (mixed ^ reinterpret_cast<uintptr_t>(part)) * 0x9e3779b97f4a7c15;
+      mixed = (mixed ^ reinterpret_cast<uintptr_t>(part)) * kGoldenRatio;
     }
     return mixed >> (64 - kPlaceBits);
   }
