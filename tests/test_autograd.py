@@ -67,8 +67,8 @@ def test_formula_of_a_call(device):
 @pytest.mark.long
 @pytest.mark.skipif(os.environ.get(PYTHON_ONLY) == "1", reason="these are the tests of the formula in Python")
 def test_formula_in_python(tmp_path):
-    """All tests of this file, and those of gradients, without the formula in C++."""
-    files = [Path(__file__).with_name(name) for name in ("test_autograd.py", "test_backward.py")]
+    """All tests of this file, and those of gradients and of mutation, without autograd in C++."""
+    files = [Path(__file__).with_name(name) for name in ("test_autograd.py", "test_backward.py", "test_mutation.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *map(str, files)]
     environment = os.environ | {PYTHON_ONLY: "1"}
     # Elsewhere, because `-m` puts the current folder on sys.path, and the checkout's flash_qla/ may hold no library.

@@ -1,9 +1,10 @@
-// Autograd of chunk_gated_delta_rule and chunk_gated_delta_rule_fwd without Python: the formula of
-// flash_qla/ops/autograd.py for plain calls, which are those on ordinary tensors of the CPU or a GPU, outside of
-// transforms and modes. Every other call goes on to the formula in Python.
+// Autograd of the ops without Python, for plain calls: those on ordinary tensors of the CPU or a GPU, outside of
+// transforms and modes. chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have the formula of
+// flash_qla/ops/autograd.py. The other ops have no derivatives; here are their calls that want none. Every other call
+// goes on to Python.
 //
 // PyTorch's stable ABI has no autograd. So this is a library of its own, for one minor version of PyTorch. Without it
-// the formula in Python does everything.
+// Python does everything.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -193,14 +194,26 @@ variable_list differentiable(Made made, const std::array<at::Tensor, kDifferenti
       tensors);
 }
 
+using Values = c10::ArrayRef<IValue>;
+
+bool is_plain(DispatchKeySet keys, Values arguments) {
+  return !keys.has(DispatchKey::Python) && nothing_observes() && std::ranges::none_of(arguments, has_tangent);
+}
+bool wants_gradients(Values arguments) {
+  return at::GradMode::is_enabled() && std::ranges::any_of(arguments, requires_grad);
+}
+void call_python(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  op.redispatchBoxed((keys & c10::after_autograd_keyset).add(DispatchKey::AutogradOther), stack);
+}
+
 void run(const Forward& f, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, f.count);
+  const Values arguments = torch::jit::last(*stack, f.count);
   const DispatchKeySet below = keys & c10::after_autograd_keyset;
-  if (keys.has(DispatchKey::Python) || !nothing_observes() || std::ranges::any_of(arguments, has_tangent)) {
-    op.redispatchBoxed(below.add(DispatchKey::AutogradOther), stack);  // the formula in Python
+  if (!is_plain(keys, arguments)) {
+    call_python(op, keys, stack);
     return;
   }
-  if (!at::GradMode::is_enabled() || std::ranges::none_of(arguments, requires_grad)) {
+  if (!wants_gradients(arguments)) {
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -238,13 +251,73 @@ void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   run(forward, op, keys, stack);
 }
 
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+// Runs an op without noting a derivative. The versions of the tensors that the op writes tell autograd that they have
+// changed.
+void run_in_place(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const Arguments& schema = op.schema().arguments();
+  const Values arguments = torch::jit::last(*stack, schema.size());
+  c10::SmallVector<at::Tensor, 4> written;
+  for (size_t i = 0; i < schema.size(); ++i) {
+    if (is_written(schema[i]) && arguments[i].isTensor()) {
+      written.push_back(arguments[i].toTensor());
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  for (const at::Tensor& x : written) {
+    if (!x.is_inference()) {  // inference tensors have no version
+      x.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+void run_without_derivative(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const Values arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  if (is_plain(keys, arguments) && !wants_gradients(arguments)) {
+    run_in_place(op, keys, stack);
+  } else {
+    call_python(op, keys, stack);
+  }
+}
+
+using BoxedFunction = torch::CppFunction (*)();
+constexpr std::array<std::pair<std::string_view, BoxedFunction>, 2> kDerivable = {{
+    {"flash_qla::chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<false>>},
+    {"flash_qla::chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<true>>},
+}};
+
+// Calls use(name, schema) for each op of the package. A name with an underscore is of an op that is written in Python.
+template <typename Use>
+void for_each_op(Use use) {
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.starts_with("flash_qla::") && !name.name.starts_with("flash_qla::_")) {
+      use(name.name, op_of(name.name.c_str()).schema());
+    }
+  }
+}
+
 void register_for_device(torch::Library& library) {
-  library.impl("chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<false>>());
-  library.impl("chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<true>>());
+  for_each_op([&](const std::string& name, const c10::FunctionSchema&) {
+    const auto derivable = std::ranges::find(kDerivable, name, [](const auto& x) { return x.first; });
+    library.impl(name.c_str(), derivable != kDerivable.end()
+                                   ? derivable->second()
+                                   : torch::CppFunction::makeFromBoxedFunction<&run_without_derivative>());
+  });
 }
 
 TORCH_LIBRARY_IMPL(flash_qla, AutogradCPU, library) { register_for_device(library); }
 TORCH_LIBRARY_IMPL(flash_qla, AutogradCUDA, library) { register_for_device(library); }
+// Inference mode skips autograd, but tensors from outside of it have versions.
+TORCH_LIBRARY_IMPL(flash_qla, ADInplaceOrView, library) {
+  for_each_op([&](const std::string& name, const c10::FunctionSchema& schema) {
+    if (std::ranges::any_of(schema.arguments(), is_written)) {
+      library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_in_place>());
+    }
+  });
+}
 
 }  // namespace
 }  // namespace flash_qla

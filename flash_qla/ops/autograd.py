@@ -1,9 +1,10 @@
 """Autograd of the ops.
 
 chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd. Autograd
-saves their inputs and nothing else. Plain calls have the formula in C++ (csrc/autograd/autograd.cpp), if the package
-was built for this PyTorch. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not require
-gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
+saves their inputs and nothing else. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not
+require gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
+
+Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch.
 """
 
 import operator
@@ -17,6 +18,19 @@ from torch.autograd import forward_ad
 from flash_qla import _binary
 from flash_qla.ops import schemas
 
+
+def _load_library() -> bool:
+    """Loads csrc/autograd/autograd.cpp, which takes plain calls, if it was built for this PyTorch."""
+    # Only for releases: the C++ interface of what comes before them is unknown.
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
+    path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
+    found = path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD") != "1"
+    if found:
+        torch.ops.load_library(path)
+    return found
+
+
+IN_CPP = _load_library()
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
 # Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. The g of the forward
@@ -116,13 +130,14 @@ def _register_derivative(op):
 
 
 def call(op, *args):
-    """op(*args). It skips autograd's part of the op, which is in Python, if no gradients are wanted.
+    """op(*args). It skips autograd's part of the op, if that part is in Python and no gradients are wanted.
 
     Compilers, modes, transforms of torch.func and forward-mode AD see the usual call. Inference mode skips that part by
     itself.
     """
     if (
-        torch.compiler.is_compiling()
+        IN_CPP
+        or torch.compiler.is_compiling()
         or torch.is_inference_mode_enabled()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
         or torch._C._are_functorch_transforms_active()
@@ -213,7 +228,7 @@ def _register_without_derivative(op):
         return results
 
     _library.impl(op, autograd, "Autograd", with_keyset=True)
-    if any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments):
+    if not IN_CPP and any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments):
         _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
 
 
@@ -224,17 +239,3 @@ for _op in (
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
 ):
     _register_without_derivative(_op)
-
-
-def _load_library() -> bool:
-    """Loads csrc/autograd/autograd.cpp, which has the formula for plain calls, if it was built for this PyTorch."""
-    # Only for releases: the C++ interface of what comes before them is unknown.
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
-    path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
-    found = path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD") != "1"
-    if found:
-        torch.ops.load_library(path)
-    return found
-
-
-IN_CPP = _load_library()
