@@ -160,6 +160,11 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint3
                : "r"(address)
                : "memory");
 }
+// The transpose of one such matrix: x is the lane's pair, the result is its pair of the transpose.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
+  return x;
+}
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)

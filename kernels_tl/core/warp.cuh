@@ -13,6 +13,9 @@ namespace flash_qla::device {
 // on it may stand where WGMMAs are in flight.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3; }
 
+// The warpgroup's number in its CTA, also from a shuffle.
+__device__ __forceinline__ int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x >> 7, 0); }
+
 // The lane, opaque: values that depend on it are computed here, not before the surrounding loops and kept in registers.
 __device__ __forceinline__ int lane_here() {
   int lane = threadIdx.x & 31;
@@ -78,6 +81,13 @@ __device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t pair) {  // one
 }
 __device__ __forceinline__ float2 unpack(__half, uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// Element e of a pair.
+template <typename T>
+__device__ __forceinline__ float element(T, uint32_t pair, int e) {
+  const float2 both = unpack(T(), pair);
+  return e == 0 ? both.x : both.y;
 }
 
 // A number of a state of 8 bits, whose format is known at run time: Dtype::kFloat8E4m3fn or kFloat8E5m2.

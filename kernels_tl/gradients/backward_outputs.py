@@ -78,38 +78,19 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
 
     @T.macro
     def begin_dK(r, tiles, ready, s, z, p, scale, carried):
-        """Computes dQ, and the terms of dK without U."""
-        one = Stage(0, p)
+        """Leaves the term of dK with V_new in dK."""
         multiply(tiles.V_new[z, :, :], tiles.dS[z, :, :], r.dK)
-        one.wait_for(ready.h_loaded)
-        multiply(tiles.dO[z, :, :], tiles.S[z, :, :], r.product)
-        T.wait_wgmma(1)
+        T.wait_wgmma(0)
         T.barrier_arrive(ready.taken)
         T.barrier_arrive(ready.values_released)
         K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
         scale_and_dot(r.dK, K_tile, gate_row(tiles, s, gates.DECAY), carried, token_sums(tiles, p, TokenSum.KEY))
-        T.wait_wgmma(0)
-        T.barrier_arrive(ready.dO_released)
-        Q_tile = T.access_ptr(tiles.Q[z, 0, 0], "r")
-        gamma = (gamma_row(tiles, s, table.QUERY_FADE), gamma_factor(tiles, s, scale))
-        scale_and_dot(r.product, Q_tile, *gamma, token_sums(tiles, p, TokenSum.QUERY))
-        Stage(0, 0).wait_for(ready.gated)
-        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
-        T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
-        T.wait_wgmma(0)
-        T.barrier_arrive(ready.gated_taken)
-        if normalize:
-            project(r.product, Q_tile, tiles, s, NormalizedGate.QUERY_RSTD)
-        T.barrier_arrive(ready.Q_released)
-        one.wait_until_free(ready.keys_taken)
-        extern(f"stage_fragment<{element}, {C}>", r.product.data, T.access_ptr(tiles.dQ, "w"))
 
     @T.macro
-    def end_dK(r, tiles, ready, s, z, p):
-        """Adds the terms of dK with U."""
+    def add_states(r, tiles, ready, s, z, p, scale):
+        """Adds the term of dK with the state, and leaves that of dQ in product."""
         multiply(tiles.U[z, :, :], tiles.S[z, :, :], r.product)
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.h_released)
         T.barrier_arrive(ready.U_taken)
         K_tile = T.access_ptr(tiles.K[s, 0, 0], "r")
         extern(
@@ -122,10 +103,32 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             token_sums(tiles, p, TokenSum.STATE),
             gamma_factor(tiles, s, T.float32(1)),
         )
+        multiply(tiles.dO[z, :, :], tiles.S[z, :, :], r.product)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.h_released)
+        T.barrier_arrive(ready.dO_released)
+        Q_tile = T.access_ptr(tiles.Q[z, 0, 0], "r")
+        gamma = (gamma_row(tiles, s, table.QUERY_FADE), gamma_factor(tiles, s, scale))
+        scale_and_dot(r.product, Q_tile, *gamma, token_sums(tiles, p, TokenSum.QUERY))
         T.barrier_arrive(ready.sums_made[p])
+
+    @T.macro
+    def add_tokens(r, tiles, ready, s, z, p):
+        """Adds the terms with the two matrices of `gated`, and leaves dQ and dK in shared memory."""
+        one = Stage(0, p)
+        Q_tile, K_tile = T.access_ptr(tiles.Q[z, 0, 0], "r"), T.access_ptr(tiles.K[s, 0, 0], "r")
+        Stage(0, 0).wait_for(ready.gated)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.product, policy=Full)
+        T.wgmma_gemm(tiles.G[z, :, :], tiles.Q[z, :, :], r.dK, transpose_A=True, policy=Full)
+        T.wait_wgmma(0)
+        T.barrier_arrive(ready.gated_taken)
+        if normalize:
+            project(r.product, Q_tile, tiles, s, NormalizedGate.QUERY_RSTD)
+        T.barrier_arrive(ready.Q_released)
+        one.wait_until_free(ready.keys_taken)
         Stage(0, 1).wait_for(ready.gated)
         T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, policy=Full)
-        T.wgmma_gemm(tiles.G[z, :, :], tiles.K[s, :, :], r.dK, transpose_A=True, policy=Full)
+        extern(f"stage_fragment<{element}, {C}>", r.product.data, T.access_ptr(tiles.dQ, "w"))
         T.wait_wgmma(0)
         T.barrier_arrive(ready.gated_taken)
         if normalize:
@@ -149,14 +152,18 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             one.wait_for(ready.values_loaded)
             pair.wait_until_free(ready.sums_taken)
             one.wait_for(ready.staged)  # rows after the sequence are zeros too
-            one.wait_for(ready.Q_loaded)
-            one.wait_for(ready.dO_loaded)
             begin_dK(r, tiles, ready, s, z, p, scale, carried)
             one.wait_for(ready.U_staged)
+            one.wait_for(ready.h_loaded)
+            one.wait_for(ready.dO_loaded)
+            one.wait_for(ready.Q_loaded)
             # The compiler does not know these values, so it keeps no addresses from above in registers.
             s = extern("kept", step % STAGES, returns="int32")
             z = extern("kept", 0, returns="int32")
-            end_dK(r, tiles, ready, s, z, p)
+            add_states(r, tiles, ready, s, z, p, scale)
+            s = extern("kept", step % STAGES, returns="int32")
+            z = extern("kept", 0, returns="int32")
+            add_tokens(r, tiles, ready, s, z, p)
             carried = table.gamma(tiles, s, 0)
             stage.arrive(ready.released)
 

@@ -1,6 +1,6 @@
 """The role of chunk_backward that carries dS^T: two warpgroups, 64 rows each. chunk_backward.py has the formulas.
 
-A chunk's step computes U, G, diag(beta) F, <S, dS'> and dS, and leaves them in shared memory for the other roles
+A chunk's step computes U, G, F, <S, dS'> and dS, and leaves them in shared memory for the other roles
 (backward_outputs.py). dS is the next step's dS'. The transposed form keeps every intermediate in registers as the next
 WGMMA's A operand. The registers carry dS^T / gamma_1, with gamma_1 of the chunk that dS comes from. `carried` is this
 gamma_1: each use of dS' multiplies by it.
@@ -38,6 +38,8 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
     table = GateTable(normalize)
     gates = table.rows
 
+    from_P = dtype == "bfloat16"  # whether E of G comes from P. In fp16, P has too few digits where it is small
+
     def norms(tiles, s, which):
         """With the l2norm, the factors of the rows and columns of G (which = 0) or F (which = 1)."""
         if not normalize:
@@ -55,26 +57,27 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             faded_dO_rest=([V, C], dtype),
             faded_U=([V, C], dtype),  # -U^T diag(beta gamma / gamma_1)
             products=([C, C], "float32"),  # dO V_new^T, U V_new^T
-            likeness=([C, C], "float32"),  # Q K^T, K K^T
+            likeness=([C, C], "float32"),  # K K^T; Q K^T unless from_P
         )
         made.table = table
         return made
 
     @T.macro
-    def multiply_tokens(r, tiles, s, z, left, alike):
-        """Begins dO V_new^T and Q K^T for G, or U V_new^T and K K^T for F: 32 columns a warpgroup."""
-        T.wgmma_gemm(left, tiles.V_new[z, :, :], r.products, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(alike, tiles.K[s, :, :], r.likeness, transpose_B=True, clear_accum=True)
+    def multiply_tokens(left, right, product):
+        """product = left right^T of a chunk's tokens, in flight: 32 columns a warpgroup."""
+        T.wgmma_gemm(left, right, product, transpose_B=True, clear_accum=True)
 
     @T.macro
-    def gate_products(r, tiles, ready, s, z, p, which, scale):
-        """Leaves G (which = 0) or diag(beta) F (which = 1) in their tile, and adds to the sums of E."""
+    def gate_products(r, tiles, ready, s, p, which, scale):
+        """Leaves G (which = 0) or diag(beta) F + F^T diag(beta) (which = 1) in their tile, and adds to the sums of
+        E."""
+        takes_P = from_P and which == 0
+        options = ", ".join(str(option).lower() for option in (which == 0, normalize, takes_P))
         gated = T.alloc_local([8], "uint32")
-        T.wait_wgmma(0)
         extern(
-            f"gate_products<{element}, {str(which == 0).lower()}, {str(normalize).lower()}>",
+            f"gate_products<{element}, {options}>",
             r.products.data,
-            r.likeness.data,
+            T.access_ptr(tiles.P[0, 0, 0], "r") if takes_P else r.likeness.data,
             *gate_rows(tiles, s, gates.LOG, gates.BETA),
             scale,
             gated.data,
@@ -84,7 +87,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             *norms(tiles, s, which),
         )
         Stage(0, which).wait_until_free(ready.gated_taken)
-        extern("stage_gated", gated.data, T.access_ptr(tiles.G[z, 0, 0], "w"))
+        extern(("stage_gated", "stage_symmetric")[which], gated.data, T.access_ptr(tiles.G[0, 0, 0], "w"))
         T.fence_proxy_async()
         T.barrier_arrive(ready.gated)
 
@@ -117,13 +120,12 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
 
     @T.macro
     def end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup):
-        """Leaves U, G, diag(beta) F, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
+        """Leaves U, G, F, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
         one = Stage(0, p)
         pair = Stage(p, (step // 2) % 2)
         T.copy(r.U, r.U_16)
         T.wgmma_gemm(r.U_16, tiles.L[0, :, :], r.U, transpose_B=True, policy=Full)
         T.wait_wgmma(0)
-        T.barrier_arrive(ready.matrices_released)
         extern(f"fade_columns<{element}>", r.faded_U.data, r.U.data, *beta_and_fade(r, tiles, s), column)
         T.wgmma_gemm(r.faded_U, tiles.K[s, :, :], r.dS, policy=Full)
         one.wait_until_free(ready.U_taken)
@@ -137,7 +139,9 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         T.barrier_arrive(ready.U_staged)
         z = T.alloc_var("int32", init=0)
         one.wait_for(ready.values_loaded)
-        multiply_tokens(r, tiles, s, z, tiles.dO[z, :, :], tiles.Q[z, :, :])
+        multiply_tokens(tiles.dO[z, :, :], tiles.V_new[z, :, :], r.products)
+        if not from_P:
+            multiply_tokens(tiles.Q[z, :, :], tiles.K[s, :, :], r.likeness)
         pair.wait_until_free(ready.sums_taken)
         one.wait_for(ready.h_loaded)
         extern(
@@ -148,15 +152,19 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             T.access_ptr(tiles.products[p, 0], "w"),
         )
         T.barrier_arrive(ready.h_released)
-        gate_products(r, tiles, ready, s, z, p, 0, scale)
+        T.wait_wgmma(0)
+        gate_products(r, tiles, ready, s, p, 0, scale)
+        T.barrier_arrive(ready.matrices_released)
         T.barrier_arrive(ready.dO_released)
         T.barrier_arrive(ready.Q_released)
         T.sync_threads(NamedBarrier.BACKWARD_STAGED, STATE_THREADS)  # U is complete
-        multiply_tokens(r, tiles, s, z, tiles.U[z, :, :], tiles.K[s, :, :])
+        multiply_tokens(tiles.U[z, :, :], tiles.V_new[z, :, :], r.products)
+        multiply_tokens(tiles.K[s, :, :], tiles.K[s, :, :], r.likeness)
         one.wait_for(ready.taken)
         stage_dS(r, tiles, ready)
-        gate_products(r, tiles, ready, s, z, p, 1, -1.0)
+        T.wait_wgmma(0)
         T.barrier_arrive(ready.values_released)
+        gate_products(r, tiles, ready, s, p, 1, -1.0)
         pair.arrive(ready.sums_made)
 
     @T.macro

@@ -24,9 +24,9 @@ Shapes: q and k [tokens, H_k, K]; do, v and V_new [tokens, H_v, V]; h [chunk_slo
 memory of dv: dV of a chunk is written once the chunk's V_new has been loaded.
 backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA takes one head of one segment and a tile of value rows.
 
-Roles. Two warpgroups carry dS^T and compute U, G and diag(beta) F (backward_state.py). They leave dS', U and both
-matrices in shared memory. A third warpgroup computes dQ and dK, up to a chunk later; two warps compute dV; one computes
-dbeta and dg (backward_outputs.py). One warp loads by TMA, here.
+Roles. Two warpgroups carry dS^T and compute U, G, diag(beta) F + F^T diag(beta) and <S, dS'> (backward_state.py). They
+leave dS', U and both matrices in shared memory. A third warpgroup computes dQ and dK, up to a chunk later; two warps
+compute dV; one computes dbeta and dg (backward_outputs.py). One warp loads by TMA, here.
 
 The l2norm inside (`normalize`): Q and K are the queries and keys before the l2norm. The gates contain the factors
 1 / |q| and 1 / |k| (NormalizedGate). G has 1 / |q| in its rows and 1 / |k| in its columns; diag(beta) F has 1 / |k| in
@@ -38,7 +38,8 @@ Accuracy:
 - dS is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma. 16 bits hold gamma / gamma_1
   however small gamma is.
 - Every term of dg carries the decay across t, so dg is accurate under strong decay too. This needs products of tokens
-  in fp32. The diagonal of G * Q K^T cancels in dg, and is left out of E. If e^g is 0, dg is 0.
+  in fp32. In bf16 the term G * Q K^T of E is (dO V_new^T) * P, because bf16 has as many digits where P is small. The
+  diagonal of G * Q K^T cancels in dg, and is left out of E. If e^g is 0, dg is 0.
 - dbeta is the diagonal of U V_new^T divided by beta, because V_new has beta as a factor. In fp16, and if beta is close
   to 0, dbeta comes from V instead, because the diagonal has lost its digits.
 
@@ -109,7 +110,7 @@ def chunk_backward(dtype, K, normalize):
             P=([1, C, C], dtype),  # P^T
             dS=([1, V, K], dtype),  # dS'^T
             U=([1, C, V], dtype),
-            G=([1, C, C], dtype),  # later: diag(beta) F
+            G=([1, C, C], dtype),  # later: diag(beta) F + F^T diag(beta)
             gates=([STAGES, gates.COUNT, C], "float32"),
             sums=([2, TokenSum.COUNT, C], "float32"),
             columns=([2, 4, C], "float32"),  # column sums of E over the rows of each warp
@@ -136,7 +137,7 @@ def chunk_backward(dtype, K, normalize):
             values_loaded=[32],
             values_released=[CONSUMERS + VALUE_THREADS],
             # The warpgroups of dS to the roles that use their tiles, and back: `staged` for dS' (rows after the
-            # sequence are then zeros), `U_staged` for U, `gated` twice a chunk, for G and diag(beta) F in one tile.
+            # sequence are then zeros), `U_staged` for U, `gated` twice a chunk, for both matrices in one tile.
             staged=[STATE_THREADS],
             taken=[KEY_THREADS],
             U_staged=[STATE_THREADS],

@@ -13,22 +13,26 @@ __device__ __forceinline__ bool needs_V(__nv_bfloat16, float beta) {
 }
 __device__ __forceinline__ bool needs_V(__half, float) { return true; }
 
-// From `products` and `likeness`, both 64 x 64 of tokens i and j, the CTA's first two warpgroups compute
+// From `products`, 64 x 64 of tokens i and j, the CTA's first two warpgroups compute
 //
-//   kDiagonal (G):   gated = scale tril(products) * D,                 E = gated * likeness below the diagonal
-//   else (F):        gated = scale diag(betas) stril(products) * D,    E = gated * likeness
+//   kDiagonal (G):   gated = scale tril(products) * D,                 E = gated * Q K^T below the diagonal
+//   else (F):        gated = scale diag(betas) stril(products) * D,    E = gated * K K^T
 //   kNormalize:      gated = diag(row_norms) (gated as above) diag(column_norms)
 //
+//   likeness            the fragment of Q K^T or K K^T; with kFromP the tile of P^T, because E = products * P
 //   row_sums [2, 64]    sum over a warpgroup's columns of E without its factor betas
 //   columns  [4, 64]    sum over a warp's rows of E; set with kDiagonal, else added to
 //   diagonal [64]       without kDiagonal: products_ii / betas_i, which is dbeta_i, unless needs_V
 //
-// `gated` is rounded, for stage_gated. A warpgroup has 32 columns; a warp has 16 rows of them, as two 16 x 16 blocks.
-template <typename T, bool kDiagonal, bool kNormalize>
+// `gated` is rounded, for stage_gated or stage_symmetric. A warpgroup has 32 columns; a warp has 16 rows of them, as
+// two 16 x 16 blocks.
+template <typename T, bool kDiagonal, bool kNormalize, bool kFromP>
 class GatedProducts {
+  static_assert(kDiagonal || !kFromP);
+
  public:
   // row_norms, column_norms: with kNormalize, factors of the rows and columns of `gated`.
-  __device__ __forceinline__ GatedProducts(const float* products, const float* likeness, const float* log_gates,
+  __device__ __forceinline__ GatedProducts(const float* products, const void* likeness, const float* log_gates,
                                            const float* betas, float scale, float* diagonal, const float* row_norms,
                                            const float* column_norms)
       : products_(products),
@@ -51,6 +55,10 @@ class GatedProducts {
   template <bool kOnDiagonal>
   __device__ __forceinline__ void gate_block(int pair, int column, uint32_t* gated) {
     const int g = lane_here() / 4, t = lane_here() & 3;
+    uint32_t P[4];  // a pair of columns of each 8 x 8 block
+    if constexpr (kFromP) {
+      load_P(P, pair);
+    }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int n = 2 * pair + m;
@@ -73,9 +81,12 @@ class GatedProducts {
             x[e] *= e ? norm_j.y : norm_j.x;
           }
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
-          const float E = below ? x[e] * likeness_[at] : 0.f;
+          float E = 0.f;  // without `factor_`, unless P has it
+          if (below) {
+            E = kFromP ? ungated * element(T(), P[2 * m + half], e) : x[e] * static_cast<const float*>(likeness_)[at];
+          }
           sum_[half] += E;
-          below_[2 * n + e] += factor_[half] * E;
+          below_[2 * n + e] += kFromP ? E : factor_[half] * E;
           if (!kDiagonal && on && !needs_V(T(), beta_[half])) {
             diagonal_[row_ + 8 * half] = __fdividef(ungated, beta_[half]);
           }
@@ -87,7 +98,7 @@ class GatedProducts {
   }
 
   __device__ __forceinline__ void run(uint32_t* gated, float* row_sums, float* columns) {
-    const int warp = warp_index(), warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int warp = warp_index(), warpgroup = warpgroup_index();
     const int column = 32 * warpgroup + 2 * (lane_here() & 3);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -105,35 +116,64 @@ class GatedProducts {
     column_sums(below_);
     float* const own_column = columns + warp * kChunk + column + 8 * (lane_here() / 8) + (lane_here() / 4 & 1);
     *own_column = kDiagonal ? below_[0] : *own_column + below_[0];
-    sum_[0] *= scale_[0];
-    sum_[1] *= scale_[1];
+    if constexpr (!kFromP) {
+      sum_[0] *= scale_[0];
+      sum_[1] *= scale_[1];
+    }
     store_row_sums(row_sums + warpgroup * kChunk, row_, sum_);
   }
 
  private:
-  const float *products_, *likeness_, *log_gates_, *column_norms_;
+  // The warp's pair-th block of P.
+  __device__ __forceinline__ void load_P(uint32_t (&P)[4], int pair) {
+    const int lane = lane_here(), row = 32 * warpgroup_index() + 16 * pair + 8 * (lane >> 4) + (lane & 7);
+    load_matrices_transposed(P, shared_address(likeness_) + swizzled(row, 2 * warp_here() + (lane >> 3 & 1)));
+  }
+
+  const float* products_;
+  const void* likeness_;
+  const float *log_gates_, *column_norms_;
   float* diagonal_;
   int row_;
   float b_[2], beta_[2], scale_[2], factor_[2];
   float sum_[2] = {}, below_[8] = {};
 };
 
-template <typename T, bool kDiagonal, bool kNormalize = false>
-__device__ __forceinline__ void gate_products(const float* products, const float* likeness, const float* log_gates,
+template <typename T, bool kDiagonal, bool kNormalize = false, bool kFromP = false>
+__device__ __forceinline__ void gate_products(const float* products, const void* likeness, const float* log_gates,
                                               const float* betas, float scale, uint32_t* gated, float* row_sums,
                                               float* columns, float* diagonal, const float* row_norms = nullptr,
                                               const float* column_norms = nullptr) {
-  GatedProducts<T, kDiagonal, kNormalize>(products, likeness, log_gates, betas, scale, diagonal, row_norms,
-                                          column_norms)
+  GatedProducts<T, kDiagonal, kNormalize, kFromP>(products, likeness, log_gates, betas, scale, diagonal, row_norms,
+                                                  column_norms)
       .run(gated, row_sums, columns);
 }
 
+// tile = gated.
 __device__ __forceinline__ void stage_gated(const uint32_t* gated, void* tile) {
   const MatrixRow to = matrix_row(tile, 16 * warp_here());
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     const uint32_t* const x = gated + 4 * pair;
     store_matrices(to.at(4 * (threadIdx.x / 128) + 2 * pair), x[0], x[1], x[2], x[3]);
+  }
+}
+
+// tile = X + X^T, for `gated` = X, strictly below the diagonal. A warp stores its blocks below the diagonal twice, the
+// second time transposed.
+__device__ __forceinline__ void stage_symmetric(const uint32_t* gated, void* tile) {
+  const int warp = warp_index(), warpgroup = warpgroup_index();
+  const MatrixRow own = matrix_row(tile, 16 * warp);
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const int block = 2 * warpgroup + pair;
+    const uint32_t* const x = gated + 4 * pair;
+    if (block < warp) {
+      store_matrices(own.at(2 * block), x[0], x[1], x[2], x[3]);
+      store_matrices_transposed(matrix_row(tile, 16 * block).at(2 * warp), x[0], x[2], x[1], x[3]);
+    } else if (block == warp) {
+      store_matrices(own.at(2 * block), x[0] | transposed(x[0]), x[1], transposed(x[1]), x[3] | transposed(x[3]));
+    }
   }
 }
 

@@ -68,7 +68,7 @@ def token_gradients(dtype, K):
             Q=([PARTS, C, KEY_PART], dtype),
             K=([PARTS, C, KEY_PART], dtype),
             G=([1, C, C], dtype),
-            F=([1, C, C], dtype),  # diag(beta) F
+            F=([1, C, C], dtype),  # diag(beta) F + F^T diag(beta)
             gates=([1, BackwardGate.COUNT, C], "float32"),
             sums=([TokenSum.COUNT + SECOND_SUMS, C], "float32"),  # TokenSum's, then those of the second warpgroup
             columns=([4, C], "float32"),  # column sums of E over the rows of each warp
@@ -103,7 +103,7 @@ def token_gradients(dtype, K):
 
     @T.macro
     def gate(r, tiles, products, likeness, which, scale):
-        """Leaves G (which = 0) or diag(beta) F (which = 1) in its tile, and the sums of E."""
+        """Leaves G (which = 0) or diag(beta) F + F^T diag(beta) (which = 1) in its tile, and the sums of E."""
         gated = T.alloc_local([8], "uint32")
         extern(
             f"gate_products<{element}, {str(which == 0).lower()}>",
@@ -117,7 +117,8 @@ def token_gradients(dtype, K):
             T.access_ptr(tiles.columns[0, 0], "w"),
             sums(tiles, TokenSum.VALUE),
         )
-        extern("stage_gated", gated.data, T.access_ptr((tiles.G, tiles.F)[which][0, 0, 0], "w"))
+        stage = ("stage_gated", "stage_symmetric")[which]
+        extern(stage, gated.data, T.access_ptr((tiles.G, tiles.F)[which][0, 0, 0], "w"))
 
     @T.macro
     def go_through_values(r, tiles, ready, work, turns, state_sum):
@@ -193,7 +194,6 @@ def token_gradients(dtype, K):
         T.wgmma_gemm(tiles.G[0, :, :], tiles.K[work.part, :, :], r.dQ)
         T.wgmma_gemm(tiles.G[0, :, :], tiles.Q[work.part, :, :], r.dK, transpose_A=True)
         T.wgmma_gemm(tiles.F[0, :, :], tiles.K[work.part, :, :], r.dK)
-        T.wgmma_gemm(tiles.F[0, :, :], tiles.K[work.part, :, :], r.dK, transpose_A=True)
         T.wait_wgmma(0)
         extern(f"stage_panel<{element}>", r.dQ.data, T.access_ptr(tiles.h[0, 0, 0], "w"))
         extern(f"stage_panel<{element}>", r.dK.data, T.access_ptr(tiles.dS[0, 0, 0], "w"))

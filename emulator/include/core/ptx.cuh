@@ -64,6 +64,11 @@ inline uint32_t shared_address(const void* pointer) { return emulator::shared_ad
 inline float load_shared(const float* from) { return *from; }
 inline void load_matrices(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address, false); }
 inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address, true); }
+inline uint32_t transposed(uint32_t x) {
+  const int lane = threadIdx.x & 31, row = lane / 4, from = 8 * (lane & 3) + row / 2, shift = 16 * (row & 1);
+  const uint32_t low = __shfl_sync(~0u, x, from), high = __shfl_sync(~0u, x, from + 4);
+  return (low >> shift & 0xffff) | (high >> shift) << 16;
+}
 inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   emulator::store_matrices(address, {a, b, c, d}, false);
 }
