@@ -81,7 +81,7 @@ class GatedProducts {
             x[e] *= e ? norm_j.y : norm_j.x;
           }
           const bool below = !crossed || g > 2 * t + e, on = crossed && g == 2 * t + e;
-          float E = 0.f;  // without `factor_`, unless P has it
+          float E = 0.f;  // lacks `factor_`, unless P has it
           if (below) {
             E = kFromP ? ungated * element(T(), P[2 * m + half], e) : x[e] * static_cast<const float*>(likeness_)[at];
           }
