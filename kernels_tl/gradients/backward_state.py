@@ -1,9 +1,9 @@
 """The role of chunk_backward that carries dS^T: two warpgroups, 64 rows each. chunk_backward.py has the formulas.
 
-A chunk's step computes U, G, F, <S, dS'> and dS, and leaves them in shared memory for the other roles
-(backward_outputs.py). dS is the next step's dS'. The transposed form keeps every intermediate in registers as the next
-WGMMA's A operand. The registers carry dS^T / gamma_1, with gamma_1 of the chunk that dS comes from. `carried` is this
-gamma_1: each use of dS' multiplies by it.
+A chunk's step computes U, G, diag(beta) F + F^T diag(beta), <S, dS'> and dS, and leaves them in shared memory for the
+other roles (backward_outputs.py). dS is the next step's dS'. The transposed form keeps every intermediate in registers
+as the next WGMMA's A operand. The registers carry dS^T / gamma_1, with gamma_1 of the chunk that dS comes from.
+`carried` is this gamma_1: each use of dS' multiplies by it.
 """
 
 import tilelang.language as T
@@ -57,7 +57,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             faded_dO_rest=([V, C], dtype),
             faded_U=([V, C], dtype),  # -U^T diag(beta gamma / gamma_1)
             products=([C, C], "float32"),  # dO V_new^T, U V_new^T
-            likeness=([C, C], "float32"),  # K K^T; Q K^T unless from_P
+            likeness=([C, C], "float32"),  # K K^T; before it Q K^T, unless from_P
         )
         made.table = table
         return made
@@ -120,7 +120,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
 
     @T.macro
     def end_step(r, tiles, ready, step, s, p, scale, carried, offset, column, warpgroup):
-        """Leaves U, G, F, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
+        """Leaves U, both matrices of `gated`, <S, dS'> and dS^T / gamma_1, the next chunk's dS', in shared memory."""
         one = Stage(0, p)
         pair = Stage(p, (step // 2) % 2)
         T.copy(r.U, r.U_16)
