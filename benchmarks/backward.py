@@ -235,7 +235,8 @@ def report(cells: list[dict]) -> None:
         line = f"{heads:>6} {sequences:>12}  {figures(ours)}, backward at {floor:.0%} of the floor"
         for package, label in PEERS.items():
             if package in found:
-                ratios = [f"{what} {found[package][key] / ours[key]:.2f}x" for what, key in RATIOS.items()]
+                peer = found[package]
+                ratios = [f"{what} {peer[key] / ours[key]:.2f}x" for what, key in RATIOS.items() if ours[key]]
                 line += f"; {label} over flash_qla: {', '.join(ratios)}"
         print(line)
 

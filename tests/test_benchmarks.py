@@ -293,10 +293,11 @@ def test_report_of_the_backward(capsys):
 
     backward.report([cell("flash_qla", 0.1), cell("fla", 0.3)])
     inside = {"activations": True, **OTHER_DIMS}
-    backward.report([cell("flash_qla", 0.1, **inside), cell("fla", 0.4, **inside)])
+    backward.report([cell("flash_qla", 0.1, saved_bytes=0, **inside), cell("fla", 0.4, **inside)])
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:2] == ["2x8", "1x512"] and "backward 3.00x, step 3.00x" in first
     assert second.split()[:4] == ["2x8", "of", "96x192", "1x512"] and "backward 4.00x, step 4.00x" in second
+    assert "saved 1.00x" in first and "step 4.00x, extra" in second
 
 
 @pytest.mark.parametrize(
