@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import sys
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ class Card:
             finally:
                 if torch.cuda.is_initialized():
                     self.peaks[test] = torch.cuda.max_memory_allocated()
+                forget_failure()
                 release()
 
     def limit(self, whole: bool) -> None:
@@ -62,6 +64,12 @@ class Card:
             fcntl.flock(card, fcntl.LOCK_EX if whole else fcntl.LOCK_SH)
             fcntl.flock(turn, fcntl.LOCK_UN)
             yield
+
+
+def forget_failure() -> None:
+    """pytest keeps the exception of a failed test, and with it the tensors in its frames, until the next test runs."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
 
 
 def release(kept: int = KEPT) -> None:

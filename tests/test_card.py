@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 
 import accuracy
@@ -78,6 +79,23 @@ def test_caches_are_emptied_after_a_test_that_fails(gpu):
         gpu.reserved = 56 * GIB
         raise KeyError
     assert gpu.reserved == 0
+
+
+def test_a_failed_test_keeps_no_memory(gpu):
+    kept = []
+
+    def failing():
+        tensor = torch.empty(1)
+        kept.append(weakref.ref(tensor))
+        raise MemoryError
+
+    gpu.allocated = gpu.reserved = 8 * GIB
+    with Card().during("test", False):
+        try:
+            failing()
+        except MemoryError as error:
+            sys.last_value = error  # as pytest does
+    assert kept[0]() is None
 
 
 def test_the_whole_card_is_for_one_test_alone(gpu, tmp_path):
