@@ -16,7 +16,7 @@ is listed under "failed", and the next one runs. The exit status is 1 if a secti
 differ.
 
 The peers compile their kernels at the first call. Before anything is timed they run their sections once without timing,
-side by side, for at most COMPILE_SECONDS.
+side by side, for COMPILE_SECONDS or for the time that --seconds leaves beside the sections.
 """
 
 from __future__ import annotations
@@ -220,6 +220,15 @@ def compile_peers(processes: list[Process], seconds: float, options) -> None:
         list(pool.map(run, processes))
 
 
+def split_time(processes: list[Process], seconds: float, compiles: bool) -> tuple[float, float]:
+    """Seconds to compile, at most, and the factor of the sections' seconds. What the sections leave is to compile."""
+    available = seconds - GRACE_SECONDS
+    planned = sum(START_SECONDS + sum(process.sections.values()) for process in processes)
+    compiling = max(COMPILE_SECONDS, available - planned) if compiles else 0
+    scale = min(1, available / (planned + compiling))
+    return compiling * scale, scale
+
+
 def merge(lines: list[dict], package: str, results: dict, sections: dict[str, float], ended: str) -> dict[str, float]:
     """Adds a process's output to the results. Returns the sections that the process has not begun."""
     left = dict(sections)
@@ -307,19 +316,17 @@ def main(options) -> int:
     ]
     processes = [process for process in processes if process.sections]
     peers = [process for process in processes if process.package != "flash_qla"]
-    compiling = COMPILE_SECONDS if peers and not options.no_compile else 0
-    planned = compiling + sum(START_SECONDS + sum(process.sections.values()) for process in processes)
-    scale = min(1, (options.seconds - GRACE_SECONDS) / planned)
+    compiling, scale = split_time(processes, options.seconds, compiles=bool(peers) and not options.no_compile)
     begin = environment()
     path = Path(options.out, f"{name_of_card(begin['gpu'] or '')}.json")
     if not begin["commit"]:
         print("The commit is unknown: there is no git checkout, and COMMIT is not set", flush=True)
     if compiling:
-        compile_peers([*peers[2:], *peers[:2]], compiling * scale, options)
+        compile_peers([*peers[2:], *peers[:2]], compiling, options)
         print(f"The peers compiled for {time.monotonic() - start:.0f} s", flush=True)
 
     results: dict[str, dict] = {}
-    end = start + compiling * scale
+    end = start + compiling
     for process in processes:
         end += (START_SECONDS + sum(process.sections.values())) * scale
         measure_process(process, end, results, options)

@@ -597,6 +597,18 @@ def test_processes_are_started_and_stopped(monkeypatch, tmp_path):
     assert not all_figures.importable("flash_qla_jit", given) and all_figures.importable("flash_qla", given)
 
 
+def test_time_that_sections_leave_is_to_compile():
+    processes = [
+        all_figures.Process("flash_qla", {"backward": 20}),
+        all_figures.Process("flash_qla_jit", {"backward": 25}),
+    ]
+    grace, planned = all_figures.GRACE_SECONDS, 45 + 2 * all_figures.START_SECONDS
+    assert all_figures.split_time(processes, grace + planned + 100, compiles=True) == (100, 1)
+    assert all_figures.split_time(processes, grace + planned + 100, compiles=False) == (0, 1)
+    half = (planned + all_figures.COMPILE_SECONDS) / 2
+    assert all_figures.split_time(processes, grace + half, compiles=True) == (all_figures.COMPILE_SECONDS / 2, 0.5)
+
+
 def test_peers_come_first_on_the_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "already")
     monkeypatch.setenv("AWAY", "1")
