@@ -37,6 +37,7 @@ from kernels_tl.layout import (
     KEY_PART,
     MATRICES_CTAS,
     NARROW_KEY,
+    NARROW_SCAN_COLUMNS,
     NARROW_TILE,
     PLAN_STEP,
     SCAN_COLUMNS,
@@ -146,10 +147,22 @@ BACKWARD_MAPS = {
 # The instance with the l2norm inside.
 BACKWARD_MAPS_NORMALIZE = replace(BACKWARD_MAPS[128], shared=197.25)
 
-# Keyed by K. Tile: columns of S. Stages: of Z. With K = 256 M arrives in blocks, and S has one buffer.
+# Keyed by K, then by columns of S, which are the tile. Stages: of Z. With K = 256 M arrives in blocks, and S has one
+# buffer.
 SEGMENT_SCAN = {
-    128: Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875),
-    256: Tile(tile=SCAN_COLUMNS, consumers=4 * WARPGROUP, producers=2 * WARP, stages=2, shared=224.0078125),
+    128: {
+        NARROW_SCAN_COLUMNS: Tile(
+            tile=NARROW_SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=168.01171875
+        ),
+        SCAN_COLUMNS: Tile(
+            tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=2 * WARP, stages=3, shared=208.01171875
+        ),
+    },
+    256: {
+        SCAN_COLUMNS: Tile(
+            tile=SCAN_COLUMNS, consumers=4 * WARPGROUP, producers=2 * WARP, stages=2, shared=224.0078125
+        ),
+    },
 }
 COMPOSE_MAPS = {
     128: Tile(tile=SCAN_COLUMNS, consumers=2 * WARPGROUP, producers=WARP, stages=3, shared=208.01171875),

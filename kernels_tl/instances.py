@@ -70,7 +70,12 @@ INSTANCES = [
     ),
     *(Instance("maps.segment_maps", types | {"partial": True}) for types in TYPES),
     *(Instance("maps.segment_maps", types | {"partial": False}) for types in NARROW_TYPES),
-    *(Instance("maps.segment_scan", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
+    *(
+        Instance("maps.segment_scan", types | {"reverse": reverse, "columns": columns})
+        for types in TYPES
+        for reverse in (False, True)
+        for columns in config.SEGMENT_SCAN[types["K"]]
+    ),
     *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
     *(Instance(f"gradients.{kernel}", {"K": K}) for kernel in ("l2norm", "l2norm_backward") for K in KEY_DIMS),

@@ -46,8 +46,8 @@ NARROW_KEY, KEY_PART = 128, 128
 # fetches K and Q less often.
 NARROW_TILE, WIDE_TILE = 64, 128
 
-# Columns of S of a CTA of segment_scan and compose_maps.
-SCAN_COLUMNS = 32
+# Columns of S of a CTA of segment_scan and compose_maps. Narrow: of segment_scan, where so many CTAs find an SM each.
+SCAN_COLUMNS, NARROW_SCAN_COLUMNS = 32, 16
 
 # gate_gradients: value heads of a CTA, whose fp32 numbers of a token fill a sector of 32 bytes; tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32

@@ -352,7 +352,7 @@ from build_tools import tilelang_patches as patches
 from build_tools.lower import lower
 from kernels_tl.instances import INSTANCES
 
-(instance,) = [each for each in INSTANCES if each.name == "segment_scan_bf16_K128_no_reverse"]
+(instance,) = [each for each in INSTANCES if each.name == "segment_scan_bf16_K128_no_reverse_columns32"]
 configs = patches.pass_configs
 
 def lowered():

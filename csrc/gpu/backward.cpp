@@ -82,7 +82,7 @@ class Backward {
         d_(dispatch_backward(shape)),
         workspace_(shape, d_),
         stream_(current_stream(call.q)),
-        pass_(call, workspace_, d_, stream_),
+        pass_(call, workspace_, d_, stream_, /*scans=*/d_.in_halves ? 1 : 2),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
   void scan_states(const std::optional<Tensor>& first) const {

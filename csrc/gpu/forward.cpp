@@ -99,7 +99,7 @@ class Forward {
         out_(out),
         workspace_(shape, d_),
         stream_(current_stream(call.q)),
-        pass_(call, workspace_, d_, stream_) {}
+        pass_(call, workspace_, d_, stream_, /*scans=*/1) {}
 
   kernels::Outputs outputs() const {
     return {.o = out_.o.mutable_data_ptr(),

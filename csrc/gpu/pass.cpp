@@ -117,15 +117,20 @@ void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memor
 
 void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside,
                 const kernels::Memory& memory) const {
-  const int64_t pieces = call_.N * call_.H_v * ceil_div(call_.V, kScanColumns);
+  const int64_t sms = gpu_of(call_.q).card.sm_count;
+  const auto pieces = [&](int64_t columns) { return call_.N * call_.H_v * ceil_div(call_.V, columns); };
+  kernels::SegmentScanParams instance = {.dtype = dtype(), .K = K(), .reverse = reverse, .columns = kNarrowScanColumns};
+  if (!kernels::is_compiled(instance) || scans_ * pieces(kNarrowScanColumns) > sms) {
+    instance.columns = kScanColumns;
+  }
   kernels::segment_scan({.sizes = sizes(),
                          .plan = plan(),
                          .maps = maps,
                          .states = states,
                          .memory = memory,
-                         .ctas = std::min<int64_t>(pieces, gpu_of(call_.q).card.sm_count),
+                         .ctas = std::min<int64_t>(pieces(instance.columns), sms),
                          .beside = beside},
-                        {.dtype = dtype(), .K = K(), .reverse = reverse}, stream_);
+                        instance, stream_);
 }
 
 Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offsets,

@@ -24,8 +24,9 @@ constexpr kernels::Memory kNoMemory = {.memory = nullptr, .needs_maps = nullptr,
 
 class Pass {
  public:
-  Pass(const Call& call, const PassWorkspace& workspace, const Dispatch& d, cudaStream_t stream)
-      : call_(call), workspace_(workspace), stream_(stream), d_(d) {}
+  // `scans`: how many launches of segment_scan run side by side.
+  Pass(const Call& call, const PassWorkspace& workspace, const Dispatch& d, cudaStream_t stream, int64_t scans)
+      : call_(call), workspace_(workspace), stream_(stream), d_(d), scans_(scans) {}
 
   kernels::Sizes sizes() const;
   kernels::Tokens tokens() const;
@@ -55,6 +56,7 @@ class Pass {
   const PassWorkspace& workspace_;
   const cudaStream_t stream_;
   const Dispatch& d_;
+  const int64_t scans_;
 };
 
 }  // namespace flash_qla

@@ -31,48 +31,51 @@ __device__ __forceinline__ void fetch_state(Barrier& barrier, void* to, const vo
   }
 }
 
-// use(i, at) for each element of a thread: register i of its fragment, byte `at` in shared memory. K rows of 32 columns
-// lie in K / 64 warpgroups as fragments of 64 x 32. In shared memory they are K / 32 tiles of 32 columns by 32 rows,
-// with 32 floats a column under the 128-byte swizzle. No two lanes of a warp meet in a bank.
-template <typename Use>
+// use(i, at) for each element of a thread: register i of its fragment, byte `at` in shared memory. K rows of kColumns
+// columns lie in K / 64 warpgroups as fragments of 64 rows. In shared memory they are K / 32 tiles of kColumns columns
+// by 32 rows, with 32 floats a column under the 128-byte swizzle. No two lanes of a warp meet in a bank.
+template <int kColumns, typename Use>
 __device__ __forceinline__ void for_columns(Use use) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 2 * (lane % 4);
-  const int at = 4096 * (warp / 2) + 128 * column + 16 * ((4 * (warp % 2) + lane / 16) ^ column) + 4 * (lane / 4 % 4);
+  const int tile = 128 * kColumns * (warp / 2);
+  const int at = tile + 128 * column + 16 * ((4 * (warp % 2) + lane / 16) ^ column) + 4 * (lane / 4 % 4);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kColumns / 2; ++i) {
     const int next_column = i % 2, rows_below = i / 2 % 2;  // 1: one column on; 1: eight rows below
     use(i, (at ^ (16 * next_column + 32 * rows_below)) + 128 * next_column + 1024 * (i / 4));
   }
 }
 
+template <int kColumns>
 __device__ __forceinline__ void read_columns(float* fragment, const void* tiles) {
   const char* const from = static_cast<const char*>(tiles);
-  for_columns([=](int i, int at) { fragment[i] = *reinterpret_cast<const float*>(from + at); });
+  for_columns<kColumns>([=](int i, int at) { fragment[i] = *reinterpret_cast<const float*>(from + at); });
 }
 
+template <int kColumns>
 __device__ __forceinline__ void write_columns(const float* fragment, void* tiles) {
   char* const to = static_cast<char*>(tiles);
-  for_columns([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
+  for_columns<kColumns>([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
 // use(i, k, v) for each element of a thread: register i of its fragment, channel k and column v of S, in the layout of
 // for_columns.
-template <typename Use>
+template <int kColumns, typename Use>
 __device__ __forceinline__ void for_places(Use use) {
   const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kColumns / 2; ++i) {
     use(i, row + 8 * (i / 2 % 2), column + 8 * (i / 4) + i % 2);
   }
 }
 
 // fragment = columns of S from a caller's state. `state` points to the first column. Channels and columns that the
 // state lacks are zeros.
-template <bool kFloat8>
+template <int kColumns, bool kFloat8>
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
   const auto read = [=]<typename T>(T, auto number) {
-    for_places([=](int i, int k, int v) {
+    for_places<kColumns>([=](int i, int k, int v) {
       fragment[i] =
           k < channels && v < columns ? number(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
     });
@@ -90,9 +93,10 @@ __device__ __forceinline__ void read_state_columns(float* fragment, const void* 
 }
 
 // rows[v][k] = S[k][v] for columns of S, where rows are `stride` floats apart.
+template <int kColumns>
 __device__ __forceinline__ void write_as_rows(const float* fragment, void* rows, int stride, int channels,
                                               int columns) {
-  for_places([=](int i, int k, int v) {
+  for_places<kColumns>([=](int i, int k, int v) {
     if (k < channels && v < columns) {
       static_cast<float*>(rows)[v * stride + k] = fragment[i];
     }

@@ -39,9 +39,8 @@ class StateView:
     def read_columns(self, fragment, slot, hv, v):
         """Reads the warpgroups' columns of S, from value row v on; zeros for columns that the state lacks."""
         extent = (self.stride_v, self.stride_k, self.key_dim, self.value_dim - v)
-        return extern(
-            f"read_state_columns<{self.float8}>", fragment.data, self.pointer(slot, hv, v), self.dtype, *extent
-        )
+        function = f"read_state_columns<{fragment.shape[1]}, {self.float8}>"
+        return extern(function, fragment.data, self.pointer(slot, hv, v), self.dtype, *extent)
 
     def _of_fragment(self, name, fragment, slot, hv, v):
         """Calls a function of core/state_tiles.cuh on the warpgroups' rows of S^T, from value row v on. `extent` tells

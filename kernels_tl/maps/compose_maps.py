@@ -28,7 +28,7 @@ from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, l
 from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
+from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
@@ -44,8 +44,8 @@ def compose_maps(dtype, K, reverse):
     H_v, key_dim, value_dim = sizes.H_v, sizes.key_dim, sizes.value_dim
     mapped, map_rows, key_channels = dims("mapped", "map_rows", "key_channels")
     tile = COMPOSE_MAPS[K]
-    CONSUMERS = tile.consumers
-    of_map = map_step(dtype, K, reverse)
+    CONSUMERS, COLUMNS = tile.consumers, tile.tile
+    of_map = map_step(dtype, K, reverse, tile)
     STAGES = of_map.stages
 
     def make_barriers():
@@ -76,7 +76,7 @@ def compose_maps(dtype, K, reverse):
             if skip == 0:
                 of_map.round_in_parts(r, tiles, maps_used)
             if is_M == 0:
-                extern("read_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                extern(f"read_columns<{COLUMNS}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
             else:
                 T.clear(r.S)
             stage.arrive(ready.released)
@@ -87,7 +87,7 @@ def compose_maps(dtype, K, reverse):
         row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
         rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))
         place = T.access_ptr(composed[which, hv, row, 0], "w")
-        extern("write_as_rows", r.S.data, place, T.Cast("int32", key_channels), initial.key_dim, rows)
+        extern(f"write_as_rows<{COLUMNS}>", r.S.data, place, T.Cast("int32", key_channels), initial.key_dim, rows)
 
     @T.macro
     def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):

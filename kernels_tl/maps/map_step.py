@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.config import SEGMENT_SCAN, is_wide
+from kernels_tl.config import is_wide
 from kernels_tl.core.cta import barriers, fetch, fragments, shared
 from kernels_tl.core.pipeline import stage_of
-from kernels_tl.layout import SCAN_COLUMNS, NamedBarrier
+from kernels_tl.layout import NamedBarrier
 
 ROWS = 64  # rows of S of a warpgroup: the M of its WGMMA
-COLUMNS = SCAN_COLUMNS  # columns of S of a CTA
 MAP_STAGES = 2  # stages of M, or of its blocks
 BOX = 32  # floats, 128 bytes: the width of the swizzle
 Full = T.GemmWarpPolicy.FullRow
@@ -29,12 +28,12 @@ def consumers(K):
     return 128 * (K // ROWS)
 
 
-def map_step(dtype, K, reverse):
-    """The resources of a step, and its macros. A step computes M S, or M^T S with `reverse`."""
+def map_step(dtype, K, reverse, tile):
+    """The resources of a step of a CTA with this Tile, and its macros. A step computes M S, or M^T S with `reverse`."""
     BLOCK_ROWS = ROWS if is_wide(K) else K
     BLOCKS = K // BLOCK_ROWS
     BUFFERS = 1 if is_wide(K) else 2  # copies of S
-    stages = SEGMENT_SCAN[K].stages
+    stages, COLUMNS = tile.stages, tile.tile
     tiles_of_step = {
         "M": ([MAP_STAGES, 2, *((K, BLOCK_ROWS) if reverse else (BLOCK_ROWS, K))], dtype),
         "S": ([BUFFERS, 2, *([BLOCKS] if is_wide(K) else []), BLOCK_ROWS, COLUMNS], dtype),  # two 16-bit parts

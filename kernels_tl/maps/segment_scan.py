@@ -13,9 +13,9 @@
 `states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of
 the final state, and `skips` are the reverse skips. Comments below say S and Z for dS' and dZ too.
 
-A piece of work is one sequence and 32 columns of one head's S. pass.cpp launches at most a CTA for each SM. A CTA takes
-every ctas-th piece, and passes over sequences that are not cut (maps/scans.cuh). Roles: two consumer warpgroups with 64
-rows each, a warp that loads Z and M, and a warp that stores S.
+A piece of work is one sequence and `columns` columns of one head's S: 32, or 16 where so many pieces find an SM each.
+pass.cpp launches at most a CTA for each SM. A CTA takes every ctas-th piece, and passes over sequences that are not cut
+(maps/scans.cuh). Roles: two consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp that stores S.
 
 - M and S are two 16-bit parts each (maps/map_step.py), because one part would have no more digits than the 16-bit S
   that the outputs take.
@@ -36,7 +36,7 @@ from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern,
 from kernels_tl.core.cta import Variables, fetch
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, COLUMNS, MAP_STAGES, map_step
+from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
@@ -56,10 +56,10 @@ class Scans:
     """The pieces of work of a CTA. A CTA goes to every ctas-th piece, and passes over those of sequences that are not
     cut."""
 
-    def __init__(self, cta, ctas, sizes, plan, memory, reverse):
-        self.ctas, self.plan, self.memory, self.reverse = ctas, plan, memory, reverse
+    def __init__(self, cta, ctas, sizes, plan, memory, reverse, columns):
+        self.ctas, self.plan, self.memory, self.reverse, self.columns = ctas, plan, memory, reverse, columns
         self.H_v = T.Cast("int32", sizes.H_v)
-        parts = T.truncdiv(sizes.value_dim + (COLUMNS - 1), COLUMNS)
+        parts = T.truncdiv(sizes.value_dim + (columns - 1), columns)
         self.of_all = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
         self.of_all.and_also(first=self.next_from(cta))
 
@@ -84,7 +84,7 @@ class Scans:
         state to the segment's slot, and how `about` begins: END if it only copies, or has nothing to do."""
         part = T.alloc_var("int32", init=T.truncdiv(number, self.of_all.parts))
         n = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
-        found = Variables(hv=part - n * self.H_v, v0=(number - part * self.of_all.parts) * COLUMNS)
+        found = Variables(hv=part - n * self.H_v, v0=(number - part * self.of_all.parts) * self.columns)
         slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, SequenceColumn.SEGMENT]))
         given = SequenceColumn.FINAL if self.reverse else SequenceColumn.INITIAL
         state_slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, given]))
@@ -101,12 +101,12 @@ class Scans:
         return found.and_also(slot=slot, state_slot=state_slot, copies=copies, begin=begin)
 
 
-def segment_scan(dtype, K, reverse):
+def segment_scan(dtype, K, reverse, columns):
     sizes = Sizes()
     segment_slots = sizes.segment_slots
-    tile = SEGMENT_SCAN[K]
+    tile = SEGMENT_SCAN[K][columns]
     CONSUMERS = tile.consumers
-    of_map = map_step(dtype, K, reverse)
+    of_map = map_step(dtype, K, reverse, tile)
     STAGES = of_map.stages
     WAY = -1 if reverse else 1  # step from a segment to the next one
 
@@ -131,7 +131,7 @@ def segment_scan(dtype, K, reverse):
 
     def part_of(states, slot, hv, v0, box):
         """A box of the state in a slot."""
-        return states[slot, hv, v0 : v0 + COLUMNS, box * BOX : box * BOX + BOX]
+        return states[slot, hv, v0 : v0 + columns, box * BOX : box * BOX + BOX]
 
     @T.macro
     def await_maps(beside):
@@ -154,7 +154,7 @@ def segment_scan(dtype, K, reverse):
             if ((about < END) | (scan.copies != 0)) & (scan.state_slot != NO_STATE):
                 initial.read_columns(r.S, scan.state_slot, scan.hv, scan.v0)
                 if scan.copies != 0:
-                    for i, j in T.Parallel(K, COLUMNS):
+                    for i, j in T.Parallel(K, columns):
                         states[scan.slot, scan.hv, scan.v0 + j, i] = r.S[i, j]
             while about < END:
                 u = step % STAGES
@@ -163,11 +163,11 @@ def segment_scan(dtype, K, reverse):
                 about = tiles.about[u]
                 if about % END != SKIP:
                     of_map.round_in_parts(r, tiles, maps_used)
-                extern("read_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                extern(f"read_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
                 if about % END != SKIP:
                     m = maps_used % MAP_STAGES
                     of_map.add_product(r.S, tiles, ready, m, maps_used)
-                    extern("write_columns", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
+                    extern(f"write_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
                     T.fence_proxy_async()
                     maps_used = maps_used + 1
                 stage.arrive(ready.made)
@@ -251,7 +251,7 @@ def segment_scan(dtype, K, reverse):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = of_map.make_tiles(tile.shared, about=([STAGES], "int32"))
             ready = make_barriers()
-            scans = Scans(cta, ctas, sizes, plan, memory, reverse)
+            scans = Scans(cta, ctas, sizes, plan, memory, reverse, columns)
             if scans.first == scans.pieces:
                 if cta == 0:  # the next kernel reads early what the kernels before this one have written
                     T.pdl_sync()
