@@ -490,6 +490,17 @@ def test_auto_cp_of_the_backward_never_predicts_slower():
         assert found.predicted_us <= without.predicted_us, shape
 
 
+def test_last_segments_of_sequences_take_turns_too():
+    """48 heads of four sequences on 132 SMs. Segments of 43 chunks: 384 whole ones in three turns, then 192 last ones,
+    of which 12 fit the third turn, in two more. Segments of 64: 384 in three turns."""
+    predicted = {}
+    for segment_chunks in (43, 64):
+        with forced_dispatch(backward={"segment_chunks": segment_chunks}):
+            predicted[segment_chunks] = _C.backward_dispatch(1, 32768, 4, 16, 48, max_seqlen=8192).predicted_us
+    assert predicted[43] > predicted[64]
+    assert _C.backward_dispatch(1, 32768, 4, 16, 48, max_seqlen=8192).segment_chunks == 64
+
+
 def test_override_of_the_backward():
     before = [_C.backward_dispatch(**shape) for shape in SHAPES]
     forward = [_C.forward_dispatch(**shape) for shape in SHAPES]

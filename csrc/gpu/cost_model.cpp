@@ -88,7 +88,8 @@ Lengths lengths(const ForwardShape& shape, double longest) {
 
 // The time until the last piece of a batch has ended, in chunks. The SMs take the longest pieces first: whole segments,
 // then the sequences' last segments, which may be shorter. SMs that have one whole segment less than others take the
-// last segments that fit there. The other last segments run after all whole segments.
+// last segments that fit there. The other last segments run after all whole segments, in turns if they are more than
+// the SMs.
 double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
   const double whole_of_longest = std::floor(chunks.longest / segment);
   const double whole_of_rest = std::floor(chunks.rest / segment);
@@ -96,9 +97,10 @@ double last_piece(const Lengths& chunks, double N, double segment, double pieces
   const double part = chunks.longest - whole_of_longest * segment, part_of_rest = chunks.rest - whole_of_rest * segment;
   const double turns = std::ceil(whole / sms), free = turns * sms - whole;
   const double longer = std::max(part, part_of_rest), shorter = std::min(part, part_of_rest);
-  const double longer_ones = longer == part_of_rest ? (N - 1) * pieces : pieces;
-  if (longer_ones > free * std::floor(segment / std::max(longer, 1.0))) {
-    return turns * segment + longer;
+  const double longer_ones = ((longer == part) + (N - 1) * (longer == part_of_rest)) * pieces;
+  const double left = longer_ones - free * std::floor(segment / std::max(longer, 1.0));
+  if (left > 0) {
+    return turns * segment + std::ceil(left / sms) * longer;
   }
   const double room = free * segment - (part + (N - 1) * part_of_rest) * pieces;
   return turns * segment + (room < 0 ? shorter : 0);
