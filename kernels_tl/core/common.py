@@ -41,6 +41,13 @@ def swizzled(buffer):
     return tilelang.layout.make_swizzled_layout(buffer)
 
 
+def accumulator(shape):
+    """The layout of an accumulator of WGMMA, for a matrix that no gemm reads or writes: 64 rows a warpgroup."""
+    return tilelang.layout.Fragment(
+        shape, lambda i, j: (32 * (i // 16) + i % 8 * 4 + j % 8 // 2, j // 8 * 4 + i % 16 // 8 * 2 + j % 2)
+    )
+
+
 def element_type(dtype):
     """The name of a dtype in CUDA C++."""
     names = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}

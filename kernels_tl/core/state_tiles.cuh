@@ -58,6 +58,15 @@ __device__ __forceinline__ void write_columns(const float* fragment, void* tiles
   for_columns<kColumns>([=](int i, int at) { *reinterpret_cast<float*>(to + at) = fragment[i]; });
 }
 
+// fragment += the left and the right half of a fragment of twice the columns.
+template <int kColumns>
+__device__ __forceinline__ void add_halves(float* fragment, const float* halves) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    fragment[i] += halves[i] + halves[kColumns / 2 + i];
+  }
+}
+
 // use(i, k, v) for each element of a thread: register i of its fragment, channel k and column v of S, in the layout of
 // for_columns.
 template <int kColumns, typename Use>

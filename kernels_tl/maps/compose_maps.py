@@ -82,7 +82,8 @@ def compose_maps(dtype, K, reverse):
             stage.arrive(ready.released)
             if skip == 0:
                 m = maps_used % MAP_STAGES
-                of_map.add_product(r.S, tiles, ready, m, maps_used)
+                of_map.start_products(r, tiles, ready, m, maps_used)
+                of_map.add_products(r, ready, m, maps_used)
                 maps_used = maps_used + 1
         row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
         rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))

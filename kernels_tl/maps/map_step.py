@@ -1,8 +1,9 @@
 """S = M S on columns of S: the step that segment_scan and compose_maps share.
 
-    M S = M_0 S_0 + M_0 S_1 + M_1 S_0        M_0, S_0: rounded to 16 bits; M_1, S_1: the rests in 16 bits
+    M S = (M_0 + M_1) (S_0 + S_1)        M_0, S_0: rounded to 16 bits; M_1, S_1: the rests in 16 bits
 
-The sum is in fp32. M_1 S_1 is smaller than the error that both parts leave, so it is not computed.
+The sum is in fp32. S_0 and S_1 lie side by side as one right factor: each product reads M from shared memory, which
+takes longer than the products of few columns.
 
 M of a wide state does not fit shared memory. It arrives in blocks, one after the other: rows of M^T, or its columns
 with `reverse`. Each block is multiplied with the block of S that has the same rows.
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from kernels_tl.config import is_wide
+from kernels_tl.core.common import accumulator, extern
 from kernels_tl.core.cta import barriers, fetch, fragments, shared
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import NamedBarrier
@@ -36,7 +38,7 @@ def map_step(dtype, K, reverse, tile):
     stages, COLUMNS = tile.stages, tile.tile
     tiles_of_step = {
         "M": ([MAP_STAGES, 2, *((K, BLOCK_ROWS) if reverse else (BLOCK_ROWS, K))], dtype),
-        "S": ([BUFFERS, 2, *([BLOCKS] if is_wide(K) else []), BLOCK_ROWS, COLUMNS], dtype),  # two 16-bit parts
+        "S": ([BUFFERS, *([BLOCKS] if is_wide(K) else []), BLOCK_ROWS, 2 * COLUMNS], dtype),  # S_0 and S_1
         "Z": ([stages, K // BOX, COLUMNS, BOX], "float32"),
     }
 
@@ -44,9 +46,9 @@ def map_step(dtype, K, reverse, tile):
         """The stage of a block. m is turn % MAP_STAGES."""
         return stage_of(turn * BLOCKS + block, MAP_STAGES) if is_wide(K) else stage_of(turn, MAP_STAGES, m)
 
-    def block_of(S, turn, part, block):
-        """A tile of S, or a block of it."""
-        return S[0, part, block, :, :] if is_wide(K) else S[turn % 2, part, :, :]
+    def block_of(S, turn, block):
+        """Both parts of S, or of a block of it."""
+        return S[0, block, :, :] if is_wide(K) else S[turn % 2, :, :]
 
     def box_of(M, slot, hv, part, block):
         """A part of M, or a block of it."""
@@ -64,15 +66,22 @@ def map_step(dtype, K, reverse, tile):
         )
 
     def make_registers():
-        return fragments(S=([K, COLUMNS], "float32"), S_16=([K, COLUMNS], dtype), rest=([K, COLUMNS], dtype))
+        r = fragments(
+            S=([K, COLUMNS], "float32"),
+            S_16=([K, COLUMNS], dtype),
+            rest=([K, COLUMNS], dtype),
+            products=([K, 2 * COLUMNS], "float32"),  # M S_0 and M S_1
+        )
+        T.annotate_layout({r.S: accumulator((K, COLUMNS))})
+        return r
 
     @T.macro
     def store_part(part, tiles, turn, number):
         if is_wide(K):
             for i, j in T.Parallel(K, COLUMNS):
-                tiles.S[0, number, i // BLOCK_ROWS, i % BLOCK_ROWS, j] = part[i, j]
+                tiles.S[0, i // BLOCK_ROWS, i % BLOCK_ROWS, number * COLUMNS + j] = part[i, j]
         else:
-            T.copy(part, tiles.S[turn % 2, number, :, :])
+            T.copy(part, tiles.S[turn % 2, :, number * COLUMNS : (number + 1) * COLUMNS])
 
     @T.macro
     def round_in_parts(r, tiles, turn):
@@ -88,21 +97,30 @@ def map_step(dtype, K, reverse, tile):
         T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
 
     @T.macro
-    def add_product(S, tiles, ready, m, turn):
-        """S += M (S_0 + S_1), with the parts that round_in_parts has written."""
+    def start_products(r, tiles, ready, m, turn):
+        """products = M (S_0, S_1), in flight, with the parts that round_in_parts has written."""
         for block in T.unroll(BLOCKS):
             stage = stage_of_block(turn, block, m)
             stage.wait_for(ready.map_loaded)
-            for a, b in ((0, 0), (0, 1), (1, 0)):
+            if block > 0:
+                T.wait_wgmma(0)
+                stage_of_block(turn, block - 1, m).arrive(ready.map_released)
+            for part in (0, 1):
                 T.wgmma_gemm(
-                    tiles.M[stage.index, a, :, :],
-                    block_of(tiles.S, turn, b, block),
-                    S,
+                    tiles.M[stage.index, part, :, :],
+                    block_of(tiles.S, turn, block),
+                    r.products,
                     transpose_A=not reverse,
                     policy=Full,
+                    clear_accum=(block == 0) & (part == 0),
                 )
-            T.wait_wgmma(0)
-            stage.arrive(ready.map_released)
+
+    @T.macro
+    def add_products(r, ready, m, turn):
+        """S += M S_0 + M S_1."""
+        T.wait_wgmma(0)
+        stage_of_block(turn, BLOCKS - 1, m).arrive(ready.map_released)
+        extern(f"add_halves<{COLUMNS}>", r.S.data, r.products.data)
 
     @T.macro
     def load_map(maps, slot, hv, tiles, ready, m, turn):
@@ -123,6 +141,7 @@ def map_step(dtype, K, reverse, tile):
         make_barriers=make_barriers,
         make_registers=make_registers,
         round_in_parts=round_in_parts,
-        add_product=add_product,
+        start_products=start_products,
+        add_products=add_products,
         load_map=load_map,
     )

@@ -161,12 +161,14 @@ def segment_scan(dtype, K, reverse, columns):
                 stage = stage_of(step, STAGES, u)
                 stage.wait_for(ready.loaded)
                 about = tiles.about[u]
-                if about % END != SKIP:
-                    of_map.round_in_parts(r, tiles, maps_used)
-                extern(f"read_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
-                if about % END != SKIP:
+                if about % END == SKIP:
+                    extern(f"read_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                else:
                     m = maps_used % MAP_STAGES
-                    of_map.add_product(r.S, tiles, ready, m, maps_used)
+                    of_map.round_in_parts(r, tiles, maps_used)
+                    of_map.start_products(r, tiles, ready, m, maps_used)
+                    extern(f"read_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "r"))
+                    of_map.add_products(r, ready, m, maps_used)
                     extern(f"write_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
                     T.fence_proxy_async()
                     maps_used = maps_used + 1
