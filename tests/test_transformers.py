@@ -28,6 +28,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FP32_TOLERANCE = 1e-5
 BF16_RATIO = 1.25
+# Training in bf16 is compared over several texts: on one alone, the ratio moves by 0.1 with the last bits of a kernel
+TRAINING_TEXTS = 4
 
 
 def load_example(name):
@@ -202,21 +204,25 @@ def train(model, tokens, autocast, steps=5):
 def test_training_and_decoding(name, device, autocast, calls):
     """A few steps change the weights as they do in torch, and with those the model computes and decodes the same."""
     length = 130 if device == "cpu" else 2000
-    tokens = text(length, rows=2, device=device)
-    own_losses, own_change = train(small_model(name, device=device), tokens, autocast)
-    assert not calls
-    model = small_model(name, device=device)
-    with use_flash_qla(model):
-        our_losses, our_change = train(model, tokens, autocast)
-    assert len(calls) == len(our_losses)
-    assert our_losses[-1] < our_losses[0] - 0.2
+    errors = []
+    for tokens in text(length, rows=2 * (TRAINING_TEXTS if autocast else 1), device=device).split(2):
+        own_losses, own_change = train(small_model(name, device=device), tokens, autocast)
+        assert not calls
+        model = small_model(name, device=device)
+        with use_flash_qla(model):
+            our_losses, our_change = train(model, tokens, autocast)
+        assert len(calls) == len(our_losses)
+        calls.clear()
+        assert our_losses[-1] < our_losses[0] - 0.2
+        if autocast:
+            _, exact = train(small_model(name, device=device), tokens, False)
+            errors.append([example.relative_error(change, exact) for change in (our_change, own_change)])
+        else:
+            assert our_losses == pytest.approx(own_losses, rel=FP32_TOLERANCE)
+            assert example.relative_error(our_change, own_change) < FP32_TOLERANCE
     if autocast:
-        _, exact = train(small_model(name, device=device), tokens, False)
-        ours, theirs = (example.relative_error(change, exact) for change in (our_change, own_change))
+        ours, theirs = torch.tensor(errors).square().mean(dim=0).sqrt().tolist()
         assert ours < BF16_RATIO * theirs, f"{ours:.2e} from fp32, torch {theirs:.2e}"
-    else:
-        assert our_losses == pytest.approx(own_losses, rel=FP32_TOLERANCE)
-        assert example.relative_error(our_change, own_change) < FP32_TOLERANCE
     assert_same_as_torch(model.eval().to(torch.bfloat16 if autocast else torch.float32), length)
 
 
