@@ -62,7 +62,7 @@ BUILD_SOURCES = [
 LAYOUT, LAYOUT_HEADER = "layout.py", "layout.h"
 # The preamble of all kernels is precompiled if at least so many of them are built.
 PRECOMPILED, WORTH_PRECOMPILING = "preamble.pch", 4
-# Remarks of ptxas about speed; the build prints them.
+# Remarks of ptxas about speed, such as products of WGMMA that wait for each other; they fail the build.
 REMARKS = ("Potential Performance Loss", "setmaxnreg")
 
 
@@ -246,6 +246,12 @@ def check_spills(compiled: list[Compiled]) -> None:
         raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
 
 
+def check_remarks(builder: Builder, instances: list[Instance]) -> None:
+    slow = [f"kernel {item.name}: {remark.strip()}" for item in instances for remark in builder.record(item)["remarks"]]
+    if slow:
+        raise BuildError("\n".join(slow))
+
+
 SHARED_BYTES = 227 * 1024  # the most that a CTA on sm_90 has
 
 
@@ -385,6 +391,7 @@ def main() -> int:
             (options.out / PRECOMPILED).unlink(missing_ok=True)
         check_shared(compiled)
         check_spills(compiled)
+        check_remarks(builder, instances)
         if options.only is None:
             builder.write_library(compiled)
     except (BuildError, OSError) as error:

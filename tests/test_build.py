@@ -261,6 +261,13 @@ class TestCache:
         assert "kernel scale_bf16 spills 48 bytes, its budget is 0" in result.stderr
         assert build_kernels(copy_of_built, FLASH_QLA_ALLOW_SPILLS="1").returncode == 0
 
+    def test_remarks_about_speed_fail(self, copy_of_built):
+        remark = "ptxas info    : (C7518) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+        self.edit_record(copy_of_built, "scale_bf16", lambda record: record["remarks"].append(remark))
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 1
+        assert f"kernel scale_bf16: {remark}" in result.stderr
+
     def test_too_much_shared_memory_fails(self, copy_of_built):
         def edit(record):
             record["resources"]["static_shared_bytes"] = 1024
