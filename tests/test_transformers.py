@@ -28,7 +28,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FP32_TOLERANCE = 1e-5
 BF16_RATIO = 1.25
-# Training in bf16 is compared over several texts: on one alone, the ratio moves by 0.1 with the last bits of a kernel
+# Training steps amplify the rounding of bf16, by chance: texts that differ give ratios of 0.6 to 1.6, those of one text
+# change by 0.1 with the last bits of a kernel. Geometric means over several texts are compared.
 TRAINING_TEXTS = 4
 
 
@@ -221,7 +222,7 @@ def test_training_and_decoding(name, device, autocast, calls):
             assert our_losses == pytest.approx(own_losses, rel=FP32_TOLERANCE)
             assert example.relative_error(our_change, own_change) < FP32_TOLERANCE
     if autocast:
-        ours, theirs = torch.tensor(errors).square().mean(dim=0).sqrt().tolist()
+        ours, theirs = torch.tensor(errors).log().mean(dim=0).exp().tolist()
         assert ours < BF16_RATIO * theirs, f"{ours:.2e} from fp32, torch {theirs:.2e}"
     assert_same_as_torch(model.eval().to(torch.bfloat16 if autocast else torch.float32), length)
 
