@@ -313,11 +313,11 @@ def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
         record = records[instance.name]
         used = record["resources"]
         shared = (record["shared_bytes"] + used["static_shared_bytes"]) / 1024
-        line = (
+        print(
             f"[{done}/{total}] {instance.name}: {timing}, {used['registers']} registers,"
-            f" {used['spill_bytes']} B spills, {shared:.0f} KB shared"
+            f" {used['spill_bytes']} B spills, {shared:.0f} KB shared",
+            flush=True,
         )
-        print("\n    ".join([line, *record["remarks"]]), flush=True)
 
     for instance in instances:
         if records[instance.name] is not None:

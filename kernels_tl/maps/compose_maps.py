@@ -80,7 +80,7 @@ def compose_maps(dtype, K, reverse):
             else:
                 T.clear(r.S)
             stage.arrive(ready.released)
-            if skip == 0:
+            if skip == 0:  # ptxas would serialize products that are in flight across the branch on is_M
                 m = maps_used % MAP_STAGES
                 of_map.start_products(r, tiles, ready, m, maps_used)
                 of_map.add_products(r, ready, m, maps_used)
