@@ -4,10 +4,10 @@
     python benchmarks/report.py --check  # only compare; the exit status is 1 if a page differs
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
-results are h100.json and h200.json of all.py, wide_h100.json of its sections for wide keys, errors_h100.json and
-errors_h200.json of the tests (--errors-json), context_parallelism_h100.json, generation_h100.json, prefill_h100.json
-and the like, and tests.json of the tests (--record). Each card that was measured has its columns. A figure that is in
-no file is "not measured". The file is long because it has a function for each table.
+results are h100.json and h200.json of all.py, wide_h100.json of its sections for wide keys, errors_h100.json of the
+tests (--errors-json), context_parallelism_h100.json, generation_h100.json and prefill_h100.json, each also with h200,
+and tests.json of the tests (--record). Each card that was measured has its columns. A figure that is in no file is "not
+measured". The file is long because it has a function for each table.
 """
 
 from __future__ import annotations
@@ -416,7 +416,8 @@ def wide(data: Data) -> str:
             found.append((f"{name}, ms", lambda key, x=times, f=field: number(x.get(key, {}).get(f), ".3f")))
             if floor:
                 found.append(("of the floor", lambda key, x=times, f=field, g=floor: part(x.get(key, {}), g, f)))
-            found.append(("FLA", lambda key, x=peer, y=times, f=field: number(ratio(x, y, key, f))))
+            if peer:
+                found.append(("FLA", lambda key, x=peer, y=times, f=field: number(ratio(x, y, key, f))))
         return found
 
     cards = data.measured(*sections)
@@ -429,11 +430,9 @@ def wide(data: Data) -> str:
     def of_batch(card: Card) -> list[Column]:
         return us_columns(card, "wide_decode", lambda pair: (*pair, "plain", "fp32"), {"FLA": ("fla",)})
 
-    parts = [
-        table(keys, ["heads of K x V", "sequences"], cards, columns),
-        "Decoding:",
-        table(batches, ["heads of K x V", "sequences"], cards, of_batch),
-    ]
+    header = ["heads of K x V", "sequences"]
+    parts = [text for card in cards for text in (f"{card.name}:", table(keys, header, [card], columns))]
+    parts += ["Decoding:", table(batches, header, cards, of_batch)]
     return "\n\n".join([*parts, environment_line(cards, *sections)])
 
 
