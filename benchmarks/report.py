@@ -416,8 +416,7 @@ def wide(data: Data) -> str:
             found.append((f"{name}, ms", lambda key, x=times, f=field: number(x.get(key, {}).get(f), ".3f")))
             if floor:
                 found.append(("of the floor", lambda key, x=times, f=field, g=floor: part(x.get(key, {}), g, f)))
-            if peer:
-                found.append(("FLA", lambda key, x=peer, y=times, f=field: number(ratio(x, y, key, f))))
+            found.append(("FLA", lambda key, x=peer, y=times, f=field: number(ratio(x, y, key, f))))
         return found
 
     cards = data.measured(*sections)

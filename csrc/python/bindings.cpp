@@ -243,8 +243,8 @@ void add_functions(py::module_& module) {
                R"(What a forward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
-inside. output_h: the call returns h. fp16: the dtype of q. The fused kernel writes no h, and A in bf16 only. in_halves:
-the call of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
+inside. output_h: the call returns h, which the fused kernel does not write. fp16: the dtype of q. in_halves: the call
+of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
   add_question(module, "backward_dispatch", flash_qla_backward_dispatch, BackwardShape::sizes(),
                BackwardShape::options(),
                R"(What a backward call of this shape launches on such a card, an H100 SXM by default.
