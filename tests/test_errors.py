@@ -10,6 +10,8 @@ from subprocesses import run_python
 
 import flash_qla
 
+pytestmark = pytest.mark.usefixtures("errors_change_nothing")
+
 OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 
 

@@ -96,6 +96,7 @@ def test_any_storage_offset(device, name, inside):
             assert equal(at_offsets(call, elements, device)(), expected), (layout, elements)
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WITH_POOL)
 def test_states_between_pieces_are_refused(name):
