@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import flash_qla
+import flash_qla_environment
 
 if flash_qla.__file__ is None or not hasattr(flash_qla, "prefill_gated_delta_rule"):
     sys.exit(
@@ -88,6 +89,8 @@ def main() -> None:
     )
     print(f"autograd {'in C++' if flash_qla.ops.autograd.IN_CPP else 'in Python'}")
     print_gpus()
+    for line in flash_qla_environment.describe():
+        print(f"variable {line}")
     print()
     print_kernels()
 

@@ -52,7 +52,8 @@ def metadata(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("metadata")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (folder / "flash_qla_plugins.py").symlink_to(ROOT / "flash_qla_plugins.py")
+    for module in ("flash_qla_environment.py", "flash_qla_plugins.py"):
+        (folder / module).symlink_to(ROOT / module)
     return folder
 
 
