@@ -165,7 +165,7 @@ def test_a_release_that_nobody_has_run_is_named(engine, release, is_named, metad
         assert all(line.startswith(f"WARNING {engine}.flash_qla: ") for line in lines)
 
 
-QWEN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+QWEN, OLMO = (f"vllm.model_executor.layers.mamba.gdn.{name}_gdn_linear_attn" for name in ("qwen", "olmo"))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,8 @@ def test_drafts_of_vllm(release, switch, given, what, expected, metadata, tmp_pa
     code = f"""
 import os, vllm.envs
 load_plugins()
-importlib.import_module({QWEN!r})
+for path in {[QWEN, OLMO]!r}:
+    importlib.import_module(path)
 print("KERNEL", os.environ.get("VLLM_GDN_DECODE_KERNEL"))
 """
     environment = {"FLASH_QLA_VLLM": switch} | ({} if given is None else {"VLLM_GDN_DECODE_KERNEL": given})
