@@ -10,11 +10,13 @@ them on.
 
 The functions replace those that SGLang's Triton backend for these layers calls. They have the same names, arguments and
 meaning, so their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no
-state. Other backends stay in use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
+state. With --enable-deterministic-inference the bits of a prefill do not depend on the batch. Other backends stay in
+use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
 
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on these functions on an H100: eagerly, in CUDA
 graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have run beside the kernels
-of 0.5.23. The other releases have been compared by signatures.
+of 0.5.23. Other releases have been compared by signatures, and the functions run with the arguments that their layers
+pass.
 """
 
 import sys

@@ -10,12 +10,12 @@ on, and set VLLM_GDN_DECODE_KERNEL=triton unless the variable has a value.
 
 The functions replace those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid call. They have the same names,
 arguments and meaning, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less
-has no state. From 0.28.0 on, vLLM's fused kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the
-environment.
+has no state. With VLLM_BATCH_INVARIANT=1 the bits of a prefill do not depend on the batch. From 0.28.0 on, vLLM's fused
+kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the environment.
 
 Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. The other releases have
-been compared by signatures.
+graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. Other releases have been
+compared by signatures, and the functions run with the arguments that their layers pass.
 """
 
 import torch
