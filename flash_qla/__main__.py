@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 import flash_qla
-import flash_qla_environment
 
 if flash_qla.__file__ is None or not hasattr(flash_qla, "prefill_gated_delta_rule"):
     sys.exit(
@@ -18,6 +17,8 @@ if flash_qla.__file__ is None or not hasattr(flash_qla, "prefill_gated_delta_rul
         "the published FlashQLA (flash-qla on PyPI) has been installed over this package. "
         "`pip uninstall flash-qla flash-qla-aot`, then install this package again."
     )
+import flash_qla_environment
+
 try:
     from flash_qla import _C
 except ImportError as error:
