@@ -8,7 +8,6 @@ Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was 
 """
 
 import operator
-import os
 import re
 
 import torch
@@ -17,6 +16,7 @@ from torch.autograd import forward_ad
 
 from flash_qla import _binary
 from flash_qla.ops import schemas
+from flash_qla_environment import is_on
 
 
 def _load_library() -> bool:
@@ -24,7 +24,7 @@ def _load_library() -> bool:
     # Only for releases: the C++ interface of what comes before them is unknown.
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
     path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
-    found = path is not None and path.exists() and os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD") != "1"
+    found = path is not None and path.exists() and not is_on("FLASH_QLA_PYTHON_AUTOGRAD")
     if found:
         torch.ops.load_library(path)
     return found
