@@ -170,7 +170,7 @@ def test_backlogs(device):
 
 FIRST_SLOTS = """
 def mask(*flags):
-    return torch.tensor([flags] * 2, device=DEVICE).T[:, 1]  # strided
+    return torch.tensor([flags] * 2, device=DEVICE).T.contiguous()[:, 1]  # strided
 
 def check(slot, is_read, flags=None, first=(2, 1, 6, 8), **changes):
     given = {"initial_state_indices": torch.tensor(first, device=DEVICE) if first else None}
