@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "contents.h"
 #include "decode.h"
 #include "halves.h"
 #include "overlap.h"
@@ -149,7 +150,9 @@ void chunk_gated_delta_rule(const Stack& stack) {
                a.auto_cp, a.state_dtype);
   const Call call = make_call(stack.op(), std::move(a));
   ForwardOutputs out = Forward(call);
-  stack.give(std::move(out.o), final_state_as_returned(call, std::move(out.final_state)));
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.o), std::move(out.final_state));
 }
 
 constexpr char kChunkGatedDeltaRuleFwd[] =
@@ -168,8 +171,10 @@ void chunk_gated_delta_rule_fwd(const Stack& stack) {
                a.state_v_first, a.use_qk_l2norm, a.state_dtype);
   const Call call = make_call(stack.op(), std::move(a));
   ForwardOutputs out = Forward(call);
-  stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(call, std::move(out.h)),
-             final_state_as_returned(call, std::move(out.final_state)));
+  out.h = h_as_returned(call, std::move(out.h));
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), std::move(out.h), std::move(out.final_state));
 }
 
 constexpr char kChunkGatedDeltaRuleBwd[] =
@@ -193,6 +198,7 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
   BackwardArguments a;
   const BackwardCall call = take_backward(stack, a, a.A, a.grad_o, a.grad_final_state, a.scale, a.initial_state);
   BackwardOutputs out = Backward(call);
+  check_results(call, out);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
@@ -243,7 +249,9 @@ void gated_delta_rule_forward_finish(const Stack& stack) {
   check_begun(call, out);
   out.final_state = allocate_final_state(call);
   Finish(call, out);
-  stack.give(final_state_as_returned(call, std::move(out.final_state)));
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.final_state));
 }
 
 constexpr char kGatedDeltaRuleBackwardBegin[] =
@@ -303,7 +311,19 @@ void gated_delta_rule_backward_finish(const Stack& stack) {
   check_begun(call, out);
   allocate_sums(call, out);
   Finish(call, out);
+  check_results(call, out);
   stack.give(std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
+}
+
+// The result o of an op on a pool.
+template <auto Run>
+Tensor run_on_pool(auto call) {
+  if (!contents_are_checked()) [[likely]] {
+    return Run(std::move(call));
+  }
+  Tensor o = Run(call);
+  check_results(call, o);
+  return o;
 }
 
 constexpr char kPrefillGatedDeltaRule[] =
@@ -324,7 +344,7 @@ void prefill_gated_delta_rule(const Stack& stack) {
              p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
              a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.batch_invariant, p.initial_state_indices,
              p.out, p.h, a.max_seqlen);
-  stack.give(Prefill(make_prefill_call(stack.op(), std::move(a), std::move(p))));
+  stack.give(run_on_pool<Prefill>(make_prefill_call(stack.op(), std::move(a), std::move(p))));
 }
 
 constexpr char kDecodeGatedDeltaRule[] =
@@ -348,7 +368,7 @@ template <auto Decode>
 void decode_gated_delta_rule(const Stack& stack) {
   DecodeArguments a;
   take_decode(stack, a, a.q, a.k, a.v);
-  stack.give(Decode(make_decode_call(stack.op(), std::move(a))));
+  stack.give(run_on_pool<Decode>(make_decode_call(stack.op(), std::move(a))));
 }
 
 constexpr char kDecodeGatedDeltaRulePacked[] =
@@ -365,7 +385,7 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   Tensor mixed_qkv = undefined_tensor();
   DecodeArguments a;
   take_decode(stack, a, mixed_qkv);
-  stack.give(Decode(make_packed_decode_call(stack.op(), mixed_qkv, std::move(a))));
+  stack.give(run_on_pool<Decode>(make_packed_decode_call(stack.op(), mixed_qkv, std::move(a))));
 }
 
 constexpr char kDecodeGatedDeltaRuleBuffered[] =
@@ -383,7 +403,7 @@ void decode_gated_delta_rule_buffered(const Stack& stack) {
   stack.take(a.q, a.k, a.v, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, backlog.d_cache,
              backlog.k_cache, backlog.g_cache, backlog.write_pos, backlog.force_flush, a.scale, a.null_index,
              a.use_qk_l2norm, a.use_beta_sigmoid, a.allow_neg_eigval, a.out);
-  stack.give(DecodeBuffered(make_buffered_decode_call(stack.op(), std::move(a), std::move(backlog))));
+  stack.give(run_on_pool<DecodeBuffered>(make_buffered_decode_call(stack.op(), std::move(a), std::move(backlog))));
 }
 
 template <const char* kSchema, void (*Op)(const Stack&)>

@@ -6,6 +6,14 @@ namespace flash_qla {
 
 using torch::stable::Tensor;
 
+void check_shape_of_tokens(const char* op, const char* name, const Tensor& tensor,
+                           torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols, const Tensor& q) {
+  if (tensor.sizes() != expected) [[unlikely]] {
+    fail(op, name, " has shape ", shape_string(tensor.sizes()), ", expected ", shape_string(expected), " (", symbols,
+         "), because q has shape ", shape_string(q.sizes()), ": tensors are [B, T, H, D], tokens before heads");
+  }
+}
+
 void read_tokens(Tokens& tokens, const Tensor& q, const Tensor& k, const Tensor& v) {
   const char* const op = tokens.op;
   check_floating(op, "q", q);
@@ -26,8 +34,8 @@ void read_tokens(Tokens& tokens, const Tensor& q, const Tensor& k, const Tensor&
   }
   check(tokens.H_v >= 1 && tokens.H_v % tokens.H_k == 0, op, "v has ", tokens.H_v,
         " heads, expected a positive multiple of the ", tokens.H_k, " heads of q and k");
-  check_shape(op, "k", k, {tokens.B, tokens.T, tokens.H_k, tokens.K}, "[B, T, H_k, K], like q");
-  check_shape(op, "v", v, {tokens.B, tokens.T, tokens.H_v, tokens.V}, "[B, T, H_v, V]");
+  check_shape_of_tokens(op, "k", k, {tokens.B, tokens.T, tokens.H_k, tokens.K}, "[B, T, H_k, K]", q);
+  check_shape_of_tokens(op, "v", v, {tokens.B, tokens.T, tokens.H_v, tokens.V}, "[B, T, H_v, V]", q);
 }
 
 void read_sequences(Tokens& tokens, const std::optional<Tensor>& cu_seqlens) {

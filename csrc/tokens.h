@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
 #include <optional>
@@ -22,6 +23,12 @@ struct Tokens {
 // Reads sizes and dtype; N is B. Fails unless q, k and v agree.
 void read_tokens(Tokens& tokens, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                  const torch::stable::Tensor& v);
+
+// check_shape of a tensor [B, T, ..]. Its text has q's shape as well and says that tokens come before heads: other
+// packages have heads first, and of such tensors T and H_k are mistaken for each other.
+void check_shape_of_tokens(const char* op, const char* name, const torch::stable::Tensor& tensor,
+                           torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols,
+                           const torch::stable::Tensor& q);
 
 // Reads N from cu_seqlens, if they were given.
 void read_sequences(Tokens& tokens, const std::optional<torch::stable::Tensor>& cu_seqlens);
