@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ALL_INSIDE, backward_mode, equal, forward_mode
-from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, at_offset, make_call, names_of_arguments, op_of
+from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, as_slices, at_offset, make_call, names_of_arguments, op_of
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -99,13 +99,6 @@ def test_any_storage_offset(device, name, inside):
 # Layouts of q, k, v and do
 
 
-def as_slices(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Slices of one tensor [B, T, channels], as of a convolution's output."""
-    whole = torch.cat([x.flatten(2) for x in tensors], -1)
-    parts = whole.split([x[0, 0].numel() for x in tensors], -1)
-    return [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
-
-
 def with_gaps(x: torch.Tensor, before: int) -> torch.Tensor:
     """A copy whose heads and tokens are further apart, from the element `before` on."""
     B, T, H, D = x.shape
@@ -129,6 +122,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("options", ({}, ALL_INSIDE, {"K": 192}), ids=("ready", "inside", "K=192"))
 def test_any_layout(device, name, layout, options):
     """The same bits, in whatever layout q, k, v and do come."""
+    if device == "cuda" and name.endswith("_buffered") and options.get("K", 0) > 128:
+        pytest.skip("K is at most 128 there on a GPU")
     call = make_call(name, device, **options)
     names = [x for x in ("q", "k", "v", "do") if x in call.arguments]
     if not names:

@@ -5,9 +5,11 @@ import dataclasses
 import threading
 
 import accuracy
+import every_op
 import pytest
 import torch
 from cases import (
+    ALL_INSIDE,
     GRADIENT_OF,
     Case,
     backward_mode,
@@ -311,3 +313,27 @@ def test_several_gpus():
         with pytest.raises(RuntimeError, match=rf"\bk is on cuda:0, expected cuda:{index}"):
             flash_qla.chunk_gated_delta_rule(**{**inputs, "k": arguments["k"]})
     assert torch.cuda.current_device() == 0
+
+
+RAW_GATES = ALL_INSIDE | {"g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "prefill_gated_delta_rule"))
+@pytest.mark.parametrize("layout", ("contiguous", "slices"))
+@pytest.mark.parametrize("options", ({}, RAW_GATES), ids=("ready", "raw"))
+def test_no_kernel_beside_ours(name, layout, options):
+    """Nothing is copied, cast or filled: q, k, v, do and raw gates are read where they are."""
+    _C = pytest.importorskip("flash_qla._C")
+    call = every_op.make_call(name, "cuda", K=128, V=128, **options)
+    names = [x for x in ("q", "k", "v", "do") if x in call.arguments]
+    if layout == "slices":
+        call.arguments |= dict(zip(names, every_op.as_slices([call.arguments[x] for x in names]), strict=True))
+        assert not any(call.arguments[x].is_contiguous() for x in names)
+    op = every_op.op_of(name)
+    arguments = {x.name: call.arguments[x.name] for x in op._schema.arguments if x.name in call.arguments}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        op(**arguments)
+        torch.cuda.synchronize()
+    launched = {x.name for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA}
+    ours = {kernel.name for kernel in _C.kernels()}
+    assert launched and launched <= ours, launched - ours
