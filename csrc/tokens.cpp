@@ -1,6 +1,9 @@
 #include "tokens.h"
 
+#include <limits>
+
 #include "checks.h"
+#include "chunks.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -55,17 +58,18 @@ void read_sequences(Tokens& tokens, const std::optional<Tensor>& cu_seqlens) {
 namespace {
 
 constexpr int64_t kPieceBytes = 16;
-constexpr int64_t kMostStride = int64_t{1} << 24;  // elements: 32 bits count those of a chunk
+// Elements: 32 bits count those from head to head, and those of a chunk.
+constexpr int64_t kMostHeadStride = std::numeric_limits<int32_t>::max(), kMostRowStride = kMostHeadStride / kChunk;
 
 bool are_readable_rows(const Tensor& tensor, ScalarType dtype) {
   if (!has_dtype(tensor, dtype) || !is_aligned(tensor) || !tokens_are_even(tensor)) {
     return false;
   }
-  const auto is_piece = [&](int64_t stride) {
-    return stride > 0 && stride <= kMostStride && stride * tensor.element_size() % kPieceBytes == 0;
+  const auto can_follow = [&](int64_t stride, int64_t most) {
+    return stride > 0 && stride <= most && stride * tensor.element_size() % kPieceBytes == 0;
   };
-  const RowStrides strides = row_strides(tensor);
-  return (tensor.size(3) == 1 || tensor.stride(3) == 1) && is_piece(strides.row) && is_piece(strides.head);
+  const auto [row, head] = row_strides(tensor);
+  return tensor.stride(3) == 1 && can_follow(row, kMostRowStride) && can_follow(head, kMostHeadStride);
 }
 
 }  // namespace

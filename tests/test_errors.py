@@ -171,7 +171,6 @@ def test_wrong_input(device, op, wrong):
     check_raises(op, edit(good(op, device)), argument, *parts)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_heads_first(device, op):
     """The error names q's shape and the order of dimensions, for q, k and v, for them without the gates, and for k."""

@@ -50,19 +50,18 @@ def _check_rank(call, name, rank, symbols):
     )
 
 
-def _check_shape(call, name, expected, symbols):
+def _check_shape(call, name, expected, symbols, of_tokens=False):
     tensor = getattr(call, name)
-    _check(
-        call,
-        tensor.dim() == len(expected),
-        lambda: f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})",
-    )
+
+    def text():
+        found = f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})"
+        if of_tokens:
+            found += f", because q has shape {list(call.q.shape)}: tensors are [B, T, H, D], tokens before heads"
+        return found
+
+    _check(call, tensor.dim() == len(expected), text)
     for size, wanted in zip(tensor.shape, expected, strict=True):
-        _check(
-            call,
-            size == wanted,
-            lambda: f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})",
-        )
+        _check(call, size == wanted, text)
 
 
 def _check_device(call, name):
@@ -98,11 +97,11 @@ def _check_tokens(call, *gates):
         H_v >= 1 and H_v % H_k == 0,
         lambda: f"v has {H_v} heads, expected a positive multiple of the {H_k} heads of q and k",
     )
-    _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K], like q")
-    _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]")
+    _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K]", of_tokens=True)
+    _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]", of_tokens=True)
     for name in gates:
         _check_floating(call, name)
-        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
+        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]", of_tokens=True)
     max_seqlen = getattr(call, "max_seqlen", None)
     if max_seqlen is not None:
         _check(call, max_seqlen >= 0, lambda: f"max_seqlen is {max_seqlen}, expected at least 0")
