@@ -309,7 +309,7 @@ def test_contexts_are_those_of_fla(world_size, layout):
             group = SimpleNamespace(rank=lambda r=rank: r, size=lambda: world_size, group_name="ranks")
             ours = build_cp_context(cu_seqlens, group, 4, layout=layout)
             for field in dataclasses.fields(ours):
-                if field.name not in ("group", "sequences"):
+                if field.name not in ("group", "sequences", "num_tokens"):
                     x, y = getattr(ours, field.name), getattr(theirs, field.name)
                     same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
                     assert same, f"{field.name} is {x}, FLA's {y}: {lengths}, rank {rank}"
