@@ -229,6 +229,10 @@ def partly(case: Case) -> None:
     """A loss may leave out o, the final state, or the gradients of all tensors but one. The others have the same
     gradients."""
     inputs, gradients = local_case(case, "contiguous", "cpu")
+    leaf = inputs["initial_state"].clone().requires_grad_()  # alone: each rank has a backward because of it
+    o, state = flash_qla.chunk_gated_delta_rule(**inputs | {"initial_state": leaf}, output_final_state=True)
+    (dh0,) = torch.autograd.grad((o, state), leaf, (gradients["do"], gradients["dht"]))
+    assert torch.equal(dh0, run(inputs, gradients)["dh0"]) and dh0.any() == (dist.get_rank() == 0)
     del inputs["initial_state"]
 
     def gradient(name, do, dht):

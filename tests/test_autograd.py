@@ -64,6 +64,29 @@ def test_formula_of_a_call(device):
             assert isinstance(function(*leaves_of(inputs))[0].grad_fn, BackwardCFunction)
 
 
+@pytest.mark.parametrize("name", (*GRADIENT_OF, "A_log", "dt_bias"))
+@pytest.mark.parametrize("loss", ("o", "state", "both"))
+def test_a_gradient_of_one_tensor(name, loss, device):
+    """The bits of its gradient among all, whatever else wants none: in a plain call, and with autograd in Python."""
+    inputs = make_inputs(Case(lengths=(70, 3), use_gate_in_kernel=True), device)
+    gradients = make_gradients(Case(lengths=(70, 3)), device)
+    used = {"o": slice(1), "state": slice(1, 2), "both": slice(2)}[loss]
+    for function in (flash_qla.chunk_gated_delta_rule, torch.ops.flash_qla.chunk_gated_delta_rule):
+
+        def gradient(wanted, function=function):
+            leaves = {x: inputs[x].detach().requires_grad_() for x in wanted}
+            outputs = function(**inputs | leaves, output_final_state=True)
+            dy = list(gradients.values())[used]
+            return torch.autograd.grad(outputs[used], leaves[name], dy, allow_unused=True)[0]
+
+        expected = gradient((*GRADIENT_OF, "A_log", "dt_bias"))
+        assert torch.equal(gradient([name]), expected)
+        with Ran() as ran:
+            assert torch.equal(gradient([name]), expected)
+        assert ran.ops == ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd"]
+        assert expected.any() or (name, loss) == ("q", "state")
+
+
 WITHOUT_LIBRARY = """
 import sys, warnings
 sys.path.insert(0, {folder!r})
