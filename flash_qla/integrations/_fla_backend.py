@@ -31,7 +31,7 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict:
 
 
 def _unknown(function: Callable, call: dict, keywords: frozenset = frozenset()) -> str | None:
-    """Why flash_qla does not take a keyword that FLA's function ignores; None if there is none."""
+    """A message about a keyword that FLA's function ignores and flash_qla's refuses, or None."""
     known = {*_names(function), *keywords, "transpose_state_layout"}
     return next((f"flash_qla has no argument {x}" for x in call if x not in known), None)
 

@@ -66,7 +66,7 @@ class _Loader:
         self._loader = loader
 
     def __getattr__(self, name):
-        return getattr(object.__getattribute__(self, "_loader"), name)  # in a copy that is being made it is missing
+        return getattr(object.__getattribute__(self, "_loader"), name)  # a copy that is being made has none yet
 
     def exec_module(self, module):
         # From here on the module has its own loader, which other programs may ask for its source.

@@ -159,7 +159,7 @@ def _register_all(tensor):
             register_sharding(op)(_strategies_of(op))
             register(op, registered[op], info)
     except Exception:
-        # Without `info` calls with other flags would get each other's strategies.
+        # A strategy without `info` would serve calls with other flags, too.
         for op, registry in itertools.product(ops, vars(propagator).values()):
             if isinstance(registry, dict):
                 registry.pop(op, None)
