@@ -12,18 +12,18 @@ is outside flash_qla, so that a process without the variable does not load the l
 """
 
 import importlib
+import importlib.metadata
 import logging
 import os
 import sys
+from collections.abc import Callable
+
+from flash_qla_environment import is_on
 
 
 def vllm() -> None:
     """The entry point of vLLM's group vllm.general_plugins."""
-    _switch_on("vllm", "FLASH_QLA_VLLM")
-    # vLLM 0.28.0 and later decode drafts in a kernel of their own, unless this variable asks for the functions.
-    variables = getattr(sys.modules.get("vllm.envs"), "environment_variables", ())
-    if os.environ.get("FLASH_QLA_VLLM") == "1" and "VLLM_GDN_DECODE_KERNEL" in variables:
-        os.environ.setdefault("VLLM_GDN_DECODE_KERNEL", "triton")
+    _switch_on("vllm", "FLASH_QLA_VLLM", _decode_drafts)
 
 
 def sglang() -> None:
@@ -31,14 +31,23 @@ def sglang() -> None:
     _switch_on("sglang", "FLASH_QLA_SGLANG")
 
 
-def _switch_on(engine: str, variable: str) -> None:
-    if os.environ.get(variable) != "1":
-        return
+def _decode_drafts(functions: str) -> None:
+    """vLLM 0.28.0 and later decode drafts in a kernel of their own, unless a variable asks for the function."""
+    variables = getattr(sys.modules.get("vllm.envs"), "environment_variables", ())
+    if "fused_sigmoid_gating_delta_rule_update" in functions and "VLLM_GDN_DECODE_KERNEL" in variables:
+        os.environ.setdefault("VLLM_GDN_DECODE_KERNEL", "triton")
+
+
+def _switch_on(engine: str, variable: str, then: Callable[[str], None] = lambda functions: None) -> None:
+    """`then` is called with the names of functions that flash_qla has replaced."""
     log = logging.getLogger(f"{engine}.flash_qla")  # the engine's handlers show it
+    if not is_on(variable, log.warning):
+        return
 
     def report(functions: str, error: Exception | None) -> None:
         if error is None:
             log.info("%s=1: flash_qla replaces %s", variable, functions)
+            then(functions)
         else:
             log.warning("%s=1 has no effect on %s: %s", variable, functions, error)
 

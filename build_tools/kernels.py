@@ -26,7 +26,6 @@ import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
 import re
 import sys
 import threading
@@ -48,6 +47,7 @@ from build_tools.toolchain import (
     lock,
     max_jobs,
 )
+from flash_qla_environment import is_on
 
 ROOT = Path(__file__).resolve().parent.parent
 # Sources that the generated code depends on, besides the kernel's own files
@@ -242,7 +242,7 @@ def check_spills(compiled: list[Compiled]) -> None:
         for item in compiled
         if item.resources.spill_bytes > item.instance.spill_budget
     ]
-    if over and os.environ.get("FLASH_QLA_ALLOW_SPILLS") != "1":
+    if over and not is_on("FLASH_QLA_ALLOW_SPILLS"):
         raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
 
 

@@ -10,7 +10,7 @@ void check_of_tokens(const Tokens& tokens, const Tensor& q, const NamedTensor& a
   const auto& [name, tensor] = argument;
   check_device(tokens.op, name, *tensor, q);
   check_floating(tokens.op, name, *tensor);
-  check_shape(tokens.op, name, *tensor, {tokens.B, tokens.T, tokens.H_v}, "[B, T, H_v]");
+  check_shape_of_tokens(tokens.op, name, *tensor, {tokens.B, tokens.T, tokens.H_v}, "[B, T, H_v]", q);
 }
 
 // Checks A_log or dt_bias, if it was given.

@@ -112,10 +112,19 @@ void check_gradients(const BackwardCall& call) {
   }
 }
 
+// Makes q, k, v or do readable by the device: the CPU reads contiguous rows.
+void make_readable(const Call& call, Tensor& tensor) {
+  if (tensor.is_cuda()) {
+    make_readable_rows(call.op, tensor, call.dtype);
+  } else {
+    make_contiguous(call.op, tensor, call.dtype);
+  }
+}
+
 // Copies only tensors that have to change. g_dtype: the dtype of g as it is read.
 void make_canonical(Call& call, ScalarType g_dtype) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
-    make_aligned(call.op, *tensor, call.dtype);
+    make_readable(call, *tensor);
   }
   make_contiguous(call.op, call.g, g_dtype);
   make_contiguous(call.op, call.beta, call.beta_dtype);
@@ -145,7 +154,7 @@ void prepare(Call& call, bool raw_gates) {
 }
 
 void make_gradients_canonical(BackwardCall& call) {
-  make_aligned(call.op, call.grad_o, call.dtype);
+  make_readable(call, call.grad_o);
   if (call.grad_final_state) {
     make_aligned(call.op, *call.grad_final_state, call.compute_dtype);
   }

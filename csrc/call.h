@@ -63,9 +63,9 @@ struct GradientArguments {
   bool is_cumulative() const { return g_cumsum.has_value(); }  // Arguments::g is g_cumsum
 };
 
-// The canonical form. Tensors are contiguous; a tensor that TMA reads starts at a multiple of 16 bytes. grad_o has the
-// dtype of q. Ready g and beta and the states have the compute dtype. Raw g and beta, A_log and dt_bias keep their
-// dtypes. States stay in the caller's layout.
+// The canonical form. On a GPU q, k, v and grad_o are readable rows (tokens.h). All other tensors are contiguous; a
+// tensor that TMA reads starts at a multiple of 16 bytes. grad_o has the dtype of q. Ready g and beta and the states
+// have the compute dtype. Raw g and beta, A_log and dt_bias keep their dtypes. States stay in the caller's layout.
 struct Call : Arguments, Tokens {
   // Chunks of h as the caller sees it: those of the whole batch; if varlen, an upper bound from T and N.
   int64_t h_chunks = 0;

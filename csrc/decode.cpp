@@ -175,6 +175,7 @@ BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arg
   if (call.force_flush) {
     check_table(op, "force_flush", *call.force_flush, call.N, 1, "[N]");
   }
+  check_contents(call);
   return call;
 }
 

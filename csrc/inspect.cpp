@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "chunks.h"
 #include "gpu/head_dims.h"
 #include "gpu/runtime/device.h"
 
@@ -83,6 +84,16 @@ void require_possible(const char* direction, const Shape& shape) {
   require(is_value_dim(shape.V), function, "V", shape.V, (step + std::to_string(kMostValueDim)).c_str());
 }
 
+// Throws for checkpoints that no prefill has.
+void require_possible_checkpoints(const ForwardShape& shape) {
+  const std::string function = "flash_qla._C.forward_dispatch: ";
+  const int64_t every = shape.checkpoint_every;
+  require(every >= 0, function, "checkpoint_every", every, "at least 0");
+  require(every > 0 || !shape.resumable, function, "resumable", shape.resumable, "False without checkpoint_every");
+  require(every % kChunk == 0 || shape.resumable, function, "resumable", shape.resumable,
+          ("True with checkpoint_every " + std::to_string(every)).c_str());
+}
+
 }  // namespace
 
 extern "C" {
@@ -114,9 +125,12 @@ const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) no
   return keep(obstacle(driver_cuda_version, major, minor));
 }
 
+const char* flash_qla_refusal(int driver_cuda_version) noexcept { return keep(refusal(driver_cuda_version)); }
+
 const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept {
   return error_of([&] {
     require_possible("forward", *shape);
+    require_possible_checkpoints(*shape);
     *dispatch = dispatch_forward(*shape);
   });
 }

@@ -44,6 +44,7 @@ BuildInfo flash_qla_build_info() noexcept;
 int flash_qla_driver_cuda_version() noexcept;
 const GpuInfo* flash_qla_gpus(int64_t* count) noexcept;
 const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) noexcept;
+const char* flash_qla_refusal(int driver_cuda_version) noexcept;
 
 // See gpu/dispatch.h. An error: no call has this shape, or no kernel was compiled for its head dimensions.
 const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatch* dispatch) noexcept;

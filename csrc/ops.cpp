@@ -4,31 +4,79 @@
 // argument.
 #include <torch/csrc/stable/library.h>
 
+#include <array>
+#include <exception>
 #include <new>
+#include <sstream>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "checks.h"
+#include "contents.h"
 #include "decode.h"
 #include "halves.h"
+#include "overlap.h"
 #include "passes.h"
 #include "prefill.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
 namespace {
 
+// The names that an op's schema gives.
+struct Schema {
+  struct Argument {
+    std::string name;
+    bool is_written;  // as Tensor(a!)
+  };
+  std::string op;  // qualified
+  std::vector<Argument> arguments;
+  bool writes = false;
+
+  // text: name(type name=default, ...) -> results
+  explicit Schema(std::string_view text) {
+    const size_t open = text.find('(');
+    op = "flash_qla::" + std::string(text.substr(0, open));
+    std::istringstream rest{std::string(text.substr(open + 1, text.rfind(") -> ") - open - 1))};
+    for (std::string argument; std::getline(rest >> std::ws, argument, ',');) {
+      const size_t name = argument.find(' ') + 1;
+      const bool is_written = argument.find("!)") < name;
+      arguments.push_back({argument.substr(name, argument.find('=') - name), is_written});
+      writes |= is_written;
+    }
+  }
+};
+
+const Tensor* given(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
+const Tensor* given(const std::optional<Tensor>& tensor) { return or_null(tensor); }
+const Tensor* given(const auto&) { return nullptr; }  // no tensor
+
 // The stack on which PyTorch calls an op: arguments in the schema's order, replaced by the results. Two lists of
 // arguments have to agree, the schema's and take's. TORCH_BOX would need four.
 class Stack {
  public:
-  Stack(StableIValue* values, uint64_t arguments, uint64_t results)
-      : values_(values), arguments_(arguments), results_(results) {}
+  Stack(const Schema& schema, StableIValue* values, uint64_t arguments, uint64_t results)
+      : schema_(schema), values_(values), arguments_(arguments), results_(results) {}
 
+  const char* op() const { return schema_.op.c_str(); }
+
+  // Fails if an argument that the op writes shares memory.
   template <typename... T>
   void take(T&... arguments) const {
     STD_TORCH_CHECK(sizeof...(T) == arguments_, "flash_qla: an op takes other arguments than its schema says");
     const StableIValue* next = values_;
     ((arguments = torch::stable::detail::to<T>(*next++)), ...);
+    if (schema_.writes) {
+      const Schema::Argument* argument = schema_.arguments.data();
+      const auto named = [&](const Tensor* tensor) {
+        const auto& [name, is_written] = *argument++;
+        return TensorArgument{name.c_str(), tensor, is_written};
+      };
+      check_overlap(op(), std::array{named(given(arguments))...});
+    }
   }
 
   template <typename... T>
@@ -39,17 +87,32 @@ class Stack {
   }
 
  private:
+  const Schema& schema_;
   StableIValue* values_;
   uint64_t arguments_, results_;
 };
 
-template <void (*Op)(const Stack&)>
+template <const char* kSchema>
+const Schema& schema() {
+  static const Schema& parsed = *new Schema(kSchema);
+  return parsed;
+}
+
+// An op as PyTorch calls it. Its errors leave as PyTorch's: each library counts its exceptions in flight with its own
+// libstdc++, so an exception of this one that PyTorch caught would leave both counts wrong.
+template <const char* kSchema, void (*Op)(const Stack&)>
 void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
+  const Schema& names = schema<kSchema>();
+  std::string error;
   try {
-    Op(Stack(values, arguments, results));
+    Op(Stack(names, values, arguments, results));
+    return;
   } catch (const std::bad_alloc&) {
-    fail_for_memory("flash_qla");
+    error = out_of_host_memory(names.op.c_str());
+  } catch (const std::exception& e) {
+    error = e.what();
   }
+  throw_by_pytorch(error);
 }
 
 // A whole pass, or a half of one.
@@ -72,7 +135,7 @@ void take_forward(const Stack& stack, Arguments& a, auto&... own) {
                   a.allow_neg_eigval);
 }
 
-constexpr const char* kChunkGatedDeltaRule =
+constexpr char kChunkGatedDeltaRule[] =
     "chunk_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
     "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
     "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None, "
@@ -85,12 +148,14 @@ void chunk_gated_delta_rule(const Stack& stack) {
   Arguments a;
   take_forward(stack, a, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
                a.auto_cp, a.state_dtype);
-  const Call call = make_call("flash_qla::chunk_gated_delta_rule", std::move(a));
+  const Call call = make_call(stack.op(), std::move(a));
   ForwardOutputs out = Forward(call);
-  stack.give(std::move(out.o), final_state_as_returned(call, std::move(out.final_state)));
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.o), std::move(out.final_state));
 }
 
-constexpr const char* kChunkGatedDeltaRuleFwd =
+constexpr char kChunkGatedDeltaRuleFwd[] =
     "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
     "Tensor? initial_state=None, Tensor? cu_seqlens=None, bool output_final_state=True, bool output_h=False, "
     "bool auto_cp=True, bool state_v_first=False, bool use_qk_l2norm_in_kernel=False, "
@@ -104,13 +169,15 @@ void chunk_gated_delta_rule_fwd(const Stack& stack) {
   a.output_A = true;
   take_forward(stack, a, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h, a.auto_cp,
                a.state_v_first, a.use_qk_l2norm, a.state_dtype);
-  const Call call = make_call("flash_qla::chunk_gated_delta_rule_fwd", std::move(a));
+  const Call call = make_call(stack.op(), std::move(a));
   ForwardOutputs out = Forward(call);
-  stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), h_as_returned(call, std::move(out.h)),
-             final_state_as_returned(call, std::move(out.final_state)));
+  out.h = h_as_returned(call, std::move(out.h));
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.g_cumsum), std::move(out.A), std::move(out.o), std::move(out.h), std::move(out.final_state));
 }
 
-constexpr const char* kChunkGatedDeltaRuleBwd =
+constexpr char kChunkGatedDeltaRuleBwd[] =
     "chunk_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A, Tensor do, "
     "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
     "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, "
@@ -120,25 +187,25 @@ constexpr const char* kChunkGatedDeltaRuleBwd =
 
 // Takes the arguments of an op of the backward. `own`: its arguments between beta and cu_seqlens.
 template <Part part = Part::kWhole>
-BackwardCall take_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
+BackwardCall take_backward(const Stack& stack, BackwardArguments& a, auto&... own) {
   take_pass<part>(stack, a, a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp,
                   a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
-  return make_backward_call(op, std::move(a));
+  return make_backward_call(stack.op(), std::move(a));
 }
 
 template <auto Backward>
 void chunk_gated_delta_rule_bwd(const Stack& stack) {
   BackwardArguments a;
-  const BackwardCall call = take_backward(stack, "flash_qla::chunk_gated_delta_rule_bwd", a, a.A, a.grad_o,
-                                          a.grad_final_state, a.scale, a.initial_state);
+  const BackwardCall call = take_backward(stack, a, a.A, a.grad_o, a.grad_final_state, a.scale, a.initial_state);
   BackwardOutputs out = Backward(call);
+  check_results(call, out);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
 // The halves of halves.h, for context parallelism over ranks (flash_qla/cp/). Arguments are those of the whole
 // passes. The tensors that finish writes are the workspace and outputs, which begin allocates.
-constexpr const char* kGatedDeltaRuleForwardBegin =
+constexpr char kGatedDeltaRuleForwardBegin[] =
     "gated_delta_rule_forward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] map_sequences, "
     "float? scale=None, Tensor? initial_state=None, bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, bool "
     "state_v_first=False, bool auto_cp=True, bool use_gate_in_kernel=False, "
@@ -158,13 +225,13 @@ void gated_delta_rule_forward_begin(const Stack& stack) {
   Arguments a;
   take_half_forward(stack, a, a.map_sequences, a.scale, a.initial_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
                     a.auto_cp);
-  const Call call = make_call("flash_qla::gated_delta_rule_forward_begin", std::move(a));
+  const Call call = make_call(stack.op(), std::move(a));
   ForwardOutputs out = allocate_forward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.o));
 }
 
-constexpr const char* kGatedDeltaRuleForwardFinish =
+constexpr char kGatedDeltaRuleForwardFinish[] =
     "gated_delta_rule_forward_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) workspace, "
     "Tensor(b!) o, float? scale=None, Tensor? initial_state=None, bool output_final_state=False, "
     "bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, "
@@ -178,37 +245,38 @@ void gated_delta_rule_forward_finish(const Stack& stack) {
   ForwardOutputs out;
   take_half_forward(stack, a, given_workspace(a), out.o, a.scale, a.initial_state, a.output_final_state,
                     a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype);
-  const Call call = make_call("flash_qla::gated_delta_rule_forward_finish", std::move(a));
+  const Call call = make_call(stack.op(), std::move(a));
   check_begun(call, out);
   out.final_state = allocate_final_state(call);
   Finish(call, out);
-  stack.give(final_state_as_returned(call, std::move(out.final_state)));
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.final_state));
 }
 
-constexpr const char* kGatedDeltaRuleBackwardBegin =
+constexpr char kGatedDeltaRuleBackwardBegin[] =
     "gated_delta_rule_backward_begin(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, "
     "int[] map_sequences, Tensor? dht=None, float? scale=None, Tensor? cu_seqlens=None, bool state_v_first=False, "
     "bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None, "
     "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor maps, Tensor workspace, Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg)";
 
-BackwardCall take_half_backward(const Stack& stack, const char* op, BackwardArguments& a, auto&... own) {
+BackwardCall take_half_backward(const Stack& stack, BackwardArguments& a, auto&... own) {
   a.in_halves = true;
-  return take_backward<Part::kHalf>(stack, op, a, a.grad_o, own...);
+  return take_backward<Part::kHalf>(stack, a, a.grad_o, own...);
 }
 
 template <auto Begin>
 void gated_delta_rule_backward_begin(const Stack& stack) {
   BackwardArguments a;
-  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_begin", a, a.map_sequences,
-                                               a.grad_final_state, a.scale);
+  const BackwardCall call = take_half_backward(stack, a, a.map_sequences, a.grad_final_state, a.scale);
   BackwardOutputs out = allocate_backward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
              std::move(out.db), std::move(out.dg));
 }
 
-constexpr const char* kGatedDeltaRuleBackwardReplay =
+constexpr char kGatedDeltaRuleBackwardReplay[] =
     "gated_delta_rule_backward_replay(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, "
     "Tensor(a!) workspace, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
     "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
@@ -219,14 +287,13 @@ constexpr const char* kGatedDeltaRuleBackwardReplay =
 template <auto Replay>
 void gated_delta_rule_backward_replay(const Stack& stack) {
   BackwardArguments a;
-  const BackwardCall call = take_half_backward(stack, "flash_qla::gated_delta_rule_backward_replay", a,
-                                               given_workspace(a), a.scale, a.initial_state);
+  const BackwardCall call = take_half_backward(stack, a, given_workspace(a), a.scale, a.initial_state);
   check_workspace(call);
   Replay(call);
   stack.give();
 }
 
-constexpr const char* kGatedDeltaRuleBackwardFinish =
+constexpr char kGatedDeltaRuleBackwardFinish[] =
     "gated_delta_rule_backward_finish(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, "
     "Tensor(a!) workspace, Tensor(b!) dq, Tensor(c!) dk, Tensor(d!) dv, Tensor(e!) db, Tensor(f!) dg, "
     "Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
@@ -239,16 +306,27 @@ template <auto Finish>
 void gated_delta_rule_backward_finish(const Stack& stack) {
   BackwardArguments a;
   BackwardOutputs out;
-  const BackwardCall call =
-      take_half_backward(stack, "flash_qla::gated_delta_rule_backward_finish", a, given_workspace(a), out.dq, out.dk,
-                         out.dv, out.db, out.dg, a.grad_final_state, a.scale, a.initial_state);
+  const BackwardCall call = take_half_backward(stack, a, given_workspace(a), out.dq, out.dk, out.dv, out.db, out.dg,
+                                               a.grad_final_state, a.scale, a.initial_state);
   check_begun(call, out);
   allocate_sums(call, out);
   Finish(call, out);
+  check_results(call, out);
   stack.give(std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
-constexpr const char* kPrefillGatedDeltaRule =
+// The result o of an op on a pool.
+template <auto Run>
+Tensor run_on_pool(auto call) {
+  if (!contents_are_checked()) [[likely]] {
+    return Run(std::move(call));
+  }
+  Tensor o = Run(call);
+  check_results(call, o);
+  return o;
+}
+
+constexpr char kPrefillGatedDeltaRule[] =
     "prefill_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state_pool, "
     "Tensor state_indices, float? scale=None, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, "
     "int null_index=-1, bool use_qk_l2norm_in_kernel=False, int checkpoint_every=0, "
@@ -266,10 +344,10 @@ void prefill_gated_delta_rule(const Stack& stack) {
              p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
              a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.batch_invariant, p.initial_state_indices,
              p.out, p.h, a.max_seqlen);
-  stack.give(Prefill(make_prefill_call("flash_qla::prefill_gated_delta_rule", std::move(a), std::move(p))));
+  stack.give(run_on_pool<Prefill>(make_prefill_call(stack.op(), std::move(a), std::move(p))));
 }
 
-constexpr const char* kDecodeGatedDeltaRule =
+constexpr char kDecodeGatedDeltaRule[] =
     "decode_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(a!) state_pool, Tensor? state_indices=None, float? scale=None, int null_index=-1, "
     "bool use_qk_l2norm_in_kernel=True, Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
@@ -290,10 +368,10 @@ template <auto Decode>
 void decode_gated_delta_rule(const Stack& stack) {
   DecodeArguments a;
   take_decode(stack, a, a.q, a.k, a.v);
-  stack.give(Decode(make_decode_call("flash_qla::decode_gated_delta_rule", std::move(a))));
+  stack.give(run_on_pool<Decode>(make_decode_call(stack.op(), std::move(a))));
 }
 
-constexpr const char* kDecodeGatedDeltaRulePacked =
+constexpr char kDecodeGatedDeltaRulePacked[] =
     "decode_gated_delta_rule_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(a!) state_pool, Tensor? state_indices=None, float? scale=None, int null_index=-1, "
     "bool use_qk_l2norm_in_kernel=True, Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
@@ -307,10 +385,10 @@ void decode_gated_delta_rule_packed(const Stack& stack) {
   Tensor mixed_qkv = undefined_tensor();
   DecodeArguments a;
   take_decode(stack, a, mixed_qkv);
-  stack.give(Decode(make_packed_decode_call("flash_qla::decode_gated_delta_rule_packed", mixed_qkv, std::move(a))));
+  stack.give(run_on_pool<Decode>(make_packed_decode_call(stack.op(), mixed_qkv, std::move(a))));
 }
 
-constexpr const char* kDecodeGatedDeltaRuleBuffered =
+constexpr char kDecodeGatedDeltaRuleBuffered[] =
     "decode_gated_delta_rule_buffered(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, "
     "Tensor? dt_bias, Tensor(a!) state_pool, Tensor? state_indices, Tensor(b!) d_cache, Tensor(c!) k_cache, "
     "Tensor(d!) g_cache, Tensor write_pos, Tensor? force_flush=None, float? scale=None, int null_index=-1, "
@@ -325,25 +403,29 @@ void decode_gated_delta_rule_buffered(const Stack& stack) {
   stack.take(a.q, a.k, a.v, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, backlog.d_cache,
              backlog.k_cache, backlog.g_cache, backlog.write_pos, backlog.force_flush, a.scale, a.null_index,
              a.use_qk_l2norm, a.use_beta_sigmoid, a.allow_neg_eigval, a.out);
-  stack.give(DecodeBuffered(
-      make_buffered_decode_call("flash_qla::decode_gated_delta_rule_buffered", std::move(a), std::move(backlog))));
+  stack.give(run_on_pool<DecodeBuffered>(make_buffered_decode_call(stack.op(), std::move(a), std::move(backlog))));
+}
+
+template <const char* kSchema, void (*Op)(const Stack&)>
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl(schema<kSchema>().op.c_str(), boxed<kSchema, Op>);
 }
 
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
           auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
-  m.impl("chunk_gated_delta_rule", boxed<chunk_gated_delta_rule<Forward>>);
-  m.impl("chunk_gated_delta_rule_fwd", boxed<chunk_gated_delta_rule_fwd<Forward>>);
-  m.impl("chunk_gated_delta_rule_bwd", boxed<chunk_gated_delta_rule_bwd<Backward>>);
-  m.impl("gated_delta_rule_forward_begin", boxed<gated_delta_rule_forward_begin<BeginForward>>);
-  m.impl("gated_delta_rule_forward_finish", boxed<gated_delta_rule_forward_finish<FinishForward>>);
-  m.impl("gated_delta_rule_backward_begin", boxed<gated_delta_rule_backward_begin<BeginBackward>>);
-  m.impl("gated_delta_rule_backward_replay", boxed<gated_delta_rule_backward_replay<ReplayBackward>>);
-  m.impl("gated_delta_rule_backward_finish", boxed<gated_delta_rule_backward_finish<FinishBackward>>);
-  m.impl("prefill_gated_delta_rule", boxed<prefill_gated_delta_rule<Prefill>>);
-  m.impl("decode_gated_delta_rule", boxed<decode_gated_delta_rule<Decode>>);
-  m.impl("decode_gated_delta_rule_packed", boxed<decode_gated_delta_rule_packed<Decode>>);
-  m.impl("decode_gated_delta_rule_buffered", boxed<decode_gated_delta_rule_buffered<DecodeBuffered>>);
+  implement<kChunkGatedDeltaRule, chunk_gated_delta_rule<Forward>>(m);
+  implement<kChunkGatedDeltaRuleFwd, chunk_gated_delta_rule_fwd<Forward>>(m);
+  implement<kChunkGatedDeltaRuleBwd, chunk_gated_delta_rule_bwd<Backward>>(m);
+  implement<kGatedDeltaRuleForwardBegin, gated_delta_rule_forward_begin<BeginForward>>(m);
+  implement<kGatedDeltaRuleForwardFinish, gated_delta_rule_forward_finish<FinishForward>>(m);
+  implement<kGatedDeltaRuleBackwardBegin, gated_delta_rule_backward_begin<BeginBackward>>(m);
+  implement<kGatedDeltaRuleBackwardReplay, gated_delta_rule_backward_replay<ReplayBackward>>(m);
+  implement<kGatedDeltaRuleBackwardFinish, gated_delta_rule_backward_finish<FinishBackward>>(m);
+  implement<kPrefillGatedDeltaRule, prefill_gated_delta_rule<Prefill>>(m);
+  implement<kDecodeGatedDeltaRule, decode_gated_delta_rule<Decode>>(m);
+  implement<kDecodeGatedDeltaRulePacked, decode_gated_delta_rule_packed<Decode>>(m);
+  implement<kDecodeGatedDeltaRuleBuffered, decode_gated_delta_rule_buffered<DecodeBuffered>>(m);
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 #include "pool.h"
 
-#include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -15,28 +13,6 @@ void check_table(const char* op, const char* name, const Tensor& tensor, int64_t
   check(tensor.size(0) == rows, op, name, " has ", tensor.size(0), " rows, expected ", rows,
         ", the number of sequences (", symbols, ")");
 }
-
-namespace {
-
-// Whether parts of `size` elements, one for each index of the first dimensions, may share memory.
-bool overlaps(const Tensor& tensor, int64_t dimensions, int64_t size) {
-  std::vector<std::pair<int64_t, int64_t>> outer;  // stride, size
-  for (int64_t i = 0; i < dimensions; ++i) {
-    if (tensor.size(i) > 1) {
-      outer.emplace_back(tensor.stride(i), tensor.size(i));
-    }
-  }
-  std::ranges::sort(outer);
-  for (const auto& [stride, count] : outer) {
-    if (stride < size) {
-      return true;
-    }
-    size += stride * (count - 1);
-  }
-  return false;
-}
-
-}  // namespace
 
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols, bool v_first) {
@@ -57,10 +33,6 @@ void check_states(const char* op, const char* name, const Tensor& tensor, int64_
     fail(op, name, " has strides ", shape_string(strides), ", expected [.., ", V * K, ", ", columns,
          ", 1]: each state has to be contiguous");
   }
-  if (overlaps(tensor, heads, H_v * V * K)) [[unlikely]] {
-    fail(op, name, " has strides ", shape_string(strides), ", expected states that do not overlap, of ", H_v * V * K,
-         " elements each");
-  }
 }
 
 void check_slots(const char* op, const char* name, const Tensor& tensor, int64_t slots,
@@ -77,10 +49,6 @@ void check_slots(const char* op, const char* name, const Tensor& tensor, int64_t
     if (expected[i] > 1 && strides[i] != size) [[unlikely]] {
       fail(op, name, " has strides ", shape_string(strides), ", expected contiguous slots (", symbols, ")");
     }
-  }
-  if (overlaps(tensor, 1, size)) [[unlikely]] {
-    fail(op, name, " has strides ", shape_string(strides), ", expected slots that do not overlap, of ", size,
-         " elements each");
   }
 }
 

@@ -12,12 +12,11 @@ void check_table(const char* op, const char* name, const Tensor& tensor, int64_t
                  const char* symbols);
 
 // Checks states [.., H_v, V, K], or [.., H_v, K, V] unless v_first, of `rank` dimensions, in any floating dtype of 8
-// bits or more. They are written in place and cannot be copied first. So each state must be contiguous, and no two may
-// share memory.
+// bits or more. They are written in place and cannot be copied first. So each state must be contiguous.
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols, bool v_first = true);
 
-// Checks a tensor [slots, *slot] that is written in place: each slot must be contiguous, and no two may share memory.
+// Checks a tensor [slots, *slot] that is written in place: each slot must be contiguous.
 void check_slots(const char* op, const char* name, const Tensor& tensor, int64_t slots,
                  torch::headeronly::IntHeaderOnlyArrayRef slot, const char* symbols);
 

@@ -14,6 +14,13 @@
 // The text of the last exception in PyTorch's C functions, which themselves return a code; since PyTorch 2.13.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
+// The function behind TORCH_CHECK, which libc10 exports. It is not part of the stable ABI, so it may be missing one
+// day.
+namespace c10::detail {
+[[noreturn]] __attribute__((weak, visibility("default"))) void torchCheckFail(const char* function, const char* file,
+                                                                              uint32_t line, const char* text);
+}
+
 namespace flash_qla {
 
 namespace {
@@ -133,9 +140,18 @@ Tensor new_empty(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape
   return Tensor(made);
 }
 
-void fail_for_memory(const char* op) {
-  throw std::runtime_error(std::string("CPU out of memory. The op's own buffers do not fit. (") + op + ")");
+void throw_by_pytorch(const std::string& text) {
+  if (c10::detail::torchCheckFail != nullptr) {
+    c10::detail::torchCheckFail("flash_qla", "", 0, text.c_str());
+  }
+  throw std::runtime_error(text);
 }
+
+std::string out_of_host_memory(const char* op) {
+  return std::string("CPU out of memory. The op's own buffers do not fit. (") + op + ")";
+}
+
+void fail_for_memory(const char* op) { throw std::runtime_error(out_of_host_memory(op)); }
 
 void fail_in_pytorch(const Tensor& on, const char* call) {
   const std::string reason = reason_of_pytorch(on);

@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <exception>
+#include <string>
 
 namespace flash_qla {
 
@@ -23,7 +24,11 @@ auto with_reason(const torch::stable::Tensor& on, Function function) {
   }
 }
 
-// Throws std::runtime_error: the host has no memory. The text is like new_empty's.
+// Has PyTorch throw its exception, c10::Error, with this text.
+[[noreturn]] void throw_by_pytorch(const std::string& text);
+
+// The text for a host without memory, like new_empty's. fail_for_memory throws it as std::runtime_error.
+std::string out_of_host_memory(const char* op);
 [[noreturn]] void fail_for_memory(const char* op);
 
 // An undefined tensor. Tensor() is undefined, too, but allocates.

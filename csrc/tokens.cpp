@@ -1,10 +1,20 @@
 #include "tokens.h"
 
 #include "checks.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+void check_shape_of_tokens(const char* op, const char* name, const Tensor& tensor,
+                           torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols, const Tensor& q) {
+  if (tensor.sizes() != expected) [[unlikely]] {
+    fail(op, name, " has shape ", shape_string(tensor.sizes()), ", expected ", shape_string(expected), " (", symbols,
+         "), because q has shape ", shape_string(q.sizes()), ": tensors are [B, T, H, D], tokens before heads");
+  }
+}
 
 void read_tokens(Tokens& tokens, const Tensor& q, const Tensor& k, const Tensor& v) {
   const char* const op = tokens.op;
@@ -26,8 +36,8 @@ void read_tokens(Tokens& tokens, const Tensor& q, const Tensor& k, const Tensor&
   }
   check(tokens.H_v >= 1 && tokens.H_v % tokens.H_k == 0, op, "v has ", tokens.H_v,
         " heads, expected a positive multiple of the ", tokens.H_k, " heads of q and k");
-  check_shape(op, "k", k, {tokens.B, tokens.T, tokens.H_k, tokens.K}, "[B, T, H_k, K], like q");
-  check_shape(op, "v", v, {tokens.B, tokens.T, tokens.H_v, tokens.V}, "[B, T, H_v, V]");
+  check_shape_of_tokens(op, "k", k, {tokens.B, tokens.T, tokens.H_k, tokens.K}, "[B, T, H_k, K]", q);
+  check_shape_of_tokens(op, "v", v, {tokens.B, tokens.T, tokens.H_v, tokens.V}, "[B, T, H_v, V]", q);
 }
 
 void read_sequences(Tokens& tokens, const std::optional<Tensor>& cu_seqlens) {
@@ -40,6 +50,43 @@ void read_sequences(Tokens& tokens, const std::optional<Tensor>& cu_seqlens) {
   check(tokens.B == 1, tokens.op, "q has batch size ", tokens.B,
         ", expected 1 with cu_seqlens (sequences are packed along T)");
   tokens.N = cu_seqlens->size(0) - 1;
+}
+
+namespace {
+
+constexpr int64_t kPieceBytes = 16;
+constexpr int64_t kMostStride = int64_t{1} << 24;  // elements: 32 bits count those of a chunk
+
+bool are_readable_rows(const Tensor& tensor, ScalarType dtype) {
+  if (!has_dtype(tensor, dtype) || !is_aligned(tensor) || !tokens_are_even(tensor)) {
+    return false;
+  }
+  const auto is_piece = [&](int64_t stride) {
+    return stride > 0 && stride <= kMostStride && stride * tensor.element_size() % kPieceBytes == 0;
+  };
+  const RowStrides strides = row_strides(tensor);
+  return (tensor.size(3) == 1 || tensor.stride(3) == 1) && is_piece(strides.row) && is_piece(strides.head);
+}
+
+}  // namespace
+
+bool tokens_are_even(const Tensor& tensor) {
+  return tensor.size(0) == 1 || tensor.size(1) == 1 || tensor.stride(0) == tensor.size(1) * tensor.stride(1);
+}
+
+RowStrides row_strides(const Tensor& tensor) {
+  const int64_t heads = tensor.size(2), channels = tensor.size(3);
+  const int64_t head = heads == 1 ? channels : tensor.stride(2);
+  if (tensor.size(1) > 1) {
+    return {tensor.stride(1), head};
+  }
+  return {tensor.size(0) > 1 ? tensor.stride(0) : heads * channels, head};
+}
+
+void make_readable_rows(const char* op, Tensor& tensor, ScalarType dtype) {
+  if (!are_readable_rows(tensor, dtype)) {
+    make_aligned(op, tensor, dtype);
+  }
 }
 
 }  // namespace flash_qla

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
 #include <optional>
@@ -23,7 +24,27 @@ struct Tokens {
 void read_tokens(Tokens& tokens, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                  const torch::stable::Tensor& v);
 
+// check_shape of a tensor [B, T, ..]. Its text has q's shape as well and says that tokens come before heads: other
+// packages have heads first, and of such tensors T and H_k are mistaken for each other.
+void check_shape_of_tokens(const char* op, const char* name, const torch::stable::Tensor& tensor,
+                           torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols,
+                           const torch::stable::Tensor& q);
+
 // Reads N from cu_seqlens, if they were given.
 void read_sequences(Tokens& tokens, const std::optional<torch::stable::Tensor>& cu_seqlens);
+
+// Whether the dimensions batch and token, [B, T, ..], can be read as one with one stride.
+bool tokens_are_even(const torch::stable::Tensor& tensor);
+
+// How far the GPU's kernels step in a tensor [B, T, heads, channels], in elements. They take batch and token as one
+// dimension.
+struct RowStrides {
+  int64_t row, head;
+};
+RowStrides row_strides(const torch::stable::Tensor& tensor);
+
+// Copies a tensor [B, T, heads, channels] unless the GPU's kernels can read it where it is: in its dtype, by TMA and in
+// pieces of 16 bytes.
+void make_readable_rows(const char* op, torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
 
 }  // namespace flash_qla

@@ -175,7 +175,7 @@ def build(out: Path, races: bool = False) -> Path:
         objects = list(pool.map(lambda source: compiler.compile(*source), sources(compiler, races)))
     package = out / "package/flash_qla"
     shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
-    libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so")]
+    libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so", "libc10.so")]
     options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread", "-ldl", "-fsanitize=alignment"]
     subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", package / "libflash_qla.so"], check=True)
     return package.parent

@@ -254,10 +254,16 @@ std::map<std::string, Instance>& instances() {
   return all;
 }
 
+// The CUDA version of the driver. An older one than the toolkit's refuses all code.
+int driver_version() {
+  const char* const given = std::getenv("EMULATED_DRIVER");
+  return given != nullptr ? std::atoi(given) : CUDART_VERSION;
+}
+
 CUresult load_data(CUlibrary* library, const void*, CUjit_option*, void**, unsigned, CUlibraryOption*, void**,
                    unsigned) {
   *library = nullptr;
-  return CUDA_SUCCESS;
+  return driver_version() < CUDART_VERSION ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
 }
 
 CUresult get_kernel(CUkernel* kernel, CUlibrary, const char* name) {
@@ -502,7 +508,7 @@ bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** ar
 extern "C" {
 
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
+  *version = emulator::driver_version();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* count) {

@@ -17,6 +17,8 @@ if flash_qla.__file__ is None or not hasattr(flash_qla, "prefill_gated_delta_rul
         "the published FlashQLA (flash-qla on PyPI) has been installed over this package. "
         "`pip uninstall flash-qla flash-qla-aot`, then install this package again."
     )
+import flash_qla_environment
+
 try:
     from flash_qla import _C
 except ImportError as error:
@@ -88,6 +90,8 @@ def main() -> None:
     )
     print(f"autograd {'in C++' if flash_qla.ops.autograd.IN_CPP else 'in Python'}")
     print_gpus()
+    for line in flash_qla_environment.describe():
+        print(f"variable {line}")
     print()
     print_kernels()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from flash_qla_environment import is_on
+
 PATH = Path(__file__).with_name("libflash_qla.so")
 
 if not PATH.exists():
@@ -28,6 +30,9 @@ except OSError as error:
 
 with contextlib.suppress(ModuleNotFoundError):  # another Python than the one it was built for
     importlib.import_module("flash_qla._C")  # the library's warnings become Python's; without it they are PyTorch's
+
+for _switch in ("FLASH_QLA_CHECK", "FLASH_QLA_QUIET"):
+    is_on(_switch)  # the library reads them itself, and does not warn
 
 _library = ctypes.CDLL(str(PATH))
 

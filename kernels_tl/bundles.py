@@ -43,14 +43,25 @@ class Sizes(Bundle):
 
 
 class Tokens(Bundle):
-    """Queries, keys and values. In the backward, q and k are the rows after the l2norm if the kernel l2norm has run."""
+    """Queries, keys and values. Tokens of q are q_row elements apart, heads q_head, and so on: they may be slices of one
+    tensor. In the backward, q and k are the rows after the l2norm if the kernel l2norm has run."""
 
     def __init__(self, sizes, dtype):
-        super().__init__(
-            q=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
-            k=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
-            v=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
-        )
+        keys, values = (sizes.tokens, sizes.H_k, sizes.key_dim), (sizes.tokens, sizes.H_v, sizes.value_dim)
+        super().__init__(**rows("q", keys, dtype), **rows("k", keys, dtype), **rows("v", values, dtype))
+
+
+class OutputGradient(Bundle):
+    """do, the gradient of o, with strides as those of Tokens."""
+
+    def __init__(self, sizes, dtype):
+        super().__init__(**rows("grad_o", (sizes.tokens, sizes.H_v, sizes.value_dim), dtype))
+
+
+def rows(name, shape, dtype):
+    """The fields of a tensor [tokens, heads, channels] whose tokens and heads are any number of elements apart."""
+    row, head = dims(f"{name}_row", f"{name}_head")
+    return {name: T.StridedTensor(shape, (row, head, 1), dtype), f"{name}_row": row, f"{name}_head": head}
 
 
 class Gates(Bundle):

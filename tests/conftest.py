@@ -9,6 +9,7 @@ import accuracy
 import pytest
 import record
 import torch
+import unchanged
 from card import GIB, Card, release
 
 
@@ -99,6 +100,13 @@ def pytest_runtest_protocol(item):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def errors_change_nothing():
+    """A call of an op that raises has changed no tensor."""
+    with unchanged.ErrorsChangeNothing():
+        yield
 
 
 def filled_once(tmp_path_factory, name: str, fill) -> Path:

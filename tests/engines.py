@@ -15,8 +15,9 @@ import torch
 from accuracy import BARS, relative_error
 from cases import make_inputs, reference_of
 from reference import Reference
-from signatures import LAYERS, RECORD
+from signatures import LAYERS, RECORD, parameters_of_function
 from test_decode import BF16, FP32, Case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_qla.integrations import _engines
 
@@ -158,6 +159,96 @@ def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, chang
     assert torch.equal(pool, before)
 
 
+# What layers pass
+
+
+def recorded_calls(integration: types.ModuleType) -> list:
+    """Parameters of a test: our function with a release's signature, and a call that layers of the release make."""
+    engine, found = engine_of(integration), {}
+    for release in RECORDED[engine]:
+        for path in LAYERS[engine]:
+            for name, calls in release["signatures"][path].items():
+                for call in calls or ():
+                    key = (path.removesuffix(".py").replace("/", "."), name, call)
+                    key = (*key, signature_of(release["signatures"], name))
+                    found.setdefault(key, []).extend(release["releases"])
+    functions = integration._replacement.functions
+    return [
+        pytest.param(
+            next(x for x in functions[path][name] if x and ", ".join(parameters_of_function(x)) == signature),
+            call,
+            id=f"{name} of {releases[0]} to {releases[-1]}",
+        )
+        for (path, name, call, signature), releases in found.items()
+    ]
+
+
+def passed(call: str, names: dict) -> dict:
+    """The arguments of a call, whose text stands in a layer, where these names have these values."""
+    return eval(call, {call.partition("(")[0]: dict}, names)
+
+
+def longer(x: torch.Tensor, rows: int = 3) -> torch.Tensor:
+    """More rows, as engines have for other tokens of a step and for padding: no sequence may read them."""
+    return torch.cat([x, x[-1:].expand(rows, *x.shape[1:])])
+
+
+# What reaches the ops
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "flash_qla":
+            schema = func._schema
+            found = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+            found |= dict(zip([x.name for x in schema.arguments], args, strict=False)) | kwargs
+            for name, x in found.items():
+                if isinstance(x, torch.Tensor):
+                    is_read = name not in ("out", "h")  # of those only the memory counts
+                    found[name] = x.clone() if is_read else (x.shape, x.dtype)
+            self.calls.append((schema.name.removeprefix("flash_qla::"), found))
+        return func(*args, **kwargs)
+
+
+def op_call(function: Callable, arguments: dict) -> tuple[str, dict]:
+    """The op that the function calls, once, and all of its arguments as they were before."""
+    with torch.inference_mode(), _Recorder() as recorder:
+        function(**moved(arguments, "cpu"))
+    (call,) = recorder.calls
+    return call
+
+
+def check_effects(function: Callable, arguments: dict, effects: dict[str, tuple[object, str]], elsewhere: str) -> None:
+    """Each argument reaches the op.
+
+    Args:
+        effects: argument -> (another value, the arguments of the op that it changes).
+        elsewhere: arguments that other tests show.
+    """
+    assert sorted([*effects, *elsewhere.split()]) == sorted(inspect.signature(function).parameters)
+    op, before = op_call(function, arguments)
+    for name, (value, expected) in effects.items():
+        other, after = op_call(function, arguments | {name: value})
+        changed = {x for x in before if not _same(before[x], after[x])}
+        assert other == op and changed == set(expected.split()), (name, changed)
+
+
+def _same(x: object, y: object) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return x.dtype == y.dtype and torch.equal(x, y)
+    return type(x) is type(y) and x == y
+
+
+def halved(arguments: dict, names: str, of_op: dict[str, str] | None = None) -> dict[str, tuple[object, str]]:
+    """Effects of other numbers in these tensors. of_op: names that differ in the op."""
+    return {name: (arguments[name] / 2, (of_op or {}).get(name, name)) for name in names.split()}
+
+
 # Replacing functions
 
 
@@ -165,12 +256,17 @@ def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, chang
 FUNCTION_OF = {"fused_recurrent_gdn_replayssm_decode": "fused_recurrent_linear_replayssm_decode"}
 
 
+def signature_of(signatures: dict, name: str) -> str:
+    """Of the function with this name in a module of layers."""
+    return signatures[FUNCTION_OF.get(name, name.removeprefix("fla_"))]
+
+
 def sources_of(engine: str, signatures: dict) -> dict[str, str]:
     """{module: its source}: stand-ins for the modules of a release's layers, by its entry in signatures.json."""
     found = {}
     for path, names in LAYERS[engine].items():
-        there = [name for name in names if signatures[path][name]]
-        of = {name: signatures[FUNCTION_OF.get(name, name.removeprefix("fla_"))] for name in there}
+        there = [name for name in names if signatures[path][name] is not None]
+        of = {name: signature_of(signatures, name) for name in there}
         lines = [f"def {name}({of[name]}): return 'theirs'" for name in there]
         found[path.removesuffix(".py").replace("/", ".")] = "\n".join(lines) + "\n"
     return found

@@ -224,7 +224,14 @@ def build_library(tree: Path) -> None:
         objects = list(pool.map(compiler.compile, [*sources, kernels / "launchers.cpp", kernels / "registry.cpp"]))
     library = tree / "flash_qla/libflash_qla.so"
     library.unlink(missing_ok=True)
-    needed = [toolkit.static_runtime, TORCH / "lib/libtorch.so", TORCH / "lib/libtorch_cpu.so", "-ldl", "-lrt"]
+    needed = [
+        toolkit.static_runtime,
+        TORCH / "lib/libtorch.so",
+        TORCH / "lib/libtorch_cpu.so",
+        TORCH / "lib/libc10.so",
+        "-ldl",
+        "-lrt",
+    ]
     options = ["-shared", "-Wl,--no-undefined", "-Wl,--no-as-needed", "-Wl,-soname,libflash_qla.so", "-lpthread"]
     subprocess.run([compiler.command[0], *objects, *needed, *options, "-o", library], check=True)
     api = ("-UTORCH_TARGET_VERSION", "-isystem", str(TORCH / "include/torch/csrc/api/include"))

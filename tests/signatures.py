@@ -1,15 +1,19 @@
-"""Signatures of the functions of other packages that flash_qla stands in for, read from their sources without imports.
+"""Signatures of the functions of other packages that flash_qla stands in for, and how the layers of engines call them.
+
+Both are read from sources, without imports.
 
     pip download --no-deps --dest wheels flash-qla fla-core vllm sglang megatron-core    # each release one by one
     python tests/signatures.py wheels/*.whl             # writes what it finds to tests/signatures.json
 
-tests/test_signatures.py compares flash_qla's functions with this file, and with the releases that are installed.
+A package without wheels keeps its records. tests/test_signatures.py compares flash_qla's functions with this file, and
+with the releases that are installed. test_vllm.py and test_sglang.py run the recorded calls.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
+import inspect
 import json
 import re
 import sys
@@ -135,15 +139,24 @@ def _of_function(arguments: ast.arguments) -> list[str]:
     return found
 
 
-def binds(source: str, name: str) -> bool:
-    """Whether a module defines or imports the name."""
+def parameters_of_function(function: Callable) -> list[str]:
+    """The same of a function."""
+    parameters = inspect.signature(function).parameters.values()
+    return [x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in parameters]
+
+
+def calls_of(source: str, name: str) -> list[str] | None:
+    """The calls of a function in a module, each text once; None if the module neither defines nor imports the name."""
     nodes = list(ast.walk(ast.parse(source)))
     imported = {x.asname or x.name for node in nodes if isinstance(node, ast.ImportFrom) for x in node.names}
-    return name in imported | {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
+    if name not in imported | {x.name for x in nodes if isinstance(x, ast.FunctionDef)}:
+        return None
+    calls = [x for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id == name]
+    return list(dict.fromkeys(map(ast.unparse, sorted(calls, key=lambda x: x.lineno))))
 
 
 def signatures(package: str, read: Callable[[str], str | None]) -> dict:
-    """{function: "parameter, parameter, ..."} of a release, and {module of layers: {name: "bound"}}.
+    """{function: "parameter, parameter, ..."} of a release, and {module of layers: {name: [call, ...]}}.
 
     None replaces a text if the release has no such file or function.
 
@@ -157,7 +170,7 @@ def signatures(package: str, read: Callable[[str], str | None]) -> dict:
         found[name] = None if parameters is None else ", ".join(parameters)
     for path, names in LAYERS.get(package, {}).items():
         source = read(path) or ""
-        found[path] = {name: "bound" if binds(source, name) else None for name in names}
+        found[path] = {name: calls_of(source, name) for name in names}
     return found
 
 
@@ -186,13 +199,13 @@ def of_installed(package: str) -> dict | None:
 
 def main(wheels: list[str]) -> None:
     """Records {package: [{releases, signatures}, ...]}: consecutive releases with the same signatures together."""
-    recorded = {package: [] for package in FUNCTIONS}
-    for package, version, found in sorted(map(of_wheel, map(Path, wheels)), key=lambda x: Version(x[1])):
+    releases = sorted(map(of_wheel, map(Path, wheels)), key=lambda x: Version(x[1]))
+    recorded = json.loads(RECORD.read_text()) | {package: [] for package, _, _ in releases}
+    for package, version, found in releases:
         groups = recorded[package]
         if not groups or groups[-1]["signatures"] != found:
             groups.append({"releases": [], "signatures": found})
         groups[-1]["releases"].append(version)
-    assert all(recorded.values()), f"got wheels of {[x for x in recorded if recorded[x]]}, expected {list(FUNCTIONS)}"
     RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

@@ -692,6 +692,15 @@ def test_the_workflow_runs_what_there_is():
     assert ".ci/run" in named and len(named) > 5 and all((ROOT / name).is_file() for name in named)
 
 
+def test_actions_are_pinned():
+    """By commit, because a tag can move; the token of a run can only read."""
+    for workflow in (ROOT / ".github/workflows").glob("*.yml"):
+        text = workflow.read_text()
+        used = re.findall(r"\buses: (.*)", text)
+        assert used and all(re.match(r"[\w/-]+@[0-9a-f]{40} # v\d", x) for x in used), used
+        assert "\npermissions:\n  contents: read\n" in text and text.count("permissions:") == 1
+
+
 def test_linters_have_one_version():
     ci, hooks = (ROOT / ".ci/run").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
     for tool in ("ruff", "clang-format"):

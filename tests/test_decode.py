@@ -493,6 +493,7 @@ def test_packed(case, one_token, device):
         assert torch.equal(arguments["state_pool"], inputs["state_pool"])
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 def test_packed_errors():
     arguments = packed(make_inputs(Case()), True)
     for change, text in (
@@ -661,6 +662,7 @@ def states(*shape: int, **options) -> torch.Tensor:
 TWO_COLUMNS = torch.zeros(3, 2, dtype=torch.int32)
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize(
     ("change", "texts"),
     [
@@ -739,12 +741,14 @@ WRONG_CONTENTS = [
 ]
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize(("change", "texts"), WRONG_CONTENTS, ids=lambda x: x[0] if isinstance(x, tuple) else "")
 def test_wrong_contents(change, texts):
     """Which the CPU sees."""
     check_raises(change, *texts)
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 def test_wrong_offsets():
     case = make_inputs(Case(lengths=(2, 3)))
     with pytest.raises(RuntimeError, match=re.escape("cu_seqlens[1] is 9")):

@@ -302,6 +302,7 @@ def zeros(*shape: int, **options) -> torch.Tensor:
     return torch.zeros(*shape, **options)
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -335,13 +336,14 @@ def test_wrong_arguments(change, text):
         decode_gated_delta_rule_buffered(**on_meta(call | change))
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"d_cache": zeros(40, 4, 24, 3).transpose(2, 3)}, "d_cache has strides [288, 72, 1, 3], expected contiguous"),
         (
             {"k_cache": zeros(1, 2, 3, 16).expand(40, 2, 3, 16)},
-            "k_cache has strides [0, 48, 16, 1], expected slots that",
+            "k_cache has shape [40, 2, 3, 16] and strides [0, 48, 16, 1], expected elements that",
         ),
         ({"write_pos": indices(0, 3, 0)}, "write_pos[1] is 3, expected 0 to 2"),
         ({"write_pos": indices(0, 0, -1)}, "write_pos[2] is -1, expected 0 to 2"),
@@ -378,6 +380,7 @@ def test_positions_outside(positions):
     assert all(torch.equal(call[name], copies[name]) for name in written)
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "of_backlog", "text"),

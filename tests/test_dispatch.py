@@ -290,6 +290,27 @@ def test_override(value_tile, segment_chunks):
     assert [_C.forward_dispatch(**shape) for shape in SHAPES] == before
 
 
+def test_options_of_a_prefill():
+    """What each rules out, where a call without it would be fused or cut; what cannot be raises."""
+    fused, cut = (1, 8 * 4096, 8, 16, 32), (1, 32768, 1, 2, 8)
+    assert _C.forward_dispatch(*fused).fused and _C.forward_dispatch(*cut).segment_chunks > 0
+    checkpoints = {"checkpoint_every": 100, "resumable": True}
+    for option in ({"batch_invariant": True}, checkpoints, {"float8": True}):
+        assert not _C.forward_dispatch(*fused, **option).fused
+        segment_chunks = _C.forward_dispatch(*cut, **option).segment_chunks
+        assert (segment_chunks > 0) == ("float8" in option), option
+    without, found = (_C.forward_dispatch(*fused, checkpoint_every=x) for x in (0, 64))
+    assert found.fused and found.workspace_bytes > without.workspace_bytes  # for the chunks that begin at checkpoints
+    wrong = (
+        ({"checkpoint_every": -1}, "checkpoint_every is -1, expected at least 0"),
+        ({"resumable": True}, "resumable is 1, expected False without checkpoint_every"),
+        ({"checkpoint_every": 100}, "resumable is 0, expected True with checkpoint_every 100"),
+    )
+    for options, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            _C.forward_dispatch(*fused, **options)
+
+
 def test_override_of_the_fused_kernel():
     """It serves the calls that want no h, of keys that are not wide."""
     for shape in SHAPES:

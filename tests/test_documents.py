@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from subprocesses import run_forks
 
 from flash_qla import _C
 
@@ -44,6 +45,13 @@ def test_python_runs(page, device, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch.manual_seed(0)
     exec(compile(python_of(page), page, "exec"), {"__name__": page.stem})
+
+
+@pytest.mark.long
+def test_samples_pass_the_checks():
+    """With FLASH_QLA_CHECK=1: their keys are normalized, and their results finite."""
+    samples = [code for code in map(python_of, (README, *PAGES)) if code]
+    run_forks(samples, FLASH_QLA_CHECK="1", FLASH_QLA_QUIET="1", CUDA_VISIBLE_DEVICES="")
 
 
 def test_readme_is_short_and_begins_with_an_example():

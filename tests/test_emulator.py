@@ -64,6 +64,23 @@ def test_in_emulation(package):
     assert passed == SELECTED.keys() and "FAILED" not in result.stdout, result.stdout
 
 
+def test_a_driver_that_refuses_the_kernels(package):
+    """The error names the kernel, the driver, and what to do. An environment makes the emulated driver older."""
+    code = """
+import torch, flash_qla
+x, g = torch.zeros(1, 3, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 3, 1)
+flash_qla.chunk_gated_delta_rule(x, x, x, g, g)
+"""
+    for driver, text in (("12020", "supports CUDA up to 12.2: install NVIDIA driver 575"), ("12090", None)):
+        environment = os.environ | {"PYTHONPATH": package, "EMULATED_DRIVER": driver}
+        command = [sys.executable, "-P", "-c", code]
+        result = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert (result.returncode != 0) == bool(text), result.stderr
+        if text:
+            last = result.stderr.splitlines()[-1]
+            assert re.search(r"RuntimeError: flash_qla: kernel \w+: loading the code failed: ", last) and text in last
+
+
 # Two threads of a CTA, one after the other; what is between a write and a read decides.
 TWO_THREADS = """
 #include "emulator.h"

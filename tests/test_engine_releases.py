@@ -43,6 +43,7 @@ def load_plugins():
 """
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 SWITCHES = {"vllm": "FLASH_QLA_VLLM", "sglang": "FLASH_QLA_SGLANG"}
+RUN = {"vllm": "0.33.0", "sglang": "0.5.17"}  # releases that have generated text
 every_engine = pytest.mark.parametrize("engine", GROUPS)
 
 
@@ -52,7 +53,8 @@ def metadata(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("metadata")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (folder / "flash_qla_plugins.py").symlink_to(ROOT / "flash_qla_plugins.py")
+    for module in ("flash_qla_environment.py", "flash_qla_plugins.py"):
+        (folder / module).symlink_to(ROOT / module)
     return folder
 
 
@@ -61,6 +63,13 @@ def install(folder: Path, sources: dict[str, str]) -> None:
         file = folder / (module.replace(".", "/") + ".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
+
+
+def install_release(folder: Path, engine: str, release: str) -> None:
+    """The metadata of an installed engine."""
+    found = folder / f"{engine}-{release}.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {release}\n")
 
 
 def run_engine(engine: str, code: str, *folders: Path, **environment: str) -> str:
@@ -85,6 +94,7 @@ def test_switched_on(engine, release, metadata, tmp_path):
     """Plugins run before the layers' modules are imported, or after some are. Each module gets ours, and a line."""
     sources = sources_of(engine, RECORDED[engine][release]["signatures"])
     install(tmp_path, sources)
+    install_release(tmp_path, engine, RUN[engine])
     code = f"""
 modules = {list(sources)!r}
 importlib.import_module(modules[-1])
@@ -108,9 +118,9 @@ for path in modules:
 
 
 @every_engine
-@pytest.mark.parametrize("value", (None, "", "0"))
+@pytest.mark.parametrize("value", (None, "", "0", "off", "False", "banana"))
 def test_switched_off(engine, value, metadata, tmp_path):
-    """Nothing of flash_qla, nor torch, is imported, and no import is watched."""
+    """Nothing of flash_qla, nor torch, is imported, and no import is watched. A word that nobody knows is named."""
     sources = sources_of(engine, RECORDED[engine][-1]["signatures"])
     install(tmp_path, sources)
     code = f"""
@@ -123,24 +133,71 @@ for path in {list(sources)!r}:
     for name, function in vars(module).items():
         assert not callable(function) or function.__module__ == path
 """
-    assert run_engine(engine, code, metadata, tmp_path, **({} if value is None else {SWITCHES[engine]: value})) == ""
+    output = run_engine(engine, code, metadata, tmp_path, **({} if value is None else {SWITCHES[engine]: value}))
+    line = f"WARNING {engine}.flash_qla: {SWITCHES[engine]}=banana has no effect: expected one of 1, true, yes, on, 0, "
+    assert output.startswith(line) and output.count("\n") == 1 if value == "banana" else output == ""
 
 
 @pytest.mark.parametrize(
-    ("release", "switch", "given", "expected"),
+    ("engine", "release", "is_named"),
     [
-        ("VLLM_GDN_DECODE_KERNEL", "1", None, "triton"),
-        ("VLLM_GDN_DECODE_KERNEL", "1", "cuda", "cuda"),
-        ("VLLM_GDN_DECODE_KERNEL", "0", None, "None"),
-        ("VLLM_OTHER", "1", None, "None"),  # a release before 0.28.0
+        ("vllm", "0.33.0", False),
+        ("vllm", "0.33.0+cu129", False),
+        ("vllm", "0.27.1", True),
+        ("vllm", None, True),
+        ("sglang", "0.5.17", False),
+        ("sglang", "0.5.23", True),
     ],
 )
-def test_drafts_of_vllm(release, switch, given, expected, metadata, tmp_path):
-    """vLLM's own kernel for drafts is off unless the environment asks for it."""
-    install(tmp_path, {"vllm.envs": f"environment_variables = {{{release!r}: None}}"})
-    code = "import os, vllm.envs; load_plugins(); print(os.environ.get('VLLM_GDN_DECODE_KERNEL'))"
+def test_a_release_that_nobody_has_run_is_named(engine, release, is_named, metadata, tmp_path):
+    """In one line, with the switch and in a program of its own. `on` switches on, too."""
+    sources = sources_of(engine, RECORDED[engine][-1]["signatures"])
+    install(tmp_path, sources)
+    if release is not None:
+        install_release(tmp_path, engine, release)
+    load = f"load_plugins()\nfor path in {list(sources)!r}: importlib.import_module(path)"
+    use = f"from flash_qla.integrations.{engine} import use_flash_qla as use\nuse()\nuse()"
+    for code, environment in ((load, {SWITCHES[engine]: " On"}), (use, {})):
+        output = run_engine(engine, code, metadata, tmp_path, **environment)
+        lines = [line for line in output.splitlines() if "has not been run in" in line]
+        name = f"{engine} {'of an unknown release' if release is None else release}, only in {RUN[engine]};"
+        assert len(lines) == is_named and all(name in line for line in lines)
+        assert all(line.startswith(f"WARNING {engine}.flash_qla: ") for line in lines)
+
+
+QWEN, OLMO = (f"vllm.model_executor.layers.mamba.gdn.{name}_gdn_linear_attn" for name in ("qwen", "olmo"))
+
+
+@pytest.mark.parametrize(
+    ("release", "switch", "given", "what", "expected"),
+    [
+        ("VLLM_GDN_DECODE_KERNEL", "1", None, "fits", "triton"),
+        ("VLLM_GDN_DECODE_KERNEL", "yes", None, "fits", "triton"),
+        ("VLLM_GDN_DECODE_KERNEL", "1", "cuda", "fits", "cuda"),
+        ("VLLM_GDN_DECODE_KERNEL", "0", None, "fits", "None"),
+        ("VLLM_GDN_DECODE_KERNEL", "1", None, "has another function", "None"),
+        ("VLLM_GDN_DECODE_KERNEL", "1", None, "has no library", "None"),
+        ("VLLM_OTHER", "1", None, "fits", "None"),  # a release before 0.28.0
+    ],
+)
+def test_drafts_of_vllm(release, switch, given, what, expected, metadata, tmp_path):
+    """vLLM's own kernel for drafts is off if flash_qla takes them, unless the environment asks for it."""
+    sources = sources_of("vllm", RECORDED["vllm"][-1]["signatures"])
+    if what == "has another function":
+        sources[QWEN] = sources[QWEN].replace("A_log, a, b,", "A_log, a, b, new,")
+    if what == "has no library":
+        sources["flash_qla.__init__"] = "raise ImportError('libflash_qla.so: wrong ELF class')"
+    install(tmp_path, sources | {"vllm.envs": f"environment_variables = {{{release!r}: None}}"})
+    code = f"""
+import os, vllm.envs
+load_plugins()
+for path in {[QWEN, OLMO]!r}:
+    importlib.import_module(path)
+print("KERNEL", os.environ.get("VLLM_GDN_DECODE_KERNEL"))
+"""
     environment = {"FLASH_QLA_VLLM": switch} | ({} if given is None else {"VLLM_GDN_DECODE_KERNEL": given})
-    assert run_engine("vllm", code, metadata, tmp_path, **environment) == f"{expected}\n"
+    output = run_engine("vllm", code, tmp_path, metadata, **environment)
+    assert output.splitlines()[-1] == f"KERNEL {expected}"
 
 
 @every_engine

@@ -15,6 +15,8 @@ from subprocesses import run_python
 import flash_qla
 from flash_qla.integrations import fla
 
+pytestmark = pytest.mark.usefixtures("errors_change_nothing")
+
 OPS = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 
 
@@ -76,6 +78,11 @@ WRONG = {
     "v batch": (replaced("v", lambda x: x.repeat(2, 1, 1, 1)), "v", ["[2, 64, 4, 128]", "[1, 64, 4, 128]"]),
     "v heads not a multiple": (replaced("v", lambda x: x[:, :, :3]), "v", ["3", "multiple", "2"]),
     "no v heads": (replaced("v", lambda x: x[:, :, :0]), "v", ["0", "multiple", "2"]),
+    "heads first": (
+        lambda inputs: {**inputs, **{name: inputs[name].transpose(1, 2) for name in ("q", "k", "v")}},
+        "v",
+        ["[1, 4, 64, 128]", "[1, 2, 64, 128]"],
+    ),
     "g heads": (replaced("g", lambda x: x[..., :2]), "g", ["[1, 64, 2]", "[1, 64, 4]"]),
     "g tokens": (replaced("g", lambda x: x[:, :1]), "g", ["[1, 1, 4]", "[1, 64, 4]"]),
     "g heads first": (replaced("g", lambda x: x.transpose(1, 2)), "g", ["[1, 4, 64]", "[1, 64, 4]"]),
@@ -167,6 +174,19 @@ WRONG_RAW_GATE = {
 def test_wrong_input(device, op, wrong):
     edit, argument, parts = WRONG[wrong]
     check_raises(op, edit(good(op, device)), argument, *parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_heads_first(device, op):
+    """The error names q's shape and the order of dimensions, for q, k and v, for them without the gates, and for k."""
+    right = good(op, device)
+    orders = "because q has shape {}: tensors are [B, T, H, D], tokens before heads"
+    q, k, v = (right[name].transpose(1, 2) for name in ("q", "k", "v"))
+    check_raises(op, right | {"q": q, "k": k, "v": v}, "v", orders.format("[1, 2, 64, 128]"))
+    check_raises(op, right | {"k": k}, "k", orders.format("[1, 64, 2, 128]"))
+    gates = {"q": v, "k": v, "v": v} | ({"do": right["do"].transpose(1, 2)} if "do" in right else {})
+    check_raises(op, right | gates, "g", "[1, 4, 64]", orders.format("[1, 4, 64, 128]"))
 
 
 @pytest.mark.parametrize("op", OPS)

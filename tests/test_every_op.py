@@ -96,6 +96,50 @@ def test_any_storage_offset(device, name, inside):
             assert equal(at_offsets(call, elements, device)(), expected), (layout, elements)
 
 
+# Layouts of q, k, v and do
+
+
+def as_slices(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Slices of one tensor [B, T, channels], as of a convolution's output."""
+    whole = torch.cat([x.flatten(2) for x in tensors], -1)
+    parts = whole.split([x[0, 0].numel() for x in tensors], -1)
+    return [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
+
+
+def with_gaps(x: torch.Tensor, before: int) -> torch.Tensor:
+    """A copy whose heads and tokens are further apart, from the element `before` on."""
+    B, T, H, D = x.shape
+    return x.new_full((B, T, H + 1, D + 24), torch.nan)[:, :, :H, before : before + D].copy_(x)
+
+
+LAYOUTS = {
+    "slices": as_slices,
+    "gaps": lambda tensors: [with_gaps(x, 8) for x in tensors],
+    "an odd start": lambda tensors: [with_gaps(x, 3) for x in tensors],
+    "heads first": lambda tensors: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
+    "tokens innermost": lambda tensors: [x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in tensors],
+    "tokens first": lambda tensors: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors],
+    "part of a batch": lambda tensors: [torch.cat((x, x), 1)[:, : x.shape[1]] for x in tensors],
+    "one for all": lambda tensors: [x[:, :, :1].expand_as(x) for x in tensors],
+}
+
+
+@every_op
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", ({}, ALL_INSIDE, {"K": 192}), ids=("ready", "inside", "K=192"))
+def test_any_layout(device, name, layout, options):
+    """The same bits, in whatever layout q, k, v and do come."""
+    call = make_call(name, device, **options)
+    names = [x for x in ("q", "k", "v", "do") if x in call.arguments]
+    if not names:
+        pytest.skip(f"{name} takes one tensor")
+    tensors = dict(zip(names, LAYOUTS[layout]([call.arguments[x] for x in names]), strict=True))
+    contiguous = {x: y.contiguous() for x, y in tensors.items()}
+    expected = dataclasses.replace(call, arguments=call.arguments | contiguous)()
+    assert equal(dataclasses.replace(call, arguments=call.arguments | tensors)(), expected)
+
+
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WITH_POOL)
 def test_states_between_pieces_are_refused(name):

@@ -296,6 +296,7 @@ def reduced(x):
     return x[:, :5]
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize(
     ("op", "name", "wrong"),
     [
@@ -322,6 +323,7 @@ def test_errors_name_the_argument(device, op, name, wrong):
         getattr(ops, op)(**arguments | {name: wrong(arguments[name])})
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_a_workspace_of_another_call(op):

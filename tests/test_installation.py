@@ -111,6 +111,12 @@ def test_obstacles_are_sentences():
         assert re.search(rf"need .* 9\.0 .*, but this one has {major}\.{minor}$", _C.obstacle(oldest, major, minor))
 
 
+def test_a_refusal_says_what_to_do():
+    """Of an older driver than the toolkit's, and of one that is new enough."""
+    assert "supports CUDA up to 12.2: install NVIDIA driver 575 (CUDA 12.9) or a newer one" in _C.refusal(12020)
+    assert all("install the package again" in _C.refusal(driver) for driver in (12090, 13000))
+
+
 def test_command_says_something_of_every_gpu(tmp_path):
     arguments = [sys.executable, "-m", "flash_qla"]
     output = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, check=True).stdout

@@ -609,6 +609,7 @@ def test_errors_when_traced(change, texts):
         prefill_gated_delta_rule(**on_meta(make_arguments(Case(**SIZES, lengths=(70, 3))) | change))
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize(("change", "texts"), [*WRONG_ARGUMENTS, *WRONG_CONTENTS], ids=name_of)
 def test_errors(change, texts):
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)))

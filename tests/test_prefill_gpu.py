@@ -25,7 +25,7 @@ from test_prefill import (
     rows,
 )
 
-from flash_qla import prefill_gated_delta_rule
+from flash_qla import _C, prefill_gated_delta_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -119,6 +119,37 @@ def test_misaligned_slots():
     arguments = make_arguments(Case(**SIZES, lengths=(70, 3)), device="cuda") | {"state_pool": pool}
     with pytest.raises(RuntimeError, match="state_pool has states that do not start at multiples of 16 bytes"):
         prefill_gated_delta_rule(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("asked", "every"),
+    [
+        ({}, 0),
+        ({"batch_invariant": True}, 0),
+        ({"float8": True}, 0),
+        ({"checkpoint_every": 64}, 64),
+        ({"checkpoint_every": 100, "resumable": True}, 100),
+    ],
+    ids=str,
+)
+def test_kernels_are_those_reported(asked, every):
+    """forward_dispatch, asked with the options of a prefill, says whether the fused kernel runs."""
+    arguments = make_arguments(
+        Case(lengths=(512,) * 8, H_k=16, H_v=32, dtype=BF16), E5M2 if "float8" in asked else FP32, device="cuda"
+    )
+    arguments["batch_invariant"] = "batch_invariant" in asked
+    if every:
+        kept = arguments["state_pool"].new_empty(8 * (512 // every), *arguments["state_pool"].shape[1:])
+        arguments |= {"checkpoint_every": every, "checkpoints": kept}
+    gpu = _C.gpus()[torch.cuda.current_device()]
+    card = {name: getattr(gpu, name) for name in ("sm_count", "sm_mhz", "memory_gb_s")}
+    found = _C.forward_dispatch(1, 4096, 8, 16, 32, **asked, **card)
+    assert found.fused == (asked in ({}, {"checkpoint_every": 64}))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        prefill_gated_delta_rule(**arguments)
+        torch.cuda.synchronize()
+    launched = {event.name for event in profile.events()} & {kernel.name for kernel in _C.kernels()}
+    assert launched and any(name.startswith("fused_forward") for name in launched) == found.fused, launched
 
 
 @pytest.mark.parametrize("offer", ({"fused": 1}, {"whole_tile": 64}), ids=str)

@@ -1,5 +1,8 @@
 """SGLang's calls through flash_qla: against the recurrence in fp64, and beside SGLang's own kernels."""
 
+import sys
+import types
+
 import engines
 import pytest
 import test_decode as decoding
@@ -170,7 +173,7 @@ def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding
 
 def expected_of_update(inputs: dict, arguments: dict) -> tuple:
     options = {}
-    if "retrieve_parent_token" in arguments:
+    if arguments.get("retrieve_parent_token") is not None:
         options["parents"] = arguments["retrieve_parent_token"].clone()
         options["parents"][:, 0] = -1
     return engines.expected_of(inputs, arguments["initial_state_indices"], null_index=-1, **options)
@@ -180,9 +183,13 @@ def expected_of_update(inputs: dict, arguments: dict) -> tuple:
 @DTYPES
 def test_update(device, dtype, state_dtype, name):
     inputs, arguments = update_call(name, dtype, state_dtype, padding=2)
+    check_update(sglang.fused_sigmoid_gating_delta_rule_update, device, inputs, arguments)
+
+
+def check_update(function, device, inputs, arguments):
     expected, states, is_real = expected_of_update(inputs, arguments)
     call = engines.moved(arguments, device)
-    o = sglang.fused_sigmoid_gating_delta_rule_update(**call)
+    o = function(**call)
     slots = arguments["initial_state_indices"].tolist()
     written = {slots[n]: s[-1] for n, s in enumerate(states) if is_real[n] and len(s) > 1}
     if arguments.get("disable_state_update"):
@@ -328,9 +335,13 @@ def without_slots(name: str, o: torch.Tensor, h: torch.Tensor) -> tuple[torch.Te
 @pytest.mark.parametrize("inplace_update", (True, False))
 def test_chunk(device, name, state_dtype, inplace_update):
     arguments, expected = prefill_call(name, state_dtype, device)
+    check_chunk(sglang.chunk_gated_delta_rule, name, arguments | {"inplace_update": inplace_update}, expected)
+
+
+def check_chunk(function, name, arguments, expected):
     pool, slots = arguments["initial_state"], arguments["initial_state_indices"].tolist()
-    before = pool.clone()
-    o, nothing, h = sglang.chunk_gated_delta_rule(**arguments, head_first=False, inplace_update=inplace_update)
+    before, inplace_update = pool.clone(), arguments.get("inplace_update", True)
+    o, nothing, h = function(**arguments)
     assert nothing is None and o.dtype == h.dtype == BF16
     for found, wanted in zip((o, h), without_slots(name, expected.o, expected.h), strict=True):
         assert relative_error(found, wanted) < BARS[BF16] if wanted.any() else not found.any()
@@ -367,6 +378,170 @@ def test_chunk_beside(name):
     assert o.dtype == their_o.dtype and relative_error(o, their_o.double()) < APART
     assert h.dtype == their_h.dtype and relative_error(h[:, : their_h.shape[1]], their_h.double()) < APART
     engines.check_beside(*(call["initial_state"] for call in calls), before)
+
+
+# Modes
+
+
+def enable_the_mode(monkeypatch, how: str) -> None:
+    """--enable-deterministic-inference, which sets the variable, and this mode in the process of a model."""
+    if how == "in the process":
+        module = types.ModuleType("sglang.srt.batch_invariant_ops")
+        module.is_batch_invariant_mode_enabled = lambda: True
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    else:
+        monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", how)
+
+
+@pytest.mark.parametrize("inplace_update", (True, False))
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("1", True), ("true", True), ("in the process", True), ("0", False), ("False", False), ("", False)],
+)
+def test_deterministic_mode(how, expected, inplace_update, monkeypatch):
+    arguments, _ = prefill_call("plain", FP32, "cpu")
+    arguments["inplace_update"] = inplace_update
+    _, call = engines.op_call(sglang.chunk_gated_delta_rule, arguments)
+    assert not call["batch_invariant"]
+    enable_the_mode(monkeypatch, how)
+    _, call = engines.op_call(sglang.chunk_gated_delta_rule, arguments)
+    assert call["batch_invariant"] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ("1", "in the process"))
+def test_same_bits_in_any_batch(how, monkeypatch):
+    """A prompt alone, whose segments are others without the mode, and among fifteen."""
+    enable_the_mode(monkeypatch, how)
+    case = PrefillCase(lengths=(2048,) * 16, H_k=8, H_v=16, state_v_first=True)
+    inputs, _ = engines.prefill_inputs(case, "cuda")
+    pool, slots = inputs.pop("initial_state"), torch.arange(16, dtype=torch.int32, device="cuda")
+    alone = inputs | {x: inputs[x][:, :2048] for x in ("q", "k", "v", "g", "beta")}
+    alone |= {"cu_seqlens": inputs["cu_seqlens"][:2], "initial_state_indices": slots[:1]}
+    pools = [pool.clone(), pool.clone()]
+    o, _, h = sglang.chunk_gated_delta_rule(**alone, initial_state=pools[0])
+    many, _, many_h = sglang.chunk_gated_delta_rule(**inputs, initial_state=pools[1], initial_state_indices=slots)
+    assert torch.equal(o, many[:, :2048]) and torch.equal(h, many_h[:, : h.shape[1]])
+    assert torch.equal(pools[0][0], pools[1][0])
+
+
+# What layers pass
+
+
+def step(call: str) -> tuple[dict, dict]:
+    """Inputs of decoding, and the names of a layer; gates of more tokens, and more slots."""
+    inputs, arguments = update_call("trees, ragged" if "cache_steps" in call else "plain", FP32, FP32, padding=0)
+    return inputs, {name: arguments[name] for name in ("q", "k", "v", "A_log", "dt_bias")} | {
+        "a": engines.longer(arguments["a"]),
+        "b": engines.longer(arguments["b"]),
+        "ssm_states": arguments["initial_state_source"],
+        "cache_indices": engines.longer(arguments["initial_state_indices"]),
+        "query_start_loc": arguments["cu_seqlens"],
+        **{
+            name: arguments.get(name)
+            for name in (
+                "intermediate_states_buffer",
+                "intermediate_state_indices",
+                "cache_steps",
+                "retrieve_parent_token",
+            )
+        },
+    }
+
+
+def packed_step() -> tuple[dict, dict]:
+    slots = [5, 0, 7]
+    inputs, arguments = engines.packed_call(slots, FP32, FP32)
+    names = {"ssm_states": "initial_state", "cache_indices": "ssm_state_indices"}
+    found = arguments | {name: arguments[x] for name, x in names.items()}
+    caches = replay_call(slots, FP32, FP32, True, 4)
+    found |= {f"replayssm_{x}": caches[f"{x}_cache"] for x in ("d", "k", "g")}
+    return inputs, found | {
+        "replayssm_write_pos": caches["write_pos"],
+        "replayssm_force_flush": torch.ones_like(caches["write_pos"]),
+    }
+
+
+@pytest.mark.parametrize(("function", "call"), engines.recorded_calls(sglang))
+def test_calls_of_layers(function, call):
+    name = call.partition("(")[0]
+    if name == CHUNK:
+        arguments, expected = prefill_call("plain", FP32, "cpu")
+        names = arguments | {
+            "recurrent_state": arguments["initial_state"],
+            "query_start_loc": arguments["cu_seqlens"],
+            "recurrent_state_indices_args": {"initial_state_indices": arguments["initial_state_indices"]},
+            "inplace_update_args": {"inplace_update": True},
+        }
+        check_chunk(function, "plain", engines.passed(call, names), expected)
+    elif name == UPDATE:
+        inputs, names = step(call)
+        check_update(function, "cpu", inputs, engines.passed(call, names))
+    else:
+        inputs, names = packed_step()
+        engines.check_packed_decode(function, "cpu", inputs, engines.passed(call, names), null_index=-1)
+
+
+# Each argument
+
+L2NORM = {"use_qk_l2norm_in_kernel": (False, "use_qk_l2norm_in_kernel")}
+
+
+def test_effects_on_packed_decode():
+    _, arguments = engines.packed_call([5, 0, 7], FP32, FP32)
+    names = "mixed_qkv a b A_log dt_bias scale initial_state"
+    effects = engines.halved(arguments, names, {"initial_state": "state_pool"}) | L2NORM
+    effects["ssm_state_indices"] = (indices([5, 3, 0]), "state_indices")
+    engines.check_effects(sglang.fused_recurrent_gated_delta_rule_packed_decode, arguments, effects, "out")
+
+
+def test_effects_on_replay():
+    arguments = replay_call([5, 0, 7], FP32, FP32, True, 4)
+    effects = (
+        engines.halved(arguments, "a b A_log dt_bias scale initial_state", {"initial_state": "state_pool"}) | L2NORM
+    )
+    caches = {name: (torch.ones_like(arguments[name]), name) for name in ("d_cache", "k_cache", "g_cache", "write_pos")}
+    effects |= caches | {
+        "mixed_qkv": (arguments["mixed_qkv"] / 2, "q k v"),
+        "ssm_state_indices": (indices([5, 3, 0]), "state_indices"),
+        "force_flush": (torch.ones_like(arguments["write_pos"]), "force_flush"),
+        **dict.fromkeys(("block_v", "num_warps", "num_stages", "nk"), (4, "")),  # they tune SGLang's kernel
+    }
+    function = sglang.fused_recurrent_linear_replayssm_decode
+    engines.check_effects(function, arguments, effects, "out is_kda")  # test_replay, test_replay_refuses
+
+
+def test_effects_on_update():
+    _, arguments = update_call("drafts, ragged", FP32, FP32, padding=0)
+    effects = engines.halved(
+        arguments, "q k v a b A_log dt_bias initial_state_source", {"initial_state_source": "state_pool"}
+    )
+    effects |= {
+        "initial_state_indices": (indices([5, 3, 0, 7]), "state_indices"),
+        "scale": (0.3, "scale"),
+        "use_qk_l2norm_in_kernel": (not arguments["use_qk_l2norm_in_kernel"], "use_qk_l2norm_in_kernel"),
+        "cu_seqlens": (indices([0, 2, 4, 8, 10]), "cu_seqlens"),
+        "disable_state_update": (False, "update_state"),
+        "intermediate_states_buffer": (arguments["intermediate_states_buffer"] / 2, "intermediate_states"),
+        "intermediate_state_indices": (indices([1, 2, 0, 3]), "intermediate_indices"),
+        "cache_steps": (3, ""),  # the buffer's shape has it
+        "retrieve_parent_token": (indices(TREES), "parents"),
+    }
+    refused = "softplus_beta softplus_threshold is_kda lower_bound cache_ring match_cutedsl_decode"
+    refused += " replayssm_rawv replayssm_rawk replayssm_g replayssm_beta"  # test_update_refuses
+    engines.check_effects(sglang.fused_sigmoid_gating_delta_rule_update, arguments, effects, refused)
+
+
+def test_effects_on_chunk():
+    arguments, _ = prefill_call("plain", FP32, "cpu")
+    effects = engines.halved(arguments, "q k v g beta initial_state", {"initial_state": "state_pool"}) | {
+        "scale": (0.3, "scale"),
+        "initial_state_indices": (indices([5, 0, 7, 4]), "state_indices"),
+        "cu_seqlens": (indices([0, 64, 70, 134, 264]), "cu_seqlens"),
+        "inplace_update": (False, "state_pool state_indices"),  # a pool of copies
+        **L2NORM,
+    }
+    engines.check_effects(sglang.chunk_gated_delta_rule, arguments, effects, "head_first")  # test_chunk_refuses
 
 
 # Stand-ins for the engine

@@ -6,7 +6,6 @@ compared as well, so that a new one is noticed. Other packages are read from the
 
 import importlib
 import importlib.util
-import inspect
 import json
 from pathlib import Path
 
@@ -49,14 +48,7 @@ def replacing(engine: str, name: str) -> list[list[str] | None]:
     have the function."""
     table = importlib.import_module(f"flash_qla.integrations.{engine}")._replacement.functions
     functions = next(x for of in table.values() for x in of.values() if x[0].__name__ == name)
-    return [
-        f
-        and [
-            x.name if x.default is x.empty else f"{x.name}={x.default!r}"
-            for x in inspect.signature(f).parameters.values()
-        ]
-        for f in functions
-    ]
+    return [f and signatures.parameters_of_function(f) for f in functions]
 
 
 def differences(package: str, name: str, release: dict) -> str | None:
@@ -103,7 +95,7 @@ def test_the_layers_call_them(engine):
         for path, names in table.items():
             of_module = found.pop(f"{path.replace('.', '/')}.py")
             assert list(of_module) == list(names)
-            assert all(of_module[x] == "bound" or (of_module[x] is None and None in y) for x, y in names.items())
+            assert all(of_module[x] or (of_module[x] is None and None in y) for x, y in names.items())
         assert not found
 
 
@@ -167,3 +159,17 @@ class C:
     assert signatures.parameters_of(source.split("def g")[0], "f") == ["a", "b=1", "*args", "c", "d=x.y", "**kwargs"]
     assert signatures.parameters_of(source, "f") == ["*", "a"]
     assert signatures.parameters_of(source, "h") is None
+
+
+def test_calls_of():
+    source = """
+from kernels import f, unused, g as h
+def layer(x):
+    h(x, y=[z for z in x])
+    return f(q=x) + self.f(x) + f(q=x)
+def k(): return f(q=x[1:], **options)
+"""
+    assert signatures.calls_of(source, "f") == ["f(q=x)", "f(q=x[1:], **options)"]
+    assert signatures.calls_of(source, "h") == ["h(x, y=[z for z in x])"]
+    assert signatures.calls_of(source, "unused") == signatures.calls_of(source, "k") == []
+    assert signatures.calls_of(source, "g") is None

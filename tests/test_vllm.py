@@ -1,5 +1,7 @@
 """vLLM's calls through flash_qla: against the recurrence in fp64, and beside vLLM's own kernels."""
 
+from types import SimpleNamespace
+
 import engines
 import pytest
 import test_decode as decoding
@@ -246,12 +248,12 @@ def test_chunk(device, case, with_out):
 
 
 @pytest.mark.parametrize("name", PREFILLS)
-@pytest.mark.parametrize("use_cp", ("auto", True, False))
-def test_fi_chunk(device, name, use_cp):
+@pytest.mark.parametrize("options", ({}, {"use_cp": False}), ids=str)
+def test_fi_chunk(device, name, options):
     case = PREFILLS[name]
     inputs, expected = engines.prefill_inputs(case, device)
     del inputs["scale"]
-    o, final_state = vllm.fi_chunk_gated_delta_rule(**inputs, output_final_state=True, use_cp=use_cp)
+    o, final_state = vllm.fi_chunk_gated_delta_rule(**inputs, output_final_state=True, **options)
     assert relative_error(o, expected.o) < BARS[case.dtype]
     assert relative_error(final_state, expected.final_state) < BARS[case.dtype] and final_state.dtype == FP32
 
@@ -299,6 +301,239 @@ def test_prefill_beside(name):
     found, expected = (f(**inputs, output_final_state=True) for f in (getattr(vllm, name), function))
     for x, wanted in zip(found, expected, strict=True):
         assert x.dtype == wanted.dtype and relative_error(x, wanted.double()) < APART
+
+
+# Modes
+
+ONE_KEPT = {"state_checkpoints": torch.zeros(3, 4, 64, 64, dtype=BF16), "checkpoint_every_n_tokens": 64}
+
+
+def prefill_arguments(**options) -> dict:
+    """Of both functions of prefill."""
+    inputs, _ = engines.prefill_inputs(PrefillCase(lengths=(64, 130), K=64, V=64, H_v=4, state_v_first=True), "cpu")
+    del inputs["scale"]
+    return inputs | {"output_final_state": True, **options}
+
+
+@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "fi_chunk_gated_delta_rule"))
+@pytest.mark.parametrize("value", (None, "0", "1"))
+def test_batch_invariant_mode(name, value, monkeypatch):
+    """VLLM_BATCH_INVARIANT=1 reaches the op, in every kind of call."""
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    kinds = [{}, {"initial_state": None}]
+    kinds += [ONE_KEPT] if name == "fi_chunk_gated_delta_rule" else [{"core_attn_out": torch.zeros(10**5, dtype=BF16)}]
+    for options in kinds:
+        op, call = engines.op_call(getattr(vllm, name), prefill_arguments(**options))
+        assert call.get("batch_invariant", False) == (value == "1"), (op, options)
+
+
+@pytest.mark.parametrize("options", ({}, ONE_KEPT), ids=("plain", "checkpoints"))
+def test_use_cp(options):
+    """Without CP no sequence is split. Checkpoints of fewer bits do not round the states between them."""
+    call = {}
+    for use_cp in ("auto", True, False):
+        arguments = prefill_arguments(use_cp=use_cp, **options)
+        _, call[use_cp] = engines.op_call(vllm.fi_chunk_gated_delta_rule, arguments)
+        assert call[use_cp].get("batch_invariant", False) == (use_cp is False) and call[use_cp].get("auto_cp", True)
+    assert not options or (call["auto"]["checkpoints"].dtype, call[False]["checkpoints"].dtype) == (BF16, FP32)
+
+
+def test_checkpoints_in_the_batch_invariant_mode(device, monkeypatch):
+    """Checkpoints in bf16 are the rounded states, and change no bit of the results."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    arguments = engines.moved(prefill_arguments(), device)
+    kept = torch.full_like(ONE_KEPT["state_checkpoints"], 7.0, device=device)
+    exact = torch.zeros_like(kept, dtype=FP32)
+    found = [
+        vllm.fi_chunk_gated_delta_rule(**arguments, **options)
+        for options in (
+            {},
+            {"state_checkpoints": kept[:], "checkpoint_every_n_tokens": 64},
+            {"state_checkpoints": exact, "checkpoint_every_n_tokens": 64},
+        )
+    ]
+    for results in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], results, strict=True))
+    assert torch.equal(kept, exact.to(BF16)) and exact[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "fi_chunk_gated_delta_rule"))
+def test_same_bits_in_any_batch(name, monkeypatch):
+    """A prompt alone, whose kernels and segments are others without the mode, and among fifteen."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    case = PrefillCase(lengths=(2048,) * 16, H_k=8, H_v=16, state_v_first=True)
+    inputs, _ = engines.prefill_inputs(case, "cuda")
+    del inputs["scale"]
+    states = inputs.pop("initial_state")
+    alone = {x: y[:, :2048] for x, y in inputs.items() if x in ("q", "k", "v", "g", "beta")}
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": inputs["use_qk_l2norm_in_kernel"]}
+    function = getattr(vllm, name)
+    o, state = function(**alone, initial_state=states[:1], cu_seqlens=inputs["cu_seqlens"][:2], **options)
+    many, after = function(**inputs | options, initial_state=states)
+    assert torch.equal(o, many[:, :2048]) and torch.equal(state, after[:1])
+
+
+# What layers pass
+
+
+def step(call: str) -> tuple[dict, dict]:
+    """Inputs of decoding, and the names of a layer: those of the call's sequences, and gates of more tokens."""
+    of = next(x for x in ("non_spec", "spec", "decode") if f"query_{x}" in call)
+    inputs, arguments = update_call("drafts" if of == "spec" else "plain", FP32, FP32, padding=0)
+    ready = with_ready_gates(arguments)
+    N, T, sequences = arguments["cu_seqlens"].numel() - 1, inputs["q"].shape[1], "spec" if of == "spec" else "non_spec"
+    names = {"query": "q", "key": "k", "value": "v", "a": "a", "b": "b"}
+    found = {f"{name}_{of}": arguments[x] for name, x in names.items()}
+    found |= {f"g_{of}": ready["g"], f"beta_{of}": ready["beta"]}
+    found |= {name: engines.longer(arguments[name], rows=5) for name in ("a", "b")}
+    return inputs, found | {
+        "num_decode_tokens": T,
+        "ssm_state": arguments["initial_state"],
+        f"{sequences}_query_start_loc": engines.longer(arguments["cu_seqlens"]),
+        f"{sequences}_state_indices_tensor": engines.longer(arguments["ssm_state_indices"]),
+        "num_accepted_tokens": engines.longer(arguments["num_accepted_tokens"]) if of == "spec" else None,
+        "attn_metadata": SimpleNamespace(num_decodes=N, num_spec_decodes=N),
+        "self": SimpleNamespace(A_log=arguments["A_log"], dt_bias=arguments["dt_bias"]),
+    }
+
+
+def packed_step() -> tuple[dict, dict]:
+    slots = [5, 3, 7]
+    inputs, arguments = engines.packed_call(slots, FP32, FP32)
+    K = inputs["k"].shape[3]
+    return inputs, {
+        "mixed_qkv_non_spec": arguments["mixed_qkv"],
+        "a": arguments["a"],
+        "b": arguments["b"],
+        "ssm_state": arguments["initial_state"],
+        "out_buf": arguments["out"],
+        "num_actual_tokens": len(slots),
+        "non_spec_state_indices_tensor": engines.longer(arguments["ssm_state_indices"]),
+        "self": SimpleNamespace(A_log=arguments["A_log"], dt_bias=arguments["dt_bias"], head_k_dim=K),
+    }
+
+
+def prefill_step() -> tuple[object, dict]:
+    inputs, expected = engines.prefill_inputs(PrefillCase(lengths=(64, 130), state_v_first=True), "cpu")
+    found = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")}
+    names = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
+    found |= {f"{name}_non_spec": inputs[x] for name, x in names.items()}
+    states = inputs["initial_state"]
+    return expected, found | {
+        "state": states,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": False,
+        "chunk_indices": indices([[0, 0], [1, 0], [1, 1], [1, 2]]),
+        "chunk_offsets": indices([0, 1, 4]),
+        "core_attn_out": None,
+        "use_cp": "auto",
+        "has_checkpoint": True,
+        "state_checkpoints": torch.zeros(3, *states.shape[1:]),
+        "checkpoint_cu_starts": indices([0, 1, 3]),
+        "plan": SimpleNamespace(cu_starts=indices([0, 1, 3]), every_n_tokens=64),
+        "non_spec_query_start_loc": inputs["cu_seqlens"],
+        "attn_metadata": SimpleNamespace(prefill_query_start_loc=inputs["cu_seqlens"]),
+    }
+
+
+@pytest.mark.parametrize(("function", "call"), engines.recorded_calls(vllm))
+def test_calls_of_layers(function, call):
+    name = call.partition("(")[0]
+    if name == PACKED:
+        inputs, names = packed_step()
+        engines.check_packed_decode(function, "cpu", inputs, engines.passed(call, names), null_index=0)
+    elif name in (UPDATE, READY):
+        inputs, names = step(call)
+        check_update(function, "cpu", inputs, engines.passed(call, names))
+    else:
+        expected, names = prefill_step()
+        o, final_state = function(**engines.passed(call, names))
+        assert relative_error(o, expected.o) < BARS[BF16]
+        assert relative_error(final_state, expected.final_state) < BARS[BF16]
+
+
+def test_too_few_gates():
+    _, arguments = update_call("plain", FP32, FP32, padding=0)
+    with pytest.raises(RuntimeError, match="b has shape"):
+        vllm.fused_sigmoid_gating_delta_rule_update(**arguments | {"b": arguments["b"][1:]})
+
+
+def test_one_token_of_each_sequence_is_packed_decoding():
+    """The op's kernel, and so the bits, are the same whichever of both functions a layer calls."""
+    _, arguments = update_call("plain", FP32, FP32, padding=0)
+    _, call = engines.op_call(vllm.fused_sigmoid_gating_delta_rule_update, arguments)
+    assert call["cu_seqlens"] is None and call["q"].shape[:2] == call["a"].shape[:2] == (3, 1)
+
+
+# Each argument
+
+
+def test_effects_on_packed_decode():
+    _, arguments = engines.packed_call([5, 3, 7], FP32, FP32)
+    of_op = {"initial_state": "state_pool"}
+    effects = engines.halved(arguments, "mixed_qkv a b A_log dt_bias scale initial_state", of_op)
+    effects |= {
+        "ssm_state_indices": (indices([5, 3, 0]), "state_indices"),
+        "use_qk_l2norm_in_kernel": (False, "use_qk_l2norm_in_kernel"),
+    }
+    engines.check_effects(vllm.fused_recurrent_gated_delta_rule_packed_decode, arguments, effects, "out")
+
+
+@pytest.mark.parametrize("of", (UPDATE, READY))
+def test_effects_on_update(of):
+    _, arguments = update_call("drafts", FP32, FP32, padding=0)
+    arguments = with_ready_gates(arguments) if of == READY else arguments
+    gates = {"g": "a", "beta": "b"} if of == READY else {}
+    names = "q k v initial_state " + ("g beta" if of == READY else "a b A_log dt_bias")
+    effects = engines.halved(arguments, names, gates | {"initial_state": "state_pool"})
+    table = arguments["ssm_state_indices"]
+    effects |= {
+        "scale": (0.3, "scale"),
+        "cu_seqlens": (indices([0, 2, 4, 8, 10, 10]), "cu_seqlens"),
+        "ssm_state_indices": (table.flip(1), "state_indices write_indices"),
+        "num_accepted_tokens": (indices([1, 1, 1, 1, 1]), "num_accepted_tokens"),
+        "use_qk_l2norm_in_kernel": (not arguments["use_qk_l2norm_in_kernel"], "use_qk_l2norm_in_kernel"),
+    }
+    refused = "inplace_final_state" + ("" if of == READY else " beta threshold is_kda")  # test_update_refuses
+    engines.check_effects(getattr(vllm, of), arguments, effects, refused)
+
+
+@pytest.mark.parametrize("with_out", (False, True))
+def test_effects_on_chunk(with_out):
+    out = {"core_attn_out": torch.zeros(10**5, dtype=BF16)} if with_out else {}
+    arguments = prefill_arguments(**out)
+    of_op = {"initial_state": "state_pool"} if with_out else {}
+    effects = engines.halved(arguments, "q k v g beta initial_state", of_op) | {
+        "scale": (0.3, "scale"),
+        "output_final_state": (False, "" if with_out else "output_final_state"),
+        "cu_seqlens": (indices([0, 100, 194]), "cu_seqlens"),
+        "chunk_indices": (indices([0]), ""),  # they follow from cu_seqlens
+        "chunk_offsets": (indices([0]), ""),
+        "use_qk_l2norm_in_kernel": (True, "use_qk_l2norm_in_kernel"),
+    }
+    engines.check_effects(vllm.chunk_gated_delta_rule, arguments, effects, "core_attn_out")
+
+
+@pytest.mark.parametrize("with_checkpoints", (False, True))
+def test_effects_on_fi_chunk(with_checkpoints):
+    arguments = prefill_arguments(use_qk_l2norm_in_kernel=False, **(ONE_KEPT if with_checkpoints else {}))
+    of_op = {"initial_state": "state_pool"} if with_checkpoints else {}
+    effects = engines.halved(arguments, "q k v g beta initial_state", of_op) | {
+        "output_final_state": (False, "" if with_checkpoints else "output_final_state"),
+        "cu_seqlens": (indices([0, 66, 194]), "cu_seqlens"),
+        "checkpoint_cu_starts": (indices([0]), ""),  # they follow from cu_seqlens
+        "use_qk_l2norm_in_kernel": (True, "use_qk_l2norm_in_kernel"),
+    }
+    if with_checkpoints:
+        effects |= {
+            "state_checkpoints": (torch.ones_like(ONE_KEPT["state_checkpoints"]), "checkpoints"),
+            "checkpoint_every_n_tokens": (128, "checkpoint_every"),
+        }
+    elsewhere = "use_cp" + ("" if with_checkpoints else " state_checkpoints checkpoint_every_n_tokens")
+    engines.check_effects(vllm.fi_chunk_gated_delta_rule, arguments, effects, elsewhere)
 
 
 # Stand-ins for the engine

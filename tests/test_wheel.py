@@ -96,7 +96,8 @@ def test_a_wheel_is_for_its_python(wheel):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")} | {"flash_qla_plugins.py"}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")}
+    modules |= {"flash_qla_environment.py", "flash_qla_plugins.py"}
     built = {f"flash_qla/{name}" for name in ("libflash_qla.so", MODULE, AUTOGRAD, "_layout.py")}
     types = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.pyi")} | {"flash_qla/py.typed"}
     names = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")

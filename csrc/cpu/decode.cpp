@@ -288,9 +288,9 @@ void check_decode_tables(const DecodeCall& call) {
 Tensor decode_cpu(DecodeCall call) {
   say_once_that_this_is_slow(call.op);
   make_inputs_contiguous(call);
+  const std::vector<Plan> plans = Planner(call).plans();
   Tensor o = allocate_output(call, call.out, call.q);
   zero(o);
-  const std::vector<Plan> plans = Planner(call).plans();
   with_types(call.dtype, [&]<typename T, typename CT>() {
     const Decoder<T, CT> decoder(call, o);
     in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {
@@ -317,11 +317,11 @@ void check_decode_tables(const BufferedDecodeCall& call) {
 Tensor decode_buffered_cpu(BufferedDecodeCall call) {
   say_once_that_this_is_slow(call.op);
   make_inputs_contiguous(call);
-  Tensor o = allocate_output(call, call.out, call.q);
-  zero(o);
   const std::vector<Plan> plans = Planner(call).plans();
   const std::vector<int64_t> steps = backlog_steps(call, plans);
   const cpu::Indices forced(call.force_flush);
+  Tensor o = allocate_output(call, call.out, call.q);
+  zero(o);
   with_types(call.dtype, [&]<typename T, typename CT>() {
     const BufferedDecoder<T, CT> decoder(call, o);
     in_parallel(call.op, call.N * call.H_v, [&](int64_t begin, int64_t end) {

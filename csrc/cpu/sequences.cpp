@@ -1,17 +1,15 @@
 #include "cpu/sequences.h"
 
 #include <atomic>
-#include <cstdlib>
-#include <string_view>
 
+#include "environment.h"
 #include "offsets.h"
 #include "warnings.h"
 
 namespace flash_qla {
 
 void say_once_that_this_is_slow(const char* op) {
-  static const char* const quiet = std::getenv("FLASH_QLA_QUIET");
-  static std::atomic<bool> said = quiet != nullptr && std::string_view(quiet) == "1";
+  static std::atomic<bool> said = is_switched_on("FLASH_QLA_QUIET");
   if (!said.exchange(true)) {
     warn(
         op,

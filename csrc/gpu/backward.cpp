@@ -110,13 +110,20 @@ class Backward {
   }
 
   void l2norm() const {
-    kernels::l2norm({.q = call_.q.const_data_ptr(),
-                     .k = call_.k.const_data_ptr(),
+    const kernels::Tokens from = pass_.tokens();
+    kernels::l2norm({.q = from.q,
+                     .k = from.k,
                      .normalized = workspace_[workspace_.normalized],
                      .rstd = workspace_[workspace_.rstd],
                      .dtype = dtype_code(call_.q),
-                     .rows = call_.tokens() * call_.H_k,
-                     .pieces = call_.K / kNormPiece},
+                     .tokens = call_.tokens(),
+                     .H_k = call_.H_k,
+                     .pieces = call_.K / kNormPiece,
+                     .q_row = from.q_row,
+                     .q_head = from.q_head,
+                     .k_row = from.k_row,
+                     .k_head = from.k_head,
+                     .rows = call_.tokens() * call_.H_k},
                     {.K = pass_.K()}, stream_);
   }
 
@@ -124,8 +131,11 @@ class Backward {
   kernels::Chunks normalized(kernels::Chunks chunks) const {
     if (d_.l2norm) {
       uint16_t* const first = workspace_[workspace_.normalized];
-      chunks.tokens.q = first;
-      chunks.tokens.k = first + call_.tokens() * call_.H_k * call_.K;
+      kernels::Tokens& tokens = chunks.tokens;
+      tokens.q = first;
+      tokens.k = first + call_.tokens() * call_.H_k * call_.K;
+      tokens.q_row = tokens.k_row = call_.H_k * call_.K;
+      tokens.q_head = tokens.k_head = call_.K;
     }
     return chunks;
   }
@@ -192,7 +202,7 @@ class Backward {
 
   void backward_maps() const {
     kernels::backward_maps({.chunks = normalized(pass_.map_chunks()),
-                            .grad_o = call_.grad_o.const_data_ptr(),
+                            .output_gradient = output_gradient(),
                             .backward_gates = workspace_[workspace_.backward_gates],
                             .maps = pass_.maps(),
                             .grad_states = grad_states(),
@@ -200,6 +210,11 @@ class Backward {
                             .scale = static_cast<float>(*call_.scale),
                             .short_last = d_.short_maps_last},
                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
+  }
+
+  kernels::OutputGradient output_gradient() const {
+    const RowStrides strides = row_strides(call_.grad_o);
+    return {.grad_o = call_.grad_o.const_data_ptr(), .grad_o_row = strides.row, .grad_o_head = strides.head};
   }
 
   kernels::Replay replay() const {
@@ -235,7 +250,7 @@ class Backward {
 
   void chunk_backward(const std::optional<Tensor>& last, const Tensor& dh0) const {
     kernels::chunk_backward({.chunks = backward_chunks(),
-                             .grad_o = call_.grad_o.const_data_ptr(),
+                             .output_gradient = output_gradient(),
                              .replay = replay(),
                              .grad_states = grad_states(),
                              .ends = ends(last, dh0),
@@ -248,7 +263,7 @@ class Backward {
 
   void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
     kernels::replay_gradients({.chunks = backward_chunks(),
-                               .grad_o = call_.grad_o.const_data_ptr(),
+                               .output_gradient = output_gradient(),
                                .grad_states = grad_states(),
                                .ends = ends(last, dh0),
                                .reverse_replay = reverse_replay(),
@@ -258,7 +273,7 @@ class Backward {
 
   void token_gradients() const {
     kernels::token_gradients({.chunks = backward_chunks(),
-                              .grad_o = call_.grad_o.const_data_ptr(),
+                              .output_gradient = output_gradient(),
                               .replay = replay(),
                               .reverse_replay = reverse_replay(),
                               .turns = workspace_[workspace_.turns],

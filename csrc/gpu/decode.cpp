@@ -20,28 +20,10 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16;  // bytes of a row that a lane takes at a time
 constexpr int64_t kMostSequences = 65535;
 
-int64_t bytes_of(const Tensor& tensor) { return tensor.element_size(); }
-
-// Elements from one token to the next. The kernel takes the dimensions of batch and token as one.
-int64_t token_stride(const Tensor& tensor) { return tensor.size(1) == 1 ? tensor.stride(0) : tensor.stride(1); }
-
-// Whether batch and token can be read as one dimension with one stride.
-bool tokens_are_even(const Tensor& tensor) {
-  return tensor.size(0) == 1 || tensor.size(1) == 1 || tensor.stride(0) == tensor.size(1) * tensor.stride(1);
-}
-
-// Copies a tensor [B, T, heads, channels] if the kernel cannot read its strides.
-void make_readable_rows(const char* op, Tensor& tensor) {
-  const auto is_piece = [&](int64_t stride) { return stride * bytes_of(tensor) % kPieceBytes == 0; };
-  const bool readable = tensor.stride(3) == 1 && tokens_are_even(tensor) && is_piece(token_stride(tensor)) &&
-                        is_piece(tensor.stride(2)) && is_aligned(tensor);
-  if (!readable) {
-    make_aligned(op, tensor, tensor.scalar_type());
-  }
-}
+// Elements from one token's gates to the next's. The kernel takes the dimensions of batch and token as one.
+int64_t token_stride(const Tensor& gates) { return gates.size(1) == 1 ? gates.stride(0) : gates.stride(1); }
 
 // Copies a tensor [B, T, H_v] if the kernel cannot read its strides.
 void make_readable_gates(const char* op, Tensor& tensor) {
@@ -253,7 +235,7 @@ int64_t activations_of(const DecodeCall& call) {
 // Copies the tokens and gates that the kernels cannot read as they are.
 void make_readable(DecodeCall& call) {
   for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
-    make_readable_rows(call.op, *tensor);
+    make_readable_rows(call.op, *tensor, call.dtype);
   }
   for (Tensor* tensor : {&call.a, &call.b}) {
     make_readable_gates(call.op, *tensor);
@@ -266,6 +248,7 @@ void make_readable(DecodeCall& call) {
 }
 
 kernels::DecodeInputs inputs_of(const DecodeCall& call) {
+  const RowStrides q = row_strides(call.q), k = row_strides(call.k), v = row_strides(call.v);
   return {.q = call.q.const_data_ptr(),
           .k = call.k.const_data_ptr(),
           .v = call.v.const_data_ptr(),
@@ -281,12 +264,12 @@ kernels::DecodeInputs inputs_of(const DecodeCall& call) {
           .key_dim = call.K,
           .H_v = call.H_v,
           .value_dim = call.V,
-          .q_token = token_stride(call.q),
-          .q_head = call.q.stride(2),
-          .k_token = token_stride(call.k),
-          .k_head = call.k.stride(2),
-          .v_token = token_stride(call.v),
-          .v_head = call.v.stride(2),
+          .q_token = q.row,
+          .q_head = q.head,
+          .k_token = k.row,
+          .k_head = k.head,
+          .v_token = v.row,
+          .v_head = v.head,
           .a_token = token_stride(call.a),
           .b_token = token_stride(call.b)};
 }

@@ -155,12 +155,9 @@ class Forward {
   }
 
   void segment_memory() const {
-    kernels::segment_memory({.sizes = pass_.sizes(),
-                             .k = call_.k.const_data_ptr(),
-                             .gates = gates(),
-                             .plan = pass_.plan(),
-                             .memory = memory()},
-                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
+    kernels::segment_memory(
+        {.sizes = pass_.sizes(), .tokens = pass_.tokens(), .gates = gates(), .plan = pass_.plan(), .memory = memory()},
+        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
   }
 
   // If the fused kernel takes segments, it writes A and g_cumsum.

@@ -63,7 +63,16 @@ kernels::Sizes Pass::sizes() const {
 }
 
 kernels::Tokens Pass::tokens() const {
-  return {.q = call_.q.const_data_ptr(), .k = call_.k.const_data_ptr(), .v = call_.v.const_data_ptr()};
+  const RowStrides q = row_strides(call_.q), k = row_strides(call_.k), v = row_strides(call_.v);
+  return {.q = call_.q.const_data_ptr(),
+          .q_row = q.row,
+          .q_head = q.head,
+          .k = call_.k.const_data_ptr(),
+          .k_row = k.row,
+          .k_head = k.head,
+          .v = call_.v.const_data_ptr(),
+          .v_row = v.row,
+          .v_head = v.head};
 }
 
 kernels::Plan Pass::plan() const {

@@ -67,8 +67,12 @@ struct ForwardShape : Shape {
   bool operator==(const ForwardShape&) const = default;
 
   static constexpr auto options() {
-    return std::tuple_cat(Shape::options(), std::tuple(Field{"low_level", &ForwardShape::low_level},
-                                                       Field{"output_h", &ForwardShape::output_h}));
+    return std::tuple_cat(
+        Shape::options(),
+        std::tuple(Field{"low_level", &ForwardShape::low_level}, Field{"output_h", &ForwardShape::output_h},
+                   Field{"batch_invariant", &ForwardShape::batch_invariant},
+                   Field{"checkpoint_every", &ForwardShape::checkpoint_every},
+                   Field{"resumable", &ForwardShape::resumable}, Field{"float8", &ForwardShape::float8}));
   }
 };
 

@@ -239,12 +239,18 @@ void add_functions(py::module_& module) {
       "obstacle", &flash_qla_obstacle, strict("driver_cuda_version"), strict("major"), strict("minor"),
       "The reason why the kernels do not run under this driver on a GPU of this compute capability; empty if they "
       "run.");
+  module.def("refusal", &flash_qla_refusal, strict("driver_cuda_version"),
+             "What an error adds if the driver refuses to load a kernel's code: what was found, and what to do.");
   add_question(module, "forward_dispatch", flash_qla_forward_dispatch, ForwardShape::sizes(), ForwardShape::options(),
                R"(What a forward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
 inside. output_h: the call returns h, which the fused kernel does not write. fp16: the dtype of q. in_halves: the call
-of a rank in context parallelism. Raises ValueError for a shape that no call has.)");
+of a rank in context parallelism.
+
+Of a prefill: batch_invariant and checkpoint_every as in the call. resumable: checkpoints are not at multiples of 64
+tokens, or batch_invariant rounds the state there, because the checkpoints are not in fp32. float8: the pool or the
+checkpoints have 8 bits. Raises ValueError for a shape that no call has.)");
   add_question(module, "backward_dispatch", flash_qla_backward_dispatch, BackwardShape::sizes(),
                BackwardShape::options(),
                R"(What a backward call of this shape launches on such a card, an H100 SXM by default.

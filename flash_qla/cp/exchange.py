@@ -1,11 +1,10 @@
 """The all-gather between ranks."""
 
-import os
-
 import torch
 from torch._library.effects import EffectType
 
 from flash_qla.cp.context import CPContext
+from flash_qla_environment import is_on
 
 
 def start_gather(rows: torch.Tensor, context: CPContext, for_backward: bool = False) -> torch.Tensor:
@@ -15,7 +14,7 @@ def start_gather(rows: torch.Tensor, context: CPContext, for_backward: bool = Fa
     """
     if context._world_size == 1:
         return rows
-    if os.environ.get("FLASH_QLA_CHECK") == "1" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and is_on("FLASH_QLA_CHECK"):
         _check_agreement(rows, context, for_backward)
     return torch.ops._c10d_functional.all_gather_into_tensor(rows, context._world_size, context._group_name)
 

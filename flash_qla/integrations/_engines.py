@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 
 import torch
@@ -27,6 +29,8 @@ class Replacement:
             be installed. Signatures are not compared, but the name must be there.
         absent: {module: {name there: value}}, for names that are None or False because the package of their functions
             is not installed. use() leaves other values as they are.
+        package: the engine's name on PyPI.
+        run: releases of it that have run on these functions. A line of the engine's log names any other release.
     """
 
     def __init__(
@@ -35,6 +39,8 @@ class Replacement:
         functions: dict[str, dict[str, Callable | tuple[Callable | None, ...]]],
         unchecked: dict[str, dict[str, Callable]] | None = None,
         absent: dict[str, dict[str, object]] | None = None,
+        package: str | None = None,
+        run: Collection[str] = (),
     ):
         self._releases = releases
         self.functions = {
@@ -43,6 +49,7 @@ class Replacement:
         }
         self._unchecked = unchecked or {}
         self._absent = absent or {}
+        self._package, self.run = package, run
         self._originals = {}
         self._is_waiting = False
 
@@ -100,9 +107,24 @@ class Replacement:
         return chosen
 
     def _put(self, chosen: list[tuple]) -> None:
+        if chosen and not self._originals:
+            self._name_a_release_that_has_not_run()
         for module, name, theirs, ours in chosen:
             self._originals[module, name] = theirs
             setattr(module, name, ours)
+
+    def _name_a_release_that_has_not_run(self) -> None:
+        if self._package is None:
+            return
+        try:
+            release = importlib.metadata.version(self._package)
+        except importlib.metadata.PackageNotFoundError:
+            release = "of an unknown release"
+        if release.partition("+")[0] not in self.run:
+            logging.getLogger(f"{self._package}.flash_qla").warning(
+                "flash_qla has not been run in %s %s, only in %s; their functions have the same arguments",
+                *(self._package, release, ", ".join(self.run)),
+            )
 
     def _unknown(self, name: str, theirs: object, ours: object) -> RuntimeError:
         came = inspect.signature(theirs) if callable(theirs) else "nothing"
@@ -192,3 +214,13 @@ def packed_decode(module: str, null_index: int) -> Callable:
 def number_of_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
     """N, from shapes alone."""
     return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def gates_of(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The gates [B, T, H_v] of the tokens of v, from [rows, H_v] or [B, T, H_v].
+
+    There may be more rows than tokens, because an engine may pass those of all tokens of a step with some tokens alone.
+    Like the engine's kernels, take the first ones.
+    """
+    B, T = v.shape[:2]
+    return x.flatten(0, -2)[: B * T].unflatten(0, (B, -1))

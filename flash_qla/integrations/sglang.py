@@ -10,18 +10,30 @@ them on.
 
 The functions replace those that SGLang's Triton backend for these layers calls. They have the same names, arguments and
 meaning, so their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no
-state. Other backends stay in use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
+state. With --enable-deterministic-inference the bits of a prefill do not depend on the batch. Other backends stay in
+use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
 
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on these functions on an H100: eagerly, in CUDA
 graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have run beside the kernels
-of 0.5.23. The other releases have been compared by signatures.
+of 0.5.23. Other releases have been compared by signatures, and the functions run with the arguments that their layers
+pass.
 """
+
+import sys
 
 import torch
 
 import flash_qla
 from flash_qla._layout import CHUNK
-from flash_qla.integrations._engines import Replacement, earlier, number_of_sequences, packed_decode, require
+from flash_qla.integrations._engines import (
+    Replacement,
+    earlier,
+    gates_of,
+    number_of_sequences,
+    packed_decode,
+    require,
+)
+from flash_qla_environment import is_not_off
 
 _NULL_INDEX = -1
 
@@ -64,9 +76,19 @@ def chunk_gated_delta_rule(
     h = q.new_empty(q.shape[0], (q.shape[1] + padding) // CHUNK, *initial_state.shape[1:])
     o = flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, initial_state, slots, scale, cu_seqlens, null_index=_NULL_INDEX,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, h=h,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, batch_invariant=_is_batch_invariant(), h=h,
     )  # fmt: skip
     return o, None, h
+
+
+def _is_batch_invariant() -> bool:
+    """Whether SGLang runs with --enable-deterministic-inference.
+
+    The flag sets the variable, which processes inherit that are started on the same machine, and the mode in the
+    process of a model.
+    """
+    is_enabled = getattr(sys.modules.get("sglang.srt.batch_invariant_ops"), "is_batch_invariant_mode_enabled", None)
+    return is_not_off("SGLANG_ENABLE_DETERMINISTIC_INFERENCE") or (is_enabled is not None and is_enabled())
 
 
 def _copies(pool, slots):
@@ -130,7 +152,7 @@ def fused_sigmoid_gating_delta_rule_update(
     Args:
         q, k, v, A_log, dt_bias, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of
             flash_qla.decode_gated_delta_rule.
-        a, b: [T, H_v] with cu_seqlens; or [B, T, H_v].
+        a, b: [T, H_v] with cu_seqlens, or [B, T, H_v]; of more rows the first ones.
         initial_state_source: the pool, [slots, H_v, V, K], written in place unless disable_state_update.
         initial_state_indices: slot of each sequence, [N] or more; int32 or int64.
         intermediate_states_buffer: memory for the state after each token, [rows, steps, H_v, V, K].
@@ -172,7 +194,7 @@ def fused_sigmoid_gating_delta_rule_update(
         )
         parents = retrieve_parent_token[:N].clone()
         parents[:, 0] = -1
-    a, b, slots = a.view(v.shape[:3]), b.view(v.shape[:3]), initial_state_indices[:N]
+    a, b, slots = gates_of(a, v), gates_of(b, v), initial_state_indices[:N]
     return flash_qla.decode_gated_delta_rule(
         q, k, v, a, b, A_log, dt_bias, initial_state_source, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel,
         cu_seqlens, intermediate_states=intermediate_states_buffer,
@@ -201,6 +223,8 @@ _replacement = Replacement(
             ),
         },
     },
+    package="sglang",
+    run=("0.5.17",),
 )
 
 

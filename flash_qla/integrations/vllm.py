@@ -10,18 +10,26 @@ on, and set VLLM_GDN_DECODE_KERNEL=triton unless the variable has a value.
 
 The functions replace those that the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid call. They have the same names,
 arguments and meaning, so their signatures are vLLM's. States are [slots, H_v, V, K]; a sequence whose slot is 0 or less
-has no state. From 0.28.0 on, vLLM's fused kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the
-environment.
+has no state. With VLLM_BATCH_INVARIANT=1 the bits of a prefill do not depend on the batch. From 0.28.0 on, vLLM's fused
+kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the environment.
 
 Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. The other releases have
-been compared by signatures.
+graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. Other releases have been
+compared by signatures, and the functions run with the arguments that their layers pass.
 """
 
 import torch
 
 import flash_qla
-from flash_qla.integrations._engines import Replacement, earlier, number_of_sequences, packed_decode, require
+from flash_qla.integrations._engines import (
+    Replacement,
+    earlier,
+    gates_of,
+    number_of_sequences,
+    packed_decode,
+    require,
+)
+from flash_qla_environment import is_not_off
 
 _NULL_INDEX = 0
 
@@ -43,31 +51,43 @@ def chunk_gated_delta_rule(
         o: [B, T, H_v, V], in the dtype of q; a view of core_attn_out if that is given.
         final_state: [N, H_v, V, K], float32; None unless output_final_state.
     """
-    if core_attn_out is None or initial_state is None:
-        o, final_state = flash_qla.chunk_gated_delta_rule(
+    out = None if core_attn_out is None else core_attn_out.view(-1)[: v.numel()].view(v.shape)
+    return _prefill(
+        q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, _is_batch_invariant(),
+        scale=scale, out=out,
+    )  # fmt: skip
+
+
+def _is_batch_invariant() -> bool:
+    """Whether vLLM promises bits that do not depend on the batch."""
+    return is_not_off("VLLM_BATCH_INVARIANT")
+
+
+def _prefill(
+    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, batch_invariant,
+    scale=None, out=None, checkpoint_every=0, checkpoints=None,
+):  # fmt: skip
+    """o, and the final states in float32 or None. The initial states are not changed."""
+    if out is None and not checkpoint_every and not batch_invariant:
+        return flash_qla.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
             state_v_first=True,
         )  # fmt: skip
-        if core_attn_out is not None:
-            o = _as_output(core_attn_out, v).copy_(o)
-        return o, final_state
-    o, states = _prefill(
-        q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out=_as_output(core_attn_out, v),
+    N = number_of_sequences(q, cu_seqlens)
+    if initial_state is None:
+        states = q.new_zeros(N, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
+    else:
+        states = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    # Checkpoints of fewer bits would round the state of a batch-invariant prefill, at places that the batch decides.
+    kept = checkpoints.float() if batch_invariant and checkpoints is not None else checkpoints
+    o = flash_qla.prefill_gated_delta_rule(
+        q, k, v, g, beta, states, torch.arange(N, dtype=torch.int32, device=q.device), scale, cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, checkpoint_every=checkpoint_every, checkpoints=kept,
+        batch_invariant=batch_invariant, out=out,
     )  # fmt: skip
+    if kept is not checkpoints:
+        checkpoints.copy_(kept)
     return o, states if output_final_state else None
-
-
-def _as_output(memory: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The beginning of the memory, with the shape of o."""
-    return memory.view(-1)[: v.numel()].view(v.shape)
-
-
-def _prefill(q, k, v, g, beta, initial_state: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """o, and the final states in float32. The sequences start from copies of the initial states."""
-    states = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    slots = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
-    return flash_qla.prefill_gated_delta_rule(q, k, v, g, beta, states, slots, **options), states
 
 
 def fi_chunk_gated_delta_rule(
@@ -84,22 +104,18 @@ def fi_chunk_gated_delta_rule(
             H_v, V, K], any floating dtype, in the order of the sequences.
         checkpoint_cu_starts: ignored; it follows from cu_seqlens and checkpoint_every_n_tokens.
         checkpoint_every_n_tokens: 0 for no checkpoints.
-        use_cp: False: split no sequence into segments that run side by side. Ignored with checkpoints.
+        use_cp: False: split no sequence into segments that run side by side, as batch_invariant of
+            flash_qla.prefill_gated_delta_rule.
 
     Returns:
         o: [B, T, H_v, V], in the dtype of q.
         final_state: [N, H_v, V, K], float32; None unless output_final_state.
     """
-    if not checkpoint_every_n_tokens:
-        return flash_qla.chunk_gated_delta_rule(
-            q, k, v, g, beta, None, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            state_v_first=True, auto_cp=use_cp is not False,
-        )  # fmt: skip
-    o, states = _prefill(
-        q, k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        checkpoint_every=checkpoint_every_n_tokens, checkpoints=state_checkpoints,
+    return _prefill(
+        q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel,
+        use_cp is False or _is_batch_invariant(), checkpoint_every=checkpoint_every_n_tokens,
+        checkpoints=state_checkpoints,
     )  # fmt: skip
-    return o, states if output_final_state else None
 
 
 fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, _NULL_INDEX)
@@ -114,7 +130,7 @@ def fused_sigmoid_gating_delta_rule_update(
     Args:
         q, k, v, A_log, dt_bias, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of
             flash_qla.decode_gated_delta_rule.
-        a, b: [T, H_v] with cu_seqlens; or [B, T, H_v].
+        a, b: [T, H_v] with cu_seqlens, or [B, T, H_v]; of more rows the first ones.
         initial_state: the pool, [slots, H_v, V, K], written in place.
         ssm_state_indices: [N] or more: slot of each sequence; a sequence then has one token. Or [N, S] or more rows,
             for drafts: the state after token t of sequence n goes to slot [n, t].
@@ -140,7 +156,7 @@ def fused_sigmoid_gating_delta_rule_update(
         ssm_state_indices=(ssm_state_indices, torch.Tensor),
         is_kda=(is_kda, False),
     )
-    gates = (a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias)
+    gates = (gates_of(a, v), gates_of(b, v), A_log, dt_bias)
     tables = (scale, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel)
     return _decode(q, k, v, gates, initial_state, *tables)
 
@@ -153,8 +169,8 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         q, k, v, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of flash_qla.decode_gated_delta_rule.
-        g: the log decay, [B, T, H_v].
-        beta: [B, T, H_v].
+        g: the log decay, [B, T, H_v]; of more tokens the first ones.
+        beta: as g.
         initial_state, ssm_state_indices, num_accepted_tokens: as those of fused_sigmoid_gating_delta_rule_update.
         inplace_final_state: only True.
 
@@ -172,7 +188,7 @@ def fused_recurrent_gated_delta_rule(
         inplace_final_state=(inplace_final_state, True),
         ssm_state_indices=(ssm_state_indices, torch.Tensor),
     )
-    gates = (g, beta, None, None)
+    gates = (gates_of(g, v), gates_of(beta, v), None, None)
     tables = (scale, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel)
     return _decode(q, k, v, gates, initial_state, *tables)
 
@@ -181,12 +197,18 @@ def _decode(q, k, v, gates, pool, scale, cu_seqlens, indices, num_accepted_token
     """o and the pool. `gates` are a, b, A_log and dt_bias."""
     N = number_of_sequences(q, cu_seqlens)
     slots = indices[:N]
+    # One token of each sequence: the kernel, and so the bits, of packed decoding.
+    has_one_token = cu_seqlens is not None and slots.dim() == 1 and q.shape[1] == N
+    if has_one_token:
+        a, b, *parameters = gates
+        q, k, v, a, b = (x.transpose(0, 1) for x in (q, k, v, a, b))
+        gates, cu_seqlens = (a, b, *parameters), None
     o = flash_qla.decode_gated_delta_rule(
         q, k, v, *gates, pool, slots, scale, _NULL_INDEX, use_qk_l2norm_in_kernel, cu_seqlens,
         num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N],
         write_indices=slots if slots.dim() == 2 else None,
     )  # fmt: skip
-    return o, pool
+    return o.transpose(0, 1) if has_one_token else o, pool
 
 
 _LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -208,6 +230,8 @@ _replacement = Replacement(
             "fused_recurrent_gated_delta_rule": (fused_recurrent_gated_delta_rule,),
         },
     },
+    package="vllm",
+    run=("0.33.0",),
 )
 
 

@@ -9,7 +9,6 @@ loads.
 """
 
 import operator
-import os
 import re
 import warnings
 
@@ -19,6 +18,7 @@ from torch.autograd import forward_ad
 
 from flash_qla import _binary
 from flash_qla.ops import schemas
+from flash_qla_environment import is_on
 
 
 def _load_library() -> bool:
@@ -26,7 +26,7 @@ def _load_library() -> bool:
     # Only for releases: the C++ interface of what comes before them is unknown.
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
     path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
-    if path is None or not path.exists() or os.environ.get("FLASH_QLA_PYTHON_AUTOGRAD") == "1":
+    if path is None or not path.exists() or is_on("FLASH_QLA_PYTHON_AUTOGRAD"):
         return False
     try:
         torch.ops.load_library(path)
@@ -161,6 +161,8 @@ _register_derivative(schemas.forward)
 _register_derivative(schemas.forward_low_level)
 
 
+_CreationMeta = torch._C._autograd.CreationMeta
+
 # Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the
 # backward raises. Forward-mode AD raises too, because it would treat the results as constants.
 
@@ -196,6 +198,23 @@ def _written_by(op):
     return lambda args: [args[i] for i in places if i < len(args) and args[i] is not None]
 
 
+def _check_history(op, written):
+    """Raises before the op writes the tensor if autograd could not note afterwards that it has."""
+    if any(y is not None and y.is_leaf and y.requires_grad for y in (written, written._base)):
+        reason = "a leaf Variable that requires grad is being used in an in-place operation."
+    elif written.is_inference():
+        reason = "an inference tensor is being written outside of inference mode. Clone it first, or use no_grad()."
+    elif written._is_view() and torch._C._autograd._get_creation_meta(written) != _CreationMeta.DEFAULT:
+        reason = (
+            "a view is being written that autograd does not follow, because it is one of several that a function "
+            "returned (unbind, split, chunk), or was made in no_grad mode, inference mode or a custom function. Index "
+            "or slice the tensor in grad mode instead, or use no_grad()."
+        )
+    else:
+        return
+    raise RuntimeError(f"flash_qla::{op._opname}: {reason}")
+
+
 def _increment_versions(tensors):
     """Lets autograd see that saved tensors have changed. Inference tensors have no version."""
     for x in tensors:
@@ -209,10 +228,8 @@ def _register_without_derivative(op):
 
     def with_gradients(keyset, args):
         written = written_by(args)
-        if any(y is not None and y.is_leaf and y.requires_grad for x in written for y in (x, x._base)):
-            raise RuntimeError(
-                f"flash_qla::{op._opname}: a leaf Variable that requires grad is being used in an in-place operation."
-            )
+        for x in written:
+            _check_history(op, x)
         differentiated = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
         with torch._C._AutoDispatchBelowAutograd():
             results = redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)

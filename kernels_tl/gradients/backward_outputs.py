@@ -68,13 +68,10 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
     def scale_and_dot(fragment, tile, factors, factor, sums):
         return extern(f"scale_and_dot<{element}>", fragment.data, tile, factors, factor, sums)
 
-    def of_values(name, tiles, s, values, access, *more):
+    def of_values(name, tiles, s, values, access, stride, *more):
         """Calls a function on U, beta, and the values or their gradients from the number `values` on."""
-        stride = T.Cast("int32", H_v * value_dim)
-        beta = gate_row(tiles, s, gates.BETA)
-        return extern(
-            f"{name}<{element}>", T.access_ptr(tiles.U, "r"), T.access_ptr(values, access), stride, beta, *more
-        )
+        rows = (T.access_ptr(values, access), T.Cast("int32", stride))
+        return extern(f"{name}<{element}>", T.access_ptr(tiles.U, "r"), *rows, gate_row(tiles, s, gates.BETA), *more)
 
     @T.macro
     def begin_dK(r, tiles, ready, s, z, p, scale, carried):
@@ -168,7 +165,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             stage.arrive(ready.released)
 
     @T.macro
-    def make_values(tiles, ready, cta, segments, v, dv):
+    def make_values(tiles, ready, cta, segments, tokens, dv):
         """The warps of dV."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
@@ -185,9 +182,16 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             T.barrier_arrive(ready.values_released)
             one.wait_for(ready.U_staged)
             extent = (warp * VALUE_ROWS, segment.length - c * C, T.Cast("int32", value_dim) - piece.v0)
-            of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", *extent)
+            of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", H_v * value_dim, *extent)
             of_values(
-                "dot_values", tiles, s, v[row, piece.hv, piece.v0], "r", token_sums(tiles, p, TokenSum.VALUE), *extent
+                "dot_values",
+                tiles,
+                s,
+                tokens.v[row, piece.hv, piece.v0],
+                "r",
+                tokens.v_row,
+                token_sums(tiles, p, TokenSum.VALUE),
+                *extent,
             )
             T.barrier_arrive(ready.U_taken)
             pair.arrive(ready.sums_made)

@@ -53,7 +53,7 @@ the loader fetches have one stage.
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, Gradients, Replay, Sizes, StateGradients
+from kernels_tl.bundles import Chunks, Gradients, OutputGradient, Replay, Sizes, StateGradients
 from kernels_tl.config import CHUNK_BACKWARD as TILE, CHUNK_BACKWARD_NORMALIZE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
@@ -194,7 +194,7 @@ def chunk_backward(dtype, K, normalize):
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype, gates),
-        grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
+        output_gradient: OutputGradient(sizes, dtype),
         replay: Replay(sizes, dtype, K),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         ends: StateGradients(sizes),
@@ -225,10 +225,19 @@ def chunk_backward(dtype, K, normalize):
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
                     if is_loader(CONSUMERS):
-                        load(tiles, ready, cta, chunks.plan.segments, chunks.tokens, grad_o, chunks.matrices, replay)
+                        load(
+                            tiles,
+                            ready,
+                            cta,
+                            chunks.plan.segments,
+                            chunks.tokens,
+                            output_gradient.grad_o,
+                            chunks.matrices,
+                            replay,
+                        )
                     else:
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
-                            outputs.make_values(tiles, ready, cta, chunks.plan.segments, chunks.tokens.v, gradients.dv)
+                            outputs.make_values(tiles, ready, cta, chunks.plan.segments, chunks.tokens, gradients.dv)
                         else:
                             outputs.make_gates(tiles, ready, cta, chunks.plan.segments, gradients, turns)
 

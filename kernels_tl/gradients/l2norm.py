@@ -3,10 +3,10 @@
     rstd = 1 / sqrt(rowsum(x * x) + eps)        eps as in transformers
     y    = diag(rstd) x
 
-    q, k        [rows, pieces, 8] 16-bit      x; rows = tokens * H_k
-    normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k
-    rstd        [2, rows] fp32                of q, then of k
-    dtype                                     the Dtype of the elements: bf16 or fp16
+    q, k        [tokens, H_k, pieces, 8] 16-bit   x; tokens and heads any number of elements apart
+    normalized  [2, rows, pieces, 8] 16-bit       y of q, then of k; rows = tokens * H_k
+    rstd        [2, rows] fp32                    of q, then of k
+    dtype                                         the Dtype of the elements: bf16 or fp16
 
 backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of q or of k each, 16 rows of 128 channels. A lane takes a piece
 of a row.
@@ -33,13 +33,13 @@ def lanes_and_rows(K):
 
 
 @T.macro
-def take_row(cta, which, K, q, k, of_row):
-    """of_row(row, piece, there, which, tensor) on the thread's piece of a row of q or k, [rows, pieces, NORM_PIECE].
-    `there` says whether there is such a piece."""
+def take_row(cta, which, K, normalized, q, k, of_row):
+    """of_row(row, piece, there, which, tensor) on the thread's piece of a row of q or k. `there` says whether there is
+    such a piece."""
     lanes, rows = lanes_and_rows(K)
     row = cta * rows + T.get_thread_binding() // lanes
     piece = T.get_thread_binding() % lanes
-    there = (row < q.shape[0]) & (piece < T.Cast("int32", q.shape[1]))
+    there = (row < normalized.shape[1]) & (piece < T.Cast("int32", normalized.shape[2]))
     if which == 0:
         of_row(row, piece, there, 0, q)
     else:
@@ -47,13 +47,16 @@ def take_row(cta, which, K, q, k, of_row):
 
 
 def l2norm(K):
-    rows, pieces = dims("rows", "pieces")
+    tokens, H_k, rows, pieces = dims("tokens", "H_k", "rows", "pieces")
+    q_row, q_head, k_row, k_head = dims("q_row", "q_head", "k_row", "k_head")
+    shape = (tokens, H_k, pieces, NORM_PIECE)
     LANES, ROWS = lanes_and_rows(K)
 
     def normalize(normalized, rstd, dtype, row, piece, there, which, x):
+        heads = T.Cast("int32", H_k)
         return extern(
             f"normalize_piece<{LANES}>",
-            T.access_ptr(x[row, piece, 0], "r"),
+            T.access_ptr(x[T.truncdiv(row, heads), T.truncmod(row, heads), piece, 0], "r"),
             T.access_ptr(normalized[which, row, piece, 0], "w"),
             T.access_ptr(rstd[which, row], "w"),
             dtype,
@@ -63,13 +66,13 @@ def l2norm(K):
 
     @T.prim_func
     def main(
-        q: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
-        k: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
+        q: T.StridedTensor(shape, (q_row, q_head, NORM_PIECE, 1), "uint16"),
+        k: T.StridedTensor(shape, (k_row, k_head, NORM_PIECE, 1), "uint16"),
         normalized: T.Tensor([2, rows, pieces, NORM_PIECE], "uint16"),
         rstd: T.Tensor([2, rows], "float32"),
         dtype: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES, prelude=PRELUDE) as (cta, which):
-            take_row(cta, which, K, q, k, partial(normalize, normalized, rstd, dtype))
+            take_row(cta, which, K, normalized, q, k, partial(normalize, normalized, rstd, dtype))
 
     return main

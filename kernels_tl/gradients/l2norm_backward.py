@@ -42,6 +42,6 @@ def l2norm_backward(K):
         dtype: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES, prelude=PRELUDE) as (cta, which):
-            take_row(cta, which, K, dq, dk, partial(replace, normalized, rstd, dtype))
+            take_row(cta, which, K, normalized, dq, dk, partial(replace, normalized, rstd, dtype))
 
     return main

@@ -19,7 +19,7 @@ from functools import partial
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, ReverseReplay, Sizes, StateGradients
+from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, StateGradients
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
@@ -151,7 +151,7 @@ def replay_gradients(dtype, K):
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype, BackwardGate),
-        grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
+        output_gradient: OutputGradient(sizes, dtype),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         ends: StateGradients(sizes),
         reverse_replay: ReverseReplay(sizes, dtype, K),
@@ -174,7 +174,7 @@ def replay_gradients(dtype, K):
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, piece, segment, hk, chunks.tokens, grad_o, chunks.matrices)
+                    load(tiles, ready, piece, segment, hk, chunks.tokens, output_gradient.grad_o, chunks.matrices)
                 else:
                     state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)
                     store(

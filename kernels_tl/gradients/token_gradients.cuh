@@ -65,7 +65,8 @@ __device__ __forceinline__ void stage_panel(const float* fragment, void* tile) {
 // its i-th row.
 template <typename T>
 __device__ __forceinline__ void add_value_panel(float* dots, const void* U, const void* v_rows, void* dv_rows,
-                                                int stride, const float* beta, int first, int valid, int columns) {
+                                                int v_stride, int dv_stride, const float* beta, int first, int valid,
+                                                int columns) {
   const int lane = lane_here(), piece = lane & 7;
   const T* const v = static_cast<const T*>(v_rows) + 8 * piece;
   T* const dv = static_cast<T*>(dv_rows) + 8 * piece;
@@ -78,7 +79,7 @@ __device__ __forceinline__ void add_value_panel(float* dots, const void* U, cons
     uint4 u = *reinterpret_cast<const uint4*>(static_cast<const char*>(U) + swizzled(row, piece));
     const float factor = beta[row];
     if (needs_V(T(), factor)) {
-      const uint4 values = __ldg(reinterpret_cast<const uint4*>(v + row * stride));
+      const uint4 values = __ldg(reinterpret_cast<const uint4*>(v + row * v_stride));
       const auto add = [&](uint32_t x, uint32_t value) {
         const float2 a = unpack(T(), x), b = unpack(T(), value);
         dots[i] += a.x * b.x + a.y * b.y;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void add_value_panel(float* dots, const void* U, cons
       const float2 pair = unpack(T(), *x);
       *x = pack(T(), factor * pair.x, factor * pair.y);
     }
-    *reinterpret_cast<uint4*>(dv + row * stride) = u;
+    *reinterpret_cast<uint4*>(dv + row * dv_stride) = u;
   }
 }
 

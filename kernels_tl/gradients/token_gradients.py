@@ -25,7 +25,7 @@ in tiles of V. dQ and dK take the memory of these tiles afterwards.
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, Gradients, Replay, ReverseReplay, Sizes
+from kernels_tl.bundles import Chunks, Gradients, OutputGradient, Replay, ReverseReplay, Sizes
 from kernels_tl.config import TOKEN_GRADIENTS as TILE, key_parts
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, SWIZZLE_128B, C, descriptor, dims, element_type, extern
 from kernels_tl.core.cta import Variables, barriers, clear_rows_after, fetch, fragments, shared
@@ -229,7 +229,7 @@ def token_gradients(dtype, K):
                 T.barrier_arrive(ready.keys_loaded)
 
     @T.macro
-    def make_values(tiles, ready, work, turns, v, dv):
+    def make_values(tiles, ready, work, turns, tokens, dv):
         """The warps of dV."""
         first = T.alloc_var("int32", init=(extern("warp_index", returns="int32") - 1) * VALUE_ROWS)
         dots = T.alloc_local([8], "float32")
@@ -245,8 +245,9 @@ def token_gradients(dtype, K):
                     f"add_value_panel<{element}>",
                     dots.data,
                     T.access_ptr(tiles.U[s, 0, 0], "r"),
-                    T.access_ptr(v[work.row, work.hv, v0], "r"),
+                    T.access_ptr(tokens.v[work.row, work.hv, v0], "r"),
                     T.access_ptr(dv[work.row, work.hv, v0], "w"),
+                    T.Cast("int32", tokens.v_row),
                     T.Cast("int32", H_v * value_dim),
                     gate_row(tiles, 0, BackwardGate.BETA),
                     first,
@@ -304,7 +305,7 @@ def token_gradients(dtype, K):
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype, BackwardGate),
-        grad_o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
+        output_gradient: OutputGradient(sizes, dtype),
         replay: Replay(sizes, dtype, K),
         reverse_replay: ReverseReplay(sizes, dtype, K),
         turns: T.Tensor([sizes.chunk_slots * PARTS, sizes.H_k], "int32"),
@@ -333,10 +334,20 @@ def token_gradients(dtype, K):
                 T.dec_max_nreg(OTHER_REGISTERS)
                 if is_loader(CONSUMERS):
                     replays = (replay, reverse_replay)
-                    load(tiles, ready, work, turns_of_values, hk, chunks.tokens, grad_o, chunks.matrices, *replays)
+                    load(
+                        tiles,
+                        ready,
+                        work,
+                        turns_of_values,
+                        hk,
+                        chunks.tokens,
+                        output_gradient.grad_o,
+                        chunks.matrices,
+                        *replays,
+                    )
                 else:
                     if tx < CONSUMERS + 32 + VALUE_THREADS:
-                        make_values(tiles, ready, work, turns_of_values, chunks.tokens.v, gradients.dv)
+                        make_values(tiles, ready, work, turns_of_values, chunks.tokens, gradients.dv)
                     else:
                         make_gates(tiles, ready, work, hk, gradients, turns)
 

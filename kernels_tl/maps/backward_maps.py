@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, Maps, Sizes
+from kernels_tl.bundles import Chunks, Maps, OutputGradient, Sizes
 from kernels_tl.config import BACKWARD_MAPS, BACKWARD_MAPS_NORMALIZE, is_wide
 from kernels_tl.core.common import (
     EXPLICIT_PASS_CONFIGS,
@@ -177,7 +177,7 @@ def backward_maps(dtype, K, normalize):
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype),
-        grad_o: T.Tensor([sizes.tokens, H_v, sizes.value_dim], dtype),
+        output_gradient: OutputGradient(sizes, dtype),
         backward_gates: T.Tensor([sizes.chunk_slots, H_v, reverse_gates.COUNT, C], "float32"),
         maps: Maps(sizes, dtype, K),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
@@ -234,7 +234,7 @@ def backward_maps(dtype, K, normalize):
             else:
                 T.dec_max_nreg(tile.registers[1])
                 if which == MAP_DZ:
-                    inputs = (chunks.tokens, grad_o, backward_gates, chunks.matrices)
+                    inputs = (chunks.tokens, output_gradient.grad_o, backward_gates, chunks.matrices)
                     load_dZ(reverse_tiles, ready, needed.last + 1, segment, hv, v0, hk, *inputs)
                 else:
                     roles.load(

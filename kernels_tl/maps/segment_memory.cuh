@@ -8,10 +8,12 @@
 
 namespace flash_qla::device {
 
-// The raw inputs of the bounds. A key has `key_dim` channels, a multiple of 8.
+// The raw inputs of the bounds. A key has `key_dim` channels, a multiple of 8. Keys of tokens are k_row elements apart, of
+// heads k_head.
 struct BoundInputs {
   const void *k, *g, *beta, *A_log, *dt_bias;
   int activations, H_k, H_v, key_dim;
+  int64_t k_row, k_head;
 };
 
 constexpr int kLanesOfKey = 8;                        // lanes that read a key together, so that they read whole lines
@@ -70,9 +72,8 @@ __device__ __forceinline__ float bound_of_chunk(const BoundInputs& in, const flo
   activate_pairs(g, beta, g_bits, beta_bits, head_gate[0], head_gate[1], in.activations, kChunk);
   float squares[2] = {1.f, 1.f};
   if constexpr (!kNormalize) {
-    const int64_t first = static_cast<int64_t>(row) * in.H_k + hv / (in.H_v / in.H_k);
-    const int64_t stride = static_cast<int64_t>(in.H_k) * in.key_dim;
-    squares_of_keys(squares, static_cast<const Element*>(in.k) + first * in.key_dim, stride, in.key_dim);
+    const int64_t first = row * in.k_row + hv / (in.H_v / in.H_k) * in.k_head;
+    squares_of_keys(squares, static_cast<const Element*>(in.k) + first, in.k_row, in.key_dim);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

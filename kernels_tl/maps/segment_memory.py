@@ -14,7 +14,7 @@ maps. Eight lanes read a key together: a load of 32 lanes from 32 keys would tak
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Gates, Memory, Plan, Sizes
+from kernels_tl.bundles import Gates, Memory, Plan, Sizes, Tokens
 from kernels_tl.config import SEGMENT_MEMORY as TILE
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, C, element_type, extern
 from kernels_tl.core.cta import Variables
@@ -33,7 +33,7 @@ def segment_memory(dtype, K, normalize):
     @T.prim_func
     def main(
         sizes: sizes,
-        k: T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
+        tokens: Tokens(sizes, dtype),
         gates: Gates(sizes),
         plan: Plan(sizes),
         memory: Memory(sizes),
@@ -55,7 +55,7 @@ def segment_memory(dtype, K, normalize):
                 f"find_memory<{options}>",
                 extern(
                     "BoundInputs",
-                    T.access_ptr(k[0, 0, 0], "r"),
+                    T.access_ptr(tokens.k[0, 0, 0], "r"),
                     T.access_ptr(gates.g[0, 0], "r"),
                     T.access_ptr(gates.beta[0, 0], "r"),
                     T.access_ptr(gates.A_log[0], "r"),
@@ -64,6 +64,8 @@ def segment_memory(dtype, K, normalize):
                     T.Cast("int32", sizes.H_k),
                     T.Cast("int32", H_v),
                     T.Cast("int32", sizes.key_dim),
+                    T.Cast("int64", tokens.k_row),
+                    T.Cast("int64", tokens.k_head),
                 ),
                 segment.row,
                 before,

@@ -103,6 +103,17 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
   return text.str();
 }
 
+std::string refusal(int driver_cuda_version) {
+  const std::string toolkit = "CUDA " + cuda_version(CUDART_VERSION);
+  const std::string found = "the kernels were compiled with " + toolkit + ", and the driver supports CUDA up to " +
+                            cuda_version(driver_cuda_version);
+  if (driver_cuda_version >= CUDART_VERSION) {
+    return found + ", which is enough: libflash_qla.so may be damaged, so install the package again";
+  }
+  return found + ": install NVIDIA driver " + kDriverOfToolkitName + " (" + toolkit +
+         ") or a newer one, or NVIDIA's compatibility package for " + toolkit;
+}
+
 void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
   check(call.dtype == ScalarType::BFloat16 || call.dtype == ScalarType::Half, call.op, "q has dtype ",
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");

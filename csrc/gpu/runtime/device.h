@@ -30,6 +30,9 @@ const Gpu& gpu_of(const Tensor& tensor);
 // was found. Empty if they run.
 std::string obstacle(int driver_cuda_version, int major, int minor);
 
+// What to say if this driver refuses a kernel's code, although `obstacle` is empty: what was found, and what to do.
+std::string refusal(int driver_cuda_version);
+
 // Throws, with the argument's name, if the call runs on a CPU only: dtypes, head dims, sizes, architecture.
 void check_supported_on_gpu(const Tokens& call, const Tensor& q);
 

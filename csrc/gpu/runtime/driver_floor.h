@@ -14,4 +14,8 @@ static_assert(CUDART_VERSION / 1000 * 1000 == kDriverFloor);
 // NVIDIA's number of the first driver of CUDA 12.0.
 inline constexpr const char* kDriverFloorName = "525";
 
+// NVIDIA's number of the first driver of the toolkit that compiles the kernels, CUDA 12.9.
+inline constexpr const char* kDriverOfToolkitName = "575";
+static_assert(CUDART_VERSION == 12090);
+
 }  // namespace flash_qla

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "gpu/runtime/device.h"
 #include "gpu/runtime/driver_floor.h"
 
 namespace flash_qla::runtime {
@@ -32,10 +33,17 @@ std::string join(const Extents& extents) {
   throw std::runtime_error(text.str());
 }
 
+// Whether the driver refuses the code. Drivers may load it lazily, so any call about a kernel may return this.
+bool is_refusal(cudaError_t status) {
+  return status == cudaErrorInvalidKernelImage || status == cudaErrorNoKernelImageForDevice ||
+         status == cudaErrorInvalidPtx || status == cudaErrorUnsupportedPtxVersion || status == cudaErrorInvalidSource;
+}
+
 void check(const LaunchConfig& config, cudaError_t status, const char* action) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // clears the error, which is reported here
-  fail(config, std::string(action) + " failed: " + cudaGetErrorString(status));
+  fail(config, std::string(action) + " failed: " + cudaGetErrorString(status) +
+                   (is_refusal(status) ? "; " + refusal(driver_cuda_version()) : ""));
 }
 
 int current_device() {
@@ -85,12 +93,7 @@ class AllowInCapture {
 };
 
 // The driver's error numbers are those of the runtime.
-const char* error_string(CUresult status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
-
-void check(const LaunchConfig& config, CUresult status, const char* action) {
-  if (status == CUDA_SUCCESS) return;
-  fail(config, std::string(action) + " failed: " + error_string(status));
-}
+cudaError_t error_of(CUresult status) { return static_cast<cudaError_t>(status); }
 
 // The kernel's function, loaded once. It belongs to no device; the driver loads it on each device that launches it.
 const void* load(const LaunchConfig& config) {
@@ -102,8 +105,9 @@ const void* load(const LaunchConfig& config) {
     static const auto get_kernel = driver_function<PFN_cuLibraryGetKernel_v12000>("cuLibraryGetKernel");
     CUlibrary library;
     CUkernel function;
-    check(config, load_data(&library, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0), "loading the code");
-    check(config, get_kernel(&function, library, kernel.name), "finding the function");
+    check(config, error_of(load_data(&library, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)),
+          "loading the code");
+    check(config, error_of(get_kernel(&function, library, kernel.name)), "finding the function");
     kernel.function.store(function, std::memory_order_release);
   }
   return kernel.function.load(std::memory_order_relaxed);
@@ -142,7 +146,7 @@ CUtensorMap encode(const TensorMap& map) {
     throw std::runtime_error(text.str());
   }
   if (status != CUDA_SUCCESS) {  // may be the error of an earlier kernel
-    throw std::runtime_error(std::string("flash_qla: CUDA error: ") + error_string(status));
+    throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(error_of(status)));
   }
   return encoded;
 }
