@@ -18,7 +18,7 @@ import torch
 
 from flash_qla.cp import CPContext, passes, published
 from flash_qla.ops import autograd
-from flash_qla.ops.checks import check_ignored, check_offsets, check_state_dtype, longest_sequence
+from flash_qla.ops.checks import check_ignored, explain, longest_sequence
 
 # Results of chunk_gated_delta_rule_bwd: dq, dk, dv, db, dg, dh0 and, with use_gate_in_kernel, dA_log, ddt_bias
 _Tensor: TypeAlias = torch.Tensor
@@ -136,14 +136,13 @@ def chunk_gated_delta_rule(
             dt_bias or allow_neg_eigval is given without its activation; max_seqlen is negative; or offsets are wrong
             and checked. The message names the argument, what was expected and what came.
         ValueError: the tokens are not those of cp_context.
-        TypeError: a keyword in **others is unknown; it or head_first has another value; or cu_seqlens is a list.
+        TypeError: a keyword in **others is unknown; it or head_first has another value; a list, an array or a
+            NestedTensor came where a tensor is expected; or state_dtype is no dtype.
         NotImplementedError: force_intra_cp is True; gradients made with create_graph=True are differentiated again;
             forward-mode differentiation; or, with cp_context, a transform of torch.func.
     """
-    check_offsets("chunk_gated_delta_rule", cu_seqlens)
-    check_state_dtype("chunk_gated_delta_rule", state_dtype)
     if others or head_first is not False:
-        check_ignored("chunk_gated_delta_rule", {"head_first": head_first, **others})
+        check_ignored(chunk_gated_delta_rule, {"head_first": head_first, **others})
         if max_seqlen is None:
             max_seqlen = longest_sequence(others.get("cu_seqlens_cpu"))
     if force_intra_cp and auto_cp and cp_context is None:
@@ -156,13 +155,17 @@ def chunk_gated_delta_rule(
         auto_cp,
     )  # fmt: skip
     more = (state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen)
-    if cp_context is not None:
-        o, final_state = passes.chunk_gated_delta_rule(cp_context, *args, *more)
-    else:
-        has_more = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
-        if not has_more and state_dtype is A_log is dt_bias is max_seqlen is None:
-            more = ()  # the dispatcher fills in defaults in less time than it reads arguments
-        o, final_state = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule, *args, *more)
+    try:
+        if cp_context is not None:
+            o, final_state = passes.chunk_gated_delta_rule(cp_context, *args, *more)
+        else:
+            has_more = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
+            if not has_more and state_dtype is A_log is dt_bias is max_seqlen is None:
+                more = ()  # the dispatcher fills in defaults in less time than it reads arguments
+            o, final_state = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule, *args, *more)
+    except Exception:
+        explain(chunk_gated_delta_rule, locals())
+        raise
     return o, final_state if output_final_state else None
 
 
@@ -220,14 +223,16 @@ def chunk_gated_delta_rule_intermediates(
     Raises:
         RuntimeError, TypeError, NotImplementedError: as chunk_gated_delta_rule.
     """
-    check_offsets("chunk_gated_delta_rule_intermediates", cu_seqlens)
-    check_state_dtype("chunk_gated_delta_rule_intermediates", state_dtype)
-    g_cumsum, A, o, h, final_state = autograd.call(
-        torch.ops.flash_qla.chunk_gated_delta_rule_fwd,
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
-        use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, max_seqlen,
-    )  # fmt: skip
+    try:
+        g_cumsum, A, o, h, final_state = autograd.call(
+            torch.ops.flash_qla.chunk_gated_delta_rule_fwd,
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
+            use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, max_seqlen,
+        )  # fmt: skip
+    except Exception:
+        explain(chunk_gated_delta_rule_intermediates, locals())
+        raise
     return g_cumsum, A, o, h if output_h else None, final_state if output_final_state else None
 
 
@@ -384,9 +389,9 @@ def chunk_gated_delta_rule_bwd(
 
     Raises:
         RuntimeError: as chunk_gated_delta_rule; or g_raw is missing where it is required, or given where it is not.
-        TypeError: cu_seqlens is a list; or cp_cache is not that of the forward call.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected; or cp_cache is not that of the
+            forward call.
     """
-    check_offsets("chunk_gated_delta_rule_bwd", cu_seqlens)
     cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
     published.check_cache(cp_cache, cp_context)
     args = (
@@ -394,11 +399,15 @@ def chunk_gated_delta_rule_bwd(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         g_raw, max_seqlen if cp_context is None else None,
     )  # fmt: skip
-    if cp_context is None:
-        dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule_bwd, *args)
-    else:
-        dq, dk, dv, db, dg, dh0, dA_log, ddt_bias = passes.chunk_gated_delta_rule_bwd(cp_context, cp_cache, *args)
-    gradients = (dq, dk, dv, db, dg, None if initial_state is None else dh0)
+    try:
+        if cp_context is None:
+            *gradients, dh0, dA_log, ddt_bias = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule_bwd, *args)
+        else:
+            *gradients, dh0, dA_log, ddt_bias = passes.chunk_gated_delta_rule_bwd(cp_context, cp_cache, *args)
+    except Exception:
+        explain(chunk_gated_delta_rule_bwd, locals())
+        raise
+    gradients = (*gradients, None if initial_state is None else dh0)
     if not use_gate_in_kernel:
         return gradients
     return *gradients, dA_log, None if dt_bias is None else ddt_bias

@@ -8,7 +8,7 @@ import torch
 from flash_qla.cp import CPContext, passes
 from flash_qla.cp.published import CPCache, FlashQLACPContext, ranks_of
 from flash_qla.gated_delta_rule import chunk_gated_delta_rule_intermediates
-from flash_qla.ops.checks import check_offsets, check_state_dtype
+from flash_qla.ops.checks import explain
 
 
 def chunk_gated_delta_rule_fwd(
@@ -57,15 +57,17 @@ def chunk_gated_delta_rule_fwd(
     Raises:
         RuntimeError, TypeError, NotImplementedError, ValueError: as chunk_gated_delta_rule.
     """
-    check_offsets("chunk_gated_delta_rule_fwd", cu_seqlens)
-    check_state_dtype("chunk_gated_delta_rule_fwd", state_dtype)
     cp_context, cu_seqlens, auto_cp = ranks_of(cp_context, cu_seqlens, auto_cp)
     args = (
         q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, output_h, auto_cp, state_v_first,
         use_qk_l2norm_in_kernel, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, max_seqlen if cp_context is None else None,
     )  # fmt: skip
-    if cp_context is None:
-        return *chunk_gated_delta_rule_intermediates(*args), None
-    *results, h, final_state, states = passes.chunk_gated_delta_rule_fwd(cp_context, *args)
+    try:
+        if cp_context is None:
+            return *chunk_gated_delta_rule_intermediates(*args), None
+        *results, h, final_state, states = passes.chunk_gated_delta_rule_fwd(cp_context, *args)
+    except Exception:
+        explain(chunk_gated_delta_rule_fwd, locals())
+        raise
     return *results, h if output_h else None, final_state if output_final_state else None, CPCache(g, states)

@@ -6,7 +6,7 @@ parameters in the op's order, which is the published interface.
 
 import torch
 
-from flash_qla.ops.checks import check_offsets
+from flash_qla.ops.checks import explain
 
 
 def prefill_gated_delta_rule(
@@ -91,16 +91,19 @@ def prefill_gated_delta_rule(
             FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot that another one writes or
             reads. The message names the argument, what was expected and what came. Unchecked, the GPU treats an index
             out of range as no slot, and the contents of a slot that is written twice are undefined.
-        TypeError: cu_seqlens is a list.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
     """
-    check_offsets("prefill_gated_delta_rule", cu_seqlens)
-    o = torch.ops.flash_qla.prefill_gated_delta_rule(
-        q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
-        use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out, h,
-        max_seqlen,
-    )  # fmt: skip
+    try:
+        o = torch.ops.flash_qla.prefill_gated_delta_rule(
+            q, k, v, g, beta, state_pool, state_indices, scale, cu_seqlens, has_initial_state, null_index,
+            use_qk_l2norm_in_kernel, checkpoint_every, checkpoint_indices, checkpoints, use_gate_in_kernel, A_log,
+            dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, batch_invariant, initial_state_indices, out, h,
+            max_seqlen,
+        )  # fmt: skip
+    except Exception:
+        explain(prefill_gated_delta_rule, locals())
+        raise
     return o if out is None else out
 
 
@@ -188,15 +191,18 @@ def decode_gated_delta_rule(
             FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot, or a row of
             intermediate_states, that another one writes or reads. The message names the argument, what was expected and
             what came. Unchecked, the GPU treats an index out of range as no slot.
-        TypeError: cu_seqlens is a list.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
     """
-    check_offsets("decode_gated_delta_rule", cu_seqlens)
-    o = torch.ops.flash_qla.decode_gated_delta_rule(
-        q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
-        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents,
-        update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
-    )  # fmt: skip
+    try:
+        o = torch.ops.flash_qla.decode_gated_delta_rule(
+            q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
+            cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents,
+            update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
+        )  # fmt: skip
+    except Exception:
+        explain(decode_gated_delta_rule, locals())
+        raise
     return o if out is None else out
 
 
@@ -243,12 +249,15 @@ def decode_gated_delta_rule_packed(
     Raises:
         RuntimeError, TypeError, NotImplementedError: as decode_gated_delta_rule.
     """
-    check_offsets("decode_gated_delta_rule_packed", cu_seqlens)
-    o = torch.ops.flash_qla.decode_gated_delta_rule_packed(
-        mixed_qkv, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
-        cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents,
-        update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
-    )  # fmt: skip
+    try:
+        o = torch.ops.flash_qla.decode_gated_delta_rule_packed(
+            mixed_qkv, a, b, A_log, dt_bias, state_pool, state_indices, scale, null_index, use_qk_l2norm_in_kernel,
+            cu_seqlens, num_accepted_tokens, write_indices, intermediate_states, intermediate_indices, parents,
+            update_state, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
+        )  # fmt: skip
+    except Exception:
+        explain(decode_gated_delta_rule_packed, locals())
+        raise
     return o if out is None else out
 
 
@@ -331,10 +340,15 @@ def decode_gated_delta_rule_buffered(
             FLASH_QLA_CHECK=1 also: an index or write_pos is out of range, or two sequences have the same slot. The
             message names the argument, what was expected and what came. Unchecked, the GPU treats an index out of range
             as no slot, and takes the nearest valid write_pos.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
     """
-    o = torch.ops.flash_qla.decode_gated_delta_rule_buffered(
-        q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, d_cache, k_cache, g_cache, write_pos, force_flush,
-        scale, null_index, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
-    )  # fmt: skip
+    try:
+        o = torch.ops.flash_qla.decode_gated_delta_rule_buffered(
+            q, k, v, a, b, A_log, dt_bias, state_pool, state_indices, d_cache, k_cache, g_cache, write_pos, force_flush,
+            scale, null_index, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, out,
+        )  # fmt: skip
+    except Exception:
+        explain(decode_gated_delta_rule_buffered, locals())
+        raise
     return o if out is None else out

@@ -63,9 +63,10 @@ def local_case(case: Case, layout: str, device: str, kernel_size: int | None = N
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     cu_seqlens = inputs.pop("cu_seqlens")
     group = group or dist.group.WORLD
-    rows = rows_of(case.lengths, parts_of(sum(case.lengths), group.size(), group.rank(), layout))
+    total = inputs["q"].shape[1]
+    rows = rows_of(case.lengths, parts_of(total, group.size(), group.rank(), layout))
     numbers = [n for n, _, _ in rows]
-    begins, ends = (torch.tensor(x, device=device)[:, None, None, None] for x in list(zip(*rows, strict=True))[1:])
+    begins, ends = (torch.tensor([row[i] for row in rows], device=device).bool()[:, None, None, None] for i in (1, 2))
     for name in ("q", "k", "v", "g", "beta"):
         inputs[name] = cut(inputs[name], layout, group)
     gradients["do"] = cut(gradients["do"], layout, group)
@@ -73,7 +74,8 @@ def local_case(case: Case, layout: str, device: str, kernel_size: int | None = N
         inputs["initial_state"] = inputs["initial_state"][numbers].where(begins, float("nan"))
     if gradients["dht"] is not None:
         gradients["dht"] = gradients["dht"][numbers].where(ends, 0)
-    inputs["cp_context"] = build_cp_context(cu_seqlens, group, kernel_size, layout=layout)
+    num_tokens = total if case.padding else None
+    inputs["cp_context"] = build_cp_context(cu_seqlens, group, kernel_size, layout=layout, num_tokens=num_tokens)
     assert inputs["cp_context"].sequences == tuple(numbers)
     return inputs, gradients
 
@@ -227,6 +229,10 @@ def partly(case: Case) -> None:
     """A loss may leave out o, the final state, or the gradients of all tensors but one. The others have the same
     gradients."""
     inputs, gradients = local_case(case, "contiguous", "cpu")
+    leaf = inputs["initial_state"].clone().requires_grad_()  # alone: each rank has a backward because of it
+    o, state = flash_qla.chunk_gated_delta_rule(**inputs | {"initial_state": leaf}, output_final_state=True)
+    (dh0,) = torch.autograd.grad((o, state), leaf, (gradients["do"], gradients["dht"]))
+    assert torch.equal(dh0, run(inputs, gradients)["dh0"]) and dh0.any() == (dist.get_rank() == 0)
     del inputs["initial_state"]
 
     def gradient(name, do, dht):
@@ -295,17 +301,17 @@ def gradients_on_one_rank(case: Case, function: str, device: str = "cpu") -> Non
         flash_qla.chunk_gated_delta_rule(**inputs)
 
 
-def halos(batches: list[tuple[int, ...]], widths: tuple[int, ...], device: str) -> None:
-    """exchange_halo and its gradient, against all tokens in one place, for sequences of these lengths."""
+def halos(batches: list[tuple[tuple[int, ...], int]], widths: tuple[int, ...], device: str) -> None:
+    """exchange_halo and its gradient, against all tokens in one place, for sequences of these lengths, with padding."""
     device = of_this_rank(device)
-    for lengths in batches:
-        check_halos(lengths, widths, device)
+    for lengths, padding in batches:
+        check_halos(lengths, padding, widths, device)
 
 
-def check_halos(lengths: tuple[int, ...], widths: tuple[int, ...], device: str) -> None:
+def check_halos(lengths: tuple[int, ...], padding: int, widths: tuple[int, ...], device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    total, world_size = sum(lengths), dist.get_world_size()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    total, world_size = sum(lengths) + padding, dist.get_world_size()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor((*lengths, padding)))
     x = torch.randn(1, total, 3, 2, generator=generator, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
     for layout, width in itertools.product(LAYOUTS, widths):
@@ -313,7 +319,7 @@ def check_halos(lengths: tuple[int, ...], widths: tuple[int, ...], device: str) 
         def halo(x, begin, width=width):
             rows = []
             for t in range(begin - width + 1, begin):
-                here = t >= 0 and bool(sequence[t] == sequence[begin])
+                here = t >= 0 and bool(sequence[t] == sequence[begin] < len(lengths))
                 rows.append(x[0, t] * here)
             return torch.stack(rows) if rows else x[0, :0]
 
@@ -323,7 +329,7 @@ def check_halos(lengths: tuple[int, ...], widths: tuple[int, ...], device: str) 
         weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in expected]
         (dx,) = torch.autograd.grad(sum((y * w).sum() for y, w in zip(expected, weights, strict=True)), whole)
 
-        context = build_cp_context(cu_seqlens, conv1d_kernel_size=width, layout=layout)
+        context = build_cp_context(cu_seqlens, conv1d_kernel_size=width, layout=layout, num_tokens=total)
         local = cut(x, layout).to(device).requires_grad_()
         found = exchange_halo(local, context)
         (gradient,) = torch.autograd.grad(found, local, weights[dist.get_rank()].to(device))

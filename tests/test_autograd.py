@@ -14,7 +14,7 @@ from cases import GRADIENT_OF, Case, forward_mode, make_gradients, make_inputs, 
 from dispatched import Ran
 from every_op import NAMES, make_call
 from reference import one_thread
-from subprocesses import run_side_by_side
+from subprocesses import run_python, run_side_by_side
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -62,6 +62,57 @@ def test_formula_of_a_call(device):
         assert isinstance(function(*leaves_of(inputs))[0].grad_fn, BackwardCFunction) == (not in_cpp)
         with Ran():
             assert isinstance(function(*leaves_of(inputs))[0].grad_fn, BackwardCFunction)
+
+
+@pytest.mark.parametrize("name", (*GRADIENT_OF, "A_log", "dt_bias"))
+@pytest.mark.parametrize("loss", ("o", "state", "both"))
+def test_a_gradient_of_one_tensor(name, loss, device):
+    """The bits of its gradient among all, whatever else wants none: in a plain call, and with autograd in Python."""
+    inputs = make_inputs(Case(lengths=(70, 3), use_gate_in_kernel=True), device)
+    gradients = make_gradients(Case(lengths=(70, 3)), device)
+    used = {"o": slice(1), "state": slice(1, 2), "both": slice(2)}[loss]
+    for function in (flash_qla.chunk_gated_delta_rule, torch.ops.flash_qla.chunk_gated_delta_rule):
+
+        def gradient(wanted, function=function):
+            leaves = {x: inputs[x].detach().requires_grad_() for x in wanted}
+            outputs = function(**inputs | leaves, output_final_state=True)
+            dy = list(gradients.values())[used]
+            return torch.autograd.grad(outputs[used], leaves[name], dy, allow_unused=True)[0]
+
+        expected = gradient((*GRADIENT_OF, "A_log", "dt_bias"))
+        assert torch.equal(gradient([name]), expected)
+        with Ran() as ran:
+            assert torch.equal(gradient([name]), expected)
+        assert ran.ops == ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd"]
+        assert expected.any() or (name, loss) == ("q", "state")
+
+
+WITHOUT_LIBRARY = """
+import sys, warnings
+sys.path.insert(0, {folder!r})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import flash_qla
+import torch
+assert flash_qla.__file__ == {folder!r} + "/flash_qla/__init__.py" and not flash_qla.ops.autograd.IN_CPP
+(message,) = [str(x.message) for x in caught if "flash_qla" in str(x.message)]
+assert message.startswith("flash_qla: autograd is in Python, which is slower, because of {folder}/flash_qla/{name}: ")
+x, g = torch.rand(1, 3, 1, 8, requires_grad=True), torch.zeros(1, 3, 1)
+flash_qla.chunk_gated_delta_rule(x, x, x, g, g + 1)[0].sum().backward()
+assert x.grad.any()
+"""
+
+
+def test_a_library_that_does_not_load(tmp_path):
+    """Autograd in Python takes its place, with a warning."""
+    name = "autograd_torch{}.{}.so".format(*torch.__version__.split("."))
+    package = tmp_path / "flash_qla"
+    package.mkdir()
+    for path in Path(flash_qla.__file__).parent.iterdir():
+        if path.name not in (name, "__pycache__"):
+            (package / path.name).symlink_to(path)
+    (package / name).write_bytes(b"\x7fELF of another build")
+    run_python(WITHOUT_LIBRARY.format(folder=str(tmp_path), name=name), FLASH_QLA_QUIET="1", **{PYTHON_ONLY: ""})
 
 
 @pytest.mark.long

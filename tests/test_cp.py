@@ -57,6 +57,10 @@ CASES = (
     Case(lengths=(100, 140), **SMALL, use_gate_in_kernel=True, A_log=FP64, dt_bias=None, state_v_first=True),
     Case(lengths=(65, 370, 45), K=32, V=64, state_v_first=True, gate="logsigmoid"),
     Case(lengths=(65, 370, 45), K=32, V=16, dtype=torch.float16, gate="tiny", initial_state=None),
+    # With padding, which may be all that a part or a rank has.
+    Case(lengths=(7, 0, 150, 33), padding=50, **SMALL, gate="logsigmoid"),
+    Case(lengths=(120,), padding=120, **SMALL | ALL_INSIDE, keys="raw", use_qk_l2norm_in_kernel=True),
+    Case(lengths=(3, 0), padding=237, **SMALL, state_v_first=True),
 )
 ONE = CASES[0]
 
@@ -67,6 +71,7 @@ GPU_CASES = (
     Case(lengths=(100, 1500, 448), gate="tiny", dtype=torch.float16),
     Case(lengths=(700, 1348), keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE, g_dtype=torch.bfloat16),
     Case(lengths=(1, 63, 1984), K=96, V=192, H_k=3, H_v=3, beta="two", gate="logsigmoid"),
+    Case(lengths=(300, 1000), padding=748, gate="logsigmoid"),
 )
 
 
@@ -92,7 +97,7 @@ def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> l
 
 def put_together(case: Case, layout: str, of_ranks: list[dict]) -> dict:
     """The tensors of all tokens and sequences from those of the ranks."""
-    whole, total, world_size = {}, sum(case.lengths), len(of_ranks)
+    whole, total, world_size = {}, sum(case.lengths) + case.padding, len(of_ranks)
     some = [n for n, length in enumerate(case.lengths) if length]
     parts = [parts_of(total, world_size, rank, layout) for rank in range(world_size)]
     rows = [rows_of(case.lengths, x) for x in parts]
@@ -121,6 +126,8 @@ def put_together(case: Case, layout: str, of_ranks: list[dict]) -> dict:
 def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
     outputs, gradients, b = expected_of(case)
     found = put_together(case, layout, [x[case, layout] for x in of_ranks])
+    for x in (x for x in found.values() if x.shape[:2] == outputs["o"].shape[:2]):
+        assert not x[:, sum(case.lengths) :].any()
     name = f"{len(of_ranks)} ranks, {layout}, {case}"
     for output, x in outputs.items():
         accuracy.check(output, found.pop(output), x, dtype=case.dtype, case=name)
@@ -153,7 +160,7 @@ OF_ITS_OWN = Case(lengths=(160, 80), **SMALL)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world_size", "case"), [(2, CASES[2]), (3, OF_ITS_OWN)], ids=str)
+@pytest.mark.parametrize(("world_size", "case"), [(2, CASES[2]), (3, OF_ITS_OWN), (3, CASES[-2])], ids=str)
 def test_compiled(world_size, case):
     run_on_ranks(world_size, cp_ranks.compiled, case, "cpu", BACKEND)
 
@@ -178,7 +185,8 @@ def test_compiled_halo():
 
 @pytest.mark.parametrize("world_size", (1, 3, 8))
 def test_halos(world_size):
-    run_on_ranks(world_size, cp_ranks.halos, [(240,), (7, 0, 200, 33), (1,) * 20 + (219, 1)], (1, 4, 20), "cpu")
+    batches = [((240,), 0), ((7, 0, 200, 33), 0), ((1,) * 20 + (219, 1), 0), ((7, 150), 83), ((30,), 210)]
+    run_on_ranks(world_size, cp_ranks.halos, batches, (1, 4, 20), "cpu")
 
 
 def test_a_convolution_before_it():
@@ -221,6 +229,7 @@ PLAYED = (
     Case(lengths=(480,), H_k=1, H_v=2, gate="logsigmoid"),
     Case(lengths=(100, 30, 350), H_k=1, H_v=2, V=64, gate="tiny", dtype=torch.float16, state_v_first=True),
     Case(lengths=(70, 410), H_k=1, H_v=1, K=64, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE),
+    Case(lengths=(100, 0, 130), padding=250, H_k=1, H_v=2, gate="logsigmoid"),
 )
 
 
@@ -344,7 +353,8 @@ class Group(SimpleNamespace):
         return self.world_size
 
 
-LENGTHS = [case.lengths for case in CASES] + [(48,), (1,) * 48, (0, 47, 0, 1, 0), (15, 15, 1, 14, 3)]
+LENGTHS = [case.lengths for case in CASES if not case.padding]
+LENGTHS += [(48,), (1,) * 48, (0, 47, 0, 1, 0), (15, 15, 1, 14, 3)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -383,20 +393,43 @@ def test_what_a_rank_holds(world_size, layout):
                 assert context.front_num_seqs == len(rows_of(lengths, parts[:1]))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_rank_holds_of_padding(layout):
+    """The last rank or the last part of the first one, and more, have no tokens of a sequence."""
+    offsets, group = torch.tensor([0, 3, 5]), SimpleNamespace(size=lambda: 3, group_name="ranks")
+    contexts = []
+    for number in range(3):
+        group.rank = lambda number=number: number
+        contexts.append(build_cp_context(offsets, group, layout=layout, num_tokens=12))
+    expected = {"contiguous": [[0, 3, 4], [0, 1], [0]], "zigzag": [[0, 2], [0, 1, 2], [0, 1]]}[layout]
+    assert [x.cu_seqlens.tolist() for x in contexts] == expected
+    assert [x.num_tokens for x in contexts] == [4, 4, 4]
+    if layout == "contiguous":
+        assert [x.post_num_ranks for x in contexts] == [1, 0, 0]
+        assert [x.pre_num_ranks for x in contexts] == [0, 1, 0]
+        assert [x.is_last_rank for x in contexts] == [False, True, True]
+    else:
+        assert [x.post_num_ranks_by_part for x in contexts] == [(1, 0), (1, 0), (0, 0)]
+        assert [x.pre_num_conv_tokens_by_part for x in contexts] == [(0, 0), (2, 0), (1, 0)]
+
+
 @pytest.mark.parametrize(
-    ("offsets", "layout", "message"),
+    ("offsets", "options", "message"),
     [
-        ([0, 7], "contiguous", "7 tokens, expected a positive multiple of 2"),
-        ([0, 6], "zigzag", "6 tokens, expected a positive multiple of 4"),
-        ([0, 0], "contiguous", "0 tokens"),
-        ([0, 5, 4], "contiguous", "expected offsets that begin with 0 and do not decrease"),
-        ([1, 4], "contiguous", "expected offsets that begin with 0"),
-        ([0, 4], "striped", "layout is 'striped', expected 'contiguous' or 'zigzag'"),
+        ([0, 7], {}, "7 tokens, expected a positive multiple of 2, contiguous; with padding pass num_tokens"),
+        ([0, 6], {"layout": "zigzag"}, "6 tokens, expected a positive multiple of 4"),
+        ([0, 0], {}, "0 tokens"),
+        ([0, 5], {"num_tokens": 7}, "num_tokens is 7, expected a positive multiple of 2, contiguous, at least 5"),
+        ([0, 5], {"num_tokens": 4}, "num_tokens is 4, expected .* at least 5"),
+        ([0, 0], {"num_tokens": 0}, "num_tokens is 0, expected a positive multiple"),
+        ([0, 5, 4], {}, "expected offsets that begin with 0 and do not decrease"),
+        ([1, 4], {}, "expected offsets that begin with 0"),
+        ([0, 4], {"layout": "striped"}, "layout is 'striped', expected 'contiguous' or 'zigzag'"),
     ],
 )
-def test_contexts_that_are_refused(offsets, layout, message):
+def test_contexts_that_are_refused(offsets, options, message):
     with pytest.raises(ValueError, match=message):
-        build_cp_context(torch.tensor(offsets), Group(number=0, world_size=2), layout=layout)
+        build_cp_context(torch.tensor(offsets), Group(number=0, world_size=2), **options)
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_cpu"])
@@ -428,7 +461,7 @@ def test_a_context_with_flas_fields():
     cu_seqlens = inputs.pop("cu_seqlens")
     context = build_cp_context(cu_seqlens, Group(number=0, world_size=1))
     fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(CPContext)}
-    del fields["sequences"]
+    del fields["sequences"], fields["num_tokens"]
     theirs = SimpleNamespace(**fields | {"group": None, "pre_num_ranks_dev": None})
     found = flash_qla.chunk_gated_delta_rule(**inputs, cp_context=theirs, output_final_state=True)
     expected = flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu_seqlens, output_final_state=True)

@@ -20,8 +20,6 @@ from dtensor_ranks import (
 from every_op import NAMES
 from ranks import run_on_ranks
 
-from flash_qla.ops import sharding
-
 SIZES = {"H_k": 2, "H_v": 4, "K": 16, "V": 8, "gate": "logsigmoid"}
 INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 BATCH = (
@@ -100,16 +98,6 @@ def test_refusals():
 def test_a_layer_with_heads_in_parallel():
     """A layer whose projections are sharded by torch's tensor parallelism: its output and weight gradients."""
     assert run_on_ranks(2, with_context) == [None] * 2
-
-
-def test_a_pytorch_with_another_registry(monkeypatch):
-    """It says so, and registers nothing: an import of DTensor does not fail."""
-    registered = []
-    monkeypatch.setattr(torch.distributed.tensor.experimental, "register_sharding", registered.append)
-    monkeypatch.setattr(torch.distributed.tensor.DTensor._op_dispatcher, "sharding_propagator", object())
-    with pytest.warns(UserWarning, match="takes no DTensors under PyTorch .* another registry"):
-        sharding._register_all()
-    assert not registered
 
 
 # Two GPUs

@@ -1,14 +1,19 @@
 """Wrong input raises before anything is launched, and says which argument, what was expected and what came."""
 
+import inspect
+import itertools
 import re
+import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import Case, make_gradients, make_inputs, on_meta
 from subprocesses import run_python
 
 import flash_qla
+from flash_qla.integrations import fla
 
 pytestmark = pytest.mark.usefixtures("errors_change_nothing")
 
@@ -385,6 +390,74 @@ def test_what_pytorch_says_is_passed_on():
     assert all("the reason" in text and "API call failed" not in text for text in said.values()), said
 
 
+# Arguments of other types. The functions look at nothing before a call, and explain after it.
+
+FUNCTIONS = [x for name, x in vars(flash_qla).items() if name in flash_qla.__all__ and callable(x)]
+FUNCTIONS.append(fla.fused_recurrent_gated_delta_rule)
+
+
+def arguments_of(function, kind: type) -> list[str]:
+    hints = typing.get_type_hints(function)
+    return [x for x, hint in hints.items() if x != "return" and kind in (hint, *typing.get_args(hint))]
+
+
+def minimal(function) -> dict:
+    """Tensors for the arguments that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    required = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    given = dict.fromkeys(required, torch.zeros(1, 3, 1, 8))
+    if function is fla.fused_recurrent_gated_delta_rule:  # which ignores A_log without the gate
+        given |= dict.fromkeys(("g", "A_log"), torch.zeros(1, 3, 1)) | {"use_gate_in_kernel": True}
+    return given
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
+def test_no_tensor_as_a_tensor(function):
+    """Each argument."""
+    names = [x for x in arguments_of(function, torch.Tensor) if x not in ("gk", "gv")]  # these are refused
+    assert {"q" if "q" in names else "mixed_qkv", "a" if "a" in names else "g"} < set(names)
+    for name, value in itertools.product(names, ([0, 3], (0, 3), np.zeros(3), 1.5)):
+        text = rf"^{function.__name__}: {name} is of type {type(value).__name__}; pass a tensor on the device of"
+        with pytest.raises(TypeError, match=text) as error:
+            function(**minimal(function) | {name: value})
+        assert error.value.__suppress_context__
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", (torch.jagged, torch.strided), ids=str)
+def test_a_nested_tensor(function, layout):
+    first, *_ = arguments = minimal(function)
+    nested = torch.nested.nested_tensor([torch.zeros(3, 1, 8), torch.zeros(2, 1, 8)], layout=layout)
+    expected = "cu_seqlens, such as" if "cu_seqlens" in inspect.signature(function).parameters else "a tensor of all"
+    tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor)]
+    for given in ({first: nested}, dict.fromkeys(tensors, nested)):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: {first} is a NestedTensor; pass .*{expected}"):
+            function(**arguments | given)
+
+
+WITH_STATE_DTYPE = [x for x in FUNCTIONS if arguments_of(x, torch.dtype)]
+
+
+@pytest.mark.parametrize("function", WITH_STATE_DTYPE, ids=lambda x: x.__name__)
+def test_no_dtype_as_a_dtype(function):
+    assert len(WITH_STATE_DTYPE) == 3 and arguments_of(function, torch.dtype) == ["state_dtype"]
+    given = good("chunk_gated_delta_rule", "cpu", T=5)
+    for value, came in (("fp16", "'fp16'"), (np.float16, "<class 'numpy.float16'>"), (16, "16")):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: state_dtype is {came}, expected a torch.dtype"):
+            function(**given, state_dtype=value)
+    for value in (torch.int32, torch.float8_e8m0fnu, torch.bits8):  # the last two are unknown to the stable ABI
+        with pytest.raises(RuntimeError, match=f"{function.__name__}: state_dtype is .*, expected bfloat16"):
+            function(**given, state_dtype=value)
+
+
+def test_an_error_of_the_op_stays():
+    """Where the types are right."""
+    with pytest.raises(RuntimeError, match=r"^flash_qla::chunk_gated_delta_rule: g has") as error:
+        flash_qla.chunk_gated_delta_rule(**good("chunk_gated_delta_rule", "cpu", T=5) | {"g": torch.zeros(1)})
+    assert error.value.__context__ is None
+
+
 # The Python functions' keywords
 
 KEYWORDS_WITHOUT_EFFECT = (
@@ -425,6 +498,28 @@ def test_other_libraries_keywords_that_change_nothing(name, value):
 def test_keywords_that_would_change_the_result_raise(name, value):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=name):
         flash_qla.chunk_gated_delta_rule(**good("chunk_gated_delta_rule", "cpu", T=5), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "meant"),
+    (
+        (flash_qla.chunk_gated_delta_rule, "output_final_states", "output_final_state"),
+        (flash_qla.chunk_gated_delta_rule, "chunk_indexes", "chunk_indices"),
+        (fla.chunk_gated_delta_rule, "use_gate_in_kernels", "use_gate_in_kernel"),
+        (fla.chunk_gated_delta_rule, "headfirst", "head_first"),
+        (fla.fused_recurrent_gated_delta_rule, "initial_states", "initial_state"),
+        (fla.build_cp_context, "kernel_size", "conv1d_kernel_size"),
+    ),
+    ids=lambda x: getattr(x, "__module__", x),
+)
+def test_keywords_that_are_nearly_right(function, keyword, meant):
+    arguments = good("chunk_gated_delta_rule", "cpu", T=5)
+    given = {name: arguments[name] for name in ("q", "k", "v", "g", "beta")}
+    if function is fla.build_cp_context:
+        given = {"cu_seqlens": torch.tensor([0, 5]), "group": None}
+    expected = rf"^{function.__name__}\(\) got an unexpected keyword argument '{keyword}'. Did you mean '{meant}'\?$"
+    with pytest.raises(TypeError, match=expected):
+        function(**given, **{keyword: None})
 
 
 @pytest.mark.parametrize("op", OPS[1:])

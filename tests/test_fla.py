@@ -260,6 +260,7 @@ OUTSIDE = {
     **{f"K={K}, V={V}": Case(T=70, K=K, V=V) for K, V in ((264, 512), (60, 64), (64, 100), (128, 520))},
     "fp32": Case(T=70, dtype=torch.float32),
     "cp_context without cu_seqlens_cpu": Case(lengths=(70,), initial_state=None, cu_dtype=torch.int64),
+    "a keyword that FLA ignores": Case(T=70, K=64, V=96),
     "switched off": Case(T=70),
 }
 
@@ -288,6 +289,8 @@ def test_outside_goes_to_fla(name, integrated, monkeypatch):
         inputs["cp_context"] = fla_cp.get_cp_cu_seqlens(inputs["cu_seqlens"], world_size=1, rank=0)
     if "without cu_seqlens_cpu" in name:
         inputs["cp_context"] = dataclasses.replace(inputs["cp_context"], cu_seqlens_cpu=None)
+    if "keyword" in name:
+        inputs["no_such_keyword"] = None
     if name == "switched off":
         monkeypatch.setenv("FLA_FLASH_QLA", "0")
     with Ran() as ran:
@@ -309,7 +312,7 @@ def test_contexts_are_those_of_fla(world_size, layout):
             group = SimpleNamespace(rank=lambda r=rank: r, size=lambda: world_size, group_name="ranks")
             ours = build_cp_context(cu_seqlens, group, 4, layout=layout)
             for field in dataclasses.fields(ours):
-                if field.name not in ("group", "sequences"):
+                if field.name not in ("group", "sequences", "num_tokens"):
                     x, y = getattr(ours, field.name), getattr(theirs, field.name)
                     same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
                     assert same, f"{field.name} is {x}, FLA's {y}: {lengths}, rank {rank}"
@@ -473,9 +476,11 @@ DECODED = {
     "activations": Case(T=2),
 }
 NOT_DECODED = {
-    "K=256": Case(T=1, K=256),
+    "K=264": Case(T=1, K=264),
     "fp32": Case(T=1, dtype=torch.float32),
     "gk": Case(T=1),
+    "a step size of each channel": Case(T=1, K=64, V=96),
+    "a keyword that FLA ignores": Case(T=1),
     "switched off": Case(T=1),
 }
 
@@ -503,6 +508,8 @@ def test_decoding_that_goes_to_fla(name, integrated, monkeypatch):
     inputs, _ = arguments_of(case, "cpu")
     inputs |= activations(case.H_v, "cpu") if name == "activations" else {}
     inputs |= {"gk": torch.zeros(1)} if name == "gk" else {}
+    inputs |= {"beta": torch.rand_like(inputs["v"])} if "channel" in name else {}
+    inputs |= {"chunk_size": 64} if "keyword" in name else {}
     inside = integrated and name in DECODED
     for function in (
         fla_gdr.fused_recurrent_gated_delta_rule,

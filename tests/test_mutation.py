@@ -1,15 +1,13 @@
 """Autograd knows which ops write their arguments, and which ops have no derivatives."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 from cases import Case, make_inputs
-from every_op import NAMES, at_offset, later_ops, make_call, names_of_arguments, op_of
+from every_op import NAMES, at_offset, later_ops, make_call, op_of
 
 import flash_qla
-from flash_qla.integrations import fla
 
 # The arguments that each op writes
 WRITES = {
@@ -228,22 +226,3 @@ def test_a_backward_inside_autocast(device):
         with cast:
             gradients += torch.autograd.grad(o.sum(), q)
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize(
-    "name", [x for x in NAMES if not x.startswith("gated") and "cu_seqlens" in names_of_arguments(x)]
-)
-def test_a_list_of_offsets(name):
-    """Is explained, whichever function it is given to."""
-    arguments = fresh(make_call(name, "cpu"))
-    offsets = arguments["cu_seqlens"].tolist()
-    functions = {getattr(flash_qla, name)}
-    if name.endswith("_fwd"):
-        functions.add(flash_qla.chunk_gated_delta_rule_intermediates)
-    if name == "chunk_gated_delta_rule":
-        functions.add(fla.chunk_gated_delta_rule)
-        arguments.pop("auto_cp", None)
-    for function, kind in itertools.product(functions, (list, tuple)):
-        message = f"cu_seqlens is of type {kind.__name__}; pass a tensor, int32 or int64, on the device of q, because"
-        with pytest.raises(TypeError, match=message):
-            function(**arguments | {"cu_seqlens": kind(offsets)})

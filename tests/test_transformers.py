@@ -480,6 +480,27 @@ def test_copies_run_their_own_weights(how, switched, calls):
     assert example.relative_error(copied(hidden), own) < FP32_TOLERANCE and len(calls) == made + 1
 
 
+class Mixin:
+    """What FSDP and others put before a layer's class."""
+
+
+@pytest.mark.parametrize("how", COPIES)
+@torch.no_grad()
+def test_copies_of_a_layer_whose_class_was_subclassed(how, calls, monkeypatch):
+    """Others make a class from the switched one, as fully_shard does; a copy has that class and calls flash_qla."""
+    model = small_model()
+    (layer,) = gated_delta_nets(model)
+    hidden = torch.randn(1, 20, layer.hidden_size)
+    use_flash_qla(model)
+    expected = layer(hidden)
+    layer.__class__ = sharded = type("Sharded", (Mixin, type(layer)), {"__module__": __name__})
+    monkeypatch.setattr(sys.modules[__name__], "Sharded", sharded, raising=False)
+    made = len(calls)
+    copied = COPIES[how](layer)
+    copied._parameters, copied._modules = layer._parameters, layer._modules  # which a replica does not have yet
+    assert type(copied) is sharded and torch.equal(copied(hidden), expected) and len(calls) == made + 1
+
+
 @torch.no_grad()
 def test_replicas_of_a_model(calls):
     """Replicas of all modules, as nn.DataParallel creates them; the replicas find each other."""

@@ -75,7 +75,9 @@ class CPContext:
     is_first_by_part: tuple[bool, bool] | None = None
     is_last_by_part: tuple[bool, bool] | None = None
     pre_num_conv_tokens_by_part: tuple[int, int] | None = None
-    sequences: tuple[int, ...] | None = None  # the number of each of the rank's sequences among all; not FLA's
+    # Not FLA's:
+    sequences: tuple[int, ...] | None = None  # the number of each of the rank's sequences among all
+    num_tokens: int | None = None  # the rank's tokens, with padding after the last offset; None: without padding
 
     def __post_init__(self):
         rank, self._world_size = 0, 1
@@ -90,7 +92,7 @@ class CPContext:
         for name in ("cu_seqlens", "cu_seqlens_cpu"):
             check_offsets(name, getattr(self, name))
         offsets = self.cu_seqlens_cpu.tolist()
-        self._tokens = offsets[-1]
+        self._tokens = offsets[-1] if self.num_tokens is None else self.num_tokens
         if self.layout == "contiguous":
             slots, rows = (rank,), (0, len(offsets) - 1)
         else:
@@ -108,6 +110,7 @@ class CPContext:
             )
             for i, (slot, (first, end)) in enumerate(zip(slots, itertools.pairwise(rows), strict=True))
         )
+        self._part_len = self._tokens // len(slots)
 
     def _of_part(self, name: str, i: int):
         return getattr(self, name) if self.layout == "contiguous" else getattr(self, _OF_PARTS[name])[i]
@@ -129,6 +132,7 @@ def build_cp_context(
     conv1d_kernel_size: int | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     layout: str = "contiguous",
+    num_tokens: int | None = None,
 ) -> CPContext:
     """Compute which tokens of all sequences this rank holds, of a group of W ranks.
 
@@ -139,13 +143,16 @@ def build_cp_context(
         o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)
 
     Args:
-        cu_seqlens: offsets of all sequences in the packed tokens, [N + 1], int32 or int64, from 0, not decreasing. The
-            last one is T, the number of all tokens: a multiple of W, with zigzag of 2 W. No rank has an empty sequence.
+        cu_seqlens: offsets of all sequences in the packed tokens, [N + 1], int32 or int64, from 0, not decreasing. No
+            rank has an empty sequence.
         group: the ranks; the default group if None.
         conv1d_kernel_size: width, in tokens, of the causal convolution before the Gated Delta Rule, for exchange_halo.
         cu_seqlens_cpu: cu_seqlens on the CPU.
         layout: "contiguous": rank r has part r of W equal parts. "zigzag": rank r has parts r and 2 W - 1 - r of 2 W
             equal parts, one after the other.
+        num_tokens: T, the number of all tokens of all ranks: a multiple of W, with zigzag of 2 W. By default it is the
+            last offset. Tokens from the last offset on belong to no sequence: their outputs and gradients are zero, and
+            a rank may have nothing but such tokens.
 
     Returns:
         The context, for the arguments named cp_context. Its `cu_seqlens` are the offsets of the rank's own sequences,
@@ -169,21 +176,25 @@ def build_cp_context(
     offsets = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     if not offsets or offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
         raise ValueError(f"cu_seqlens is {offsets}, expected offsets that begin with 0 and do not decrease")
-    if offsets[-1] == 0 or offsets[-1] % count != 0:
-        raise ValueError(
-            f"cu_seqlens ends with {offsets[-1]} tokens, expected a positive multiple of {count}, {layout}"
-        )
-    part_len = offsets[-1] // count
+    total = offsets[-1] if num_tokens is None else num_tokens
+    if total <= 0 or total % count != 0 or total < offsets[-1]:
+        came = f"cu_seqlens ends with {total} tokens" if num_tokens is None else f"num_tokens is {total}"
+        instead = "; with padding pass num_tokens" if num_tokens is None else f", at least {offsets[-1]}"
+        raise ValueError(f"{came}, expected a positive multiple of {count}, {layout}{instead}")
+    part_len = total // count
 
     local, sequences, of_parts = [0], [], []
     for i, slot in enumerate(slots):
-        begin, end = slot * part_len, (slot + 1) * part_len
+        begin, end = slot * part_len, min((slot + 1) * part_len, offsets[-1])
         first, last = bisect.bisect_right(offsets, begin) - 1, bisect.bisect_left(offsets, end) - 1
         rows = [n for n in range(first, last + 1) if offsets[n] < offsets[n + 1]]
         local += [i * part_len + min(offsets[n + 1], end) - begin for n in rows]
         sequences += rows
-        before, after = slot - offsets[first] // part_len, (offsets[last + 1] - 1) // part_len - slot
-        of_parts.append((before, after, before == 0, after == 0, begin - offsets[first]))
+        before = after = tokens_before = 0
+        if rows:
+            before, after = slot - offsets[first] // part_len, (offsets[last + 1] - 1) // part_len - slot
+            tokens_before = begin - offsets[first]
+        of_parts.append((before, after, before == 0, after == 0, tokens_before))
         if i == 0:
             front = len(rows)
     local = torch.tensor(local, dtype=torch.int32, device="cpu")
@@ -199,6 +210,7 @@ def build_cp_context(
         layout=layout,
         conv1d_kernel_size=conv1d_kernel_size,
         sequences=tuple(sequences),
+        num_tokens=part_len * len(slots),
         **fields,
     )
 
@@ -217,5 +229,5 @@ def check_tokens(name: str, x: torch.Tensor, context: CPContext) -> None:
     if x.dim() < 2 or x.shape[0] != 1 or x.shape[1] != context._tokens:
         raise ValueError(
             f"{name} has shape {list(x.shape)}, expected [1, {context._tokens}, ...], the tokens that cp_context gives "
-            "this rank"
+            "this rank; build_cp_context takes num_tokens if padding follows the last offset"
         )

@@ -11,13 +11,13 @@ class _ExchangeHalo(torch.autograd.Function):
     def forward(ctx, x, context, for_backward):
         ctx.context, ctx.shape = context, x.shape
         size = context.conv1d_kernel_size - 1
-        tails = [x[0, max(part.begin, part.end - size) : part.end] for part in context._parts]
+        tails = [_last_tokens(x[0, part.begin : part.end], min(size, context._part_len)) for part in context._parts]
         tails = wait(start_gather(torch.stack(tails), context, for_backward), context)
         halos = []
         for part in context._parts:
-            # Each part has at least one token, so `size` parts are enough.
-            before = torch.cat([x.new_zeros(size, *x.shape[2:]), *tails[max(0, part.slot - size) : part.slot]])
-            halos.append(_of_first_sequence(before[before.shape[0] - size :], part))
+            # Each part before one with tokens has at least one token, so `size` parts are enough.
+            before = tails[max(0, part.slot - size) : part.slot].flatten(0, 1)
+            halos.append(_of_first_sequence(_last_tokens(before, size), part))
         return torch.stack(halos)
 
     @staticmethod
@@ -34,6 +34,13 @@ class _ExchangeHalo(torch.autograd.Function):
                 dx[0, part.end - count : part.end] += halo[reach - count : reach]
                 reach = max(0, reach - tokens)
         return dx, None, None
+
+
+def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The last tokens of x, after zeros if it has fewer."""
+    x = x[max(0, x.shape[0] - count) :]
+    missing = count - x.shape[0]
+    return torch.cat([x.new_zeros(missing, *x.shape[1:]), x]) if missing else x
 
 
 def _of_first_sequence(halo: torch.Tensor, part: Part) -> torch.Tensor:

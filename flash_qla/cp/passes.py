@@ -8,6 +8,7 @@ from flash_qla.cp.context import CPContext, as_ours, check_tokens
 from flash_qla.cp.exchange import in_backward, refuse_transforms, start_gather, wait
 from flash_qla.cp.maps import fold, spread
 from flash_qla.ops import autograd
+from flash_qla.ops.checks import check_state_dtype
 
 ops = torch.ops.flash_qla
 
@@ -217,6 +218,7 @@ def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.T
         return ops.chunk_gated_delta_rule(*tokens, **options)
     refuse_transforms("chunk_gated_delta_rule with cp_context")
     state_dtype = options["state_dtype"]
+    check_state_dtype("chunk_gated_delta_rule", state_dtype)
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *tensors))):
         with torch.no_grad():
             return _forward(context, False, tokens, options)[:2]

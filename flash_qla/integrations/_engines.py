@@ -7,12 +7,12 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 import torch
 
 import flash_qla
+from flash_qla.ops.later import when_imported
 
 _NOTHING = object()  # a module has no such name
 
@@ -51,7 +51,7 @@ class Replacement:
         self._absent = absent or {}
         self._package, self.run = package, run
         self._originals = {}
-        self._finder = None
+        self._is_waiting = False
 
     def use(self) -> None:
         """Import the modules, and put everything in place, or nothing.
@@ -81,11 +81,10 @@ class Replacement:
                 error = e
             report(f"{', '.join(self.functions[module.__name__])} of {module.__name__}", error)
 
-        for path in self.functions.keys() & sys.modules.keys():
-            use(sys.modules[path])
-        if self._finder is None:
-            self._finder = _After(self.functions.keys(), use)
-            sys.meta_path.insert(0, self._finder)
+        for path in self.functions:
+            if path in sys.modules or not self._is_waiting:
+                when_imported(path, use, f"{path} does not call flash_qla")
+        self._is_waiting = True
 
     def _choose(self, module: ModuleType) -> list[tuple]:
         """(module, name, the engine's value, our value) for each name that does not have our value yet."""
@@ -139,28 +138,6 @@ class Replacement:
         while self._originals:
             (module, name), theirs = self._originals.popitem()
             setattr(module, name, theirs)
-
-
-class _After(MetaPathFinder):
-    """Finds these modules with the other finders, and calls `then` with a module after its import."""
-
-    def __init__(self, modules: Collection[str], then: Callable[[ModuleType], None]):
-        self._modules, self._then = modules, then
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in self._modules:
-            return None
-        others = (x for x in sys.meta_path if x is not self and hasattr(x, "find_spec"))
-        spec = next(filter(None, (x.find_spec(name, path, target) for x in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._then(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
 
 
 def earlier(function: Callable, *lacks: str) -> Callable:

@@ -30,6 +30,12 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict:
     return kwargs | dict(zip(_names(function), args, strict=False)) if args else kwargs
 
 
+def _unknown(function: Callable, call: dict, keywords: frozenset = frozenset()) -> str | None:
+    """A message about a keyword that FLA's function ignores and flash_qla's refuses, or None."""
+    known = {*_names(function), *keywords, "transpose_state_layout"}
+    return next((f"flash_qla has no argument {x}" for x in call if x not in known), None)
+
+
 def _is_head_dim(dim: int, most: int) -> bool:
     return 0 < dim <= most and dim % HEAD_DIM_STEP == 0
 
@@ -47,6 +53,9 @@ class Backend(FlashQLABackend):
 
     def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
         call = _by_name(chunk_gated_delta_rule, args, kwargs)
+        unknown = _unknown(chunk_gated_delta_rule, call, fla._KEYWORDS)
+        if unknown is not None:
+            return False, unknown
         q = call["q"]
         if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
             return False, "this flash_qla requires a Hopper GPU (sm_90)"
@@ -75,9 +84,15 @@ class Backend(FlashQLABackend):
 
     def fused_recurrent_gated_delta_rule_verifier(self, *args, **kwargs):
         call = _by_name(fused_recurrent_gated_delta_rule, args, kwargs)
+        unknown = _unknown(fused_recurrent_gated_delta_rule, call)
+        if unknown is not None:
+            return False, unknown
         for name in ("gk", "gv"):
             if call.pop(name, None) is not None:
                 return False, f"flash_qla requires {name}=None"
+        beta = call.get("beta")
+        if beta is not None and beta.ndim == call["v"].ndim:
+            return False, "flash_qla requires a step size for each head, beta [B, T, H_v], got one for each channel"
         return self.chunk_gated_delta_rule_verifier(**{"g": None, "beta": None} | call)
 
     def fused_recurrent_gated_delta_rule(self, *args, **kwargs):

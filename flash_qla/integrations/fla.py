@@ -29,11 +29,13 @@ FLA_FLASH_QLA=0 in the environment switches flash_qla off inside FLA. Written fo
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
 
 import flash_qla
 from flash_qla.cp import CPContext, build_cp_context as _build_cp_context
+from flash_qla.ops.checks import explain, unexpected_keyword
 
 # Arguments that FLA takes by keyword only, and that flash_qla has under the same names
 _KEYWORDS = frozenset({"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "head_first"})
@@ -81,7 +83,7 @@ def chunk_gated_delta_rule(
         TypeError: a keyword is unknown, or chunk_size or head_first has another value.
         RuntimeError, NotImplementedError: as flash_qla.chunk_gated_delta_rule.
     """
-    state_v_first = _layout("chunk_gated_delta_rule", state_v_first, kwargs, _KEYWORDS)
+    state_v_first = _layout(chunk_gated_delta_rule, state_v_first, kwargs, _KEYWORDS)
     kwargs["cu_seqlens_cpu"] = cu_seqlens_cpu
     if not kwargs.get("use_gate_in_kernel"):
         kwargs |= {"A_log": None, "dt_bias": None}
@@ -161,45 +163,49 @@ def fused_recurrent_gated_delta_rule(
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:
             raise NotImplementedError(f"{function}: {name} is a tensor, expected None: flash_qla decays whole heads")
-    state_v_first = _layout(function, state_v_first, kwargs)
+    state_v_first = _layout(fused_recurrent_gated_delta_rule, state_v_first, kwargs)
     if use_gate_in_kernel and (g is None or A_log is None):
         missing = "g" if g is None else "A_log"
         raise ValueError(f"{function}: {missing} is None, expected a tensor with use_gate_in_kernel")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    gates = v.shape[:3]
-    K, V, N = q.shape[-1], v.shape[-1], q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    one_token = q.shape[1] == 1 and cu_seqlens is None
-    final_state, kept, in_place = None, None, output_final_state
-    if initial_state is None:
-        states = final_state = q.new_zeros(N, v.shape[2], *((V, K) if state_v_first else (K, V)), dtype=dtype)
-    elif output_final_state and not one_token:
-        states = final_state = initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    else:  # the kernel reads one tensor and, if wanted, writes another
-        states = initial_state.to(dtype).contiguous()
-        in_place = False
-        if output_final_state:
-            final_state = torch.empty_like(states)
-            kept = final_state[:, None]
-    o = flash_qla.decode_gated_delta_rule(
-        q, k, v,
-        v.new_zeros(gates, dtype=dtype) if g is None else g,
-        v.new_ones(gates, dtype=dtype) if beta is None else beta,
-        A_log if use_gate_in_kernel else None,
-        dt_bias if use_gate_in_kernel else None,
-        states,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        intermediate_states=kept,
-        update_state=in_place,
-        state_v_first=state_v_first,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )  # fmt: skip
+    try:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        gates = v.shape[:3]
+        K, V, N = q.shape[-1], v.shape[-1], q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        one_token = q.shape[1] == 1 and cu_seqlens is None
+        final_state, kept, in_place = None, None, output_final_state
+        if initial_state is None:
+            states = final_state = q.new_zeros(N, v.shape[2], *((V, K) if state_v_first else (K, V)), dtype=dtype)
+        elif output_final_state and not one_token:
+            states = final_state = initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        else:  # the kernel reads one tensor and, if wanted, writes another
+            states = initial_state.to(dtype).contiguous()
+            in_place = False
+            if output_final_state:
+                final_state = torch.empty_like(states)
+                kept = final_state[:, None]
+        o = flash_qla.decode_gated_delta_rule(
+            q, k, v,
+            v.new_zeros(gates, dtype=dtype) if g is None else g,
+            v.new_ones(gates, dtype=dtype) if beta is None else beta,
+            A_log if use_gate_in_kernel else None,
+            dt_bias if use_gate_in_kernel else None,
+            states,
+            scale=scale,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens,
+            intermediate_states=kept,
+            update_state=in_place,
+            state_v_first=state_v_first,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+        )  # fmt: skip
+    except Exception:
+        explain(fused_recurrent_gated_delta_rule, locals())
+        raise
     return o, final_state if output_final_state else None
 
 
-def _layout(function: str, state_v_first: bool, kwargs: dict, keywords: frozenset = frozenset()) -> bool:
+def _layout(function: Callable, state_v_first: bool, kwargs: dict, keywords: frozenset = frozenset()) -> bool:
     """state_v_first, perhaps by its older name, which is then removed from kwargs.
 
     Raises:
@@ -208,12 +214,12 @@ def _layout(function: str, state_v_first: bool, kwargs: dict, keywords: frozense
     """
     if "transpose_state_layout" in kwargs:
         if state_v_first:
-            raise ValueError(f"{function}: expected one of state_v_first and transpose_state_layout, got both")
+            raise ValueError(f"{function.__name__}: expected one of state_v_first and transpose_state_layout, got both")
         warnings.warn("transpose_state_layout is the older name of state_v_first", DeprecationWarning, stacklevel=3)
         state_v_first = bool(kwargs.pop("transpose_state_layout"))
     unknown = set(kwargs) - keywords  # torch.compile up to 2.11 does not trace kwargs.keys() - keywords
     if unknown:
-        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+        raise unexpected_keyword(function, min(unknown), keywords)
     return state_v_first
 
 
@@ -239,7 +245,7 @@ def build_cp_context(
         TypeError: a keyword is unknown; or as flash_qla.cp.build_cp_context.
     """
     for name in kwargs:
-        raise TypeError(f"build_cp_context() got an unexpected keyword argument {name!r}")
+        raise unexpected_keyword(build_cp_context, name)
     if use_tf32x3_affine_chain is not True:
         raise ValueError(f"build_cp_context: use_tf32x3_affine_chain is {use_tf32x3_affine_chain}, expected True")
     return _build_cp_context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout)

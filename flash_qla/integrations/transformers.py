@@ -261,9 +261,10 @@ def _switched_class(original: type) -> type | None:
 
 def _reduce(layer: torch.nn.Module, protocol: int) -> tuple:
     """Lets pickle and copy find the subclass, which has the name of its original."""
-    make, arguments, *state = super(type(layer), layer).__reduce_ex__(protocol)
-    original = vars(type(layer)).get(_ORIGINAL)
-    return (make, arguments, *state) if original is None else (_new, (original,), *state)
+    # A class that others have made from the subclass, as FSDP does, is found as they have it.
+    switched = next(x for x in type(layer).__mro__ if _ORIGINAL in vars(x))
+    make, arguments, *state = super(switched, layer).__reduce_ex__(protocol)
+    return (_new, (vars(switched)[_ORIGINAL],), *state) if type(layer) is switched else (make, arguments, *state)
 
 
 def _new(original: type) -> torch.nn.Module:

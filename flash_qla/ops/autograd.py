@@ -4,11 +4,13 @@ chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op c
 saves their inputs and nothing else. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not
 require gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
 
-Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch.
+Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch and the library
+loads.
 """
 
 import operator
 import re
+import warnings
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
@@ -24,10 +26,15 @@ def _load_library() -> bool:
     # Only for releases: the C++ interface of what comes before them is unknown.
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
     path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
-    found = path is not None and path.exists() and not is_on("FLASH_QLA_PYTHON_AUTOGRAD")
-    if found:
+    if path is None or not path.exists() or is_on("FLASH_QLA_PYTHON_AUTOGRAD"):
+        return False
+    try:
         torch.ops.load_library(path)
-    return found
+    except OSError as error:  # such as a symbol that another build of this release lacks
+        reason = error.__cause__ or error
+        warnings.warn(f"flash_qla: autograd is in Python, which is slower, because of {reason}", stacklevel=2)
+        return False
+    return True
 
 
 IN_CPP = _load_library()

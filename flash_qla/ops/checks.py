@@ -1,6 +1,10 @@
-"""Checks of public functions that come before the dispatcher's, whose messages quote schemas and headers."""
+"""Checks of public functions beside the dispatcher's, whose messages quote schemas and headers."""
 
+import difflib
+import inspect
 import operator
+import typing
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,17 +14,43 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # only states in a pool
 
 
-def check_offsets(function: str, cu_seqlens: object) -> None:
-    """Refuse a list of offsets.
+def explain(function: Callable, arguments: dict[str, object]) -> None:
+    """Raise a clearer error after a call has failed, if an argument has a type that no call takes.
+
+    Nothing is looked at before a call, because that would cost every call time.
+
+    Args:
+        function: a public function, whose annotations say what it takes.
+        arguments: those of the call by name, and perhaps more.
 
     Raises:
-        TypeError: cu_seqlens is a list or a tuple.
+        TypeError: a list or an array where a tensor is expected, a NestedTensor, or no dtype as a dtype.
     """
-    if isinstance(cu_seqlens, (list, tuple)):
-        raise TypeError(
-            f"{function}: cu_seqlens is of type {type(cu_seqlens).__name__}; pass a tensor, int32 or int64, on the "
-            "device of q, because the kernels read the offsets there and the host never does"
-        )
+    for name, expected in typing.get_type_hints(function).items():
+        if name not in arguments:
+            continue
+        x, types, where = arguments[name], (expected, *typing.get_args(expected)), f"{function.__name__}: {name}"
+        if isinstance(x, torch.Tensor) and x.is_nested:
+            packed = f"the packed tokens, such as {name}.values()[None], and cu_seqlens, such as {name}.offsets()"
+            instead = packed if "cu_seqlens" in arguments else "a tensor of all sequences"
+            raise TypeError(f"{where} is a NestedTensor; pass {instead}") from None
+        if torch.Tensor in types and not isinstance(x, expected):
+            came = "None" if x is None else f"of type {type(x).__name__}"
+            raise TypeError(
+                f"{where} is {came}; pass a tensor on the device of the others, because the kernels read it there, and "
+                "the host never does"
+            ) from None
+        if torch.dtype in types:
+            check_state_dtype(function.__name__, x)
+            if not isinstance(x, expected):
+                raise TypeError(f"{where} is {x!r}, expected a torch.dtype, such as torch.float16") from None
+
+
+def unexpected_keyword(function: Callable, name: str, others: Iterable[str] = ()) -> TypeError:
+    """Python's error, with the name of a parameter or of others that are taken, if it is nearly the same."""
+    near = difflib.get_close_matches(name, [*inspect.signature(function).parameters, *others], 1)
+    instead = f". Did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{instead}")
 
 
 def longest_sequence(cu_seqlens_cpu: object) -> int | None:
@@ -48,7 +78,7 @@ IGNORED = {
 _INSTEAD = {"transpose_state_layout": "; state_v_first=True says the same"}
 
 
-def check_ignored(function: str, keywords: dict[str, object]) -> None:
+def check_ignored(function: Callable, keywords: dict[str, object]) -> None:
     """Refuse keywords that are unknown or would change the result.
 
     Raises:
@@ -56,12 +86,12 @@ def check_ignored(function: str, keywords: dict[str, object]) -> None:
     """
     for name, value in keywords.items():
         if name not in IGNORED:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected_keyword(function, name, IGNORED)
         accepted = IGNORED[name]
         if value is None or accepted is None or any(value is x or (value == x) is True for x in accepted):
             continue
         came = repr(value) if isinstance(value, (bool, int, float, str)) else f"of type {type(value).__name__}"
-        raise TypeError(f"{function}: {name} is {came}, expected {accepted[0]}{_INSTEAD.get(name, '')}")
+        raise TypeError(f"{function.__name__}: {name} is {came}, expected {accepted[0]}{_INSTEAD.get(name, '')}")
 
 
 def check_state_dtype(function: str, state_dtype: torch.dtype | None) -> None:

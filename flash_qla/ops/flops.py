@@ -70,9 +70,7 @@ def _nothing(*args, out_shape=None, **kwargs):
     return 0
 
 
-def _register():
-    from torch.utils.flop_counter import register_flop_formula
-
+def _register(flop_counter):
     for op, flop in (
         (schemas.forward, forward_flop),
         (schemas.forward_low_level, forward_flop),
@@ -83,10 +81,10 @@ def _register():
         (schemas.decode, decode_flop),
         (schemas.decode_buffered, decode_flop),
     ):
-        register_flop_formula(op.overloadpacket)(_of_tokens(op, flop))
-    register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed)
+        flop_counter.register_flop_formula(op.overloadpacket)(_of_tokens(op, flop))
+    flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay):
-        register_flop_formula(op.overloadpacket)(_nothing)
+        flop_counter.register_flop_formula(op.overloadpacket)(_nothing)
 
 
-when_imported("torch.utils.flop_counter", _register)
+when_imported("torch.utils.flop_counter", _register, "flash_qla's ops have no FLOP counts")

@@ -1,44 +1,80 @@
-"""Registrations in modules of PyTorch that are slow to import, and that most programs never import."""
+"""Work that waits for the import of another module: of parts of PyTorch that are slow to import and that most programs
+never import, and of inference engines, which import their layers late."""
 
 import importlib.abc
-import importlib.util
 import sys
+import threading
+import warnings
 from collections.abc import Callable
+from types import ModuleType
+
+_waiting: dict[str, list[tuple[Callable[[ModuleType], None], str]]] = {}
 
 
-def when_imported(name: str, function: Callable[[], None]) -> None:
-    """Call the function as soon as the module has been imported, which may be now."""
-    if name in sys.modules:
-        function()
-    else:
-        sys.meta_path.insert(0, _Finder(name, function))
+def when_imported(name: str, function: Callable[[ModuleType], None], otherwise: str) -> None:
+    """Call function(module) as soon as the module has been imported, which may be now.
+
+    An error in the function becomes a warning, because the import is another program's.
+
+    Args:
+        otherwise: what the warning says, "flash_qla ...": what does not work then.
+    """
+    _waiting.setdefault(name, []).append((function, otherwise))
+    if sys.modules.get(name) is not None:
+        _run(name)
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _run(name: str) -> None:
+    for function, otherwise in _waiting.pop(name, ()):
+        try:
+            function(sys.modules[name])
+        except Exception as error:
+            warnings.warn(f"{otherwise}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, once, and has its loader call a function afterwards."""
+    """Finds the modules as the other finders do, and has their loaders run what waits for them.
 
-    def __init__(self, name: str, function: Callable[[], None]):
-        self._name, self._function = name, function
+    A search alone, as importlib.util.find_spec, pkgutil and runpy make it, changes nothing.
+    """
+
+    def __init__(self):
+        self._searches = set()
 
     def find_spec(self, name, path=None, target=None):
-        if name != self._name:
+        search = name, threading.get_ident()
+        # Another package's finder may ask the others too, this one among them.
+        if name not in _waiting or search in self._searches:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._function)
+        self._searches.add(search)
+        try:
+            others = (x for x in sys.meta_path if x is not self and hasattr(x, "find_spec"))
+            spec = next(filter(None, (x.find_spec(name, path, target) for x in others)), None)
+        finally:
+            self._searches.remove(search)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader)
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader, function: Callable[[], None]):
-        self._loader, self._function = loader, function
+class _Loader:
+    """A module's loader, which other modules may share, with something to do after the module has been executed."""
 
-    def create_module(self, spec):
-        return self._loader.create_module(spec)
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "_loader"), name)  # a copy that is being made has none yet
 
     def exec_module(self, module):
         # From here on the module has its own loader, which other programs may ask for its source.
         module.__spec__.loader = module.__loader__ = self._loader
+        name = module.__spec__.name
         self._loader.exec_module(module)
-        self._function()
+        if name in sys.modules:  # else it was executed apart, and its import is still to come
+            _run(name)
+
+
+_FINDER = _Finder()

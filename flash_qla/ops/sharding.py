@@ -18,8 +18,8 @@ groups. The ops on a pool are not sharded over the batch, because all sequences 
 placed as they are used, because DTensor redistributes a tensor into a copy, which the op would write.
 """
 
+import itertools
 import math
-import warnings
 
 import torch
 
@@ -53,14 +53,9 @@ _NEEDS = {
 }
 
 
-def _register(op):
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-    from torch.distributed.tensor.experimental import register_sharding
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    if not hasattr(propagator, "op_strategy_funcs") or not hasattr(propagator, "register_op_strategy"):
-        raise AttributeError("torch.distributed.tensor has another registry of strategies")
+def _strategies_of(op):
+    """The function that register_sharding takes for the op."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     call_type = schemas.call_of(op)
     results = [x.name for x in op._schema.returns]
@@ -119,7 +114,6 @@ def _register(op):
                     why = f" on dimension {i} of the mesh, like the other arguments: the op writes in place"
                     refuse(name, spec, [repr(wanted)], why)
 
-    @register_sharding(op)
     def strategies(*args, **kwargs):
         call = call_type(*args, **kwargs)
         specs = {name: x for name, x in call._asdict().items() if hasattr(x, "placements")}
@@ -144,21 +138,33 @@ def _register(op):
             for over in choices
         ]
 
+    return strategies
+
+
+def _register_all(tensor):
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator = tensor.DTensor._op_dispatcher.sharding_propagator
+    register, registered = propagator.register_op_strategy, propagator.op_strategy_funcs
     # DTensor keeps a strategy for the next calls of the same kind, and register_sharding lets it compare tensors alone.
     # The flags and what is None decide about the results, so it has to compare all arguments from k on.
     info = RuntimeSchemaInfo(static_argnum=1, needs_pytree=True)
-    propagator.register_op_strategy(op, propagator.op_strategy_funcs[op], info)
-
-
-def _register_all():
+    ops = (
+        *(schemas.forward, schemas.forward_low_level, schemas.backward),
+        *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
+    )
     try:
-        for op in (
-            *(schemas.forward, schemas.forward_low_level, schemas.backward),
-            *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
-        ):
-            _register(op)
-    except (ImportError, AttributeError) as error:
-        warnings.warn(f"flash_qla takes no DTensors under PyTorch {torch.__version__}: {error}", stacklevel=2)
+        for op in ops:
+            register_sharding(op)(_strategies_of(op))
+            register(op, registered[op], info)
+    except Exception:
+        # A strategy without `info` would serve calls with other flags, too.
+        for op, registry in itertools.product(ops, vars(propagator).values()):
+            if isinstance(registry, dict):
+                registry.pop(op, None)
+        raise
 
 
-when_imported("torch.distributed.tensor", _register_all)
+_WITHOUT = f"flash_qla takes no DTensors under PyTorch {torch.__version__}"
+when_imported("torch.distributed.tensor", _register_all, _WITHOUT)

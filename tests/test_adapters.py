@@ -1,0 +1,286 @@
+"""Each argument of the functions for FLA, transformers and Megatron changes the op's call: that, and nothing else.
+
+A row of a table has an argument, what it needs beside it, its value, and what changes in the call. Each argument of a
+function has a row, so a new one fails until it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from dispatched import Ran
+
+from flash_qla.cp import build_cp_context
+from flash_qla.integrations import fla, megatron, transformers
+
+T, H_K, H_V, K, V = 6, 1, 2, 8, 16
+NOTHING = {}
+OF_GATE = {"A_log": torch.full((H_V,), -1.0), "dt_bias": torch.ones(H_V)}
+GATE = {"use_gate_in_kernel": True} | OF_GATE
+SIGMOID = {"use_beta_sigmoid_in_kernel": True}
+OFFSETS = torch.tensor([0, 1, T])
+STATE = torch.rand(1, H_V, K, V)
+
+
+def tokens(seed: int, count: int = T) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.rand(1, count, *shape, generator=generator)
+
+    return {"q": rand(H_K, K), "k": rand(H_K, K), "v": rand(H_V, V), "g": -rand(H_V), "beta": rand(H_V)}
+
+
+OTHER = tokens(1)
+
+
+@dataclasses.dataclass
+class Group:
+    """The part of a process group of one rank that a context uses."""
+
+    group_name = "alone"
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@dataclasses.dataclass
+class Row:
+    argument: str
+    value: object
+    changes: dict  # arguments of the op -> their values; ...: any other value
+    beside: dict = dataclasses.field(default_factory=dict)  # other arguments of both calls
+    needs: dict = dataclasses.field(default_factory=dict)  # and of the one with the argument
+
+    def __str__(self):
+        return self.argument
+
+
+def same(x: object, y: object) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return x.dtype == y.dtype and torch.equal(x, y)
+    return type(x) is type(y) and x == y
+
+
+def op_call(function: Callable, arguments: dict) -> dict:
+    """The op's arguments by name, after the function's only call of an op."""
+    with pytest.MonkeyPatch.context() as patch, Ran() as ran:
+        patch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # or cu_seqlens_cpu would have no effect
+        function(**arguments)
+    (op,), (found,) = ran.ops, ran.arguments
+    schema = getattr(torch.ops.flash_qla, op).default._schema.arguments
+    return {"op": op} | {x.name: found.get(x.name, x.default_value) for x in schema}
+
+
+def check(function: Callable, row: Row, base: dict) -> None:
+    without = base | row.beside
+    before, after = (op_call(function, x) for x in (without, without | row.needs | {row.argument: row.value}))
+    changed = {name: x for name, x in after.items() if not same(x, before.get(name))}
+    assert changed.keys() == row.changes.keys()
+    assert all(x is ... or same(x, changed[name]) for name, x in row.changes.items()), changed
+
+
+def parameters_of(*functions: Callable) -> set[str]:
+    found = [x for function in functions for x in inspect.signature(function).parameters.values()]
+    return {x.name for x in found if x.kind is not x.VAR_KEYWORD}
+
+
+def of_tokens(names: dict[str, str]) -> list[Row]:
+    """Rows of q, k, v, g and beta, by the function's names for them -> the op's."""
+    return [Row(name, x, {op: x}) for (name, op), x in zip(names.items(), OTHER.values(), strict=True)]
+
+
+TOKENS = dict(zip(OTHER, OTHER, strict=True))
+# Of flash_qla.chunk_gated_delta_rule, under the same names
+OPTIONS = [
+    Row("scale", 0.3, {"scale": 0.3}),
+    Row("initial_state", STATE, {"initial_state": STATE}),
+    Row("output_final_state", True, {"output_final_state": True}),
+    Row("use_qk_l2norm_in_kernel", True, {"use_qk_l2norm_in_kernel": True}),
+    Row("cu_seqlens", OFFSETS, {"cu_seqlens": OFFSETS}),
+]
+ACTIVATIONS = [
+    Row("use_gate_in_kernel", True, GATE, needs=OF_GATE),
+    Row("A_log", torch.zeros(H_V), {"A_log": torch.zeros(H_V)}, GATE),
+    Row("dt_bias", torch.zeros(H_V), {"dt_bias": torch.zeros(H_V)}, GATE),
+    Row("use_beta_sigmoid_in_kernel", True, SIGMOID),
+    Row("allow_neg_eigval", True, {"allow_neg_eigval": True}, SIGMOID),
+]
+LAYOUTS = [Row("state_v_first", True, {"state_v_first": True})]
+IGNORED = [Row("chunk_indices", torch.tensor([[0, 0]]), NOTHING), Row("chunk_size", 64, NOTHING)]
+KNOWN_LENGTHS = [Row("cu_seqlens_cpu", OFFSETS, {"max_seqlen": T - 1}, {"cu_seqlens": OFFSETS})]
+CONTEXT = build_cp_context(OFFSETS, Group())
+CONTEXTS = [Row("cp_context", CONTEXT, {"cu_seqlens": CONTEXT.cu_seqlens})]
+
+FLA = [
+    *of_tokens(TOKENS),
+    *(*OPTIONS, *ACTIVATIONS, *LAYOUTS, *IGNORED, *KNOWN_LENGTHS, *CONTEXTS),
+    Row("transpose_state_layout", True, {"state_v_first": True}),
+    Row("head_first", False, NOTHING),
+]
+
+
+@pytest.mark.filterwarnings("ignore:transpose_state_layout:DeprecationWarning")
+@pytest.mark.parametrize("row", FLA, ids=str)
+def test_fla(row):
+    check(fla.chunk_gated_delta_rule, row, tokens(0))
+
+
+def test_every_argument_of_fla():
+    assert {x.argument for x in FLA} == parameters_of(fla.chunk_gated_delta_rule) | fla._KEYWORDS | {
+        "transpose_state_layout"
+    }
+
+
+# The state is read from a copy, or from zeros, and is written there.
+DECODED = {"q": "q", "k": "k", "v": "v", "g": "a", "beta": "b"}
+RECURRENT = [
+    *of_tokens(DECODED),
+    Row("scale", 0.3, {"scale": 0.3}),
+    Row("initial_state", STATE, {"state_pool": STATE}),
+    Row("output_final_state", True, {"update_state": True, "state_pool": ...}),  # which the op then writes
+    Row("use_qk_l2norm_in_kernel", True, {"use_qk_l2norm_in_kernel": True}),
+    Row("use_gate_in_kernel", True, OF_GATE, needs=OF_GATE),
+    Row("A_log", torch.zeros(H_V), {"A_log": torch.zeros(H_V)}, GATE),
+    Row("dt_bias", torch.zeros(H_V), {"dt_bias": torch.zeros(H_V)}, GATE),
+    Row("use_beta_sigmoid_in_kernel", True, SIGMOID),
+    Row("allow_neg_eigval", True, {"allow_neg_eigval": True}, SIGMOID),
+    *(
+        Row(name, True, {"state_v_first": True, "state_pool": torch.zeros(1, H_V, V, K)})
+        for name in ("state_v_first", "transpose_state_layout")
+    ),
+    Row("cu_seqlens", OFFSETS, {"cu_seqlens": OFFSETS, "state_pool": torch.zeros(2, H_V, K, V)}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:transpose_state_layout:DeprecationWarning")
+@pytest.mark.parametrize("row", RECURRENT, ids=str)
+def test_recurrent_of_fla(row):
+    check(fla.fused_recurrent_gated_delta_rule, row, tokens(0))
+
+
+def test_every_argument_of_recurrent_of_fla():
+    """gk and gv are refused (test_fla_decode.py)."""
+    expected = parameters_of(fla.fused_recurrent_gated_delta_rule) | {"transpose_state_layout"}
+    assert {x.argument for x in RECURRENT} == expected - {"gk", "gv"}
+
+
+@pytest.mark.parametrize("given", (None, STATE), ids=("no state", "a state"))
+def test_states_of_one_token(given):
+    """With a state, one token's state goes to other memory; without, or with more tokens, to what was read."""
+    arguments = tokens(0, 1) | {"initial_state": given, "output_final_state": True}
+    call = op_call(fla.fused_recurrent_gated_delta_rule, arguments)
+    assert call["update_state"] == (given is None) and (call["intermediate_states"] is None) == (given is None)
+    assert given is None or call["state_pool"] is given
+
+
+# transformers
+
+NAMES = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
+BASE = dict(zip(NAMES, tokens(0).values(), strict=True))
+TRANSFORMERS = [
+    *of_tokens(NAMES),
+    *(*OPTIONS, *ACTIVATIONS, *LAYOUTS, *IGNORED, *KNOWN_LENGTHS, *CONTEXTS),
+    Row("auto_cp", False, {"auto_cp": False}),
+    Row("state_dtype", torch.bfloat16, {"state_dtype": torch.bfloat16}),
+    Row("max_seqlen", 3, {"max_seqlen": 3}, {"cu_seqlens": OFFSETS}),
+    Row("max_length_q", 3, {"max_seqlen": 3}, {"cu_seqlens": OFFSETS}),
+    *(Row(name, False, NOTHING) for name in ("head_first", "transpose_state_layout")),
+    *(Row(name, True, NOTHING) for name in ("enable_fwd_cp_cache", "position_ids", "max_length_k")),
+    Row("force_intra_cp", True, NOTHING, {"auto_cp": False}),
+    Row("seq_idx", torch.zeros(1, T), NOTHING, {"cu_seqlens": OFFSETS}),
+]
+
+
+@pytest.mark.parametrize("row", TRANSFORMERS, ids=str)
+def test_transformers(row):
+    check(transformers.chunk_gated_delta_rule, row, BASE)
+
+
+def test_every_argument_of_transformers():
+    """Those of flash_qla's function, and the keywords of the model that it knows or drops."""
+    known = transformers._KEYWORDS - set(TOKENS)
+    of_model = {"max_length_q", "max_length_k", "position_ids", "seq_idx"}
+    assert {x.argument for x in TRANSFORMERS} == parameters_of(transformers.chunk_gated_delta_rule) | known | of_model
+
+
+DECODED_NAMES = dict(zip(NAMES, DECODED.values(), strict=True))
+STEP = [
+    *of_tokens(DECODED_NAMES),
+    *(x for x in RECURRENT if x.argument not in DECODED),
+    *(Row(name, None, NOTHING) for name in ("gk", "gv")),
+    *(Row(name, True, NOTHING) for name in ("position_ids", "max_length_q")),
+]
+
+
+@pytest.mark.parametrize("row", [x for x in STEP if x.argument != "transpose_state_layout"], ids=str)
+def test_recurrent_of_transformers(row):
+    check(transformers.recurrent_gated_delta_rule, row, BASE)
+
+
+def test_every_argument_of_recurrent_of_transformers():
+    known = transformers._RECURRENT_KEYWORDS - set(TOKENS) | parameters_of(transformers.recurrent_gated_delta_rule)
+    assert {x.argument for x in STEP} == known | {"transpose_state_layout", "position_ids", "max_length_q"}
+
+
+@pytest.mark.parametrize("name", (*NAMES, "initial_state"))
+def test_a_step_with_a_gradient_of_one_tensor(name):
+    """The state alone, too. Such a step goes to the function that has a derivative."""
+    given = BASE | {"initial_state": STATE, "output_final_state": True}
+    leaf = given[name].clone().requires_grad_()
+    with Ran() as ran:
+        o, state = transformers.recurrent_gated_delta_rule(**given | {name: leaf})
+        (gradient,) = torch.autograd.grad(o.sum() + state.sum(), leaf)
+    assert ran.ops == ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd"] and gradient.any()
+    with torch.no_grad(), Ran() as ran:
+        transformers.recurrent_gated_delta_rule(**given | {name: leaf})
+    assert ran.ops == ["decode_gated_delta_rule"]
+
+
+# Megatron
+
+MEGATRON = [*of_tokens(TOKENS), *OPTIONS[1:], Row("chunk_size", 64, NOTHING)]
+
+
+@pytest.mark.parametrize("row", MEGATRON, ids=str)
+def test_megatron(row):
+    check(megatron.torch_chunk_gated_delta_rule, row, tokens(0))
+
+
+def test_every_argument_of_megatron():
+    assert {x.argument for x in MEGATRON} == parameters_of(megatron.torch_chunk_gated_delta_rule)
+
+
+def test_convolution_of_megatron(monkeypatch):
+    """Every argument reaches causal-conv1d; the tokens have the number of their sequence."""
+    calls = []
+
+    def record(*args, **kwargs):
+        calls.append(inspect.signature(causal_conv1d_fn).bind(*args, **kwargs).arguments)
+        return args[0] * 2
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): ...
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=record))
+    x, weight, bias, activation = torch.rand(1, T, 3), torch.rand(3, 4), torch.rand(3), "silu"
+    y, state = megatron.causal_conv1d(x, weight, bias, activation, None, False, OFFSETS)
+    assert torch.equal(y, x * 2) and state is None
+    (call,) = calls
+    assert torch.equal(call["x"], x.mT) and call["weight"] is weight and call["bias"] is bias
+    assert call["activation"] == "silu" and call["seq_idx"].tolist() == [[0, *[1] * (T - 1)]]
+    megatron.causal_conv1d(x, weight, None, None, None, False, None)
+    assert [calls[1].get(name) for name in ("bias", "activation", "seq_idx")] == [None] * 3
+
+
+def test_norm_of_megatron():
+    x = torch.tensor([3.0, 4.0])
+    torch.testing.assert_close(megatron.l2norm(x, eps=11.0), x / 6)
