@@ -14,7 +14,8 @@ class Snapshot:
     """Of tensors on a CPU or a GPU."""
 
     def __init__(self, tensors):
-        self._tensors = [x for x in tensors if torch.is_tensor(x) and x.device.type in ("cpu", "cuda")]
+        tensors = [x for x in tensors if torch.is_tensor(x) and not x.is_nested]  # a NestedTensor has no storage
+        self._tensors = [x for x in tensors if x.device.type in ("cpu", "cuda")]
         self._before = [self._state(x) for x in self._tensors]
 
     @staticmethod

@@ -69,7 +69,7 @@ class _Loader:
         return getattr(object.__getattribute__(self, "_loader"), name)  # a copy that is being made has none yet
 
     def exec_module(self, module):
-        # From here on the module has its own loader, which other programs may ask for its source.
+        # The module has its own loader from here on, which other programs may ask for its source.
         module.__spec__.loader = module.__loader__ = self._loader
         name = module.__spec__.name
         self._loader.exec_module(module)
