@@ -43,8 +43,9 @@ class Sizes(Bundle):
 
 
 class Tokens(Bundle):
-    """Queries, keys and values. Tokens of q are q_row elements apart, heads q_head, and so on: they may be slices of one
-    tensor. In the backward, q and k are the rows after the l2norm if the kernel l2norm has run."""
+    """Queries, keys and values. q_row and q_head are the strides of q's tokens and heads, in elements; likewise for k
+    and v, which may be slices of the same tensor. In the backward, q and k are the rows after the l2norm if the kernel
+    l2norm has run."""
 
     def __init__(self, sizes, dtype):
         keys, values = (sizes.tokens, sizes.H_k, sizes.key_dim), (sizes.tokens, sizes.H_v, sizes.value_dim)
@@ -59,7 +60,7 @@ class OutputGradient(Bundle):
 
 
 def rows(name, shape, dtype):
-    """The fields of a tensor [tokens, heads, channels] whose tokens and heads are any number of elements apart."""
+    """The fields of a tensor [tokens, heads, channels] with any strides of tokens and heads."""
     row, head = dims(f"{name}_row", f"{name}_head")
     return {name: T.StridedTensor(shape, (row, head, 1), dtype), f"{name}_row": row, f"{name}_head": head}
 

@@ -39,7 +39,7 @@ def test_no_other_parser():
             if path.suffix in (".py", ".cpp", ".h"):
                 text = path.read_text()
                 assert path.suffix != ".py" or not re.search(r"environ.*FLASH_QLA_(?!TORCH_FOLDERS)", text), path
-                named |= {*re.findall(r'(?:getenv|is_on)\("(FLASH_QLA_\w+)"', text)}
+                named |= {*re.findall(r'(?:is_switched_on|is_on)\("(FLASH_QLA_\w+)"', text)}
     assert named == {*environment.SWITCHES} - {"FLASH_QLA_VLLM", "FLASH_QLA_SGLANG"}
 
 

@@ -91,7 +91,7 @@ assert TILE.producers == 32 + VALUE_THREADS + GATE_THREADS
 def chunk_backward(dtype, K, normalize):
     sizes = Sizes()
     gates = GateTable(normalize).rows
-    H_v, value_dim, value_rows = sizes.H_v, sizes.value_dim, sizes.value_rows
+    H_v, value_rows = sizes.H_v, sizes.value_rows
     (parts,) = dims("parts")
     value_tiles = T.truncdiv(T.Cast("int32", value_rows), V)
     assert V == 2 * ROWS and K == 128, "two warpgroups carry dS^T, and a tile has two panels"

@@ -3,7 +3,7 @@
     rstd = 1 / sqrt(rowsum(x * x) + eps)        eps as in transformers
     y    = diag(rstd) x
 
-    q, k        [tokens, H_k, pieces, 8] 16-bit   x; tokens and heads any number of elements apart
+    q, k        [tokens, H_k, pieces, 8] 16-bit   x; any strides of tokens and heads
     normalized  [2, rows, pieces, 8] 16-bit       y of q, then of k; rows = tokens * H_k
     rstd        [2, rows] fp32                    of q, then of k
     dtype                                         the Dtype of the elements: bf16 or fp16

@@ -42,7 +42,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 
 def replay_gradients(dtype, K):
     sizes = Sizes()
-    H_v, value_dim, value_rows = sizes.H_v, sizes.value_dim, sizes.value_rows
+    H_v, value_rows = sizes.H_v, sizes.value_rows
     BOXES = K // C  # TMA boxes of a warpgroup's dS'
 
     def make_tiles():
