@@ -15,8 +15,8 @@ __device__ __forceinline__ float largest_of(const float* x) {
   float largest[4] = {kUnscaledMap, kUnscaledMap, kUnscaledMap, kUnscaledMap};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const bool counts = kInfinite || !isinf(x[i]);
-    largest[i % 4] = fmaxf(largest[i % 4], counts ? fabsf(x[i]) : 0.f);
+    const float size = fabsf(x[i]);
+    largest[i % 4] = fmaxf(largest[i % 4], kInfinite || size < 3.4e38f ? size : 0.f);
   }
   return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
 }
