@@ -25,7 +25,10 @@ __device__ __forceinline__ float largest_of(const float* x) {
 // next barrier any_large says whether any part does.
 template <int kCount>
 __device__ __forceinline__ void tell_large(const float* S, void* large) {
-  static_cast<char*>(large)[threadIdx.x / 32] = __any_sync(~0u, largest_of<kCount, true>(S) > kUnscaledMap);
+  const bool found = __any_sync(~0u, largest_of<kCount, true>(S) > kUnscaledMap);
+  if (threadIdx.x % 32 == 0) {
+    static_cast<char*>(large)[threadIdx.x / 32] = found;
+  }
 }
 template <int kWarps>
 __device__ __forceinline__ bool any_large(const void* large) {
@@ -46,7 +49,9 @@ __device__ __forceinline__ float scale_state(float* S, void* all) {
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
   }
-  static_cast<float*>(all)[threadIdx.x / 32] = largest;
+  if (threadIdx.x % 32 == 0) {
+    static_cast<float*>(all)[threadIdx.x / 32] = largest;
+  }
   sync_named<kBarrier>(32 * kWarps);
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
