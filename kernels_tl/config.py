@@ -106,14 +106,14 @@ CHUNK_FORWARD = {
         WIDE_TILE: two_warpgroups(stages=2, registers=(224, 56), early_factors=8, shared=212.578125),
     },
     256: {
-        WIDE_TILE: two_warpgroups(stages=2, registers=(240, 24), early_factors=0, shared=210.5859375, spills=252),
+        WIDE_TILE: two_warpgroups(stages=2, registers=(240, 24), early_factors=0, shared=210.5859375, spills=268),
     },
 }
 
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
-# A register or two that a role stores before its loop, and loads at most once a chunk, in the instances with A.
-FUSED_A_SPILLS = 16
+# A register or two that a role stores and loads at most once a chunk, in the instances with A.
+FUSED_A_SPILLS = 28
 
 # Keyed by K. With K = 256 the warps that store spill addresses.
 REPLAY_STATES = {

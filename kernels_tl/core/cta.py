@@ -20,11 +20,16 @@ def named(**buffers):
     return SimpleNamespace(**buffers)
 
 
+def kilobytes_of(buffers):
+    """Kilobytes of buffers, each name: (shape, dtype)."""
+    return sum(math.prod(shape) * BYTES[dtype] for shape, dtype in buffers.values()) / 1024
+
+
 def shared(kilobytes, swizzle=(), **buffers):
     """Allocates shared memory, each buffer `name=(shape, dtype)`, as a record of these names. The generated code calls
     a buffer name_s. `kilobytes` is their sum, as the table in config.py states it. `swizzle` names buffers that need
     TMA's swizzle and no gemm reads."""
-    total = sum(math.prod(shape) * BYTES[dtype] for shape, dtype in buffers.values()) / 1024
+    total = kilobytes_of(buffers)
     assert total == kilobytes <= SHARED_LIMIT, f"{total} KB of shared memory, not {kilobytes}"
     made = {name: T.alloc_shared(shape, dtype) for name, (shape, dtype) in buffers.items()}
     for name, buffer in made.items():

@@ -28,7 +28,7 @@ from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, after, dims, extern, l
 from kernels_tl.core.cta import fetch
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step
+from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scales
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
@@ -137,7 +137,7 @@ def compose_maps(dtype, K, reverse):
         with T.Kernel(
             mapped * H_v * (T.ceildiv(value_dim, COLUMNS) + T.ceildiv(key_dim, COLUMNS)),
             threads=tile.threads,
-            prelude=PRELUDE,
+            prelude=PRELUDE + prelude_of_scales(dtype),
         ) as cta:
             tiles = of_map.make_tiles(tile.shared, skip=([STAGES], "int32"))
             ready = make_barriers()

@@ -7,6 +7,9 @@ takes longer than the products of few columns.
 
 M of a wide state does not fit shared memory. It arrives in blocks, one after the other: rows of M^T, or its columns
 with `reverse`. Each block is multiplied with the block of S that has the same rows.
+
+In fp16 S may exceed the range. Then the parts are those of S times a power of two, and the sum is multiplied by its
+inverse (map_scales.cuh).
 """
 
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ import tilelang.language as T
 
 from kernels_tl.config import is_wide
 from kernels_tl.core.common import accumulator, extern
-from kernels_tl.core.cta import barriers, fetch, fragments, shared
+from kernels_tl.core.cta import barriers, fetch, fragments, kilobytes_of, named, shared
 from kernels_tl.core.pipeline import stage_of
 from kernels_tl.layout import NamedBarrier
 
@@ -23,6 +26,17 @@ ROWS = 64  # rows of S of a warpgroup: the M of its WGMMA
 MAP_STAGES = 2  # stages of M, or of its blocks
 BOX = 32  # floats, 128 bytes: the width of the swizzle
 Full = T.GemmWarpPolicy.FullRow
+SCALES = """
+#include "maps/map_scales.cuh"
+"""
+
+
+def has_scales(dtype):
+    return dtype == "float16"
+
+
+def prelude_of_scales(dtype):
+    return SCALES if has_scales(dtype) else ""
 
 
 def consumers(K):
@@ -42,6 +56,11 @@ def map_step(dtype, K, reverse, tile):
         "Z": ([stages, K // BOX, COLUMNS, BOX], "float32"),
     }
 
+    WARPS, REGISTERS = consumers(K) // 32, COLUMNS // 2  # registers of S a thread
+    # For each of two turns, a byte of each warp; for a scale, a number of each warp.
+    tiles_of_scales = {"large": ([2, 4], "int32"), "largest": ([WARPS], "float32")} if has_scales(dtype) else {}
+    assert WARPS <= 16
+
     def stage_of_block(turn, block, m):
         """The stage of a block. m is turn % MAP_STAGES."""
         return stage_of(turn * BLOCKS + block, MAP_STAGES) if is_wide(K) else stage_of(turn, MAP_STAGES, m)
@@ -56,7 +75,8 @@ def map_step(dtype, K, reverse, tile):
         return M[slot, hv, part, :, rows] if reverse else M[slot, hv, part, rows, :]
 
     def make_tiles(kilobytes, **more):
-        return shared(kilobytes, **tiles_of_step, **more, swizzle=("Z",))
+        kilobytes += kilobytes_of(tiles_of_scales)
+        return shared(kilobytes, **tiles_of_step, **more, **tiles_of_scales, swizzle=("Z",))
 
     def make_barriers(**more):
         return barriers(
@@ -73,6 +93,8 @@ def map_step(dtype, K, reverse, tile):
             products=([K, 2 * COLUMNS], "float32"),  # M S_0 and M S_1
         )
         T.annotate_layout({r.S: accumulator((K, COLUMNS))})
+        if has_scales(dtype):
+            vars(r).update(vars(named(inverse=T.alloc_local([1], "float32"))))  # of the parts' scale
         return r
 
     @T.macro
@@ -84,8 +106,7 @@ def map_step(dtype, K, reverse, tile):
             T.copy(part, tiles.S[turn % 2, :, number * COLUMNS : (number + 1) * COLUMNS])
 
     @T.macro
-    def round_in_parts(r, tiles, turn):
-        """S to shared memory, as a rounded part and the rest."""
+    def store_parts(r, tiles, turn):
         T.copy(r.S, r.S_16)
         for i, j in T.Parallel(K, COLUMNS):
             r.rest[i, j] = r.S[i, j] - T.Cast("float32", r.S_16[i, j])
@@ -93,8 +114,26 @@ def map_step(dtype, K, reverse, tile):
             T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
         store_part(r.S_16, tiles, turn, 0)
         store_part(r.rest, tiles, turn, 1)
+
+    @T.macro
+    def complete_parts():
         T.fence_proxy_async()
         T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
+
+    @T.macro
+    def round_in_parts(r, tiles, turn):
+        """S to shared memory, as a rounded part and the rest."""
+        store_parts(r, tiles, turn)
+        if has_scales(dtype):
+            extern(f"tell_large<{REGISTERS}>", r.S.data, T.access_ptr(tiles.large[turn % 2, 0], "w"))
+        complete_parts()
+        if has_scales(dtype):
+            r.inverse[0] = 1.0
+            if extern(f"any_large<{WARPS}>", T.access_ptr(tiles.large[turn % 2, 0], "r"), returns="bool"):
+                scale = f"scale_state<{REGISTERS}, {WARPS}, {NamedBarrier.SCAN_ROUNDED}>"
+                r.inverse[0] = extern(scale, r.S.data, T.access_ptr(tiles.largest, "rw"), returns="float32")
+                store_parts(r, tiles, turn)
+                complete_parts()
 
     @T.macro
     def start_products(r, tiles, ready, m, turn):
@@ -120,7 +159,10 @@ def map_step(dtype, K, reverse, tile):
         """S += M S_0 + M S_1."""
         T.wait_wgmma(0)
         stage_of_block(turn, BLOCKS - 1, m).arrive(ready.map_released)
-        extern(f"add_halves<{COLUMNS}>", r.S.data, r.products.data)
+        if has_scales(dtype):
+            extern(f"add_scaled_halves<{COLUMNS}>", r.S.data, r.products.data, r.inverse[0])
+        else:
+            extern(f"add_halves<{COLUMNS}>", r.S.data, r.products.data)
 
     @T.macro
     def load_map(maps, slot, hv, tiles, ready, m, turn):

@@ -36,7 +36,7 @@ from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern,
 from kernels_tl.core.cta import Variables, fetch
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
-from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step
+from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scales
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
@@ -250,7 +250,7 @@ def segment_scan(dtype, K, reverse, columns):
         ctas: T.int32,
         beside: T.int32,  # only with reverse
     ):
-        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = of_map.make_tiles(tile.shared, about=([STAGES], "int32"))
             ready = make_barriers()
             scans = Scans(cta, ctas, sizes, plan, memory, reverse, columns)

@@ -43,6 +43,7 @@ from kernels_tl.core.cta import (
     barriers,
     clear_rows_after,
     fetch,
+    kilobytes_of,
     leave_unless,
     load_segment_early,
     shared,
@@ -52,7 +53,17 @@ from kernels_tl.core.pipeline import WARP, Stage, is_loader, stage_of, storer
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
 from kernels_tl.states.piece_queue import Queue
-from kernels_tl.states.recurrence import begin_step, end_step, registers
+from kernels_tl.states.recurrence import (
+    begin_scales,
+    begin_step,
+    end_scales,
+    end_step,
+    prelude_of_scales,
+    registers,
+    scale_values,
+    scales_of,
+    tile_of_scales,
+)
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("segments", "drawn", "way")}
@@ -93,9 +104,10 @@ def chunk_forward(dtype, K, value_tile):
         return columns + STATE_PAD // size
 
     def make_tiles():
+        scales = tile_of_scales(dtype, value_tile)
         state = max(K * pitch(value_tile), value_tile * pitch(K))  # K first, V first
         return shared(
-            tile.shared,
+            tile.shared + kilobytes_of(scales),
             K=([STAGES, C, K], dtype),
             Q=([STAGES, PANELS, C, C] if IS_WIDE else [STAGES, C, K], dtype),
             V=([STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -104,6 +116,7 @@ def chunk_forward(dtype, K, value_tile):
             O=([WARPGROUPS, C, ROWS], dtype),
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
             **({"S": ([state], "float32")} if FETCHES_STATE else {}),  # a piece's first state
+            **scales,
             segment=([2, SEGMENT if FETCHES_STATE else SEGMENT + 1], "int32"),  # this turn's and the next one's
             swizzle=("Q", "V", "O") if IS_WIDE else ("V", "O"),
         )
@@ -153,7 +166,10 @@ def chunk_forward(dtype, K, value_tile):
                 v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
                 rows = (T.Cast("int32", key_dim), rest_of_value(v0), T.Cast("int32", key_dim))
                 place = T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w")
-                if r.is_wide:
+                if r.has_scales:
+                    name, numbers = ("store_scaled_state", r.S) if r.is_wide else ("store_scaled_copy", r.S_16)
+                    extern(f"{name}<{K}>", numbers.data, place, *rows, scales_of(tiles))
+                elif r.is_wide:
                     extern(f"round_and_store_state<{element}, {K}>", r.S.data, place, *rows)
                 else:
                     extern(f"store_state<{K}>", r.S_16.data, place, *rows)
@@ -185,6 +201,7 @@ def chunk_forward(dtype, K, value_tile):
             T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
         if r.is_wide:
             store_h(r, tiles, h, has_h, turn, c, warpgroup)
+        scale_values(r, tiles, tiles.V[s, warpgroup, 0, 0], offset)
         begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
         if not r.is_wide:
             store_h(r, tiles, h, has_h, turn, c, warpgroup)
@@ -240,12 +257,14 @@ def chunk_forward(dtype, K, value_tile):
                 extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
                 if not r.is_wide:
                     T.copy(r.S, r.S_16)
+                begin_scales(r, tiles)
                 run = T.min(run, length - tokens)
                 # The steps of a run count tokens as if the run began at c * C, so it ends at `until`.
                 until = T.alloc_var("int32", init=c * C + run)
                 while c * C < until:
                     step(r, tiles, ready, h, has_h, turn, until, done, c, offset, column, warpgroup)
                     c += 1
+                end_scales(r, tiles)
                 tokens += run
                 run = checkpoint_every
                 is_end = T.Select(tokens >= length, 1, 0)
@@ -406,7 +425,7 @@ def chunk_forward(dtype, K, value_tile):
         only_if: T.int32,  # the Way in which the kernel runs; 0: always
         rounds: T.int32,
     ):
-        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             leave_unless(only_if, cta, chunks.plan.way)

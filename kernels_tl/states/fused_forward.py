@@ -62,11 +62,11 @@ from kernels_tl.bundles import (
 from kernels_tl.config import FUSED_FORWARD as TILE, WARPGROUP, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, C, after, element_type, extern
 from kernels_tl.core.cta import (
-    BYTES,
     barriers,
     clear_rows_after,
     fetch,
     is_never,
+    kilobytes_of,
     leave_unless,
     shared,
     store_rows,
@@ -89,7 +89,16 @@ from kernels_tl.layout import (
 from kernels_tl.states import consumer_place as at_place
 from kernels_tl.states.consumer_place import next_chunk, next_turn, stage, value_stage
 from kernels_tl.states.piece_queue import Queue
-from kernels_tl.states.recurrence import begin_step, end_step, registers
+from kernels_tl.states.recurrence import (
+    begin_scales,
+    begin_step,
+    end_scales,
+    end_step,
+    prelude_of_scales,
+    registers,
+    scale_values,
+    tile_of_scales,
+)
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # In a CTA that finds its first segment itself, the loader and the gates' warp touch these early. g_cumsum is written.
@@ -134,10 +143,11 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     def make_tiles():
         few = {"pieces": ([TURNS], "int32")} if planned else {"own": ([OwnSegment.COUNT], "int32")}
+        few |= tile_of_scales(dtype, V)
         if low_level:  # the first row of A of a stage's chunk, or NO_ROW; its head
             few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
         return shared(
-            TILE.shared + sum(shape[0] for shape, _ in few.values()) * BYTES["int32"] / 1024,
+            TILE.shared + kilobytes_of(few),
             K=([STAGES, C, K], dtype),
             Q=([STAGES, C, K], dtype),
             V=([VALUE_STAGES, WARPGROUPS, C, ROWS], dtype),
@@ -250,6 +260,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             clear_rows_after(tiles.V, left, WARPGROUP, u, own)
             T.fence_proxy_async()  # before the stage's next load
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
+        scale_values(r, tiles, tiles.V[u, 0, 0, 0], at_place.offset(place))
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
         if is_never(sizes):  # keeps the code before it from moving below the wait
             extern("trap")
@@ -320,11 +331,13 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                         until = segments[begin.segment, SegmentColumn.UNTIL]
                 left = T.min(left, until)
                 tiles.done[tx] += left
+                begin_scales(r, tiles)
                 while left > 0:
                     now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
                     step(r, tiles, ready, now, place, left, scale)
                     place = next_chunk(place, Place.RING)
                     left -= C
+                end_scales(r, tiles)
 
                 end = queue.at(tiles.numbers[tx])
                 done = T.alloc_var("int32", init=tiles.done[tx])
@@ -616,7 +629,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         memory: Memory(sizes),  # with cut
         maps: Maps(sizes, dtype, K),  # states, with cut
     ):
-        with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             if planned:

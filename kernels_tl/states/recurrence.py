@@ -12,6 +12,9 @@ The step is two macros, begin_step and end_step, because a kernel releases its t
 there are no products for O. Only one product at a time then hides loads and conversions, so the order of instructions
 differs, and the kernel's own work, `meanwhile`, runs during the first and the last product.
 
+In fp16 the kernels with an output compute rows of S^T beyond a bound in units of their own (row_scales.cuh), and V^T,
+V_new^T and O^T with them. begin_scales and end_scales stand around the steps between which S is used for anything else.
+
 With `exact`, a second product adds the part of V_new^T diag(gamma_C / gamma) that rounding to 16 bits loses. Otherwise
 this rounding would be the largest error of S'.
 """
@@ -25,10 +28,26 @@ from kernels_tl.layout import ForwardGate
 from kernels_tl.states.wide_state import multiply_state
 
 Full = T.GemmWarpPolicy.FullRow
+SCALES = """
+#include "states/row_scales.cuh"
+"""
 
 
 def nothing():
     pass
+
+
+def has_scales(dtype, output=True):
+    return output and dtype == "float16"
+
+
+def prelude_of_scales(dtype):
+    return SCALES if has_scales(dtype) else ""
+
+
+def tile_of_scales(dtype, rows):
+    """The tile `scales`, if any, of a CTA that carries `rows` rows of S^T: a word for two rows."""
+    return {"scales": ([rows // 2], "int32")} if has_scales(dtype) else {}
 
 
 def registers(rows, K, dtype, early, output=True, exact=False):
@@ -52,9 +71,47 @@ def registers(rows, K, dtype, early, output=True, exact=False):
         **({"queries": T.alloc_local([16], "float32")} if output else {}),
     )
     vars(made).update(vars(ahead))
+    made.has_scales = has_scales(dtype, output)
+    if made.has_scales:
+        early = max(early - 1, 0)
     made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
     made.K, made.is_wide = K, is_wide(K)
     return made
+
+
+def scales_of(tiles):
+    return T.access_ptr(tiles.scales[0], "rw")
+
+
+def copy_of(r):
+    """S_16's address, if there is one."""
+    return T.reinterpret("handle", T.uint64(0)) if r.is_wide else r.S_16.data
+
+
+def find_large(r):
+    name, numbers = (f"find_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"find_large<{r.K // 4}, true>", r.S_16)
+    return extern(name, numbers.data, returns="uint32")
+
+
+@T.macro
+def begin_scales(r, tiles):
+    """Before the steps: S, and unless it is wide its copy S_16, from the numbers of S^T to those in scales."""
+    if r.has_scales:
+        extern(f"begin_scales<{r.K}>", r.S.data, copy_of(r), scales_of(tiles))
+
+
+@T.macro
+def end_scales(r, tiles):
+    """After the steps: the numbers of S^T in S. S_16 keeps the scales."""
+    if r.has_scales:
+        extern(f"end_scales<{r.K}>", r.S.data, scales_of(tiles))
+
+
+@T.macro
+def scale_values(r, tiles, V, offset):
+    """Before a step: the warpgroup's tile of V goes to the scales."""
+    if r.has_scales:
+        extern("scale_values", T.access_ptr(V, "rw"), offset, extern("load_scales", scales_of(tiles), returns="uint32"))
 
 
 @T.macro
@@ -146,6 +203,14 @@ def end_step(r, tiles, s, column=None, meanwhile=nothing):
         T.wait_wgmma(1)
         if not r.is_wide:
             T.copy(r.S, r.S_16)
+        if r.has_scales:
+            name, numbers = (
+                (f"find_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"find_large<{r.K // 4}, true>", r.S_16)
+            )
+            large = T.alloc_var("uint32", init=extern(name, numbers.data, returns="uint32"))
+            scales = T.alloc_var("uint32", init=extern("load_scales", scales_of(tiles), returns="uint32"))
     else:
         meanwhile()
     T.wait_wgmma(0)
+    if r.has_scales:
+        extern(f"scale_rows<{r.K}>", r.S.data, copy_of(r), scales_of(tiles), scales, large, r.O.data)
