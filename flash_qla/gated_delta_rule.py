@@ -62,7 +62,9 @@ def chunk_gated_delta_rule(
         g, beta = -torch.rand(2, 1000, 16, device="cuda"), torch.rand(2, 1000, 16, device="cuda")
         o, state = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
 
-    Tensors may have any strides. q, k and v share one dtype: bfloat16 or float16, on the CPU also float32 and float64.
+    Tensors may have any strides. The GPU reads q, k and v in place if their last stride is 1, the start and the other
+    strides are multiples of 16 bytes, and the batch's stride is T tokens, as for slices of one projection; it copies
+    other layouts first. q, k and v share one dtype: bfloat16 or float16, on the CPU also float32 and float64.
     Arithmetic and states are in float32 (float64 for float64 inputs); g, beta and initial_state of another floating
     dtype are converted to that. With activations inside, g and beta are their inputs, in any floating dtype, and are
     read as they are. Value head h uses query/key head h // (H_v / H_k). torch.autocast casts q, k and v to its dtype,

@@ -87,10 +87,11 @@ def prefill_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory. On the CPU or with
-            FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot that another one writes or
-            reads. The message names the argument, what was expected and what came. Unchecked, the GPU treats an index
-            out of range as no slot, and the contents of a slot that is written twice are undefined.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or
+            another argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence
+            writes a slot that another one writes or reads. The message names the argument, what was expected and what
+            came, and nothing has been written. Unchecked, the GPU treats an index out of range as no slot, and the
+            contents of a slot that is written twice are undefined.
         TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
     """
@@ -187,10 +188,11 @@ def decode_gated_delta_rule(
         o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence; `out` if that is given.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; states share memory. On the CPU or with
-            FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot, or a row of
-            intermediate_states, that another one writes or reads. The message names the argument, what was expected and
-            what came. Unchecked, the GPU treats an index out of range as no slot.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or
+            another argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence
+            writes a slot, or a row of intermediate_states, that another one writes or reads. The message names the
+            argument, what was expected and what came, and nothing has been written. Unchecked, the GPU treats an index
+            out of range as no slot.
         TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
     """
@@ -336,10 +338,11 @@ def decode_gated_delta_rule_buffered(
         o, [B, 1, H_v, V], in the dtype of q; `out` if that is given.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; slots share memory. On the CPU or with
-            FLASH_QLA_CHECK=1 also: an index or write_pos is out of range, or two sequences have the same slot. The
-            message names the argument, what was expected and what came. Unchecked, the GPU treats an index out of range
-            as no slot, and takes the nearest valid write_pos.
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or
+            another argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index or write_pos is out of range, or two
+            sequences have the same slot. The message names the argument, what was expected and what came, and nothing
+            has been written. Unchecked, the GPU treats an index out of range as no slot, and takes the nearest valid
+            write_pos.
         TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
     """

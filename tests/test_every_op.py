@@ -99,16 +99,20 @@ def test_any_storage_offset(device, name, inside):
 # Layouts of q, k, v and do
 
 
-def with_gaps(x: torch.Tensor, before: int) -> torch.Tensor:
-    """A copy whose heads and tokens are further apart, from the element `before` on."""
-    B, T, H, D = x.shape
-    return x.new_full((B, T, H + 1, D + 24), torch.nan)[:, :, :H, before : before + D].copy_(x)
+def with_gaps(tensors: list[torch.Tensor], start: int) -> list[torch.Tensor]:
+    """Copies with strides of their own, from the element `start` on."""
+    made = []
+    for i, x in enumerate(tensors):
+        B, T, H, D = x.shape
+        memory = x.new_full((B, T, H + i, D + 16 + 8 * i), torch.nan)
+        made.append(memory[:, :, :H, start : start + D].copy_(x))
+    return made
 
 
 LAYOUTS = {
     "slices": as_slices,
-    "gaps": lambda tensors: [with_gaps(x, 8) for x in tensors],
-    "an odd start": lambda tensors: [with_gaps(x, 3) for x in tensors],
+    "gaps": lambda tensors: with_gaps(tensors, 8),
+    "an odd start": lambda tensors: with_gaps(tensors, 3),
     "heads first": lambda tensors: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
     "tokens innermost": lambda tensors: [x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in tensors],
     "tokens first": lambda tensors: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors],
