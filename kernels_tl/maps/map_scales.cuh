@@ -21,20 +21,20 @@ __device__ __forceinline__ float largest_of(const float* x) {
   return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
 }
 
-// Each warp tells the CTA whether its part of S, kCount registers a thread, needs a scale: a byte of `large`. After the
+// Each warp tells the CTA whether its part of S, kCount registers a thread, needs a scale: a word of `large`. After the
 // next barrier any_large says whether any part does.
 template <int kCount>
 __device__ __forceinline__ void tell_large(const float* S, void* large) {
   const bool found = __any_sync(~0u, largest_of<kCount, true>(S) > kUnscaledMap);
   if (threadIdx.x % 32 == 0) {
-    static_cast<char*>(large)[threadIdx.x / 32] = found;
+    static_cast<uint32_t*>(large)[threadIdx.x / 32] = found;
   }
 }
 template <int kWarps>
 __device__ __forceinline__ bool any_large(const void* large) {
   uint32_t found = 0;
 #pragma unroll
-  for (int i = 0; i < kWarps / 4; ++i) {
+  for (int i = 0; i < kWarps; ++i) {
     found |= static_cast<const uint32_t*>(large)[i];
   }
   return found != 0;

@@ -57,9 +57,8 @@ def map_step(dtype, K, reverse, tile):
     }
 
     WARPS, REGISTERS = consumers(K) // 32, COLUMNS // 2  # registers of S a thread
-    # For each of two turns, a byte of each warp; for a scale, a number of each warp.
-    tiles_of_scales = {"large": ([2, 4], "int32"), "largest": ([WARPS], "float32")} if has_scales(dtype) else {}
-    assert WARPS <= 16
+    # Of each warp: in each of two turns whether S needs a scale there, and for a scale the largest number.
+    tiles_of_scales = {"large": ([2, WARPS], "int32"), "largest": ([WARPS], "float32")} if has_scales(dtype) else {}
 
     def stage_of_block(turn, block, m):
         """The stage of a block. m is turn % MAP_STAGES."""

@@ -12,8 +12,9 @@ The step is two macros, begin_step and end_step, because a kernel releases its t
 there are no products for O. Only one product at a time then hides loads and conversions, so the order of instructions
 differs, and the kernel's own work, `meanwhile`, runs during the first and the last product.
 
-In fp16 the kernels with an output compute rows of S^T beyond a bound in units of their own (row_scales.cuh), and V^T,
-V_new^T and O^T with them. begin_scales and end_scales stand around the steps between which S is used for anything else.
+In fp16, and with an output, large rows of S^T have units of their own during the steps, and so have the same rows of
+V^T, V_new^T and O^T (row_scales.cuh). begin_scales stands before the first step, scale_values before each one, and
+end_scales before S is used for anything else.
 
 With `exact`, a second product adds the part of V_new^T diag(gamma_C / gamma) that rounding to 16 bits loses. Otherwise
 this rounding would be the largest error of S'.
@@ -73,7 +74,7 @@ def registers(rows, K, dtype, early, output=True, exact=False):
     vars(made).update(vars(ahead))
     made.has_scales = has_scales(dtype, output)
     if made.has_scales:
-        early = max(early - 1, 0)
+        early = max(early - 1, 0)  # or chunk_forward spills
     made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
     made.K, made.is_wide = K, is_wide(K)
     return made
@@ -89,6 +90,7 @@ def copy_of(r):
 
 
 def find_large(r):
+    """Not 0 if S has a number that may need a scale."""
     name, numbers = (f"find_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"find_large<{r.K // 4}, true>", r.S_16)
     return extern(name, numbers.data, returns="uint32")
 
@@ -204,10 +206,7 @@ def end_step(r, tiles, s, column=None, meanwhile=nothing):
         if not r.is_wide:
             T.copy(r.S, r.S_16)
         if r.has_scales:
-            name, numbers = (
-                (f"find_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"find_large<{r.K // 4}, true>", r.S_16)
-            )
-            large = T.alloc_var("uint32", init=extern(name, numbers.data, returns="uint32"))
+            large = T.alloc_var("uint32", init=find_large(r))
             scales = T.alloc_var("uint32", init=extern("load_scales", scales_of(tiles), returns="uint32"))
     else:
         meanwhile()
