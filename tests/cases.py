@@ -282,7 +282,9 @@ def make_gradients(case: Case, device: str) -> dict:
     generator = torch.Generator().manual_seed(case.seed + 1_000_003)
     B, T, _ = shapes(case)
     shape = (B, T, case.H_v, case.V)
-    if case.do_strides == "expanded":  # the same for all tokens and heads, as from a mean over them
+    if case.do_strides == "unused":
+        do = torch.zeros((), dtype=case.dtype, device=device).expand(shape)
+    elif case.do_strides == "expanded":  # the same for all tokens and heads, as from a mean over them
         do = torch.randn(case.V, generator=generator, dtype=torch.float64).to(device, case.dtype).expand(shape)
     else:
         do = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -332,13 +334,13 @@ def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None
 
 
 def run_autograd(
-    inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(ALL_GRADIENTS_OF)
+    inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(ALL_GRADIENTS_OF), **options
 ) -> dict:
     """The gradients of the inputs named in `of` through chunk_gated_delta_rule. An output whose gradient is None is not
     used."""
     of = [name for name in of if inputs.get(name) is not None]
     leaves = {name: inputs[name].detach().requires_grad_() for name in of}
-    outputs = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=dht is not None)
+    outputs = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=dht is not None, **options)
     used = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if dx is not None]
     gradients = torch.autograd.grad([x for x, _ in used], list(leaves.values()), [dx for _, dx in used])
     return dict(zip((ALL_GRADIENTS_OF[name] for name in of), gradients, strict=True))
