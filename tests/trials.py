@@ -1,6 +1,6 @@
 """Trials: calls of the ops, and what they have to give. `run` makes a trial's call twice over memory that holds NaN,
-and once more with a NaN in one token if the trial says so. Both calls must give the same bits, every output must be as near
-to the formula as its arithmetic allows, and what does not depend on the token or on the call must keep its bits.
+and once more with a NaN in one token if the trial says so. Both calls must give the same bits, every output must be as
+near to the formula as its arithmetic allows, and what does not depend on the token or on the call must keep its bits.
 tests/options.py has the options of trials. tests/fuzz.py draws trials at random, and tests/test_pairs.py runs those
 that have every pair of options.
 
