@@ -464,12 +464,16 @@ def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> N
             assert h is None
         for output, x in actual.items():
             accuracy.check(output, x, expected[output], dtype=case.dtype, case=name)
-        # A is zero, not merely small, above the diagonal, beyond a chunk's end and outside the sequences.
-        position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
-        outside = torch.arange(reference.CHUNK, device=device) > position[..., None]
-        assert not A.transpose(1, 2)[outside[:, None].expand(-1, case.H_v, -1, -1)].any()
+        check_zeros_of_A(A, inputs["cu_seqlens"])
         for x in (o, g_cumsum, A):
             assert not x[:, covered:].any()
+
+
+def check_zeros_of_A(A: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    """A is zero, not merely small, above the diagonal, beyond a chunk's end and outside the sequences."""
+    position = reference.position_in_chunk(*A.shape[:2], cu_seqlens).to(A.device)
+    outside = torch.arange(reference.CHUNK, device=A.device) > position[..., None]
+    assert not A.transpose(1, 2)[outside[:, None].expand(-1, A.shape[2], -1, -1)].any()
 
 
 def check_backward(case: Case, device: str) -> None:

@@ -135,7 +135,7 @@ def options(op: str, device: str) -> dict[str, tuple]:
             "auto_cp": BOTH,
             "do_strides": ("contiguous", "heads_first", "packed", "reversed_dims", "expanded", "unused"),
             "dht": (None, *ANY_FLOAT),
-            "wanted": (tuple(ALL_GRADIENTS_OF), ("initial_state",), ("q", "beta"), ("g",)),
+            "wanted": (tuple(ALL_GRADIENTS_OF), ("initial_state",), ("q", "beta"), ("g",), ("A_log",)),
             "with_sums": BOTH,
             "map_sequences": (None, "none", "last", "both"),
         }
@@ -188,6 +188,7 @@ def possible(op: str, device: str, row: dict) -> bool:
         has(keys_and_beta=lambda x: x[1] in ("two", "2"), beta_inside=among("sigmoid")),
         has(keys_and_beta=lambda x: x[1] in ("two", "2"), beta_inside=among("default"), gate_inside=bool),
         has(initial_state=among(None), wanted=among(("initial_state",))),
+        has(gate_inside=among(None), wanted=among(("A_log",))),
         has(dht=among(None), do_strides=among("unused")),
         has(checkpoints=lambda x: x[0] % 64 != 0, with_h=bool),
         has(slots=among("plain"), style=among("slots", "accepted", "no_slots")),

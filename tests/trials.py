@@ -27,6 +27,7 @@ from cases import (
     ALL_GRADIENTS_OF,
     Case,
     backward_mode,
+    check_zeros_of_A,
     compute_dtype,
     covered_tokens,
     cumulative_gates,
@@ -64,6 +65,7 @@ class Trial:
     backward: dict = dataclasses.field(default_factory=dict)  # arguments of backward_mode
     state_dtype: torch.dtype = FP32  # dtype of final states, or of the pool
     offsets: bool = False  # tensors do not start where their storage does
+    strided: bool = False  # tables, states of their own and parameters have other strides
     nan: str | None = None  # the argument that holds a NaN in a last call
     # Both passes
     wanted: tuple[str, ...] = tuple(ALL_GRADIENTS_OF)  # inputs that require gradients
@@ -71,7 +73,6 @@ class Trial:
     map_sequences: str | None = None  # whose maps the halves give: "none", "last", "both"; None runs no halves
     # Pools
     index_dtype: torch.dtype = torch.int32
-    strided: bool = False  # tables have strides of their own
     null_index: int = -1
     gap: int = 0  # elements between the pool's slots
     # Which sequences have a slot: "all"; "some"; "none"; "all", and empty ones name those of others: "shared". "plain":
@@ -138,12 +139,15 @@ def every_third(x: torch.Tensor) -> torch.Tensor:
 
 
 def moved(trial: Trial, arguments: dict) -> dict:
-    """The arguments, tables with other strides and all at other storage offsets, if the trial has them."""
+    """The arguments at other storage offsets, and those without tokens with other strides, if the trial has them."""
     r = random.Random(trial.case.seed + 1)
     found = {}
     for name, x in arguments.items():
         if isinstance(x, torch.Tensor):
-            x = every_third(x) if trial.strided and not x.is_floating_point() else x
+            if trial.strided and name in ("initial_state", "dht"):
+                x = x.mT.contiguous().mT
+            elif trial.strided and (name in ("A_log", "dt_bias") or not x.is_floating_point()):
+                x = every_third(x)
             x = at_offset(x, r.choice(OFFSETS)) if trial.offsets else x
         found[name] = x
     return found
@@ -723,6 +727,8 @@ def check_trial(trial: Trial, device: str, spoil, batches: int) -> dict[str, flo
         elif tensor == "g_cumsum":
             check_accuracy(tensor, x, call.expected[tensor], dtype=case.dtype, case=f"{name}, {case}")
         elif tensor not in bars:
+            if tensor == "A":
+                check_zeros_of_A(x, call.arguments["cu_seqlens"])
             bars[tensor] = Bars(tensor, call.expected[tensor], noise, call.expected.get(f"on the way to {tensor}"))
         padding = x[:, covered_tokens(case) :] if HEAD_AXIS.get(tensor, -3) > -3 and x.dim() > 2 else x[:0]
         assert not padding.any(), f"{name} is not zero where no sequence is"
