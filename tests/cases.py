@@ -78,24 +78,6 @@ def parametrize(*cases):
 
 TINY = tuple(random.Random(0).choices((0, 1, 2, 3, 5), k=150))
 
-# Lengths that both passes are tested on
-DENSE_CASES = (
-    *(Case(B=B, T=T) for B, T in ((1, 0), (0, 64), (2, 1), (1, 63), (2, 64), (1, 65), (3, 127), (1, 128), (1, 129))),
-    *(Case(B=B, T=T, gate="logsigmoid", dtype=torch.float16) for B, T in ((1, 1), (1, 63), (2, 65), (2, 192))),
-)
-VARLEN_CASES = (
-    Case(lengths=()),
-    Case(lengths=(), padding=3),
-    Case(lengths=(0,)),
-    Case(lengths=(0, 0, 0), padding=65),
-    Case(lengths=(1,)),
-    Case(lengths=(64,)),
-    Case(lengths=(63, 1, 64, 65, 0, 127)),
-    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True),
-    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=torch.float16),
-    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
-    Case(lengths=TINY, H_k=1, H_v=2, gate="zero", initial_state=None, cu_dtype=torch.int64),
-)
 LONG_CASES = (  # for the GPU
     Case(T=8192, H_k=2, H_v=8),
     Case(T=8192, H_k=2, H_v=8, gate="logsigmoid"),

@@ -191,7 +191,7 @@ def expect(
 
 
 HEAD_FACTOR, ROW_FACTOR = 6, 12  # of the runs' differences, to the norm of a head and to that of a token or state in it
-STATES = ("final_state", "h", "dh0", "states of")
+STATES = ("final_state", "h", "dh0", "states of", "Z", "M", "reverse")
 HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(("db", "dg", "dA_log", "ddt_bias"), -1)}
 
 

@@ -190,7 +190,8 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
     expected = expect(inputs, *noises, **of_backward)
     carried = [expected["states"][0], torch.zeros(1, 1, 1) if arguments["dht"] is None else arguments["dht"].double()]
     expected |= {"g_cumsum": cumulative_gates(inputs), "carried": carried}
-    if trial.map_sequences is not None and mapped:
+    if mapped:
+        expected["carried"].append(torch.eye(case.K)[None, None])
         wide = halves.with_identities(arguments)
         maps = expect(
             {name: x for name, x in wide.items() if name not in of_backward}, *noises, wide["do"], wide["dht"]
