@@ -43,14 +43,14 @@ def test_long_on_gpu(case):
 # Gates
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("auto_cp", (True, False))
-def test_gates_near_the_context_parallel_threshold(device, auto_cp):
+def test_gates_near_the_context_parallel_threshold(auto_cp):
     """Long sequences on few heads, whose start still shows at their end by factors from e^-4 to e^-48 and more; small
     beta and a large initial state make the state's own decay the thing that is tested."""
     case = Case(T=2048, H_k=1, H_v=4, gate="near_threshold", beta="0.01", state_scale=30, auto_cp=auto_cp)
-    check_forward(case, device)
-    if device == "cuda":
-        check_forward(dataclasses.replace(case, T=4096, H_v=16), device)
+    check_forward(case, "cuda")
+    check_forward(dataclasses.replace(case, T=4096, H_v=16), "cuda")
 
 
 @pytest.mark.parametrize("gate", ("underflow", "softplus"))
