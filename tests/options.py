@@ -142,7 +142,7 @@ def options(op: str, device: str) -> dict[str, tuple]:
         return found | ({"backward": BACKWARD_MODES} if gpu else {})
     found |= {
         "state_scale": (0.5, 30),
-        "index_dtype": (torch.int32, torch.int64),
+        "index_dtype": (torch.int32, torch.int64, None),
         "null_index": (-1, 0, 3),
         "gap": (0, 16, 112) if gpu else (0, 7),
         "slots": SLOTS,

@@ -1,11 +1,13 @@
 """Every op with every pair of values of every two of its options (tests/options.py), against the formula."""
 
 import itertools
+from pathlib import Path
 
 import options
 import pytest
 import trials
 from card import release
+from subprocesses import run_python
 
 GROUPS = [pytest.param(op, shape, id=f"{op}-{shape}") for op in trials.OPS for shape in options.shapes(op, "cpu")]
 
@@ -24,6 +26,27 @@ def test_pairs(op, shape, device):
     if device == "cuda":
         release()
     assert not failures, "\n\n".join(failures)
+
+
+CHECKED = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+import options, trials
+
+for op in trials.OPS:
+    for number, row in enumerate(options.rows(op, {device!r})):
+        if row["shape"] == options.shapes(op, {device!r})["packed"]:
+            trial = dataclasses.replace(options.trial_of(op, row, number), nan=None)
+            try:
+                trials.run(trial, {device!r})
+            except Exception as error:
+                raise AssertionError(f"row {{number}}: {{trial}}") from error
+"""
+
+
+def test_contents_are_right(device):
+    """FLASH_QLA_CHECK=1 reports nothing. In a process of its own, which reads the switch at its start."""
+    run_python(CHECKED.format(tests=str(Path(__file__).parent), device=device), FLASH_QLA_CHECK="1")
 
 
 @pytest.mark.parametrize("of_device", ("cpu", "cuda"))

@@ -72,7 +72,7 @@ class Trial:
     with_sums: bool = True  # the backward gets g_cumsum and A
     map_sequences: str | None = None  # whose maps the halves give: "none", "last", "both"; None runs no halves
     # Pools
-    index_dtype: torch.dtype = torch.int32
+    index_dtype: torch.dtype | None = torch.int32  # of tables; None: each has its own
     null_index: int = -1
     gap: int = 0  # elements between the pool's slots
     # Which sequences have a slot: "all"; "some"; "none"; "all", and empty ones name those of others: "shared". "plain":
@@ -298,6 +298,11 @@ def padding_rows(trial: Trial, named: list[int], null: int) -> dict[int, int]:
     return {n: taken[n % len(taken)] for n in empty} if trial.slots == "shared" and taken else {}
 
 
+def index_dtype(trial: Trial, r: random.Random) -> torch.dtype:
+    """The dtype of the next table."""
+    return trial.index_dtype or r.choice((torch.int32, torch.int64))
+
+
 def have_slots(trial: Trial, N: int, r: random.Random) -> list[bool]:
     return [trial.slots != "none" and (trial.slots != "some" or r.random() < 0.8) for _ in range(N)]
 
@@ -320,7 +325,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
         has_state[n] = real[n] = True
 
     def table(numbers) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=trial.index_dtype, device=device)
+        return torch.tensor(numbers, dtype=index_dtype(trial, r), device=device)
 
     arguments = {name: x for name, x in inputs.items() if name not in ("initial_state", "state_v_first", "auto_cp")}
     arguments |= {"state_indices": table(indices), "null_index": null, "batch_invariant": trial.batch_invariant}
@@ -331,7 +336,10 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     if trial.new_requests:
         arguments["has_initial_state"] = torch.tensor(has_state, dtype=torch.bool, device=device)
     starts = [slot > null and known for slot, known in zip(first, has_state, strict=True)]
-    states = pool.states(pool.rows)[first].double() * torch.tensor(starts, device=device)[:, None, None, None]
+    for slot in set(own) - {first[n] for n in range(N) if starts[n]}:  # what no sequence reads may be anything
+        pool.rows[slot, : pool.size] = torch.nan
+    states = pool.states(pool.rows)[first].double()
+    states = states.where(torch.tensor(starts, dtype=torch.bool, device=device)[:, None, None, None], 0)
     rounds = trial.state_dtype if trial.batch_invariant and every else None
     runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises, run=every, rounds=rounds)
 
@@ -343,7 +351,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
             kept = pools["checkpoints"] = Pool(trial, rows, device, r)
         else:
             columns = {"slots": columns, "few": max(0, columns - 2), "no_slots": 0}[trial.kept]
-            checkpoints = torch.full((N, columns), null, dtype=trial.index_dtype)
+            checkpoints = torch.full((N, columns), null, dtype=index_dtype(trial, r))
     number, offset = 0, 0
     for n, length in enumerate(lengths):
         is_unchanged = length == 0 and starts[n]
@@ -407,7 +415,8 @@ class Buffered:
         case, lengths = trial.case, lengths_of(trial.case)
         self.lengths, self.trial = torch.tensor(lengths, dtype=torch.int64), trial
         exact = compute_dtype(case)
-        self.flushes = torch.zeros(len(lengths), max(lengths, default=0), dtype=trial.index_dtype)
+        self.flushes = torch.zeros(len(lengths), max(lengths, default=0), dtype=index_dtype(trial, r))
+        self.dtypes = [index_dtype(trial, r) for _ in range(2)]
         for n, length in enumerate(lengths):
             for t in range(length):
                 is_due = t == length - 1 or (trial.state_dtype == exact and trial.flush and r.random() < 0.3)
@@ -433,13 +442,13 @@ class Buffered:
             state_indices = torch.arange(len(self.lengths), device=device)
         lengths = self.lengths.to(device)
         starts = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)[:-1]
-        write_pos = torch.zeros_like(lengths, dtype=trial.index_dtype)
+        write_pos = torch.zeros_like(lengths, dtype=self.dtypes[0])
         used = torch.zeros(self.slots, dtype=torch.bool, device=device)
         for t, flushes in enumerate(self.flushes.to(device).unbind(1)):
             live = lengths > t
             rows = torch.where(live, starts + t, 0)
             token = {name: x.flatten(0, 1)[rows, None] for name, x in zip("qkvab", (q, k, v, a, b), strict=True)}
-            slots = torch.where(live, state_indices, -1).to(trial.index_dtype)
+            slots = torch.where(live, state_indices, -1).to(self.dtypes[1])
             used[slots[slots > others["null_index"]].long()] = True
             step = {
                 "write_pos": write_pos,
@@ -510,7 +519,7 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
             arguments["parents"] = torch.tensor(parents).reshape(N, S)
     for name in ("state_indices", "write_indices", "num_accepted_tokens", "intermediate_indices", "parents"):
         if arguments.get(name) is not None:
-            arguments[name] = arguments[name].to(device, trial.index_dtype)
+            arguments[name] = arguments[name].to(device, index_dtype(trial, r))
 
     paths, ends, offset = [], [], 0  # rows of tokens; (sequence, token, row)
     for n, length in enumerate(lengths):
