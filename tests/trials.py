@@ -303,8 +303,14 @@ def index_dtype(trial: Trial, r: random.Random) -> torch.dtype:
     return trial.index_dtype or r.choice((torch.int32, torch.int64))
 
 
-def have_slots(trial: Trial, N: int, r: random.Random) -> list[bool]:
-    return [trial.slots != "none" and (trial.slots != "some" or r.random() < 0.8) for _ in range(N)]
+def have_slots(trial: Trial, r: random.Random) -> list[bool]:
+    """Whether each sequence has a slot. Where some have, one that has none has tokens, and others come after it."""
+    lengths = lengths_of(trial.case)
+    some = [n for n, length in enumerate(lengths) if length]
+    without = r.choice(some[:-1] or [None])
+    if trial.slots == "some":
+        return [n != without and r.random() < 0.9 for n in range(len(lengths))]
+    return [trial.slots != "none"] * len(lengths)
 
 
 def prefill(trial: Trial, device: str, noises: tuple) -> Call:
@@ -316,7 +322,7 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     pool = Pool(trial, null + N + sum(counts) + 5, device, r)
     slots = r.sample(range(null + 1, len(pool.rows)), N + sum(counts) + 2)
     own, others, unused = slots[:N], slots[N:-2], slots[-2:]
-    real = have_slots(trial, N, r)
+    real = have_slots(trial, r)
     has_state = [not trial.new_requests or r.random() < 0.6 for _ in lengths]
     indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(own, real, strict=True)]
     padding = padding_rows(trial, indices, null)
@@ -483,7 +489,7 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
         slots = torch.tensor(r.sample(range(null + 1, len(pool.rows)), N * S), dtype=torch.int64).reshape(N, S)
         if trial.slots == "some":  # neither have all entries of a sequence's row
             slots[torch.rand(N, S, generator=torch.Generator().manual_seed(case.seed)) < 0.1] = null
-        slots[[not x for x in have_slots(trial, N, r)]] = null - 2
+        slots[[not x for x in have_slots(trial, r)]] = null - 2
         for n, slot in padding_rows(trial, slots[:, 0].tolist(), null).items():
             slots[n] = slot
     arguments = {name: inputs[name] for name in ("scale", "use_qk_l2norm_in_kernel", "cu_seqlens")}
