@@ -489,7 +489,9 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
         slots = torch.tensor(r.sample(range(null + 1, len(pool.rows)), N * S), dtype=torch.int64).reshape(N, S)
         if trial.slots == "some":  # neither have all entries of a sequence's row
             slots[torch.rand(N, S, generator=torch.Generator().manual_seed(case.seed)) < 0.1] = null
-        slots[[not x for x in have_slots(trial, r)]] = null - 2
+        for n, has_slot in enumerate(have_slots(trial, r)):
+            if not has_slot:
+                slots[n] = null - r.choice((0, 2))
         for n, slot in padding_rows(trial, slots[:, 0].tolist(), null).items():
             slots[n] = slot
     arguments = {name: inputs[name] for name in ("scale", "use_qk_l2norm_in_kernel", "cu_seqlens")}
