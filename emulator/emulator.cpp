@@ -519,7 +519,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   std::strcpy(properties->name, "emulated");
   properties->major = 9;
   properties->minor = 0;
-  properties->multiProcessorCount = 132;
+  const char* const sms = std::getenv("EMULATED_SMS");
+  properties->multiProcessorCount = sms != nullptr ? std::atoi(sms) : 132;
   properties->clockRate = 1980000;
   properties->memoryClockRate = 2619000;
   properties->memoryBusWidth = 5120;

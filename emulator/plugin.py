@@ -3,13 +3,14 @@
 PYTHONPATH=build/emulator/package:emulator pytest -p plugin -m gpu tests/test_forward.py
 """
 
+import os
 import types
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-PROPERTIES = {"multi_processor_count": 132, "total_memory": 80 << 30}
+PROPERTIES = {"multi_processor_count": int(os.environ.get("EMULATED_SMS", 132)), "total_memory": 80 << 30}
 
 
 class OnTheCpu(TorchFunctionMode):

@@ -78,24 +78,6 @@ def parametrize(*cases):
 
 TINY = tuple(random.Random(0).choices((0, 1, 2, 3, 5), k=150))
 
-# Lengths that both passes are tested on
-DENSE_CASES = (
-    *(Case(B=B, T=T) for B, T in ((1, 0), (0, 64), (2, 1), (1, 63), (2, 64), (1, 65), (3, 127), (1, 128), (1, 129))),
-    *(Case(B=B, T=T, gate="logsigmoid", dtype=torch.float16) for B, T in ((1, 1), (1, 63), (2, 65), (2, 192))),
-)
-VARLEN_CASES = (
-    Case(lengths=()),
-    Case(lengths=(), padding=3),
-    Case(lengths=(0,)),
-    Case(lengths=(0, 0, 0), padding=65),
-    Case(lengths=(1,)),
-    Case(lengths=(64,)),
-    Case(lengths=(63, 1, 64, 65, 0, 127)),
-    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True),
-    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=torch.float16),
-    Case(lengths=TINY, H_k=1, H_v=2, padding=9),
-    Case(lengths=TINY, H_k=1, H_v=2, gate="zero", initial_state=None, cu_dtype=torch.int64),
-)
 LONG_CASES = (  # for the GPU
     Case(T=8192, H_k=2, H_v=8),
     Case(T=8192, H_k=2, H_v=8, gate="logsigmoid"),
@@ -282,7 +264,9 @@ def make_gradients(case: Case, device: str) -> dict:
     generator = torch.Generator().manual_seed(case.seed + 1_000_003)
     B, T, _ = shapes(case)
     shape = (B, T, case.H_v, case.V)
-    if case.do_strides == "expanded":  # the same for all tokens and heads, as from a mean over them
+    if case.do_strides == "unused":
+        do = torch.zeros((), dtype=case.dtype, device=device).expand(shape)
+    elif case.do_strides == "expanded":  # the same for all tokens and heads, as from a mean over them
         do = torch.randn(case.V, generator=generator, dtype=torch.float64).to(device, case.dtype).expand(shape)
     else:
         do = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -332,13 +316,13 @@ def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None
 
 
 def run_autograd(
-    inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(ALL_GRADIENTS_OF)
+    inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(ALL_GRADIENTS_OF), **options
 ) -> dict:
     """The gradients of the inputs named in `of` through chunk_gated_delta_rule. An output whose gradient is None is not
     used."""
     of = [name for name in of if inputs.get(name) is not None]
     leaves = {name: inputs[name].detach().requires_grad_() for name in of}
-    outputs = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=dht is not None)
+    outputs = flash_qla.chunk_gated_delta_rule(**{**inputs, **leaves}, output_final_state=dht is not None, **options)
     used = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if dx is not None]
     gradients = torch.autograd.grad([x for x, _ in used], list(leaves.values()), [dx for _, dx in used])
     return dict(zip((ALL_GRADIENTS_OF[name] for name in of), gradients, strict=True))
@@ -462,12 +446,16 @@ def check_outputs(case: Case, inputs: dict, expected: dict, name: str = "") -> N
             assert h is None
         for output, x in actual.items():
             accuracy.check(output, x, expected[output], dtype=case.dtype, case=name)
-        # A is zero, not merely small, above the diagonal, beyond a chunk's end and outside the sequences.
-        position = reference.position_in_chunk(*A.shape[:2], inputs["cu_seqlens"]).to(device)
-        outside = torch.arange(reference.CHUNK, device=device) > position[..., None]
-        assert not A.transpose(1, 2)[outside[:, None].expand(-1, case.H_v, -1, -1)].any()
+        check_zeros_of_A(A, inputs["cu_seqlens"])
         for x in (o, g_cumsum, A):
             assert not x[:, covered:].any()
+
+
+def check_zeros_of_A(A: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    """A is zero, not merely small, above the diagonal, beyond a chunk's end and outside the sequences."""
+    position = reference.position_in_chunk(*A.shape[:2], cu_seqlens).to(A.device)
+    outside = torch.arange(reference.CHUNK, device=A.device) > position[..., None]
+    assert not A.transpose(1, 2)[outside[:, None].expand(-1, A.shape[2], -1, -1)].any()
 
 
 def check_backward(case: Case, device: str) -> None:

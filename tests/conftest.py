@@ -37,6 +37,7 @@ COSTLY = (
     "test_train_example.py",
     "test_torchscript.py",
     "test_fuzz.py",
+    "test_pairs.py",
     "test_benchmarks.py",
     "test_transformers.py",
     "test_op_registration.py",

@@ -103,8 +103,7 @@ def training(cases: tuple[Case, ...], placement: str) -> int:
 
 @torch.no_grad()
 def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients: dict, placement: str) -> None:
-    """Both low-level functions without states, and with all results, whose placements differ from what was kept of the
-    first round."""
+    """Both low-level functions with all results; without states in the first round."""
     for with_states in (False, True):
         options = {"output_h": with_states, "output_final_state": with_states}
         forward = flash_qla.chunk_gated_delta_rule_intermediates

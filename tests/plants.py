@@ -32,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-from test_emulator import SELECTED
+from test_emulator import SELECTED, sms_of
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -200,7 +200,8 @@ class Tree:
             return self.command([sys.executable, *command, "-m", "not gpu"], TIMEOUT)
         path = os.pathsep.join([self.emulated, str(self.path / "emulator")])
         command = [sys.executable, "-P", *command, "-m", "gpu", "-p", "plugin"]
-        return self.command(command, TIMEOUT, PYTHONPATH=path, FLASH_QLA_QUIET="1")
+        environment = {"PYTHONPATH": path, "FLASH_QLA_QUIET": "1", "EMULATED_SMS": sms_of(run.file)}
+        return self.command(command, TIMEOUT, **environment)
 
     def passes(self, run: Run, one: str | None) -> bool:
         with self.lock:

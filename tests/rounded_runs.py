@@ -4,6 +4,7 @@ in several runs at once, whose products are exact, rounded, or off by a random p
 import reference
 import torch
 import torch.nn.functional as F
+from accuracy import FLOAT8, to_float8
 from cases import ALL_GRADIENTS_OF
 from reference import CHUNK
 
@@ -18,7 +19,9 @@ class Noise:
         # Where sums have no more digits than their operands, what they round comes on top.
         self.unit = torch.finfo(dtype).eps * (0.5 if dtype in (BF16, FP16) else 2)
         self.scale = 2**13 if dtype == FP64 else 1  # random errors of fp64 must be larger than its own rounding
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(torch.empty(0, device=device).device).manual_seed(
+            seed
+        )  # the emulator has CPUs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         off = self.unit * self.scale
@@ -46,6 +49,10 @@ class Rounded(torch.autograd.Function):
         return ctx.noise(dx), None
 
 
+def round_trip(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (to_float8(x, dtype) if dtype in FLOAT8 else x.to(dtype)).to(x.dtype)
+
+
 class Decayed(torch.autograd.Function):
     """decay * S; the gradient of the decay is a product of states, and rounded as such."""
 
@@ -62,10 +69,13 @@ class Decayed(torch.autograd.Function):
 
 
 @torch.enable_grad()
-def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None, run=0) -> dict[str, torch.Tensor]:
+def expect(
+    inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None, run=0, rounds=None
+) -> dict[str, torch.Tensor]:
     """Outputs and, with do, gradients of a call of chunk_gated_delta_rule_fwd, [RUNS, ...] each. `states` are those at
     the chunks' starts and the last one, [RUNS, N, chunks + 1, H_v, V, K]. Chunks begin anew after every `run` tokens,
-    unless that is 0; h is then left out."""
+    unless that is 0, and states are then rounded to the dtype `rounds`, if it is given. h is left out if a run has
+    parts of chunks."""
     leaves = {name: inputs[name] for name in ALL_GRADIENTS_OF if inputs.get(name) is not None}
     leaves = {name: x.detach().double().expand(noise.runs, *x.shape).clone() for name, x in leaves.items()}
     leaves = {name: x.requires_grad_(do is not None) for name, x in leaves.items()}
@@ -144,18 +154,21 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None, 
     S = S.mT if inputs["state_v_first"] and "initial_state" in leaves else S
     states, o = [S], []
     by_chunk = (x.unbind(2) for x in (q, k, v, beta[..., None], gamma, A * D, P, to_end * k))
-    for q_c, k_c, v_c, beta_c, gamma_c, A_c, P_c, k_to_end in zip(*by_chunk, strict=True):
+    for c, (q_c, k_c, v_c, beta_c, gamma_c, A_c, P_c, k_to_end) in enumerate(zip(*by_chunk, strict=True)):
         u = beta_c * (v_c - gamma_c * product(k_c, S))
         v_new = product(A_c, u)
         o.append(gamma_c * product(q_c, S) + product(P_c, v_new))
         S = Decayed.apply(gamma_c[..., -1:, :], S, noise) + product(k_to_end.mT, v_new)
+        if rounds is not None:
+            at_end = (ends[c] % run == 0) & (lengths >= ends[c])
+            S = S.where(~at_end[..., None, None].to(device), round_trip(S, rounds))
         states.append(S)
     scale = K**-0.5 if inputs["scale"] is None else inputs["scale"]
     o, states = rounded(scale * torch.stack(o, 2)), torch.stack(states, 2)
 
     flip = (lambda x: x.mT) if inputs["state_v_first"] else (lambda x: x)
     outputs = {"o": join(o), "A": F.pad(join(A), (0, CHUNK - C)), "final_state": flip(S), "states": states.mT}
-    if run == longest:
+    if run % CHUNK == 0 or run == longest:
         h_chunks = layout.h_shape[0] * layout.h_shape[1]
         at = torch.where(filled[:, ::C], chunk_starts + torch.arange(chunks), h_chunks).to(device)
         h = states.new_zeros(noise.runs, h_chunks + 1, *states.shape[3:])
@@ -178,7 +191,7 @@ def expect(inputs: dict, noise: Noise, noise_of_sums: Noise, do=None, dht=None, 
 
 
 HEAD_FACTOR, ROW_FACTOR = 6, 12  # of the runs' differences, to the norm of a head and to that of a token or state in it
-STATES = ("final_state", "h", "dh0", "states of")
+STATES = ("final_state", "h", "dh0", "states of", "Z", "M", "reverse")
 HEAD_AXIS = {**dict.fromkeys(("o", "A", "dq", "dk", "dv"), -2), **dict.fromkeys(("db", "dg", "dA_log", "ddt_bias"), -1)}
 
 

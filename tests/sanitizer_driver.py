@@ -7,10 +7,10 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, 
 import dataclasses
 import itertools
 
+import halves
 import pytest
 import test_decode
 import test_decode_buffered
-import test_halves
 import test_prefill
 import torch
 from cases import (
@@ -97,7 +97,7 @@ for case, sequences in (
     (dataclasses.replace(SEGMENTED, dtype=dtype), [0, 2]) for dtype in (torch.bfloat16, torch.float16)
 ):
     arguments = make_inputs(case, "cuda") | make_gradients(case, "cuda")
-    outputs, *maps = test_halves.run_halves(arguments, sequences)
+    outputs, *maps = halves.run_halves(arguments, sequences)
     assert finite([*outputs.values(), *maps]), case
     print("done: halves of", case, flush=True)
 

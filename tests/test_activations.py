@@ -11,21 +11,15 @@ from cases import (
     ALL_GRADIENTS_OF,
     Case,
     activated,
-    backward_mode,
     check_backward,
     check_forward,
     check_gradients,
     check_outputs,
-    covered_tokens,
-    equal,
     expected_outputs,
-    forward_mode,
-    make_arguments,
     make_gradients,
     make_inputs,
     parametrize,
     reference_gradients,
-    run_all,
     run_autograd,
     run_backward,
     run_forward,
@@ -49,43 +43,6 @@ L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 
-CASES = (
-    # Which are inside, and in which dtypes they come
-    Case(B=2, T=70, **GATE),
-    Case(T=100, **GATE, dt_bias=None, g_dtype=BF16),
-    Case(T=100, **SIGMOID, beta_dtype=BF16),
-    Case(T=100, **NEGATIVE, beta_dtype=FP16),
-    Case(T=130, **INSIDE),
-    Case(T=130, **INSIDE, A_log=BF16, dt_bias=BF16),
-    Case(T=130, **GATE, **NEGATIVE, g_dtype=FP16, beta_dtype=FP32, A_log=FP64, dt_bias=FP16),
-    Case(T=70, **GATE, **SIGMOID, g_dtype=FP64, beta_dtype=BF16, A_log=FP16, dt_bias=FP64),
-    Case(T=70, **GATE, **SIGMOID, g_dtype=FP32, beta_dtype=FP64, dt_bias=None),
-    Case(T=70, **GATE, g_dtype=BF16, beta_dtype=BF16),  # beta is ready
-    Case(T=70, **SIGMOID, g_dtype=BF16, beta_dtype=BF16),  # g is
-    Case(T=130, **INSIDE, dtype=FP16),
-    Case(T=130, **GATE, **NEGATIVE, dtype=FP16, g_dtype=FP16, beta_dtype=FP16),
-    # Lengths
-    Case(B=2, T=1, **INSIDE),
-    Case(B=3, T=64, **INSIDE, gate="logsigmoid"),
-    Case(lengths=(63, 1, 64, 65, 0, 127), **INSIDE),
-    Case(lengths=(0, 63, 0, 0, 128, 2), padding=1, state_v_first=True, **INSIDE, **L2NORM),
-    Case(lengths=(5, 200, 64), padding=70, gate="logsigmoid", dtype=FP16, **GATE, **NEGATIVE),
-    Case(lengths=(5, 70), padding=67, gate="logsigmoid", **GATE, cu_dtype=torch.int64, initial_state=None),
-    # Heads
-    Case(T=70, H_k=1, H_v=1, **INSIDE),
-    Case(T=70, H_k=3, H_v=3, **INSIDE),
-    Case(lengths=(65, 20), H_k=2, H_v=6, gate="logsigmoid", **INSIDE),
-    Case(lengths=(65, 20), H_k=1, H_v=8, **INSIDE, **L2NORM),
-    # Gates and betas: rounding to bf16 moves those that are weak or strong
-    *(Case(T=200, gate=gate, **INSIDE) for gate in ("logsigmoid", "tiny", "underflow", "zero", "resets")),
-    Case(T=130, **GATE, **NEGATIVE, beta="two", gate="logsigmoid"),
-    Case(T=70, **GATE, **SIGMOID, beta="0"),
-    Case(T=130, **GATE, **SIGMOID, beta="1", keys="repeated", gate="tiny"),
-    # Strides
-    Case(B=2, T=70, **INSIDE, strides="packed"),
-    Case(lengths=(3, 67), padding=2, **INSIDE, strides="heads_first", do_strides="heads_first"),
-    Case(B=2, T=70, **INSIDE, strides="reversed_dims", do_strides="expanded"),
-)
 LONG_CASES = (  # for the GPU
     Case(T=8192, H_k=2, H_v=8, gate="logsigmoid", **INSIDE),
     Case(T=8192, H_k=2, H_v=8, **INSIDE, **L2NORM),
@@ -97,51 +54,11 @@ LONG_CASES = (  # for the GPU
 )
 
 
-@parametrize(*CASES)
-def test_forward(device, case):
-    check_forward(case, device)
-
-
-@parametrize(*CASES)
-def test_backward(device, case):
-    check_backward(case, device)
-
-
 @pytest.mark.gpu
 @parametrize(*LONG_CASES)
 def test_long_on_gpu(case):
     check_forward(case, "cuda")
     check_backward(case, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
-@pytest.mark.parametrize("mode", ((64, 0), (128, 0), (64, 2), (128, 0, 1)), ids=str)
-def test_modes_of_the_forward(mode, dtype):
-    """Both kernels that activate, and segments."""
-    with forward_mode(*mode):
-        check_forward(Case(lengths=(650, 0, 65, 1), padding=9, H_k=1, H_v=2, dtype=dtype, **INSIDE), "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("segment_chunks", (0, 2))
-def test_modes_of_the_backward(segment_chunks):
-    with backward_mode(segment_chunks):
-        case = Case(lengths=(650, 0, 65, 1), padding=9, H_k=2, H_v=6, gate="logsigmoid", **INSIDE)
-        check_backward(case, "cuda")
-
-
-@parametrize(
-    Case(B=2, T=130, dtype=FP32, **GATE, **NEGATIVE),
-    Case(B=2, T=130, dtype=FP32, **INSIDE),
-    Case(B=2, T=130, **ALL_FP64, **GATE, **NEGATIVE),
-    Case(lengths=(65, 0, 3), padding=2, K=16, V=24, state_v_first=True, **ALL_FP64, **GATE, **SIGMOID, **L2NORM),
-    Case(T=130, H_k=1, K=48, V=80, dtype=FP64, **INSIDE),
-    *(Case(T=70, H_k=1, dtype=FP32, gate=gate, **GATE, **SIGMOID) for gate in ("logsigmoid", "tiny", "resets", "zero")),
-)
-def test_cpu_dtypes_and_head_dims(case):
-    check_forward(case, "cpu")
-    check_backward(case, "cpu")
 
 
 # The formulas
@@ -248,47 +165,6 @@ def test_gradcheck(fast_mode, case):
         for function in (high_level, low_level):
             leaves = [inputs[name].detach().requires_grad_() for name in TENSORS]
             assert torch.autograd.gradcheck(function, leaves, fast_mode=fast_mode)
-
-
-# The sums over tokens
-
-
-@parametrize(
-    Case(B=2, T=0, **INSIDE),
-    Case(B=0, T=64, **INSIDE),
-    Case(lengths=(), padding=3, **INSIDE),
-    Case(lengths=(0, 0, 0), padding=65, **INSIDE),
-    Case(lengths=(0,), **INSIDE, dt_bias=None),
-)
-def test_no_tokens(device, case):
-    """Zeros, of the right shape and dtype; states pass through."""
-    assert case.B * covered_tokens(case) == 0
-    check_forward(case, device)
-    check_backward(case, device)
-    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-    found = run_backward(inputs, **gradients)
-    names = ("dA_log",) if case.dt_bias is None else ("dA_log", "ddt_bias")
-    assert ("ddt_bias" in found) == (case.dt_bias is not None)
-    for name in names:
-        assert torch.equal(found[name], torch.zeros(case.H_v, device=device))
-
-
-def test_same_bits_twice(device):
-    case = Case(lengths=(300, 65, 0, 7, 1, 500), padding=9, H_k=2, H_v=4, gate="logsigmoid", **INSIDE)
-    arguments = make_arguments(case, device)
-    first = run_all(arguments)
-    for _ in range(3):
-        assert equal(run_all(arguments), first)
-
-
-def test_padding_is_not_read(device):
-    """NaN in the padding of what is raw, against numbers there."""
-    case = Case(lengths=(70, 3), padding=67, **INSIDE)
-    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-    assert all(inputs[name][:, 73:].isnan().all() for name in ("g", "beta"))
-    numbers = {**inputs, **{name: inputs[name].nan_to_num(1.0) for name in ("g", "beta")}}
-    assert equal(run_forwards(inputs), run_forwards(numbers))
-    assert equal(run_backward(inputs, **gradients), run_backward(numbers, **gradients))
 
 
 # Autograd

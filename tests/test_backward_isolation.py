@@ -123,15 +123,6 @@ def test_outputs_after_which_nothing_matters(device):
         assert name == "dh0" or (x[:, :100].any() and not x[:, 100:].any()), name
 
 
-@pytest.mark.parametrize("gate", ("logsigmoid", "softplus"))
-def test_same_bits_twice(device, gate):
-    case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=4, gate=gate)
-    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-    first = run_backward(inputs, **gradients)
-    for _ in range(3):
-        assert equal(run_backward(inputs, **gradients), first)
-
-
 @pytest.mark.parametrize("activations", ({}, {**ALL_INSIDE, "g_dtype": torch.bfloat16}), ids=("ready", "raw"))
 def test_same_bits_for_any_number_of_cpu_threads(activations):
     case = Case(lengths=(300, 65, 0, 7), H_k=2, H_v=6, **activations)

@@ -205,65 +205,14 @@ def check(inputs: dict, written: dict[int, torch.Tensor], o: torch.Tensor, expec
             assert torch.equal(state, before[slot])
 
 
-# States and gates as other packages have them
-ARRANGED = (
-    *(Case(v_first=False, state_dtype=state_dtype, T=T) for state_dtype in (FP32, BF16, FP16) for T in (1, 3)),
-    Case(v_first=False, K=128, V=136, T=2, gap=8),
-    Case(v_first=False, K=96, V=40, dtype=FP16, state_dtype=BF16, H_k=1),
-    Case(v_first=False, T=2, K=192, V=40, dtype=FP16, state_dtype=BF16),
-    Case(v_first=False, K=256, V=64, dtype=BF16, state_dtype=FP16),
-    Case(v_first=False, K=128, V=128, lengths=(1, 0, 12, 2), padding=2, dtype=BF16),
-    Case(v_first=False, T=2, dtype=FP64, state_dtype=FP64, gate_dtype=FP64),
-    Case(v_first=False, plain=True, ready="g beta", gate_dtype=FP32, K=128, V=128, dtype=BF16),
-    *(Case(ready=ready, T=T) for ready in ("g", "beta", "g beta") for T in (1, 3)),
-    Case(ready="g beta", T=3, dtype=BF16, state_dtype=BF16, gate_dtype=BF16),
-    Case(ready="g beta", dtype=FP64, state_dtype=FP64, gate_dtype=FP64, neg_eigval=True),
-    Case(neg_eigval=True, T=2),
-    Case(neg_eigval=True, ready="g", T=2, dtype=BF16, state_dtype=BF16),
-    *(Case(plain=True, T=T, v_first=v_first) for T in (1, 4) for v_first in (True, False)),
-    Case(plain=True, lengths=(2, 0, 1), padding=1, index_dtype=torch.int64),
-    Case(plain=True, lengths=(2, 9, 3), dtype=BF16, state_dtype=BF16),
-)
-
-# Pools of 8 bits
-OF_8_BITS = (
-    *(Case(state_dtype=dtype, T=T, K=128, V=136, gap=16) for dtype in FLOAT8 for T in (1, 3)),
-    Case(state_dtype=E4M3, dtype=FP16, K=96, V=40, H_k=1),
-    Case(state_dtype=E5M2, dtype=BF16, gate_dtype=BF16, lengths=(4, 9, 1, 5), K=256, V=136),
-    Case(state_dtype=E4M3, dtype=FP16, lengths=(1, 0, 12, 2), padding=2, K=144, index_dtype=torch.int64),
-    Case(state_dtype=E5M2, dtype=BF16, plain=True, ready="g beta", l2norm=False, K=64),
-    Case(state_dtype=E4M3, dtype=FP64, gate_dtype=FP64),
-    Case(state_dtype=E5M2, v_first=False, K=7, V=5, gap=3, T=2),
-)
-
-
+# Sizes that test_pairs.py leaves out
 @parametrize(
-    Case(),
-    Case(B=1, H_k=1, H_v=1, K=1, V=1),
-    Case(T=4, dtype=BF16, gate_dtype=BF16, K=128, V=128),
     Case(T=8, state_dtype=BF16, index_dtype=torch.int64),
-    Case(dtype=FP16, state_dtype=FP16, K=96, V=192, H_k=1),
-    Case(T=2, dtype=FP16, state_dtype=BF16, K=128, V=40),
-    Case(dtype=BF16, state_dtype=FP16, gap=7, bias=False),
-    Case(T=2, dtype=FP64, state_dtype=FP64, gate_dtype=FP64, l2norm=False, scale=0.3),
-    Case(dtype=FP16, gate_dtype=FP16, H_k=1, H_v=3),
-    Case(lengths=(1, 0, 4, 2), padding=2),
-    Case(lengths=(3, 5, 6, 7, 8, 9), dtype=BF16, K=128, V=136),
-    Case(lengths=(2, 8, 3, 7), dtype=BF16, state_dtype=BF16, l2norm=False, K=64),
-    Case(lengths=(4, 9, 1, 5), dtype=BF16, state_dtype=BF16, gate_dtype=BF16, K=128, V=136),
-    Case(lengths=(1, 1, 1), dtype=BF16, state_dtype=BF16, gap=128, index_dtype=torch.int64),
     Case(dtype=BF16, gate_dtype=BF16, K=256, V=512),
-    Case(dtype=BF16, state_dtype=BF16, K=136, V=40),
-    Case(lengths=(4, 9, 1, 5), dtype=BF16, state_dtype=BF16, gate_dtype=BF16, K=256, V=136),
     Case(lengths=(3, 0, 12), dtype=BF16, K=192, V=64, H_k=1, padding=1),
     Case(T=3, dtype=FP16, state_dtype=FP16, K=248, V=8),
     Case(lengths=(2, 9, 1), dtype=BF16, state_dtype=FP16, K=256, V=72),
     Case(dtype=FP16, state_dtype=BF16, K=200, V=40, H_k=1),
-    Case(lengths=(), padding=2),
-    Case(B=0),
-    Case(T=0),
-    *ARRANGED,
-    *OF_8_BITS,
 )
 def test_last_state_goes_back(case, device):
     case = for_device(case, device)
@@ -338,80 +287,6 @@ def test_as_the_prefill():
 
 
 @pytest.mark.parametrize("v_first", (True, False))
-@pytest.mark.parametrize("null_index", (-1, 0))
-def test_no_slot(null_index, v_first, device):
-    """Null slots: zeros, and nothing is written; also among the indices to write to."""
-    case = for_device(Case(B=5, T=3, v_first=v_first), device)
-    inputs = make_inputs(case, device) | {"null_index": null_index}
-    slots = torch.tensor([null_index, 3, null_index - 4, 7, 5])
-    writes = torch.tensor([[11, 12, 13], [14, null_index, 15], [16, 17, 18], [null_index] * 3, [19, 20, 5]])
-    before = inputs["state_pool"].clone()
-    real = slots > null_index
-    expected, states = states_after_tokens({**inputs, "state_indices": slots.clamp_min(0)})
-    expected *= real[:, None, None, None]
-    for write_indices in (None, writes):
-        inputs["state_pool"] = before.clone()
-        tables = {"state_indices": slots, "write_indices": write_indices}
-        o = decode_gated_delta_rule(**inputs | moved(tables, device))
-        assert not o[~real.to(device)].any()
-        if write_indices is None:
-            written = {slots[n].item(): states[n][-1] for n in range(5) if real[n]}
-        else:
-            written = {
-                writes[n, t].item(): states[n][t + 1]
-                for n in range(5)
-                for t in range(3)
-                if real[n] and writes[n, t] > null_index
-            }
-        check(inputs, written, o, expected, before)
-
-
-@pytest.mark.parametrize("v_first", (True, False))
-@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
-def test_drafts_in_slots(index_dtype, v_first, device):
-    """Drafts as vLLM verifies them: from the slot of the last accepted token, the state after each token to its own
-    slot."""
-    case = Case(lengths=(3, 1, 4, 2), index_dtype=index_dtype, state_dtype=BF16, gap=16, v_first=v_first)
-    case = for_device(case, device)
-    inputs = make_inputs(case, device)
-    table = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2))[:16].reshape(4, 4).to(index_dtype)
-    accepted = torch.tensor([2, 1, 4, 3], dtype=index_dtype)
-    inputs |= moved({"state_indices": table, "num_accepted_tokens": accepted}, device)
-    before = inputs["state_pool"].clone()
-    expected, states = states_after_tokens(inputs)
-    o = decode_gated_delta_rule(**inputs, write_indices=table.to(device))
-    written = {table[n, t].item(): s for n in range(4) for t, s in enumerate(states[n][1:])}
-    check(inputs, written, o, expected, before)
-
-
-@pytest.mark.parametrize("with_tree", (False, True))
-@pytest.mark.parametrize("with_rows", (False, True))
-@pytest.mark.parametrize("state_dtype", (FP32, BF16, E4M3), ids=str)
-@pytest.mark.parametrize("v_first", (True, False))
-def test_drafts_beside_the_pool(with_tree, with_rows, state_dtype, v_first, device):
-    """Drafts as SGLang verifies them: the pool is unchanged, the states go to a buffer; perhaps of a tree."""
-    case = for_device(Case(T=5, V=40, gap=8, state_dtype=state_dtype, v_first=v_first), device)
-    kept = make_pool(case, 6, 5, device=device)
-    inputs = make_inputs(case, device) | {"update_state": False, "intermediate_states": kept}
-    rows = torch.tensor([4, -1, 2]) if with_rows else torch.arange(3)
-    if with_rows:
-        inputs["intermediate_indices"] = rows.to(device)
-    if with_tree:
-        inputs["parents"] = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 1, 0], [-1, 0, 1, 2, 3]]).to(device)
-    before, kept_before = inputs["state_pool"].clone(), inputs["intermediate_states"].clone()
-    expected, states = states_after_tokens(inputs)
-    o = decode_gated_delta_rule(**inputs)
-    check(inputs, {}, o, expected, before)
-    written = {row: states[n] for n, row in enumerate(rows.tolist()) if row >= 0}
-    for row in range(6):
-        for t in range(5):
-            if row in written:
-                assert is_state(as_v_first(inputs, kept[row, t]).cpu(), written[row][t + 1])
-            else:
-                assert torch.equal(kept[row, t], kept_before[row, t])
-
-
-@pytest.mark.parametrize("v_first", (True, False))
 @pytest.mark.parametrize("state_dtype", (FP32, BF16, E5M2), ids=str)
 def test_tree_in_slots(state_dtype, v_first, device):
     """The slot at the start is overwritten by the first token, and still is where the third one starts from."""
@@ -425,36 +300,6 @@ def test_tree_in_slots(state_dtype, v_first, device):
     check(inputs, {writes[n, t].item(): states[n][t + 1] for n in range(2) for t in range(4)}, o, expected, before)
 
 
-@pytest.mark.parametrize("state_dtype", (FP32, BF16, E4M3), ids=str)
-@pytest.mark.parametrize(
-    ("T", "parents", "spoilt"),
-    [(4, None, 2), (6, None, 3), (4, (-1, 0, 0, 1), 2), (7, (-1, 0, 0, 2, 1, 4, 2), 2)],
-    ids=str,
-)
-def test_a_token_sees_its_ancestors_alone(T, parents, spoilt, state_dtype, device):
-    """A NaN in one token leaves the bits of all outputs and states that do not come after it."""
-    case = for_device(Case(B=2, T=T, state_dtype=state_dtype), device)
-
-    def run(spoil: bool):
-        inputs = make_inputs(case, device) | {"update_state": False}
-        inputs["intermediate_states"] = make_pool(case, 2, T, device=device)
-        if parents:
-            inputs["parents"] = torch.tensor([parents] * 2).to(device)
-        if spoil:
-            for name in ("q", "k", "v", "a", "b"):
-                inputs[name][:, spoilt] = float("nan")
-        return decode_gated_delta_rule(**inputs), inputs["intermediate_states"]
-
-    spoiled = {spoilt}
-    for t in range(spoilt + 1, T):
-        if (parents[t] if parents else t - 1) in spoiled:
-            spoiled.add(t)
-    others = [t for t in range(T) if t not in spoiled]
-    for x, y in zip(run(spoil=False), run(spoil=True), strict=True):
-        assert torch.equal(x[:, others], y[:, others])
-        assert y[:, spoilt].isnan().all()
-
-
 def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     """The arguments of decode_gated_delta_rule_packed; mixed_qkv is a part of a tensor with NaN around it."""
     mixed_qkv = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
@@ -466,31 +311,6 @@ def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     if one_token:
         found |= {name: found[name].squeeze(1) for name in ("mixed_qkv", "a", "b")}
     return found
-
-
-PACKED = [
-    (case, one_token)
-    for case in (
-        Case(),
-        Case(B=1, H_k=1, H_v=1, K=1, V=1),
-        Case(dtype=BF16, gate_dtype=BF16, state_dtype=BF16, K=128, V=128),
-        Case(T=3, H_k=1, H_v=3, gap=5),
-        Case(lengths=(2, 0, 3), padding=1),
-        Case(v_first=False, plain=True, ready="g beta", H_k=1),
-    )
-    for one_token in (False, True)
-    if not one_token or (case.T == 1 and case.lengths is None)
-]
-
-
-@pytest.mark.parametrize(("case", "one_token"), PACKED, ids=str)
-def test_packed(case, one_token, device):
-    """The same bits."""
-    for stride in (1, 2):
-        inputs = make_inputs(for_device(case, device), device)
-        arguments = packed(inputs, one_token, stride) | {"state_pool": inputs["state_pool"].clone()}
-        assert torch.equal(decode_gated_delta_rule_packed(**arguments), decode_gated_delta_rule(**inputs))
-        assert torch.equal(arguments["state_pool"], inputs["state_pool"])
 
 
 @pytest.mark.usefixtures("errors_change_nothing")
@@ -548,33 +368,6 @@ def test_ready_gates_that_forget(T, v_first, state_dtype, device):
         results.append((o, inputs["state_pool"]))
     for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("one_tensor", (False, True))
-@pytest.mark.parametrize("lengths", (None, (2, 0, 1)), ids=str)
-def test_out(lengths, one_tensor, device):
-    """o in the caller's memory, contiguous or not: the same bits. Nothing around it changes."""
-    case = for_device(Case(lengths=lengths, padding=1 if lengths else 0), device)
-    inputs = make_inputs(case, device)
-    pool = inputs["state_pool"].clone()
-    expected_pool = pool.clone()
-    expected = decode_gated_delta_rule(**inputs | {"state_pool": expected_pool})
-    function = decode_gated_delta_rule_packed if one_tensor else decode_gated_delta_rule
-    arguments = packed(inputs, lengths is None) if one_tensor else inputs
-    B, T, H_v, V = expected.shape
-    for shape, part in (
-        ((B, T, H_v, V), lambda x: x),
-        ((3, B, T, H_v, V), lambda x: x[1]),
-        ((B, T, H_v + 1, V + 8), lambda x: x[:, :, :H_v, :V]),
-        ((B, T, V, H_v), lambda x: x.transpose(2, 3)),
-    ):
-        memory = torch.full(shape, torch.nan, dtype=case.dtype, device=device)
-        out = part(memory)
-        given = pool.clone()
-        assert function(**arguments | {"state_pool": given, "out": out}) is out
-        assert torch.equal(out, expected) and torch.equal(given, expected_pool)
-        out.fill_(torch.nan)
-        assert memory.isnan().all()
 
 
 def test_a_sequence_does_not_depend_on_the_others(device):

@@ -2,29 +2,30 @@
 
 import dataclasses
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import fuzz
+import options
 import pytest
 import torch
+import trials
 from card import release
 from cases import Case
+from trials import Call, Trial
 
 import flash_qla
 
 pytestmark = pytest.mark.long
 
-TRIAL = fuzz.Trial(
+TRIAL = Trial(
     "chunk",
     Case(lengths=(100, 0, 65), padding=3, H_k=1, H_v=2, K=8, V=12, dtype=torch.float32, gate="logsigmoid"),
-    {},
-    {},
-    torch.float32,
 )
-DECODING = fuzz.Trial(
+DECODING = Trial(
     "decode",
     Case(
         lengths=(5, 0, 3),
@@ -35,22 +36,17 @@ DECODING = fuzz.Trial(
         use_beta_sigmoid_in_kernel=True,
         state_v_first=True,
     ),
-    {},
-    {},
-    torch.float32,
 )
-POOL = fuzz.Trial(
+POOL = Trial(
     "prefill",
     Case(lengths=(130, 65), H_k=2, H_v=4, K=16, V=24, dtype=torch.bfloat16, gate="hard_resets", state_v_first=True),
-    {},
-    {},
-    torch.bfloat16,
+    state_dtype=torch.bfloat16,
 )
 
 
 def test_short_run_on_the_cpu():
     for number in range(20):
-        fuzz.run(fuzz.draw(0, number, "cpu"), "cpu")
+        trials.run(fuzz.draw(0, number, "cpu"), "cpu")
 
 
 @pytest.mark.gpu
@@ -58,7 +54,7 @@ def test_short_run_on_the_gpu():
     for number in range(200):
         trial = fuzz.draw(0, number, "cuda")
         if trial.op == "chunk":
-            fuzz.run(trial, "cuda")
+            trials.run(trial, "cuda")
             release()
 
 
@@ -105,25 +101,25 @@ def spoil(fault):
 
 def test_what_the_faults_are_planted_in_is_right():
     for trial in (TRIAL, POOL):
-        assert max(fuzz.run(trial, "cpu").values()) <= 1
+        assert max(trials.run(trial, "cpu").values()) <= 1
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_planted_faults_are_found(fault):
     with pytest.raises(AssertionError):
-        fuzz.run(TRIAL, "cpu", spoil(fault), FEW)
+        trials.run(TRIAL, "cpu", spoil(fault), FEW)
 
 
 @pytest.mark.parametrize("factor", (0.97, 1.03))
 @pytest.mark.parametrize("name", ("o", "states of state_pool"))
 def test_bars_of_16_bits_are_not_wide(name, factor):
     with pytest.raises(AssertionError, match=name):
-        fuzz.run(POOL, "cpu", spoil(scaled(name, factor)), FEW)
+        trials.run(POOL, "cpu", spoil(scaled(name, factor)), FEW)
 
 
 def test_a_slot_that_is_not_its_own_is_found():
     with pytest.raises(AssertionError, match="rest of state_pool was written"):
-        fuzz.run(POOL, "cpu", spoil(lambda outputs: outputs["rest of state_pool"][0].add_(1)))
+        trials.run(POOL, "cpu", spoil(lambda outputs: outputs["rest of state_pool"][0].add_(1)))
 
 
 def test_other_bits_in_a_second_run_are_found():
@@ -134,28 +130,28 @@ def test_other_bits_in_a_second_run_are_found():
         outputs["o"][0, 3, 0, 0] *= 1 + len(calls) * 2.0**-20
 
     with pytest.raises(AssertionError, match="another run"):
-        fuzz.run(TRIAL, "cpu", spoil(other))
+        trials.run(TRIAL, "cpu", spoil(other))
 
 
 # Tables without elements, storage offsets, padding and NaN
 
 
-def test_everything_is_drawn():
-    for device in ("cpu", "cuda"):
-        trials = [fuzz.draw(0, number, device) for number in range(2000)]
-        for op in fuzz.OPS:
-            of_op = [trial for trial in trials if trial.op == op]
-            assert {trial.nan for trial in of_op} == {None, *fuzz.NAN_IN}
-            for field in ("empty", "offsets", "padding"):
-                assert {getattr(trial, field) for trial in of_op} == {False, True}
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+@pytest.mark.parametrize("op", trials.OPS)
+def test_everything_is_drawn(op, device):
+    r = random.Random(0)
+    drawn = [options.draw(r, op, device, {}, options.MORE) for _ in range(400)]
+    for name, values in options.options(op, device).items():
+        found = [row[name] for row in drawn if row is not None]
+        assert all(value in found for value in (*values, *options.MORE.get(name, ()))), name
 
 
-def make(trial: fuzz.Trial) -> fuzz.Call:
-    noises = [fuzz.Noise(torch.float32, "cpu", fuzz.RUNS, seed) for seed in range(2)]
-    return {"chunk": fuzz.chunk, "prefill": fuzz.prefill}.get(trial.op, fuzz.decode)(trial, "cpu", noises)
+def make(trial: Trial) -> Call:
+    noises = [trials.Noise(torch.float32, "cpu", trials.RUNS, seed) for seed in range(2)]
+    return {"chunk": trials.chunk, "prefill": trials.prefill}.get(trial.op, trials.decode)(trial, "cpu", noises)
 
 
-def seeded(trial: fuzz.Trial, condition, **fields) -> fuzz.Trial:
+def seeded(trial: Trial, condition, **fields) -> Trial:
     """The trial with the first seed whose trial and call are such ones."""
     for seed in range(200):
         found = dataclasses.replace(trial, case=dataclasses.replace(trial.case, seed=seed), **fields)
@@ -170,13 +166,9 @@ def replace_op(monkeypatch, name: str, change) -> None:
     monkeypatch.setattr(flash_qla, name, lambda **arguments: change(right, arguments))
 
 
-def has_empty(name):
-    return lambda _, call: name in call.arguments and call.arguments[name].numel() == 0
-
-
 def test_an_empty_table_of_checkpoints_taken_for_none_is_found(monkeypatch):
-    trial = seeded(POOL, has_empty("checkpoint_indices"), empty=True)
-    fuzz.run(trial, "cpu")
+    trial = dataclasses.replace(POOL, every=64, kept="no_slots")
+    trials.run(trial, "cpu")
 
     def wrong(op, arguments):  # checkpoints go to the slots of their numbers
         slots = torch.arange(arguments["state_pool"].shape[0])
@@ -188,20 +180,20 @@ def test_an_empty_table_of_checkpoints_taken_for_none_is_found(monkeypatch):
 
     replace_op(monkeypatch, "prefill_gated_delta_rule", wrong)
     with pytest.raises(AssertionError, match="rest of state_pool was written"):
-        fuzz.run(trial, "cpu")
+        trials.run(trial, "cpu")
 
 
 def test_an_empty_table_of_slots_taken_for_none_is_found(monkeypatch):
-    trial = seeded(DECODING, has_empty("write_indices"), empty=True)
-    fuzz.run(trial, "cpu")
+    trial = dataclasses.replace(DECODING, style="no_slots")
+    trials.run(trial, "cpu")
     replace_op(monkeypatch, "decode_gated_delta_rule", lambda op, arguments: op(**arguments | {"write_indices": None}))
     with pytest.raises(AssertionError, match="rest of state_pool was written"):
-        fuzz.run(trial, "cpu")
+        trials.run(trial, "cpu")
 
 
 def test_empty_parents_taken_for_roots_are_found(monkeypatch):
-    trial = seeded(DECODING, has_empty("parents"), empty=True)
-    fuzz.run(trial, "cpu")
+    trial = dataclasses.replace(DECODING, style="no_parents")
+    trials.run(trial, "cpu")
 
     def wrong(op, arguments):
         roots = torch.full((3, 5), -1, dtype=arguments["parents"].dtype)
@@ -209,11 +201,11 @@ def test_empty_parents_taken_for_roots_are_found(monkeypatch):
 
     replace_op(monkeypatch, "decode_gated_delta_rule", wrong)
     with pytest.raises(AssertionError, match="errors over their bars"):
-        fuzz.run(trial, "cpu")
+        trials.run(trial, "cpu")
 
 
-@pytest.mark.parametrize("dimension", (0, 1), ids=("rows", "steps"))
-def test_states_taken_for_others_are_found(monkeypatch, dimension):
+@pytest.mark.parametrize(("style", "dimension"), (("no_rows", 0), ("no_steps", 1)))
+def test_states_taken_for_others_are_found(monkeypatch, style, dimension):
     """A call without rows or steps keeps nothing, and leaves the pool unchanged."""
 
     def wrong(op, arguments):
@@ -221,27 +213,26 @@ def test_states_taken_for_others_are_found(monkeypatch, dimension):
         assert kept.shape[dimension] == 0
         return op(**{name: x for name, x in arguments.items() if name not in ("intermediate_indices", "update_state")})
 
-    monkeypatch.setattr(fuzz, "STYLES", {"rows": (("intermediate_states", "steps")[dimension],)})
-    trial = seeded(DECODING, lambda *_: True, empty=True)
-    fuzz.run(trial, "cpu")
+    trial = dataclasses.replace(DECODING, style=style)
+    trials.run(trial, "cpu")
     replace_op(monkeypatch, "decode_gated_delta_rule", wrong)
     with pytest.raises(AssertionError, match="rest of state_pool was written"):
-        fuzz.run(trial, "cpu")
+        trials.run(trial, "cpu")
 
 
 @pytest.mark.parametrize("argument", ("q", "beta", "dht", "initial_state", "g"))
 def test_a_storage_offset_left_out_is_found(monkeypatch, argument):
     trial = dataclasses.replace(TRIAL, offsets=True)
-    fuzz.run(trial, "cpu")
+    trials.run(trial, "cpu")
 
     def wrong(op, arguments):
         x = arguments[argument]
-        assert x.storage_offset() in fuzz.OFFSETS
+        assert x.storage_offset() in trials.OFFSETS
         return op(**arguments | {argument: x.as_strided(x.shape, x.stride(), 0)})
 
     replace_op(monkeypatch, "chunk_gated_delta_rule_bwd", wrong)
     with pytest.raises(AssertionError, match="errors over their bars"):
-        fuzz.run(trial, "cpu")
+        trials.run(trial, "cpu")
 
 
 def test_pools_have_offsets(monkeypatch):
@@ -254,8 +245,8 @@ def test_pools_have_offsets(monkeypatch):
     replace_op(monkeypatch, "decode_gated_delta_rule", seen)
     for seed in range(8):
         trial = dataclasses.replace(DECODING, offsets=True, case=dataclasses.replace(DECODING.case, seed=seed))
-        fuzz.run(trial, "cpu")
-    assert found <= {*fuzz.OFFSETS, 16} and len(found) > 1
+        trials.run(trial, "cpu")
+    assert found <= {*trials.OFFSETS, 16} and len(found) > 1
 
 
 def test_padding_that_writes_its_slot_is_found(monkeypatch):
@@ -265,9 +256,8 @@ def test_padding_that_writes_its_slot_is_found(monkeypatch):
         slots = call.arguments["state_indices"]
         return slots[1] in slots[[0, 2]] and (slots > call.arguments["null_index"]).all()
 
-    monkeypatch.setattr(fuzz, "STYLES", {"last": ()})
-    trial = seeded(DECODING, is_such, padding=True)
-    fuzz.run(trial, "cpu")
+    trial = seeded(DECODING, is_such, slots="shared")
+    trials.run(trial, "cpu")
 
     def wrong(op, arguments):
         slot = arguments["state_indices"][1]
@@ -278,23 +268,23 @@ def test_padding_that_writes_its_slot_is_found(monkeypatch):
 
     replace_op(monkeypatch, "decode_gated_delta_rule", wrong)
     with pytest.raises(AssertionError, match="states of state_pool"):
-        fuzz.run(trial, "cpu")
+        trials.run(trial, "cpu")
 
 
-def in_the_middle(trial: fuzz.Trial, call: fuzz.Call) -> bool:
+def in_the_middle(trial: Trial, call: Call) -> bool:
     """The NaN is in the first sequence, which has a slot, after its first token."""
-    token = fuzz.draw_token(trial)
+    token = trials.draw_token(trial)
     live = "state_indices" not in call.arguments or call.arguments["state_indices"].flatten()[0] > 0
     return token.n == 0 and token.place > 0 and live
 
 
-@pytest.mark.parametrize("op", fuzz.OPS)
-@pytest.mark.parametrize("name", fuzz.NAN_IN)
+@pytest.mark.parametrize("op", trials.OPS)
+@pytest.mark.parametrize("name", trials.NAN_IN)
 def test_a_nan_comes_out_where_it_went_in(op, name):
     trial = {"chunk": TRIAL, "prefill": POOL}.get(op, dataclasses.replace(DECODING, op=op))
     trial = seeded(trial, in_the_middle, nan=name)
-    call, token = make(trial), fuzz.draw_token(trial)
-    ((argument, x),) = fuzz.with_nan(trial, call.arguments, token).items()
+    call, token = make(trial), trials.draw_token(trial)
+    ((argument, x),) = trials.with_nan(trial, call.arguments, token).items()
     before = call.arguments[argument]
     assert x.isnan().sum() == 1 + before.isnan().sum()
     assert x.stride() == before.stride() and x.storage_offset() == before.storage_offset()
@@ -303,7 +293,7 @@ def test_a_nan_comes_out_where_it_went_in(op, name):
     assert found[token.t, heads].all()
     found[token.t : trial.case.lengths[0], heads] = False
     assert not found.any()
-    fuzz.run(trial, "cpu")
+    trials.run(trial, "cpu")
 
 
 SPREADS = {
@@ -321,14 +311,14 @@ def test_a_nan_that_spreads_is_found(spread):
     name, part = SPREADS[spread]
     case = dataclasses.replace(TRIAL.case, use_gate_in_kernel=True)
     trial = seeded(dataclasses.replace(TRIAL, case=case), in_the_middle, nan="v")
-    fuzz.run(trial, "cpu")
+    trials.run(trial, "cpu")
 
     def spreads(outputs):
         if outputs["o"].isnan().any():
-            part(outputs[name], fuzz.draw_token(trial)).fill_(torch.nan)
+            part(outputs[name], trials.draw_token(trial)).fill_(torch.nan)
 
     with pytest.raises(AssertionError, match=f"^{name} has other bits where nothing depends on the NaN"):
-        fuzz.run(trial, "cpu", spoil(spreads))
+        trials.run(trial, "cpu", spoil(spreads))
 
 
 def test_a_failure_says_how_to_repeat_it(monkeypatch, capsys):
@@ -397,10 +387,10 @@ def test_keep_going(tmp_path):
     ),
 )
 def test_beyond_the_range_of_fp16(name, size, between, found, right):
-    noise = fuzz.Noise(torch.float16, "cpu", fuzz.RUNS, 0)
-    runs = torch.full((2 + fuzz.RUNS, 1, 3, 2, 64), size / 8, dtype=torch.float64)
+    noise = trials.Noise(torch.float16, "cpu", trials.RUNS, 0)
+    runs = torch.full((2 + trials.RUNS, 1, 3, 2, 64), size / 8, dtype=torch.float64)
     runs[1:] *= 1 + 1e-3 * torch.randn(runs[1:].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     actual = runs[0].to(torch.float16)
     actual[0, 1, 0] = 1.1 * actual[0, 1, 0] if found == "wrong" else found
     on_the_way = None if between is None else torch.full((1, 3, 2), between, dtype=torch.float64)
-    assert (fuzz.Bars(name, runs, noise, on_the_way).check(actual, torch.float32) <= 1) == right
+    assert (trials.Bars(name, runs, noise, on_the_way).check(actual, torch.float32) <= 1) == right

@@ -23,15 +23,13 @@ from cases import (
     reference_of,
     run_backward,
 )
+from halves import BEGIN, FINISH, REPLAY, by_name, run_halves, with_identities
 from poison import poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_qla
 
 ops = torch.ops.flash_qla
-BEGIN = ("gated_delta_rule_forward_begin", "gated_delta_rule_backward_begin")
-REPLAY = "gated_delta_rule_backward_replay"
-FINISH = ("gated_delta_rule_forward_finish", "gated_delta_rule_backward_finish")
 IN_PLACE = (REPLAY, *FINISH)
 FP64 = dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "initial_state", "dht"), torch.float64)
 
@@ -64,61 +62,18 @@ def for_device(case: Case, device: str):
         pytest.skip("the GPU has multiples of 8 as K and V, in bf16 and fp16")
 
 
-def by_name(op: str, arguments: dict):
-    names = [x.name for x in getattr(ops, op).default._schema.arguments]
-    return getattr(ops, op)(**{name: arguments[name] for name in names if name in arguments})
-
-
 def sequences_of(case: Case) -> list[list[int]]:
     """Which may be asked for together: the last ones, the first ones, none."""
     N = case.B if case.lengths is None else len(case.lengths)
     return [[N - 1], [0, N - 1], []] if N > 1 else [[0], []]
 
 
-def run_halves(
-    arguments: dict, sequences: list[int], of_first: dict | None = None
-) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The outputs of both passes by name, and the maps of the forward and of the backward. `of_first` is what the first
-    halves are given instead."""
-    of_first = of_first or {}
-    given = {"output_final_state": True, "map_sequences": sequences} | arguments
-    maps, workspace, o = by_name(BEGIN[0], given | of_first)
-    final_state = by_name(FINISH[0], given | {"workspace": workspace, "o": o})
-    outputs = {"o": o, "final_state": final_state}
-
-    given |= {"g": None, "g_raw": arguments["g"]}
-    reverse_maps, workspace, *of_tokens = by_name(BEGIN[1], given | of_first)
-    gradients = dict(zip(("dq", "dk", "dv", "db", "dg"), of_tokens, strict=True))
-    by_name(REPLAY, given | {"workspace": workspace})
-    sums = by_name(FINISH[1], given | gradients | {"workspace": workspace})
-    for name, x in zip(("dh0", "dA_log", "ddt_bias"), sums, strict=True):
-        if x.numel() or (name == "dh0" and arguments["initial_state"] is not None):
-            gradients[name] = x
-    return outputs | gradients, maps, reverse_maps
-
-
 def expected_maps(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """The maps of all sequences, by the recurrence from [state; I], V-first [N, H_v, V + K, K]."""
+    arguments = with_identities(arguments)
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
-    v, (N, K) = inputs["v"], (1, inputs["q"].shape[-1])
-    N = v.shape[0] if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
-    H_v, V = v.shape[2:]
-
-    def widened(x):
-        return torch.cat([x, x.new_zeros(*x.shape[:-1], K)], -1)
-
-    def with_identity(state):
-        identity = torch.eye(K, dtype=torch.float64, device=v.device).expand(N, H_v, K, K)
-        if state is None:
-            state = identity.new_zeros(N, H_v, V, K)
-        elif not arguments["state_v_first"]:
-            state = state.mT
-        return torch.cat([state.double(), identity], 2)
-
-    inputs |= {"v": widened(v), "state_v_first": True, "initial_state": with_identity(inputs["initial_state"])}
-    forward = reference_of(inputs).final_state
-    backward = reference_gradients(inputs, do=widened(arguments["do"]), dht=with_identity(arguments["dht"])).dh0
-    return forward, backward
+    gradients = reference_gradients(inputs, do=arguments["do"], dht=arguments["dht"])
+    return reference_of(inputs).final_state, gradients.dh0
 
 
 def check_maps(case: Case, maps: torch.Tensor, expected: torch.Tensor, bar: float, name: str):

@@ -136,15 +136,6 @@ def test_modes_of_the_backward(segment_chunks, dims, gate):
         check_backward(dataclasses.replace(case, dtype=FP16, H_v=3, state_v_first=True), "cuda")
 
 
-@pytest.mark.parametrize("dims", ((96, 192), (128, 384), (24, 40), (192, 264)), ids=str)
-def test_same_bits_twice(device, dims):
-    (case,) = of_dims(dims, lengths=(300, 65, 0, 7, 1, 500), padding=9, H_k=2, H_v=6, gate="logsigmoid")
-    arguments = make_arguments(case, device)
-    first = run_all(arguments)
-    for _ in range(3):
-        assert equal(run_all(arguments), first)
-
-
 @pytest.mark.parametrize("dims", ((96, 192), (192, 136)), ids=str)
 def test_autograd(device, dims):
     """The same bits as the low-level functions."""

@@ -9,12 +9,11 @@ import re
 import accuracy
 import pytest
 import torch
-from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta, reference_of
+from cases import ALL_INSIDE, Case, forward_mode, make_inputs, on_meta
 from poison import poisoned
 
 from flash_qla import (
     chunk_gated_delta_rule,
-    chunk_gated_delta_rule_intermediates,
     prefill_gated_delta_rule,
 )
 
@@ -190,32 +189,6 @@ def test_kernels(mode, pool_dtype, K, V):
         check_by_hand(arguments, "cuda")
 
 
-@of_modes(*MODES)
-def test_new_requests_and_no_slots(device, mode):
-    for null_index in (-1, 0):
-        arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
-        table = torch.tensor([[4, null_index - 3, null_index, 9, 1, 7], [-9] * 6], device=device)
-        arguments |= {
-            "state_indices": table.T.contiguous()[:, 0],  # strided
-            "has_initial_state": torch.tensor([True, True, False, False, True, False], device=device),
-            "null_index": null_index,
-        }
-        with in_mode(device, mode):
-            check_by_hand(arguments, device)
-
-
-@of_modes("fused", "narrow", "cut")
-def test_without_tokens(device, mode):
-    """No sequence has a slot, or all sequences are empty: new requests get zeros."""
-    with in_mode(device, mode):
-        for change in ({"state_indices": torch.tensor([-1] * 6, device=device)}, {"null_index": SLOTS}):
-            check_by_hand(make_arguments(Case(**SIZES, **LENGTHS), device=device) | change, device)
-        for sizes in ({"lengths": (0, 0, 0)}, {"B": 3, "T": 0}, {"lengths": (0, 0, 0), "padding": 2}):
-            arguments = make_arguments(Case(**SIZES, **sizes), device=device)
-            arguments["has_initial_state"] = torch.tensor([True, False, True], device=device)
-            check_by_hand(arguments, device)
-
-
 @of_modes("fused", "narrow", "wide", *WIDE_KEYS)
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16, E4M3), ids=str)
 @pytest.mark.parametrize("every", (64, 128, 16, 80))
@@ -277,39 +250,6 @@ def check_checkpoints(device: str, sizes: dict, every: int, pool_dtype: torch.dt
     in_slots = {table[n, j].item(): state for n, j, state in expected if n != 3 and j < 3 and table[n, j] >= 0}
     assert all(is_right(pool[slot], state) for slot, state in in_slots.items())
     check_pool(pool, before, finals | {slot: pool[slot] for slot in in_slots})
-
-
-@of_modes("fused", "narrow", "wide", *WIDE_KEYS)
-@pytest.mark.parametrize("every", (1, 16, 80, 100, 130, 2**31 - 1))
-def test_checkpoints_anywhere(device, mode, every):
-    """Against the fp64 recurrence of shorter sequences. The output is that of the whole ones."""
-    case = for_device(Case(**sizes_in(mode), lengths=(70, 0, 130, 5 if every == 1 else 200), padding=3), device)
-    arguments = make_arguments(case, device=device)
-    if every == 1:  # as many chunks as tokens
-        arguments |= {name: arguments[name][:, 130:] for name in ("q", "k", "v", "g", "beta")}
-        case = dataclasses.replace(case, lengths=(20, 0, 47, 8))
-        offsets = [0, *itertools.accumulate(case.lengths)]
-        arguments["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
-    inputs = {name: x for name, x in arguments.items() if not name.startswith("state_")}
-    states = arguments["state_pool"][arguments["state_indices"].long()]
-    counts = [length // every for length in case.lengths]
-    kept = torch.full((sum(counts) + 1, *states.shape[1:]), 7.0, device=device)
-    with in_mode(device, mode):
-        o = prefill_gated_delta_rule(**arguments, checkpoint_every=every, checkpoints=kept)
-    expected = reference_of(inputs | {"initial_state": states, "state_v_first": True})
-    bar, row = accuracy.BARS[case.dtype], 0
-    assert accuracy.relative_error(o, expected.o) < bar
-    finals = arguments["state_pool"][arguments["state_indices"].long()]
-    assert accuracy.relative_error(finals, expected.final_state) < bar
-    for n, count in enumerate(counts):
-        alone = inputs | {name: rows(arguments, inputs[name], n) for name in ("q", "k", "v", "g", "beta")}
-        alone |= {"cu_seqlens": None, "initial_state": states[n : n + 1], "state_v_first": True}
-        for j in range(count):
-            short = {name: alone[name][:, : (j + 1) * every] for name in ("q", "k", "v", "g", "beta")}
-            if j % 16 == 0 or j == count - 1:
-                assert accuracy.relative_error(kept[row + j], reference_of(alone | short).final_state[0]) < bar
-        row += count
-    assert (kept[-1] == 7).all()
 
 
 @of_modes("fused", "narrow", "wide", "cut", *WIDE_KEYS)
@@ -400,26 +340,6 @@ def test_batch_invariance(device, mode):
 
 
 @of_modes(*MODES)
-@pytest.mark.parametrize("null_index", (-1, 0))
-def test_first_slots(device, mode, null_index):
-    """Sequences start from slots of their own: one that two share, their last slot, none, and a new request's. Padding
-    rows leave everything alone."""
-    arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
-    table = torch.tensor([[4, 9, null_index, 12, 1, 7], [2, 9, 5, 2, null_index - 2, 3]], device=device)
-    arguments |= {
-        "state_indices": table.T.contiguous()[:, 0],  # strided
-        "initial_state_indices": table.T.contiguous()[:, 1],
-        "has_initial_state": torch.tensor([True, True, True, True, True, False], device=device),
-        "null_index": null_index,
-    }
-    with in_mode(device, mode):
-        check_by_hand(arguments, device)
-        del arguments["has_initial_state"]
-        check_by_hand(arguments | {"initial_state_indices": table[1].int()}, device)
-        check_by_hand(arguments | {"initial_state_indices": arguments["state_indices"]}, device)
-
-
-@of_modes(*MODES)
 def test_a_checkpoint_in_the_first_slot(device, mode):
     """A sequence may write the slot that it started from: it has read the state before."""
     case = Case(**SIZES, lengths=(300, 130))
@@ -434,70 +354,6 @@ def test_a_checkpoint_in_the_first_slot(device, mode):
         assert torch.equal(prefill_gated_delta_rule(**arguments | written | first | kept), o)
     states = {slot: expected["state_pool"][slot] for slot in (3, 8, 2)}
     check_pool(arguments["state_pool"], before, states | {5: expected["state_pool"][1]})
-
-
-def memory_for(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory with the shape of x, and the tensor around it."""
-    offset = {"aligned": 16, "misaligned": 3}.get(name, 0)
-    if name == "strided":
-        around = torch.full((*x.shape[:2], x.shape[2] + 1, *x.shape[3:]), 7.0, dtype=x.dtype, device=x.device)
-        return around[:, :, 1:], around
-    around = torch.full((x.numel() + 2 * offset,), 7.0, dtype=x.dtype, device=x.device)
-    return around[offset : offset + x.numel()].view(x.shape), around
-
-
-@of_modes("fused", "narrow", "wide")
-@pytest.mark.parametrize("name", ("whole", "aligned", "misaligned", "strided"))
-def test_out(device, mode, name):
-    """The same bits in the caller's memory, with nothing written around it."""
-    sizes = {"lengths": (), "padding": 3}, {"B": 2, "T": 0}, {"lengths": (0, 0), "padding": 3}, LENGTHS
-    for case in (Case(**SIZES, **x) for x in sizes):
-        arguments = make_arguments(case, device=device)
-        before = copied(arguments["state_pool"])
-        with in_mode(device, mode):
-            expected = prefill_gated_delta_rule(**arguments | {"state_pool": copied(before)})
-            out, around = memory_for(expected, name)
-            assert prefill_gated_delta_rule(**arguments, out=out) is out
-        assert torch.equal(out, expected)
-        out.fill_(7.0)
-        assert (around == 7).all()
-
-
-@of_modes("narrow", "wide", "cut", "wide_keys")
-@pytest.mark.parametrize("null", ([], [0, 3], range(6)))
-@pytest.mark.parametrize("lengths", (LENGTHS, {"B": 6, "T": 70}, {"lengths": (), "padding": 70}, {"lengths": (0,) * 6}))
-def test_h(device, mode, lengths, null):
-    """The states at the chunks' starts: those that the forward returns, but zero for sequences without a slot."""
-    case = Case(**sizes_in(mode), **lengths)
-    arguments = make_arguments(case, device=device)
-    N = len(arguments["state_indices"])
-    for n in null:
-        arguments["state_indices"][n : n + 1] = -1
-    before = copied(arguments["state_pool"])
-    inputs = {name: x for name, x in arguments.items() if not name.startswith("state_")}
-    states = arguments["state_pool"][arguments["state_indices"].long().clamp_min(0)]
-    with in_mode(device, mode):
-        *_, h, _ = chunk_gated_delta_rule_intermediates(
-            **inputs, initial_state=states, output_h=True, state_v_first=True
-        )
-        expected_o = prefill_gated_delta_rule(**arguments | {"state_pool": copied(before)})
-        found = torch.full_like(h, 7.0)
-        o = prefill_gated_delta_rule(**arguments, h=found)
-        with_checkpoints = torch.full_like(h, 7.0)
-        kept = {"checkpoint_every": 64, "checkpoint_indices": torch.full((N, 1), -1, device=device)}
-        prefill_gated_delta_rule(
-            **arguments | {"state_pool": copied(before)}, **kept, batch_invariant=True, h=with_checkpoints
-        )
-    chunks = [-(-length // 64) for length in case.lengths or ()]
-    for n in set(null) & set(range(N)):
-        if case.lengths is None:
-            h[n] = 0
-        else:
-            h[:, sum(chunks[:n]) : sum(chunks[: n + 1])] = 0
-    assert torch.equal(o, expected_o)
-    assert torch.equal(found, h)
-    if h.any():
-        assert accuracy.relative_error(with_checkpoints, h.double()) < accuracy.BARS[h.dtype]
 
 
 def test_h_wants_contiguous_memory():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trials
 from cases import Case, forward_mode
 from subprocesses import run_python
 from test_prefill import (
@@ -17,6 +18,7 @@ from test_prefill import (
     MODES,
     SIZES,
     SLOTS,
+    can_fuse,
     check_pool,
     copied,
     in_mode,
@@ -214,17 +216,11 @@ def test_graph(mode, every):
             assert torch.equal(captured["state_pool"], later["state_pool"])
 
 
+@pytest.mark.parametrize("every", (0, 256, 50))
 @pytest.mark.parametrize("pool_dtype", (FP32, FP16, E5M2), ids=str)
-def test_many(pool_dtype):
-    """A full card, several pieces of work a CTA, and the same bits a second time."""
+def test_many(pool_dtype, every):
+    """A full card, several pieces of work a CTA: the results of the formula, and the same bits a second time."""
     case = Case(**SIZES | {"dtype": BF16, "K": 128, "V": 128}, lengths=(300,) * 18, H_k=4, H_v=32)
-    arguments = make_arguments(case, pool_dtype, device="cuda")
-    for mode in MODES:
-        results = []
-        for _ in range(2):
-            call = arguments | {"state_pool": copied(arguments["state_pool"])}
-            kept = torch.zeros(18, *call["state_pool"].shape[1:], dtype=pool_dtype, device="cuda")
-            with in_mode("cuda", mode):
-                o = prefill_gated_delta_rule(**call, checkpoint_every=256, checkpoints=kept)
-            results.append((o, call["state_pool"], kept))
-        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    for mode, forward in MODES.items():
+        if can_fuse(pool_dtype) or "fused" not in mode:
+            trials.run(trials.Trial("prefill", case, forward, state_dtype=pool_dtype, every=every), "cuda")

@@ -362,13 +362,13 @@ def test_only_the_given_model_changes(calls):
     assert not calls
     copied = copy.deepcopy(model)
     restore(model)
-    model(text(20))
+    expected = model(text(20)).logits
     assert not calls
-    assert torch.equal(copied(text(20)).logits, copied(text(20)).logits)
-    assert len(calls) == 2
+    torch.testing.assert_close(copied(text(20)).logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1
     restore(copied)
-    copied(text(20))
-    assert len(calls) == 2
+    assert torch.equal(copied(text(20)).logits, expected)
+    assert len(calls) == 1
 
 
 @torch.no_grad()
