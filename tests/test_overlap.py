@@ -9,24 +9,12 @@ import pytest
 import torch
 from every_op import op_of
 from test_mutation import WRITES, arguments_of
+from unchanged import side_by_side
 
 import flash_qla
 
 pytestmark = pytest.mark.usefixtures("errors_change_nothing")
 WRITING = [name for name, written in WRITES.items() if written]
-OFF_BY_ALIGNMENT = 16  # tensors on a GPU start at multiples of 16 bytes
-
-
-def side_by_side(device: str, first: torch.Tensor, second: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
-    """Copies of both in one piece of memory. The second begins at `shared` bytes before the end of the first."""
-    ends = [x.numel() * x.element_size() for x in (first, second)]
-    start = -(-ends[0] // OFF_BY_ALIGNMENT) * OFF_BY_ALIGNMENT - shared
-    memory = torch.zeros(start + ends[1] + OFF_BY_ALIGNMENT, dtype=torch.uint8, device=device)
-    pieces = memory[: ends[0]], memory[start : start + ends[1]]
-    made = [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, (first, second), strict=True)]
-    for copy, x in zip(made, (first, second), strict=True):
-        copy.copy_(x)
-    return tuple(made)
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -41,9 +29,9 @@ def test_every_pair_of_arguments(device, name):
         if x not in written:
             continue
         if other == tensors[0]:
-            apart = dict(zip((x, other), side_by_side(device, arguments[x], arguments[other], 0), strict=True))
+            apart = dict(zip((x, other), side_by_side(arguments[x], arguments[other], 0), strict=True))
             op_of(name)(**arguments | fresh | apart)
-        shared = dict(zip((x, other), side_by_side(device, arguments[x], arguments[other], 16), strict=True))
+        shared = dict(zip((x, other), side_by_side(arguments[x], arguments[other], 16), strict=True))
         one_way, other_way = f"{x} shares memory with {other}, expected", f"{other} shares memory with {x}, expected"
         with pytest.raises(RuntimeError, match=f"flash_qla::{name}: ({one_way}|{other_way})"):
             op_of(name)(**arguments | fresh | shared)

@@ -1,5 +1,8 @@
 """A call that raises has changed nothing: neither the bits of a tensor nor its version."""
 
+import random
+
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -42,3 +45,52 @@ class ErrorsChangeNothing(TorchFunctionMode):
         except Exception:
             snapshot.check()
             raise
+
+
+def side_by_side(first: torch.Tensor, second: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous copies of both in one piece of memory. The second begins `shared` bytes, a multiple of 16, before the
+    end of the first."""
+    ends = [x.numel() * x.element_size() for x in (first, second)]
+    start = -(-ends[0] // 16) * 16 - shared
+    memory = torch.zeros(start + ends[1] + 16, dtype=torch.uint8, device=first.device)
+    pieces = memory[: ends[0]], memory[start : start + ends[1]]
+    made = [piece.view(x.dtype).view(x.shape).copy_(x) for piece, x in zip(pieces, (first, second), strict=True)]
+    return made[0], made[1]
+
+
+class CallsThatFail(TorchFunctionMode):
+    """Before each call of an op of the library, makes one that has to raise, and to change nothing: a written tensor
+    shares memory with another argument, or an argument lacks its last column."""
+
+    WITH_COLUMNS = ("k", "mixed_qkv", "g", "a", "beta", "b")
+
+    def __init__(self, r: random.Random):
+        super().__init__()
+        self._r, self.failed = r, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(function, torch._ops.OpOverload) and str(function).startswith("flash_qla"):
+            schema = function._schema.arguments
+            given = dict(zip((x.name for x in schema), args, strict=False)) | kwargs
+            self._fail(function, given, {x.name for x in schema if x.alias_info is not None})
+        return function(*args, **kwargs)
+
+    def _fail(self, op, given: dict, written: set[str]) -> None:
+        tensors = [x for x, y in given.items() if torch.is_tensor(y) and y.numel()]
+        pairs = [(x, y) for x in tensors for y in tensors if x in written and x != y]
+        if pairs and self._r.random() < 0.7:
+            x, y = self._r.choice(pairs)
+            made = side_by_side(given[x].detach(), given[y].detach(), 16)
+            wrong, text = {x: made[0], y: made[1]}, "shares memory"
+        else:
+            names = [x for x in tensors if x in self.WITH_COLUMNS]
+            if not names:
+                return
+            name = self._r.choice(names)
+            wrong, text = {name: given[name][..., :-1]}, f"{op._schema.name}: {name} has"
+        snapshot = Snapshot((given | wrong).values())
+        with pytest.raises(RuntimeError, match=text):
+            op(**given | wrong)
+        snapshot.check()
+        self.failed += 1
