@@ -120,7 +120,7 @@ def test_wide_keys_have_one_value_tile():
     (case,) = of_dims((136, 64), **LENGTHS)
     with (
         forward_mode(64, 0),
-        pytest.raises(ValueError, match="64 value rows, expected 128 with keys of 136 channels"),
+        pytest.raises(RuntimeError, match="64 value rows, expected 128 with keys of 136 channels"),
     ):
         run_all(make_arguments(case, "cuda"))
 
