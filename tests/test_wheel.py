@@ -114,15 +114,16 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 def test_binaries_share_no_cpp(wheel, tmp_path):
     """Those for every torch have a libstdc++ of their own: they offer no part of it to the process and take none from
-    torch's libraries."""
-    exports = {"libflash_qla.so": r"flash_qla_\w+", MODULE: "PyInit__C"}
-    for name, pattern in exports.items():
+    torch's libraries. The one function that they take throws errors, and its arguments are C's."""
+    throws = "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"  # c10::detail::torchCheckFail
+    exports = {"libflash_qla.so": (r"flash_qla_\w+", [throws]), MODULE: ("PyInit__C", [])}
+    for name, (pattern, of_torch) in exports.items():
         with zipfile.ZipFile(wheel) as archive:
             path = archive.extract(f"flash_qla/{name}", tmp_path)
         exported = [line.split()[-1] for line in run("nm", "-D", "--defined-only", path).splitlines()]
         taken = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", path).splitlines()]
         assert exported and all(re.fullmatch(pattern, symbol) for symbol in exported), exported
-        assert not [symbol for symbol in taken if symbol.startswith("_Z")]
+        assert [symbol for symbol in taken if symbol.startswith("_Z")] == of_torch
 
 
 def test_autograd_for_several_pytorches(tmp_path):
