@@ -313,6 +313,18 @@ def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     return found
 
 
+def test_packed_gates_of_one_projection(device):
+    """a and b are every second column of one tensor [B, 2 H_v]."""
+    case = for_device(Case(), device)
+    inputs = make_inputs(case, device)
+    expected = packed(inputs, True) | {"state_pool": inputs["state_pool"].clone()}
+    o = decode_gated_delta_rule_packed(**expected)
+    arguments = packed(inputs, True)
+    ab = torch.stack((arguments["a"], arguments["b"]), -1)
+    assert torch.equal(decode_gated_delta_rule_packed(**arguments | {"a": ab[..., 0], "b": ab[..., 1]}), o)
+    assert torch.equal(arguments["state_pool"], expected["state_pool"])
+
+
 @pytest.mark.usefixtures("errors_change_nothing")
 def test_packed_errors():
     arguments = packed(make_inputs(Case()), True)
@@ -532,6 +544,15 @@ WRONG_CONTENTS = [
         ("parents[0, 1] is 1", "-1 to 0"),
     ),
 ]
+
+
+@pytest.mark.usefixtures("errors_change_nothing")
+def test_a_slot_that_several_sequences_read():
+    """One of them may write it, but not a state after its first token, which another would read."""
+    inputs = make_inputs(Case(B=2, T=2)) | {"update_state": False}
+    inputs |= {"state_indices": indices(3, 0, 3, 1).reshape(2, 2), "num_accepted_tokens": indices(1, 1)}
+    with pytest.raises(RuntimeError, match=r"write_indices\[1, 1\] is 3, .*another sequence reads"):
+        decode_gated_delta_rule(**inputs | {"write_indices": indices(0, 1, 2, 3).reshape(2, 2)})
 
 
 @pytest.mark.usefixtures("errors_change_nothing")

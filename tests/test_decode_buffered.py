@@ -361,6 +361,16 @@ def test_wrong_memory_and_contents(change, text):
     assert torch.equal(call["state_pool"], before)
 
 
+@pytest.mark.usefixtures("errors_change_nothing")
+def test_gates_have_the_compute_dtype():
+    """Changes and keys may have the dtype of q, the sums of gates may not."""
+    call = make_call(Case(dtype=BF16), 3)
+    for name in ("d_cache", "k_cache"):
+        decode_gated_delta_rule_buffered(**call | {name: call[name].bfloat16()})
+    with pytest.raises(RuntimeError, match="g_cache has dtype bfloat16, expected float32"):
+        decode_gated_delta_rule_buffered(**call | {"g_cache": call["g_cache"].bfloat16()})
+
+
 # Only on a GPU
 
 
