@@ -110,10 +110,15 @@ print(">", said("prefill_gated_delta_rule", state_pool=((6, 1, 0, 5), NAN)))  # 
 for name in ("decode_gated_delta_rule", "decode_gated_delta_rule_packed"):
     print(">", said(name))
     print(">", said(name, state_pool=((5, 1, 0, 5), INF)))
+    print(">", said(name, state_pool=((3, 1, 0, 5), NAN)))  # of the sequence without tokens
     print(">", said(name, a=((0, 5, 1), NAN)))
     print(">", said(name, a=((0, 5, 1), NAN), state_indices=(3, -1)))
     print(">", said(name, b=((0, 5, 1), INF)))
     print(">", said(name, state_indices=(1, 99)))
+two_columns = torch.tensor([[7, 1], [0, 2], [3, 4], [5, 6]], device=DEVICE)
+given = {"state_indices": two_columns, "num_accepted_tokens": torch.ones(4, dtype=torch.int32, device=DEVICE)}
+for slot in (7, 1):
+    print(">", said("decode_gated_delta_rule", given=given, state_pool=((slot, 1, 0, 5), NAN)))
 call = make_call("decode_gated_delta_rule", DEVICE)
 slots = call.arguments["state_indices"][:, None]
 for accepted in (1, 2, 0):
@@ -133,12 +138,14 @@ def test_pools(device):
     of_decoding = (
         "nothing",
         state.format("inf"),
+        "nothing",
         "a[0, 5, 1] is nan, expected a number",
         "nothing",
         "nothing",
         "state_indices[1] is 99, expected 0 to 8",
     )
-    accepted = ("nothing", *(f"num_accepted_tokens[0] is {n}, expected 1 to 1" for n in (2, 0)))
+    columns = ("state_pool[7][1, 0, 5] is nan, expected a finite number", "nothing")
+    accepted = (*columns, "nothing", *(f"num_accepted_tokens[0] is {n}, expected 1 to 1" for n in (2, 0)))
     texts = ("nothing", state.format("nan"), "nothing", "nothing", *of_decoding, *of_decoding, *accepted)
     for line, text in zip(run(POOLS, device), texts, strict=True):
         assert line.replace("-nan", "nan").endswith(text)
