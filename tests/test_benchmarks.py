@@ -825,15 +825,15 @@ def test_tables_of_one_card(card_folder):
     data = report.load(card_folder)
     lines = report.speed_forward(data).splitlines()
     assert (
-        lines[0]
-        == "| q/k x v heads | sequences | flash_qla, ms | op, ms | of the floor | FLA | FlashQLA | FlashInfer |"
+        lines[0] == "| q/k x v heads | sequences | flash_qla, ms | op, ms | contiguous, ms | of the floor "
+        "| FLA | FlashQLA | FlashInfer |"
     )
     assert lines[2:4] == [
-        "| 2x8 | 1x512 | 0.010 | 0.008 | 50% | 3.00 | 0.80 | 2.00 |",
-        "| 2x8 | ragged32 | 0.100 | 0.080 | 5% | 6.00 | 2.00 | - |",
+        "| 2x8 | 1x512 | 0.010 | 0.008 | - | 50% | 3.00 | 0.80 | 2.00 |",
+        "| 2x8 | ragged32 | 0.100 | 0.080 | - | 5% | 6.00 | 2.00 | - |",
     ]
     assert "| H100: op | 5.30 (least 3.75, n = 2) | 1.58 (least 1.00, n = 2) | 2.50 (least 2.50, n = 1) |" in lines[8]
-    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1."
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1, contiguous q, k and v."
     assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - |" in report.decode(data)
     assert "| 2x8 | 8 | 4.0 | 25% | 1.25 |" in report.decode(data)
     assert "| H100: decoding, fp32 states | - | - | - | 1.50 | - |" in report.summary(data)
@@ -848,9 +848,45 @@ def test_tables_of_two_cards(card_folder):
     (card_folder / "h200.json").write_text(json.dumps(other))
     data = report.load(card_folder)
     lines = report.speed_forward(data).splitlines()
-    assert lines[0].count("H100: ") == lines[0].count("H200: ") == 6
-    assert lines[2].count("| 0.010 | 0.008 | 50% | 3.00 | 0.80 | 2.00 |") == 1 and lines[2].count(" 0.008 ") == 2
+    assert lines[0].count("H100: ") == lines[0].count("H200: ") == 7
+    assert lines[2].count("| 0.010 | 0.008 | - | 50% | 3.00 | 0.80 | 2.00 |") == 1 and lines[2].count(" 0.008 ") == 2
     assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - | not measured on H200 |" in report.decode(data)
+
+
+def test_columns_of_contiguous_tensors(card_folder):
+    """The line below a table says that q, k and v were contiguous in cells that have no field, and nothing else."""
+    results = card_results()
+    slices = [cell | {"qkv": "slices"} for cell in results["sections"]["forward"]["cells"]]
+    results["sections"]["forward"]["cells"] = [*slices, *contiguous_cells()]
+    cell = {"package": "flash_qla", "version": "1", "heads": "2x8", "sequences": "1x512", "backward_floor_ms": 0.01}
+    cell |= {"backward_ms": 0.1, "step_ms": 0.2}
+    peer = cell | {"package": "fla", "backward_ms": 0.3, "step_ms": 0.6}
+    results["sections"]["backward"] = {"cells": [cell, peer]}
+
+    def data():
+        (card_folder / "h100.json").write_text(json.dumps(results))
+        return report.load(card_folder)
+
+    lines = report.speed_forward(data()).splitlines()
+    assert "| 2x8 | 1x512 | 0.010 | 0.008 | 0.005 | 50% | 3.00 | 0.80 | 2.00 |" in lines
+    assert (
+        "| H100: low-level forward, contiguous | 4.00 (least 4.00, n = 1) | - | - | 4.00 (least 4.00, n = 1) |" in lines
+    )
+    assert "| H100: op, contiguous | 5.00 (least 5.00, n = 1) | - | - | 5.00 (least 5.00, n = 1) |" in lines
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1."
+    older = report.backward(data()).splitlines()
+    assert "| 2x8 | 1x512 | 0.100 | - | 10% | 3.00 |" in older and "| 2x8 | 1x512 | 0.200 | - | 3.00 |" in older
+    assert older[-1] == "H100: driver 580, torch 2.11, FLA 1, contiguous q, k and v."
+    assert "contiguous q, k and v in the backward." in " ".join(report.summary(data()).split())
+
+    slices = [x | {"variant": "default", "qkv": "slices"} for x in (cell, peer)]
+    times = {"variant": "contiguous", "qkv": "contiguous", "backward_ms": 0.09, "step_ms": 0.15}
+    results["sections"]["backward"]["cells"] = [*slices, cell | times, peer | times]
+    lines = report.backward(data()).splitlines()
+    assert "| 2x8 | 1x512 | 0.100 | 0.090 | 10% | 3.00 |" in lines
+    assert "| 2x8 | 1x512 | 0.200 | 0.150 | 3.00 |" in lines
+    assert "| H100: backward, contiguous | - | 1.00 (least 1.00, n = 1) |" in lines
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1." and "contiguous" not in report.summary(data())
 
 
 def test_pages_are_filled(card_folder):
@@ -896,6 +932,7 @@ def test_table_of_checkpoints(tmp_path):
     (tmp_path / "prefill_h200.json").write_text(json.dumps(results))
     lines = report.checkpoints(report.load(tmp_path)).splitlines()
     assert "| H200 | 2x8 | 1x8192 | bf16 | 2.000 | 1.50 | 2.00 | 2.50 | 3.00 | 2.00 |" in lines
+    assert lines[-1] == "H200: driver 580, torch 2.11, contiguous q, k and v."
 
 
 def test_tables_of_generation(tmp_path):
@@ -929,6 +966,15 @@ def test_figures_of_a_card(card_folder):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     subprocess.run([sys.executable, BENCHMARKS / "plot.py", "--results", card_folder], check=True)
     assert (card_folder / "forward_h100.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_the_backward_are_of_slices():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot = importlib.import_module("plot")
+    cell = {"package": "flash_qla", "variant": "default", "heads": "2x8", "sequences": "1x512"}
+    cell |= {"backward_ms": 0.1, "backward_floor_ms": 0.01}
+    (row,) = plot.rows_of_backward([cell, cell | {"variant": "contiguous", "backward_ms": 0.2}])
+    assert row.ms == 0.1
 
 
 # Context parallelism over ranks
