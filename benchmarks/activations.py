@@ -7,9 +7,9 @@ with activated gates and betas, and beside calls whose gates torch computes.
   inside   raw bf16 g and beta, A_log and dt_bias in fp32
   torch    raw bf16 g and beta, which each call activates in torch; not for the low-level functions
 
-The benchmark times the op, the two low-level functions and a training step, with normalised q and k, as medians over
-replays of CUDA graphs. The three take turns in a changing order, because at the power limit a call is faster after a
-call that took less power.
+The benchmark times the op, the two low-level functions and a training step, as medians over replays of CUDA graphs. q
+and k are normalised, and q, k and v are slices of one tensor, as in forward.py. The three take turns in a changing
+order, because at the power limit a call is faster after a call that took less power.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from common import (
     make_inputs,
     parse_heads,
     parse_lengths,
+    qkv_field,
     raw_tensors,
     run,
     time_graph,
@@ -119,7 +120,7 @@ def measure(package: str, options) -> Iterator[dict]:
         for text in options.sequences.split(","):
             for what, calls in calls_of(H_k, H_v, parse_lengths(text), options.head_dims).items():
                 cell = {"heads": f"{H_k}x{H_v}", "sequences": text, **head_dims_field(options.head_dims)}
-                cell |= {"timed": what, "ms": median_ms(calls, what == "step", options)}
+                cell |= {**qkv_field(), "timed": what, "ms": median_ms(calls, what == "step", options)}
                 times = ", ".join(f"{way} {x:.4f} ms" for way, x in cell["ms"].items())
                 print(f"{heads_of(cell):>7} {text:>10} {what:>5}: {times}", flush=True)
                 yield cell

@@ -63,8 +63,10 @@ DRAFTS = "decode --heads 16x32 --batches 1,64,256 --tokens 4"
 # Section -> its benchmarks and their arguments
 SECTIONS = {
     "ceilings": [],
-    "forward": [f"forward --gates bench --variants op --heads {HEADS} --sequences {SEQUENCES}"],
-    "backward": ["backward"],
+    "forward": [
+        f"forward --gates bench --variants op,contiguous,op_contiguous --heads {HEADS} --sequences {SEQUENCES}"
+    ],
+    "backward": ["backward --variants contiguous"],
     "decode": [DECODE],
     "plain": [PLAIN],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
@@ -101,17 +103,17 @@ class Process:
 PROCESSES = [
     Process(
         "flash_qla",
-        {"ceilings": 8, "forward": 35, "backward": 20, "decode": 20, "plain": 8, "drafts": 10, "options": 12}
+        {"ceilings": 8, "forward": 40, "backward": 25, "decode": 20, "plain": 8, "drafts": 10, "options": 12}
         | {"mixed": 5, "prefill": 20, "head_dims": 8, "head_dims_step": 12, "wide": 8, "wide_step": 12}
         | {"wide_decode": 6, "dispatch": 15, "accuracy": 40, "host": 40},
     ),
-    Process("flashinfer", {"forward": 25, "mixed": 5, "prefill": 8}),
-    Process("flash_qla_jit", {"forward": 35, "backward": 25}),
-    Process("fla", {"plain": 15, "forward": 30, "head_dims": 10}, FLA_TRITON),
+    Process("flashinfer", {"forward": 30, "mixed": 5, "prefill": 8}),
+    Process("flash_qla_jit", {"forward": 40, "backward": 30}),
+    Process("fla", {"plain": 15, "forward": 35, "head_dims": 10}, FLA_TRITON),
     Process("vllm", {"decode": 20, "drafts": 10}, FLA_TRITON),
     Process("sglang", {"decode": 20, "drafts": 10}, FLA_TRITON),
     Process("attn_gym", {"decode": 20}),
-    Process("fla", {"backward": 30, "accuracy": 35, "head_dims_step": 12}, FLA_BACKWARD),
+    Process("fla", {"backward": 35, "accuracy": 35, "head_dims_step": 12}, FLA_BACKWARD),
     Process("fla", {"wide": 40, "wide_decode": 20, "wide_step": 150}, FLA_BACKWARD),
 ]
 COMPILE_SECONDS = 60

@@ -3,6 +3,7 @@
     python benchmarks/backward.py --out FILE.json
     python benchmarks/backward.py --heads 16x32 --sequences 1x8192,4096x8 --packages flash_qla
     python benchmarks/backward.py --heads 30x30 --head-dims 96x192 --activations
+    python benchmarks/backward.py --variants contiguous
 
 Inputs are those of forward.py, with random gradients of o and of the final state. Two calls are timed as there:
 
@@ -10,6 +11,11 @@ Inputs are those of forward.py, with random gradients of o and of the final stat
              normalised q and k
   step       chunk_gated_delta_rule and torch.autograd.grad, which normalise q and k inside; with --activations they
              also activate raw bf16 gates and betas inside, and A_log and dt_bias have gradients too
+
+q, k and v are slices of one tensor, and their gradients are three tensors, whatever the package. A peer needs a
+contiguous copy, which its users pay for once in a step: autograd saves the copy that the forward has made. So the step
+of a peer has the copies in its time and in its bytes, and its backward, from the results of its forward, is given
+them. With --variants contiguous every package is also measured on contiguous tensors.
 
 An eager step, after the first one, counts the bytes of torch's allocator:
 
@@ -29,6 +35,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -41,6 +48,7 @@ from common import (
     add_timing_arguments,
     argument_parser,
     by_cell,
+    contiguous,
     floor_ms,
     gradient_errors,
     head_dims_field,
@@ -49,6 +57,7 @@ from common import (
     make_inputs,
     parse_heads,
     parse_lengths,
+    qkv_field,
     raw_tensors,
     run,
     spread,
@@ -79,7 +88,7 @@ def flash_qla_backward(inputs: dict, output_gradients: dict):
 def flash_qla_jit_backward(inputs: dict, output_gradients: dict):
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-    inputs = inputs | {"auto_cp": True}
+    inputs = contiguous(inputs) | {"auto_cp": True}
     kept = {"output_final_state": True, "output_h": False, "enable_fwd_cp_cache": True, "is_train": True}
     g_cumsum, A, *_, cp_cache = chunk_gated_delta_rule_fwd(**inputs, **kept)
     saved = inputs | {"g": g_cumsum, "A": A, "cp_cache": cp_cache}
@@ -90,7 +99,7 @@ def fla_backward(inputs: dict, output_gradients: dict):
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
     from fla.ops.utils.index import prepare_chunk_indices
 
-    inputs = inputs | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)}
+    inputs = contiguous(inputs) | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)}
     g_cumsum, _, A, *_ = chunk_gated_delta_rule_fwd(**inputs, output_final_state=True)
     saved = inputs | {"g": g_cumsum, "A": A}
     return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)[: len(GRADIENT_OF)]
@@ -115,7 +124,12 @@ class Step:
         return self.backward(self.forward())
 
 
-def inputs_of(package: str, *args, **kwargs) -> tuple[dict, dict]:
+def with_copies(operator):
+    """A peer's function as its users call it: it takes contiguous tensors only."""
+    return lambda **arguments: operator(**contiguous(arguments))
+
+
+def inputs_of(package: str, *args, variant: str = "default", **kwargs) -> tuple[dict, dict]:
     """make_inputs with gradients. FlashQLA takes cu_seqlens in int32, and the same tensor in each call, because its
     caches go by identity, and a miss while a graph is captured is an error. flash_qla also takes the longest length."""
     inputs, output_gradients = make_inputs(*args, gradients=True, **kwargs)
@@ -123,11 +137,11 @@ def inputs_of(package: str, *args, **kwargs) -> tuple[dict, dict]:
         inputs["max_seqlen"] = longest_sequence(inputs)
     if package == "flash_qla_jit":
         inputs["cu_seqlens"] = inputs["cu_seqlens"].int()
-    return inputs, output_gradients
+    return contiguous(inputs) if variant == "contiguous" else inputs, output_gradients
 
 
-def step_inputs(package: str, H_k: int, H_v: int, lengths: list[int], options, seed: int = 0) -> tuple[dict, dict]:
-    inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, seed=seed, normalize=False)
+def step_inputs(package: str, H_k: int, H_v: int, lengths: list[int], options, **kwargs) -> tuple[dict, dict]:
+    inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, normalize=False, **kwargs)
     if options.activations:
         inputs |= raw_tensors(sum(lengths), H_v) | INSIDE
     return inputs, output_gradients
@@ -155,10 +169,11 @@ BACKWARDS = {"flash_qla": flash_qla_backward, "flash_qla_jit": flash_qla_jit_bac
 
 
 def load(package: str) -> tuple:
-    """The version, the function with autograd, and the low-level backward."""
+    """The version, the function with autograd as its users call it with slices, and the low-level backward."""
     module = importlib.import_module("fla" if package == "fla" else "flash_qla")
     operator_of = importlib.import_module("fla.ops.gated_delta_rule") if package == "fla" else module
-    return module.__version__, operator_of.chunk_gated_delta_rule, BACKWARDS[package]
+    operator = operator_of.chunk_gated_delta_rule
+    return module.__version__, operator if package == "flash_qla" else with_copies(operator), BACKWARDS[package]
 
 
 def measure(package: str, options) -> Iterator[dict]:
@@ -166,32 +181,20 @@ def measure(package: str, options) -> Iterator[dict]:
     dims = options.head_dims
     for H_k, H_v in parse_heads(options.heads):
         cells = []
-        for text in options.sequences.split(","):
-            lengths = parse_lengths(text)
-            with torch.no_grad():
-                backward = low_level_backward(*inputs_of(package, H_k, H_v, lengths, dims))
-                _, workspace_bytes = workspace(backward)
-                backward_times = time_graph(backward, options.samples, options.sample_ms)
-            del backward
-            step = Step(operator, *step_inputs(package, H_k, H_v, lengths, options))
-            memory = step_memory(step)
-            step_times = time_graph(step, options.samples, options.sample_ms)
+        for text, variant in itertools.product(options.sequences.split(","), variants_of(options)):
             cell = {
                 "package": package,
+                "variant": variant,
                 "version": version,
                 "heads": f"{H_k}x{H_v}",
                 "sequences": text,
                 **head_dims_field(dims),
                 **({"activations": True} if options.activations else {}),
-                **spread(backward_times, "backward_"),
-                "backward_floor_ms": floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims)),
-                "backward_workspace_bytes": workspace_bytes,
-                **spread(step_times, "step_"),
-                **memory,
+                **qkv_field(variant),
+                **measure_calls(package, operator, low_level_backward, H_k, H_v, parse_lengths(text), variant, options),
             }
             cells.append(cell)
-            print(f"{package:>13} {heads_of(cell):>6} {text:>12} {figures(cell)}", flush=True)
-            del step
+            print(f"{package:>13} {variant:>10} {heads_of(cell):>6} {text:>12} {figures(cell)}", flush=True)
             torch.cuda.empty_cache()
 
         # The check comes last, because FLA tunes itself on the first problem of each head count, which must not be
@@ -202,6 +205,32 @@ def measure(package: str, options) -> Iterator[dict]:
             print(f"{package:>13} {H_k:>3}x{H_v:<2} errors of the {name}: {figure}", flush=True)
         for cell in cells:
             yield cell | {"relative_error": errors}
+
+
+def variants_of(options) -> list[str]:
+    return ["default", *filter(None, [options.variants])]
+
+
+def measure_calls(
+    package: str, operator, low_level_backward, H_k: int, H_v: int, lengths: list[int], variant: str, options
+) -> dict[str, float]:
+    """Times and bytes of the backward and of the step."""
+    dims = options.head_dims
+    with torch.no_grad():
+        backward = low_level_backward(*inputs_of(package, H_k, H_v, lengths, dims, variant=variant))
+        _, workspace_bytes = workspace(backward)
+        backward_times = time_graph(backward, options.samples, options.sample_ms)
+    del backward
+    step = Step(operator, *step_inputs(package, H_k, H_v, lengths, options, variant=variant))
+    memory = step_memory(step)
+    step_times = time_graph(step, options.samples, options.sample_ms)
+    return {
+        **spread(backward_times, "backward_"),
+        "backward_floor_ms": floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims)),
+        "backward_workspace_bytes": workspace_bytes,
+        **spread(step_times, "step_"),
+        **memory,
+    }
 
 
 def check(package: str, operator, low_level_backward, H_k: int, H_v: int, options) -> dict[str, dict[str, float]]:
@@ -227,18 +256,23 @@ def figures(cell: dict) -> str:
 
 
 def report(cells: list[dict]) -> None:
-    for (heads, sequences), found in by_cell(cells).items():
-        if "flash_qla" not in found:
-            continue
-        ours = found["flash_qla"]
-        floor = ours["backward_floor_ms"] / ours["backward_ms"]
-        line = f"{heads:>6} {sequences:>12}  {figures(ours)}, backward at {floor:.0%} of the floor"
-        for package, label in PEERS.items():
-            if package in found:
-                peer = found[package]
-                ratios = [f"{what} {peer[key] / ours[key]:.2f}x" for what, key in RATIOS.items() if ours[key]]
-                line += f"; {label} over flash_qla: {', '.join(ratios)}"
-        print(line)
+    for variant in dict.fromkeys(cell["variant"] for cell in cells):
+        print("Contiguous q, k and v:" if variant == "contiguous" else "Slices:")
+        for (heads, sequences), found in by_cell([cell for cell in cells if cell["variant"] == variant]).items():
+            if "flash_qla" in found:
+                print(f"{heads:>6} {sequences:>12}  {beside_peers(found)}")
+
+
+def beside_peers(found: dict[str, dict]) -> str:
+    """flash_qla's figures, and those of its peers over its own."""
+    ours = found["flash_qla"]
+    text = f"{figures(ours)}, backward at {ours['backward_floor_ms'] / ours['backward_ms']:.0%} of the floor"
+    for package, label in PEERS.items():
+        if package in found:
+            peer = found[package]
+            ratios = [f"{what} {peer[key] / ours[key]:.2f}x" for what, key in RATIOS.items() if ours[key]]
+            text += f"; {label} over flash_qla: {', '.join(ratios)}"
+    return text
 
 
 PEERS = {"flash_qla_jit": "FlashQLA", "fla": "FLA"}
@@ -249,6 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(BACKWARDS))
     add_timing_arguments(parser, heads="4x8,8x16,16x32,16x64", sequences="1x8192,1x32768,4096x8,1024x8", samples=7)
     parser.add_argument("--activations", action="store_true", help="of gates and betas inside the step")
+    parser.add_argument("--variants", default="", choices=("", "contiguous"), help="measured in each cell too")
     return parser
 
 

@@ -50,6 +50,9 @@ CEILINGS = {
 }
 CHUNK = 64
 
+# Variants with contiguous q, k and v -> the same calls with slices. Peers have the first one.
+ON_CONTIGUOUS = {"contiguous": "default", "op_contiguous": "op"}
+
 
 def parse_heads(text: str) -> list[tuple[int, int]]:
     """'16x32,2x8' is 16 query/key and 32 value heads, then 2 and 8."""
@@ -65,6 +68,11 @@ def parse_head_dims(text: str) -> tuple[int, int]:
 def head_dims_field(head_dims: tuple[int, int]) -> dict[str, str]:
     """The field of a cell; no field if the dimensions are HEAD_DIMS."""
     return {} if head_dims == HEAD_DIMS else {"head_dims": "{}x{}".format(*head_dims)}
+
+
+def qkv_field(variant: str = "default") -> dict[str, str]:
+    """The field of a cell that says how q, k and v lie in memory. Cells without the field had contiguous ones."""
+    return {"qkv": "contiguous" if variant in ON_CONTIGUOUS else "slices"}
 
 
 def heads_of(cell: dict) -> str:
@@ -99,6 +107,20 @@ def ragged_lengths(sequences: int, tokens: int = 32768) -> list[int]:
     return lengths
 
 
+def slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """q, k and v as every model hands them over: slices of one tensor [1, T, 2 H_k K + H_v V], which a convolution has
+    written."""
+    given = {"q": q, "k": k, "v": v}
+    mixed = torch.cat([x.flatten(-2) for x in given.values()], -1)
+    parts = mixed.split([math.prod(x.shape[-2:]) for x in given.values()], -1)
+    return {name: part.unflatten(-1, x.shape[-2:]) for (name, x), part in zip(given.items(), parts, strict=True)}
+
+
+def contiguous(arguments: dict) -> dict:
+    """The same arguments with contiguous q, k and v. A tensor that is contiguous already is not copied."""
+    return arguments | {name: arguments[name].contiguous() for name in ("q", "k", "v")}
+
+
 def make_inputs(
     H_k: int,
     H_v: int,
@@ -109,7 +131,8 @@ def make_inputs(
     gradients: bool = False,
     gate: str = "bench",
 ):
-    """Arguments of chunk_gated_delta_rule; with `gradients` also do and dht, those of its two results.
+    """Arguments of chunk_gated_delta_rule; with `gradients` also do and dht, those of its two results. q, k and v are
+    `slices`.
 
     Args:
         head_dims: K and V.
@@ -138,10 +161,10 @@ def make_inputs(
     else:
         raise ValueError(f"gate is {gate!r}, expected 'bench' or 'trained'")
     offsets = torch.tensor([0, *lengths]).cumsum(0)
+    q, k = query_or_key(), query_or_key()
+    v = randn(1, T, H_v, V, dtype=torch.bfloat16)  # gigabytes: no copy of another dtype
     inputs = {
-        "q": query_or_key(),
-        "k": query_or_key(),
-        "v": randn(1, T, H_v, V, dtype=torch.bfloat16),  # gigabytes: no copy of another dtype
+        **slices(q, k, v),
         "g": g,
         "beta": randn(1, T, H_v).sigmoid(),
         "scale": K**-0.5,

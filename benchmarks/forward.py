@@ -4,6 +4,7 @@
     python benchmarks/forward.py --packages flash_qla,fla --heads 16x32,2x8 --sequences 1x8192,4096x8 --gates bench
     python benchmarks/forward.py --packages flash_qla,fla --heads 30x30 --head-dims 96x192
     python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,unknown,op
+    python benchmarks/forward.py --variants op,contiguous,op_contiguous
     python benchmarks/forward.py --report FILE.json
 
 Packages, each by its function below autograd:
@@ -18,9 +19,15 @@ Python looks for peers in --peers-path first, and for flash_qla in --package-pat
 folders that their own variables name, such as TRITON_CACHE_DIR and TILELANG_CACHE_DIR.
 
 Inputs: packed bf16 sequences, L2-normalised q and k, gates as in common.make_inputs, beta = sigmoid(randn), an fp32
-initial state; the final state is returned. Inputs in another form (FlashInfer takes e^g, and states with V first) are
-computed beforehand. flash_qla and FlashInfer are told how long the longest sequence is. FlashQLA and FLA read the
-lengths on the host before they are timed. A package that does not support the --head-dims has errors instead of times.
+initial state; the final state is returned. q, k and v are slices of one tensor (common.slices), because every model
+hands them over so. flash_qla reads them in place. A peer's timed call makes them contiguous, as its users do: FLA's
+public function copies what is not contiguous before it calls the function that is timed here, FlashInfer's
+documentation asks for contiguous q, k and v, and FlashQLA's documentation does not mention other strides. The variant
+"contiguous" gives every package contiguous tensors, so that nothing is copied; "op_contiguous" is the op on them.
+
+Inputs in another form (FlashInfer takes e^g, and states with V first) are computed beforehand. flash_qla and FlashInfer
+are told how long the longest sequence is. FlashQLA and FLA read the lengths on the host before they are timed. A
+package that does not support the --head-dims has errors instead of times.
 Time: median over samples, each the replay of a CUDA graph that holds several calls. Workspace: the bytes that a call
 takes from torch's allocator beyond its results. Outputs are compared twice: with the fp64 recurrence on a short batch
 of each head count (relative L2), and, by sketches, with those of flash_qla on the inputs of every cell. The file is
@@ -41,9 +48,11 @@ from common import (
     CHUNK,
     FLA_TRITON,
     HEAD_DIMS,
+    ON_CONTIGUOUS,
     add_timing_arguments,
     argument_parser,
     by_cell,
+    contiguous,
     floor_ms,
     forward_errors,
     geometric_mean,
@@ -54,7 +63,9 @@ from common import (
     parse_head_dims,
     parse_heads,
     parse_lengths,
+    qkv_field,
     run,
+    slices,
     spread,
     three_digits,
     time_graph,
@@ -70,6 +81,8 @@ VARIANTS = {
     "fp16": "q, k and v in fp16",
     "unknown": "without max_seqlen",
     "op": "torch.ops.flash_qla.chunk_gated_delta_rule, which returns neither g nor A",
+    "contiguous": "contiguous q, k and v",
+    "op_contiguous": "the op with contiguous q, k and v",
 }
 HEADS = "2x8,4x16,8x32,16x64,16x32,8x24,16x48,16x16"
 SEQUENCES = "1x512,1x2048,1x8192,1x32768,1x131072,28672+4096,16384+16384,8192x4,4096x8,1024x8,128x64,ragged32"
@@ -115,7 +128,7 @@ def load_flash_qla() -> Package:
         if variant == "v_first":
             arguments["initial_state"] = inputs["initial_state"].mT.contiguous()
         if variant == "fp16":
-            arguments |= {name: inputs[name].half() for name in ("q", "k", "v")}
+            arguments |= slices(*(inputs[name].half() for name in ("q", "k", "v")))
         if variant == "op":
             return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
         return lambda: flash_qla.chunk_gated_delta_rule_fwd(**arguments)
@@ -135,7 +148,7 @@ def load_fla() -> Package:
     def prepare(inputs, _):
         chunk_indices = prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)
         arguments = inputs | {"chunk_indices": chunk_indices, "output_final_state": True}
-        return lambda: chunk_gated_delta_rule_fwd(**arguments)
+        return lambda: chunk_gated_delta_rule_fwd(**contiguous(arguments))
 
     return Package(__version__, prepare, lambda outputs, _: (outputs[1], outputs[3]))
 
@@ -149,7 +162,7 @@ def load_flash_qla_jit() -> Package:
 
     def prepare(inputs, _):
         arguments = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "output_final_state": True}
-        return lambda: flash_qla.chunk_gated_delta_rule_fwd(**arguments, output_h=False, auto_cp=True)
+        return lambda: flash_qla.chunk_gated_delta_rule_fwd(**contiguous(arguments), output_h=False, auto_cp=True)
 
     version = f"{flash_qla.__version__} (TileLang {tilelang.__version__})"
     return Package(version, prepare, lambda outputs, _: (outputs[2], outputs[4]))
@@ -168,7 +181,7 @@ def flashinfer_function() -> tuple[str, Callable]:
 
 
 def flashinfer_arguments(inputs: dict) -> dict:
-    """Arguments of FlashInfer's function, without states."""
+    """Arguments of FlashInfer's function, without states. q, k and v are still slices, which it does not take."""
     cu_seqlens = inputs["cu_seqlens"].int()
     arguments = {name: inputs[name][0] for name in ("q", "k", "v", "beta")} | {"scale": inputs["scale"]}
     return arguments | {
@@ -187,7 +200,7 @@ def load_flashinfer() -> Package:
     def prepare(inputs, _):
         arguments = flashinfer_arguments(inputs) | {"initial_state": inputs["initial_state"].mT.contiguous()}
         arguments["output_state"] = torch.empty_like(arguments["initial_state"])
-        return lambda: chunk_gated_delta_rule(**arguments)
+        return lambda: chunk_gated_delta_rule(**contiguous(arguments))
 
     return Package(version, prepare, lambda outputs, _: (outputs[0][None], outputs[1].mT))
 
@@ -221,7 +234,8 @@ def difference(sketches: dict, expected: dict) -> float:
 def measure(package: str, options):
     loaded = LOADERS[package]()
     dims = options.head_dims
-    variants = ["default"] + [variant for variant in options.variants.split(",") if variant and package == "flash_qla"]
+    asked = filter(None, options.variants.split(","))
+    variants = ["default", *(x for x in asked if package == "flash_qla" or x == "contiguous")]
     for gate in options.gates.split(","):
         for H_k, H_v in parse_heads(options.heads):
             errors = None
@@ -233,6 +247,7 @@ def measure(package: str, options):
                 inputs = make_inputs(H_k, H_v, lengths, dims, gate=gate)
                 for variant in variants:
                     cell = {"package": package, "variant": variant, "version": loaded.version, **described}
+                    cell |= qkv_field(variant)
                     try:
                         cell |= measure_call(loaded, inputs, variant, options)
                     except Exception as error:
@@ -262,6 +277,8 @@ def check(
 
 
 def measure_call(loaded: Package, inputs: dict, variant: str, options) -> dict:
+    if variant in ON_CONTIGUOUS:
+        inputs, variant = contiguous(inputs), ON_CONTIGUOUS[variant]
     call = loaded.prepare(inputs, variant)
     outputs, workspace_bytes = workspace(call)
     o, final_state = loaded.results(outputs, variant)
@@ -304,13 +321,14 @@ class Row:
 
 
 def rows_of(cells: list[dict], gate: str, variant: str = "default") -> list[Row]:
-    """flash_qla in one variant beside its peers."""
+    """flash_qla in one variant beside its peers, which have contiguous tensors if it has them."""
     rows = []
+    of_peers = "contiguous" if variant in ON_CONTIGUOUS else "default"
     timed = [
         cell
         for cell in cells
         if cell["gate"] == gate
-        and cell["variant"] == (variant if cell["package"] == "flash_qla" else "default")
+        and cell["variant"] == (variant if cell["package"] == "flash_qla" else of_peers)
         and "ms" in cell
     ]
     for (heads, sequences), found in by_cell(timed).items():
@@ -334,8 +352,9 @@ def report(cells: list[dict]) -> None:
             lines.append([row.heads, row.sequences, f"{row.ms:.4f}", f"{row.floor:.0%}", *ratios, number(row.best)])
         print_table(header, lines)
         print_list(summary(rows))
-        if op := rows_of(cells, gate, "op"):  # FlashInfer returns no A either
-            print_list([f"op: {line}" for line in summary(op)])
+        for variant in ("op", *ON_CONTIGUOUS):  # the op, because FlashInfer returns no A either
+            if found := rows_of(cells, gate, variant):
+                print_list([f"{variant}: {line}" for line in summary(found)])
     report_variants(cells)
     print_list(report_outputs(cells))
 
@@ -457,7 +476,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(LOADERS))
     add_timing_arguments(parser, HEADS, SEQUENCES, samples=7)
     parser.add_argument("--gates", default="bench,trained", help="see common.make_inputs")
-    parser.add_argument("--variants", default="", help=f"of flash_qla, timed in each cell too: {', '.join(VARIANTS)}")
+    variants = f"timed in each cell too: {', '.join(VARIANTS)}; peers have only the variant 'contiguous'"
+    parser.add_argument("--variants", default="", help=variants)
     parser.add_argument("--report", nargs="+", metavar="FILE", help="report on stored results, measure nothing")
     return parser
 

@@ -82,7 +82,7 @@ def rows_of_backward(cells: list[dict]) -> list[Row]:
         [
             {
                 "package": cell["package"],
-                "variant": "default",
+                "variant": cell.get("variant", "default"),
                 "gate": "bench",
                 "heads": cell["heads"],
                 "sequences": cell["sequences"],

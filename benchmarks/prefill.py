@@ -13,9 +13,11 @@
 
 FlashInfer's function has `gathered`, and `pool` with its state_indices.
 
-The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. Both packages are told the
-length of the longest sequence. Times are medians over replays of CUDA graphs. The calls take turns, so that the clocks
-are the same for all. The cost of checkpoints is also a rate: the bytes that they write over the time that they add.
+The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. q, k and v are slices of one
+tensor, as in forward.py, and FlashInfer's timed calls copy them, because its documentation asks for contiguous ones.
+Both packages are told the length of the longest sequence. Times are medians over replays of CUDA graphs. The calls take
+turns, so that the clocks are the same for all. The cost of checkpoints is also a rate: the bytes that they write over
+the time that they add.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ import torch
 from common import (
     add_timing_arguments,
     argument_parser,
+    contiguous,
     geometric_mean,
     head_dims_field,
     heads_of,
     make_inputs,
     parse_heads,
     parse_lengths,
+    qkv_field,
     run,
     time_graph,
 )
@@ -115,11 +119,11 @@ def flashinfer_calls(case: Case) -> dict[str, Callable]:
     in_pool = {"initial_state": case.pool, "output_state": case.pool, "state_indices": case.slots.int()}
 
     def gathered(states: torch.Tensor):
-        return function(**arguments, initial_state=states, output_state=final_states)
+        return function(**contiguous(arguments), initial_state=states, output_state=final_states)
 
     return {
         "gathered": lambda: case.gathered(gathered)[None],
-        "pool": lambda: function(**arguments, **in_pool)[0][None],
+        "pool": lambda: function(**contiguous(arguments), **in_pool)[0][None],
     }
 
 
@@ -145,6 +149,7 @@ def cell_of(package: str, H_k: int, H_v: int, text: str, state_dtype: str, optio
         **head_dims_field(options.head_dims),
         "sequences": text,
         "state_dtype": state_dtype,
+        **qkv_field(),
         "ms": ms,
         "checkpoint_bytes": checkpoints * H_v * math.prod(options.head_dims) * dtype.itemsize,
     }

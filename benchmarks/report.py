@@ -7,13 +7,16 @@ A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end repo
 results are h100.json and h200.json of all.py, wide_h100.json of its sections for wide keys, errors_h100.json of the
 tests (--errors-json), context_parallelism_h100.json, generation_h100.json and prefill_h100.json, each also with h200,
 and tests.json of the tests (--record). Each card that was measured has its columns. A figure that is in no file is "not
-measured". The file is long because it has a function for each table.
+measured". In cells with the field `qkv` q, k and v are slices of one tensor, or contiguous in the variants that are
+called so; cells without it are older, and had contiguous ones, which the line below their table says. The file is long
+because it has a function for each table.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -22,7 +25,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from common import geometric_mean, heads_of, parse_head_dims, parse_heads, parse_lengths
+from common import ON_CONTIGUOUS, geometric_mean, heads_of, parse_head_dims, parse_heads, parse_lengths
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -154,8 +157,24 @@ def environment_line(cards: list[Card], *sections: str) -> str:
             continue
         parts = [f"driver {environment['driver']}", f"torch {environment['torch']}"]
         parts += [f"{label} {versions[package]}" for package, label in LABELS.items() if package in versions]
+        parts += older_inputs({section: card.cells(section) for section in sections})
         lines.append(f"{card.name}: {', '.join(parts)}.")
     return wrapped(" ".join(lines))
+
+
+# Sections whose cells have the field `qkv` -> what is timed there
+PASSES = {
+    **dict.fromkeys(("forward", "mixed", "options", "head_dims", "wide", "prefill", "dispatch"), "the forward"),
+    **dict.fromkeys(("backward", "head_dims_step", "wide_step"), "the backward"),
+}
+
+
+def older_inputs(sections: dict[str, list[dict]]) -> list[str]:
+    """That q, k and v were contiguous, if they were; and where, if other sections of the table have other inputs."""
+    measured = {section for section, cells in sections.items() if cells}
+    older = {x for x in measured & PASSES.keys() if any("qkv" not in cell for cell in sections[x])}
+    where = "" if older == measured else f" in {' and '.join(ordered(PASSES[x] for x in sections if x in older))}"
+    return [f"contiguous q, k and v{where}"] if older else []
 
 
 def wrapped(text: str) -> str:
@@ -193,6 +212,15 @@ def heads_and_sequences(cells: Iterable[dict], only: tuple[str, ...] | None = No
 
 # The forward
 
+# A variant -> the same call on contiguous tensors
+CONTIGUOUS_OF = {on_slices: variant for variant, on_slices in ON_CONTIGUOUS.items()}
+FORWARD_MEANS = {
+    "default": "low-level forward",
+    "contiguous": "low-level forward, contiguous",
+    "op": "op",
+    "op_contiguous": "op, contiguous",
+}
+
 
 def forward_times(card: Card, section: str = "forward") -> dict[tuple[str, str], dict[str, dict]]:
     """(package, variant) -> place -> cell."""
@@ -210,7 +238,8 @@ def ratio(cells: dict[str, dict], ours: dict[str, dict], key: str, field: str = 
 
 
 def forward_columns(card: Card, variants: tuple[str, ...]) -> list[Column]:
-    """Times of flash_qla's variants; the floor and the peers' ratios are of the first variant."""
+    """Times of flash_qla's variants; what follows is of the first one: its time on contiguous tensors, the floor, the
+    peers' ratios."""
     found = forward_times(card)
     first = found.get(("flash_qla", variants[0]))
     if not first:
@@ -220,6 +249,8 @@ def forward_columns(card: Card, variants: tuple[str, ...]) -> list[Column]:
         ours = found.get(("flash_qla", variant), {})
         name = "ms" if len(variants) == 1 else "op, ms" if variant == "op" else "flash_qla, ms"
         columns.append((name, lambda key, ours=ours: number(ours.get(key, {}).get("ms"), ".3f")))
+    contiguous = found.get(("flash_qla", CONTIGUOUS_OF[variants[0]]), {})
+    columns.append(("contiguous, ms", lambda key: number(contiguous.get(key, {}).get("ms"), ".3f")))
     columns.append(
         ("of the floor", lambda key: f"{first[key]['floor_ms'] / first[key]['ms']:.0%}" if key in first else "-")
     )
@@ -243,17 +274,21 @@ def speed_forward(data: Data) -> str:
     peers = [*(LABELS[peer] for peer in FORWARD_PEERS), "the fastest of them"]
     rows = []
     for card in data.measured("forward"):
-        for variant, name in (("default", "low-level forward"), ("op", "op")):
-            rows.append([f"{card.name}: {name}", *map(mean_of, forward_means(card, variant))])
+        for variant, name in FORWARD_MEANS.items():
+            ratios = forward_means(card, variant)
+            if variant not in ON_CONTIGUOUS or any(ratios):
+                rows.append([f"{card.name}: {name}", *map(mean_of, ratios)])
     means = markdown(["geometric mean", *peers], rows)
     return f"{body}\n\n{means}\n\n{environment_line(data.cards, 'forward')}"
 
 
 def forward_means(card: Card, variant: str) -> list[list[float]]:
-    """The ratios of each peer, then of the fastest one where all were measured."""
+    """The ratios of each peer, then of the fastest one where all were measured. Contiguous tensors are compared with
+    contiguous ones."""
     found = forward_times(card)
     ours = found.get(("flash_qla", variant), {})
-    of_peers = [found.get((peer, "default"), {}) for peer in FORWARD_PEERS]
+    peer_variant = "contiguous" if variant in ON_CONTIGUOUS else "default"
+    of_peers = [found.get((peer, peer_variant), {}) for peer in FORWARD_PEERS]
     ratios = [{key: ratio(cells, ours, key) for key in ours if key in cells} for cells in of_peers]
     measured = [x for x in ratios if x]
     best = [min(x[key] for x in measured) for key in ours if measured and all(key in x for x in measured)]
@@ -313,10 +348,11 @@ def options_table(data: Data) -> str:
 # The backward and the step
 
 
-def by_package(card: Card, *sections: str) -> dict[str, dict[str, dict]]:
+def by_package(card: Card, *sections: str, variant: str = "default") -> dict[str, dict[str, dict]]:
     """package -> place -> the fields of its cells."""
     found: dict[str, dict[str, dict]] = {}
-    for cell in (cell for section in sections for cell in card.cells(section)):
+    cells = [cell for section in sections for cell in card.cells(section)]
+    for cell in (cell for cell in cells if cell.get("variant", "default") == variant):
         found.setdefault(cell["package"], {}).setdefault(place(cell), {}).update(cell)
     return found
 
@@ -326,7 +362,11 @@ def time_columns(card: Card, section: str, field: str, floor: str | None) -> lis
     ours = found.get("flash_qla", {})
     if not any(field in cell for cell in ours.values()):
         return []
-    columns: list[Column] = [("ms", lambda key: number(ours.get(key, {}).get(field), ".3f"))]
+    contiguous = by_package(card, section, variant="contiguous").get("flash_qla", {})
+    columns: list[Column] = [
+        (name, lambda key, x=cells: number(x.get(key, {}).get(field), ".3f"))
+        for name, cells in (("ms", ours), ("contiguous, ms", contiguous))
+    ]
     if floor:
         columns.append(
             ("of the floor", lambda key: f"{ours[key][floor] / ours[key][field]:.0%}" if key in ours else "-")
@@ -338,8 +378,8 @@ def time_columns(card: Card, section: str, field: str, floor: str | None) -> lis
     return columns
 
 
-def means_of(card: Card, section: str, field: str, peer: str) -> list[float]:
-    found = by_package(card, section)
+def means_of(card: Card, section: str, field: str, peer: str, variant: str = "default") -> list[float]:
+    found = by_package(card, section, variant=variant)
     ours, cells = found.get("flash_qla", {}), found.get(peer, {})
     return [x for key in ours if (x := ratio(cells, ours, key, field)) is not None]
 
@@ -354,11 +394,12 @@ def backward(data: Data) -> str:
         parts.append(
             table(keys, header, data.cards, lambda card, x=field, y=floor: time_columns(card, "backward", x, y))
         )
-    rows = [
-        [f"{card.name}: {name}", *(mean_of(means_of(card, "backward", field, peer)) for peer in BACKWARD_PEERS)]
-        for card in data.measured("backward")
-        for name, field in (("backward", "backward_ms"), ("step", "step_ms"))
-    ]
+    rows = []
+    calls, variants = {"backward": "backward_ms", "step": "step_ms"}, {"default": "", "contiguous": ", contiguous"}
+    for card, call, variant in itertools.product(data.measured("backward"), calls, variants):
+        ratios = [means_of(card, "backward", calls[call], peer, variant) for peer in BACKWARD_PEERS]
+        if variant == "default" or any(ratios):
+            rows.append([f"{card.name}: {call}{variants[variant]}", *map(mean_of, ratios)])
     parts.append(markdown(["geometric mean", *(LABELS[peer] for peer in BACKWARD_PEERS)], rows))
     return "\n\n".join([*parts, environment_line(data.cards, "backward")])
 
@@ -664,7 +705,9 @@ def checkpoints(data: Data) -> str:
             row += [number(ms[way] / ms["pool"]) for way in ways]
             rows.append([*row, number(ms["resumable"] / ms["checkpoints"])])
         environment = results["environment"]
-        lines.append(f"{card}: driver {environment['driver']}, torch {environment['torch']}.")
+        inputs = older_inputs({"prefill": results["cells"]})
+        parts = [f"driver {environment['driver']}", f"torch {environment['torch']}", *inputs]
+        lines.append(f"{card}: {', '.join(parts)}.")
     return "\n\n".join([markdown(header, rows), wrapped(" ".join(lines))]) if rows else "Not measured on any card."
 
 

@@ -65,6 +65,12 @@ def made_up_cells() -> list[dict]:
     return [*cells, cells[0] | variant]
 
 
+def contiguous_cells() -> list[dict]:
+    first = made_up_cells()[0] | {"qkv": "contiguous"}
+    ms = {("flash_qla", "contiguous"): 0.005, ("flash_qla", "op_contiguous"): 0.004, ("fla", "contiguous"): 0.02}
+    return [first | {"package": package, "variant": variant, "ms": x} for (package, variant), x in ms.items()]
+
+
 @pytest.fixture
 def results(tmp_path):
     file = tmp_path / "results.json"
@@ -128,11 +134,13 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(dispatch, "figures_of_card", lambda: _C.cards()["H200"])
     monkeypatch.setattr(backward, "workspace", lambda call: (call(), 0))
     monkeypatch.setattr(backward, "step_memory", lambda step: {"saved_bytes": 0, "extra_bytes": 0})
-    monkeypatch.setattr(forward, "measure_call", lambda *_: {"ms": 1, "ms_min": 1, "ms_max": 1, "workspace_bytes": 0})
+    monkeypatch.setattr(forward, "time_graph", lambda *_: [1.0, 2.0, 3.0])
+    monkeypatch.setattr(forward, "workspace", lambda call: (call(), 0))
 
 
 def options(**changes) -> argparse.Namespace:
     given = {"heads": "1x2", "sequences": "64x2", "head_dims": (24, 40), "samples": 3, "sample_ms": 1.0}
+    given |= {"variants": ""}
     return argparse.Namespace(**given | changes)
 
 
@@ -142,6 +150,108 @@ def test_inputs(on_cpu):
     assert inputs["v"].shape == gradients["do"].shape == (1, 73, 2, 40)
     assert inputs["initial_state"].shape == gradients["dht"].shape == (2, 2, 24, 40)
     assert inputs["scale"] == 24**-0.5
+
+
+def test_inputs_are_slices(on_cpu):
+    """q, k and v follow one another in each row of one tensor. `contiguous` copies what is not contiguous yet."""
+    inputs = common.make_inputs(**HEADS, lengths=[70, 3], head_dims=(24, 40))
+    row = 2 * 24 + 2 * 40
+    q, k, v = (inputs[name] for name in "qkv")
+    assert [x.storage_offset() for x in (q, k, v)] == [0, 24, 48]
+    assert {x.stride(1) for x in (q, k, v)} == {row} and {x.untyped_storage().data_ptr() for x in (q, k, v)} == {
+        q.untyped_storage().data_ptr()
+    }
+    once = common.contiguous(inputs)
+    twice = common.contiguous(once)
+    for name, x in inputs.items():
+        if name in ("q", "k", "v"):
+            assert once[name].is_contiguous() and torch.equal(once[name], x) and twice[name] is once[name]
+        else:
+            assert once[name] is x
+
+
+def stub_modules(monkeypatch, **modules: dict):
+    """Modules with these names, __ for a dot, and these contents."""
+    for name, contents in modules.items():
+        monkeypatch.setitem(sys.modules, name.replace("__", "."), SimpleNamespace(**contents))
+
+
+def stub_peer(monkeypatch, package: str, fwd=None, bwd=None, operator=None):
+    """Stand-ins for a peer's functions."""
+    functions = {"chunk_gated_delta_rule_fwd": fwd, "chunk_gated_delta_rule_bwd": bwd}
+    public = {"chunk_gated_delta_rule": operator}
+    if package == "flashinfer":
+        monkeypatch.setattr(forward, "flashinfer_function", lambda: ("1", fwd))
+    elif package == "flash_qla_jit":
+        monkeypatch.setattr(torch.ops, "flash_qla", SimpleNamespace())
+        stub_modules(monkeypatch, flash_qla={"__version__": "1", **functions, **public}, tilelang={"__version__": "1"})
+    else:
+        stub_modules(
+            monkeypatch,
+            fla={"__version__": "1"},
+            fla__ops={},
+            fla__ops__gated_delta_rule=public,
+            fla__ops__gated_delta_rule__chunk=functions,
+            fla__ops__utils={},
+            fla__ops__utils__index={"prepare_chunk_indices": lambda *_: None},
+        )
+
+
+@pytest.mark.parametrize("package", forward.PEERS)
+def test_timed_calls_of_peers_copy_slices(on_cpu, monkeypatch, package):
+    """The copy is made in the call: it has what the slice has by then."""
+    given = []
+    stub_peer(monkeypatch, package, fwd=lambda **arguments: given.append(arguments))
+    inputs = common.make_inputs(**HEADS, lengths=[70, 3], head_dims=(24, 40))
+    call = forward.LOADERS[package]().prepare(inputs, "default")
+    for number, name in enumerate("qkv"):
+        inputs[name].fill_(number)
+    call()
+    for number, name in enumerate("qkv"):
+        assert given[0][name].is_contiguous() and set(given[0][name].flatten().tolist()) == {number}
+
+
+@pytest.mark.parametrize("package", backward.PEERS)
+def test_backwards_of_peers_have_the_copies_of_their_forwards(on_cpu, monkeypatch, package):
+    given = []
+
+    def fwd(**arguments):
+        given.append(arguments)
+        return (None,) * 5
+
+    def bwd(**arguments):
+        given.append(arguments)
+        return (None,) * 6
+
+    stub_peer(monkeypatch, package, fwd, bwd)
+    inputs, output_gradients = backward.inputs_of(package, **HEADS, lengths=[70, 3], head_dims=(24, 40))
+    backward.BACKWARDS[package](inputs, output_gradients)()
+    for name in "qkv":
+        assert given[0][name].is_contiguous() and given[1][name] is given[0][name] is not inputs[name]
+
+
+@pytest.mark.parametrize("package", backward.PEERS)
+def test_steps_of_peers_copy_slices(on_cpu, monkeypatch, package):
+    """Their gradients are those of the slices."""
+    import flash_qla
+
+    ours, given = flash_qla.chunk_gated_delta_rule, []
+
+    def operator(**arguments):
+        given.append(arguments)
+        return ours(**arguments)
+
+    expected, _ = backward.step_inputs("flash_qla", **HEADS, lengths=[70], options=options(activations=False))
+    inputs, gradients = backward.step_inputs(package, **HEADS, lengths=[70], options=options(activations=False))
+    expected = backward.Step(ours, expected, gradients)()
+    with monkeypatch.context() as stubbed:
+        stub_peer(stubbed, package, operator=operator)
+        _, function, _ = backward.load(package)
+    found = backward.Step(function, inputs, gradients)()
+    for name in "qkv":
+        assert given[0][name].is_contiguous() and not inputs[name].is_contiguous()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
@@ -192,6 +302,48 @@ def test_cells_of_the_forward(on_cpu):
     assert [row.name for row in forward.rows_of(cells, "bench")] == ["1x2 64x2", "1x2 of 24x40 64x2"]
 
 
+def test_contiguous_cells_of_the_forward(on_cpu, monkeypatch):
+    """They say so, and compute the same. Peers have them in one variant."""
+    ours, strides = forward.load_flash_qla(), []
+
+    def prepare(inputs, variant):
+        strides.append((variant, inputs["v"].is_contiguous()))
+        return ours.prepare(inputs, variant)
+
+    for package in ("flash_qla", "fla"):
+        monkeypatch.setitem(forward.LOADERS, package, lambda: forward.Package("1", prepare, ours.results))
+    monkeypatch.setattr(forward, "check", lambda *_: {"o": 0.0, "final_state": 0.0})
+    asked = options(gates="bench", variants="op,contiguous,op_contiguous,fp16")
+    cells = [cell for package in ("flash_qla", "fla") for cell in forward.measure(package, asked)]
+    assert not [cell["error"] for cell in cells if "error" in cell]
+    found = [(cell["package"], cell["variant"], cell["qkv"]) for cell in cells]
+    assert found == [
+        ("flash_qla", "default", "slices"),
+        ("flash_qla", "op", "slices"),
+        ("flash_qla", "contiguous", "contiguous"),
+        ("flash_qla", "op_contiguous", "contiguous"),
+        ("flash_qla", "fp16", "slices"),
+        ("fla", "default", "slices"),
+        ("fla", "contiguous", "contiguous"),
+    ]
+    assert strides == [
+        *(("default", False), ("op", False), ("default", True), ("op", True), ("fp16", False)),
+        *(("default", False), ("default", True)),
+    ]
+    assert cells[2]["sketches"] == cells[0]["sketches"] and cells[3]["sketches"] == cells[1]["sketches"]
+
+
+def test_tokens_in_fp16_are_slices(on_cpu, monkeypatch):
+    import flash_qla
+
+    given = []
+    loaded = forward.load_flash_qla()
+    monkeypatch.setattr(flash_qla, "chunk_gated_delta_rule_fwd", lambda **arguments: given.append(arguments))
+    loaded.prepare(common.make_inputs(**HEADS, lengths=[70], head_dims=(24, 40)), "fp16")()
+    assert {given[0][name].dtype for name in "qkv"} == {torch.float16}
+    assert {given[0][name].stride(1) for name in "qkv"} == {2 * 24 + 2 * 40}
+
+
 def test_cells_of_the_backward(on_cpu, capsys):
     """They say head dimensions and activations only where there are any."""
     asked = ((common.HEAD_DIMS, False), ((24, 40), False), ((24, 40), True))
@@ -202,6 +354,17 @@ def test_cells_of_the_backward(on_cpu, capsys):
     assert cells[1]["backward_floor_ms"] == cells[2]["backward_floor_ms"] < cells[0]["backward_floor_ms"] / 3
     backward.report(cells[:2])
     assert "1x2 of 24x40         64x2  backward" in capsys.readouterr().out
+
+
+def test_contiguous_cells_of_the_backward(on_cpu, monkeypatch):
+    given = []
+    ours = backward.flash_qla_backward
+    monkeypatch.setitem(
+        backward.BACKWARDS, "flash_qla", lambda inputs, *others: given.append(inputs) or ours(inputs, *others)
+    )
+    cells = list(backward.measure("flash_qla", options(activations=False, variants="contiguous")))
+    assert [(cell["variant"], cell["qkv"]) for cell in cells] == [("default", "slices"), ("contiguous", "contiguous")]
+    assert [inputs["q"].is_contiguous() for inputs in given[:2]] == [False, True]
 
 
 @pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
@@ -236,6 +399,8 @@ def test_rows_and_means():
     assert forward.rows_of(made_up_cells(), "trained") == []
     (variant,) = forward.rows_of(made_up_cells(), "bench", "nocp")
     assert variant.ratios == pytest.approx({"fla": 2.4, "flash_qla_jit": 0.64, "flashinfer": 1.6})
+    (row,) = forward.rows_of([*made_up_cells(), *contiguous_cells()], "bench", "op_contiguous")
+    assert row.ms == 0.004 and row.ratios == pytest.approx({"fla": 5})  # contiguous beside contiguous
     assert forward.summary([first, second]) == [
         f"Over the best peer: geometric mean {math.sqrt(0.8 * 2):.2f}, least 0.80 (2x8 1x512), n = 2",
         "Cells below 1.0: 2x8 1x512 0.800",
@@ -287,17 +452,24 @@ def test_other_head_dims_are_other_cells(results, tmp_path):
 
 def test_report_of_the_backward(capsys):
     def cell(package, ms, **more):
-        measured = {"package": package, "heads": "2x8", "sequences": "1x512", "backward_floor_ms": 0.01}
+        measured = {"package": package, "variant": "default", "heads": "2x8", "sequences": "1x512"}
+        measured |= {"backward_floor_ms": 0.01}
         times = {f"{what}_ms{suffix}": ms for what in ("backward", "step") for suffix in ("", "_min", "_max")}
         return measured | times | {"saved_bytes": 2**20, "extra_bytes": 2**21} | more
 
     backward.report([cell("flash_qla", 0.1), cell("fla", 0.3)])
     inside = {"activations": True, **OTHER_DIMS}
     backward.report([cell("flash_qla", 0.1, saved_bytes=0, **inside), cell("fla", 0.4, **inside)])
-    first, second = capsys.readouterr().out.splitlines()
+    of_slices, first, _, second = capsys.readouterr().out.splitlines()
+    assert of_slices == "Slices:"
     assert first.split()[:2] == ["2x8", "1x512"] and "backward 3.00x, step 3.00x" in first
     assert second.split()[:4] == ["2x8", "of", "96x192", "1x512"] and "backward 4.00x, step 4.00x" in second
     assert "saved 1.00x" in first and "step 4.00x, extra" in second
+    ours = [cell("flash_qla", 0.1), cell("flash_qla", 0.2, variant="contiguous")]
+    backward.report([*ours, cell("fla", 0.3), cell("fla", 0.3, variant="contiguous")])
+    of_slices, first, of_contiguous, second = capsys.readouterr().out.splitlines()
+    assert (of_slices, of_contiguous) == ("Slices:", "Contiguous q, k and v:")
+    assert "backward 3.00x" in first and "backward 1.50x" in second
 
 
 @pytest.mark.parametrize(
@@ -405,6 +577,7 @@ def test_ways_of_flashinfers_prefill(on_cpu, monkeypatch):
     """A stand-in with FlashInfer's arguments, computed by our op: both ways give the op's results and final states."""
 
     def stand_in(q, k, v, g, beta, *, cu_seqlens, output, output_state, initial_state, state_indices=None, **options):
+        assert all(x.is_contiguous() for x in (q, k, v))
         assert options.pop("output_final_state") and options.pop("use_cp") == "auto"
         assert options.pop("max_seqlen") == 300 and cu_seqlens.dtype == torch.int32
         rows = slice(None) if state_indices is None else state_indices.long()
@@ -652,15 +825,15 @@ def test_tables_of_one_card(card_folder):
     data = report.load(card_folder)
     lines = report.speed_forward(data).splitlines()
     assert (
-        lines[0]
-        == "| q/k x v heads | sequences | flash_qla, ms | op, ms | of the floor | FLA | FlashQLA | FlashInfer |"
+        lines[0] == "| q/k x v heads | sequences | flash_qla, ms | op, ms | contiguous, ms | of the floor "
+        "| FLA | FlashQLA | FlashInfer |"
     )
     assert lines[2:4] == [
-        "| 2x8 | 1x512 | 0.010 | 0.008 | 50% | 3.00 | 0.80 | 2.00 |",
-        "| 2x8 | ragged32 | 0.100 | 0.080 | 5% | 6.00 | 2.00 | - |",
+        "| 2x8 | 1x512 | 0.010 | 0.008 | - | 50% | 3.00 | 0.80 | 2.00 |",
+        "| 2x8 | ragged32 | 0.100 | 0.080 | - | 5% | 6.00 | 2.00 | - |",
     ]
     assert "| H100: op | 5.30 (least 3.75, n = 2) | 1.58 (least 1.00, n = 2) | 2.50 (least 2.50, n = 1) |" in lines[8]
-    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1."
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1, contiguous q, k and v."
     assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - |" in report.decode(data)
     assert "| 2x8 | 8 | 4.0 | 25% | 1.25 |" in report.decode(data)
     assert "| H100: decoding, fp32 states | - | - | - | 1.50 | - |" in report.summary(data)
@@ -675,9 +848,45 @@ def test_tables_of_two_cards(card_folder):
     (card_folder / "h200.json").write_text(json.dumps(other))
     data = report.load(card_folder)
     lines = report.speed_forward(data).splitlines()
-    assert lines[0].count("H100: ") == lines[0].count("H200: ") == 6
-    assert lines[2].count("| 0.010 | 0.008 | 50% | 3.00 | 0.80 | 2.00 |") == 1 and lines[2].count(" 0.008 ") == 2
+    assert lines[0].count("H100: ") == lines[0].count("H200: ") == 7
+    assert lines[2].count("| 0.010 | 0.008 | - | 50% | 3.00 | 0.80 | 2.00 |") == 1 and lines[2].count(" 0.008 ") == 2
     assert "| 2x8 | 8 | 2.0 | 50% | 1.50 | - | not measured on H200 |" in report.decode(data)
+
+
+def test_columns_of_contiguous_tensors(card_folder):
+    """The line below a table says that q, k and v were contiguous in cells that have no field, and nothing else."""
+    results = card_results()
+    slices = [cell | {"qkv": "slices"} for cell in results["sections"]["forward"]["cells"]]
+    results["sections"]["forward"]["cells"] = [*slices, *contiguous_cells()]
+    cell = {"package": "flash_qla", "version": "1", "heads": "2x8", "sequences": "1x512", "backward_floor_ms": 0.01}
+    cell |= {"backward_ms": 0.1, "step_ms": 0.2}
+    peer = cell | {"package": "fla", "backward_ms": 0.3, "step_ms": 0.6}
+    results["sections"]["backward"] = {"cells": [cell, peer]}
+
+    def data():
+        (card_folder / "h100.json").write_text(json.dumps(results))
+        return report.load(card_folder)
+
+    lines = report.speed_forward(data()).splitlines()
+    assert "| 2x8 | 1x512 | 0.010 | 0.008 | 0.005 | 50% | 3.00 | 0.80 | 2.00 |" in lines
+    assert (
+        "| H100: low-level forward, contiguous | 4.00 (least 4.00, n = 1) | - | - | 4.00 (least 4.00, n = 1) |" in lines
+    )
+    assert "| H100: op, contiguous | 5.00 (least 5.00, n = 1) | - | - | 5.00 (least 5.00, n = 1) |" in lines
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1, FlashQLA 1, FlashInfer 1."
+    older = report.backward(data()).splitlines()
+    assert "| 2x8 | 1x512 | 0.100 | - | 10% | 3.00 |" in older and "| 2x8 | 1x512 | 0.200 | - | 3.00 |" in older
+    assert older[-1] == "H100: driver 580, torch 2.11, FLA 1, contiguous q, k and v."
+    assert "contiguous q, k and v in the backward." in " ".join(report.summary(data()).split())
+
+    slices = [x | {"variant": "default", "qkv": "slices"} for x in (cell, peer)]
+    times = {"variant": "contiguous", "qkv": "contiguous", "backward_ms": 0.09, "step_ms": 0.15}
+    results["sections"]["backward"]["cells"] = [*slices, cell | times, peer | times]
+    lines = report.backward(data()).splitlines()
+    assert "| 2x8 | 1x512 | 0.100 | 0.090 | 10% | 3.00 |" in lines
+    assert "| 2x8 | 1x512 | 0.200 | 0.150 | 3.00 |" in lines
+    assert "| H100: backward, contiguous | - | 1.00 (least 1.00, n = 1) |" in lines
+    assert lines[-1] == "H100: driver 580, torch 2.11, FLA 1." and "contiguous" not in report.summary(data())
 
 
 def test_pages_are_filled(card_folder):
@@ -723,6 +932,7 @@ def test_table_of_checkpoints(tmp_path):
     (tmp_path / "prefill_h200.json").write_text(json.dumps(results))
     lines = report.checkpoints(report.load(tmp_path)).splitlines()
     assert "| H200 | 2x8 | 1x8192 | bf16 | 2.000 | 1.50 | 2.00 | 2.50 | 3.00 | 2.00 |" in lines
+    assert lines[-1] == "H200: driver 580, torch 2.11, contiguous q, k and v."
 
 
 def test_tables_of_generation(tmp_path):
@@ -756,6 +966,15 @@ def test_figures_of_a_card(card_folder):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     subprocess.run([sys.executable, BENCHMARKS / "plot.py", "--results", card_folder], check=True)
     assert (card_folder / "forward_h100.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_the_backward_are_of_slices():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot = importlib.import_module("plot")
+    cell = {"package": "flash_qla", "variant": "default", "heads": "2x8", "sequences": "1x512"}
+    cell |= {"backward_ms": 0.1, "backward_floor_ms": 0.01}
+    (row,) = plot.rows_of_backward([cell, cell | {"variant": "contiguous", "backward_ms": 0.2}])
+    assert row.ms == 0.1
 
 
 # Context parallelism over ranks
