@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -113,19 +114,19 @@ void check_gradients(const BackwardCall& call) {
 }
 
 // Makes q, k, v or do readable by the device: the CPU reads contiguous rows.
-void make_readable(const Call& call, Tensor& tensor) {
-  if (tensor.is_cuda()) {
-    make_readable_rows(call.op, tensor, call.dtype);
-  } else {
-    make_contiguous(call.op, tensor, call.dtype);
+void make_readable(const Call& call, std::initializer_list<Tensor*> tensors) {
+  if (call.q.is_cuda()) {
+    make_readable_rows(call.op, tensors, call.dtype);
+    return;
+  }
+  for (Tensor* const tensor : tensors) {
+    make_contiguous(call.op, *tensor, call.dtype);
   }
 }
 
 // Copies only tensors that have to change. g_dtype: the dtype of g as it is read.
 void make_canonical(Call& call, ScalarType g_dtype) {
-  for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
-    make_readable(call, *tensor);
-  }
+  make_readable(call, {&call.q, &call.k, &call.v});
   make_contiguous(call.op, call.g, g_dtype);
   make_contiguous(call.op, call.beta, call.beta_dtype);
   for (std::optional<Tensor>* tensor : {&call.A_log, &call.dt_bias}) {
@@ -154,7 +155,7 @@ void prepare(Call& call, bool raw_gates) {
 }
 
 void make_gradients_canonical(BackwardCall& call) {
-  make_readable(call, call.grad_o);
+  make_readable(call, {&call.grad_o});
   if (call.grad_final_state) {
     make_aligned(call.op, *call.grad_final_state, call.compute_dtype);
   }
@@ -169,6 +170,23 @@ void make_gradients_canonical(BackwardCall& call) {
 
 std::array<int64_t, 4> Call::state_shape() const {
   return state_v_first ? std::array{N, H_v, V, K} : std::array{N, H_v, K, V};
+}
+
+void split(const char* op, Arguments& arguments, const PackedTokens& packed) {
+  const auto& [mixed_qkv, H_k, K] = packed;
+  check_floating(op, "mixed_qkv", mixed_qkv);
+  check_rank(op, "mixed_qkv", mixed_qkv, 3, "[B, T, 2 H_k K + H_v V]");
+  check_rank(op, "g", arguments.g, 3, "[B, T, H_v]");
+  check(H_k >= 1, op, "num_k_heads is ", H_k, ", expected at least 1");
+  check(K >= 1, op, "head_k_dim is ", K, ", expected at least 1");
+  const int64_t width = mixed_qkv.size(2), H_v = arguments.g.size(2);
+  const bool fits = H_v >= 1 && K <= width && H_k <= width && 2 * H_k * K < width && (width - 2 * H_k * K) % H_v == 0;
+  check(fits, op, "mixed_qkv has ", width, " channels, expected 2 H_k K + H_v V, with num_k_heads H_k = ", H_k,
+        ", head_k_dim K = ", K, " and the H_v = ", H_v, " heads of g");
+  TokenParts parts = split_tokens(mixed_qkv, H_k, K, H_v, (width - 2 * H_k * K) / H_v);
+  arguments.q = std::move(parts.q);
+  arguments.k = std::move(parts.k);
+  arguments.v = std::move(parts.v);
 }
 
 Call make_record(const char* op, Arguments arguments) {

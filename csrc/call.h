@@ -59,6 +59,7 @@ struct GradientArguments {
   std::optional<Tensor> A;
   Tensor grad_o = undefined_tensor();      // [B, T, H_v, V]
   std::optional<Tensor> grad_final_state;  // shape of the states; zero by default
+  bool packed = false;                     // dq, dk and dv are parts of one tensor
 
   bool is_cumulative() const { return g_cumsum.has_value(); }  // Arguments::g is g_cumsum
 };
@@ -80,6 +81,15 @@ struct Call : Arguments, Tokens {
   int64_t state_stride_k() const { return state_v_first ? 1 : V; }
   int64_t state_stride_v() const { return state_v_first ? K : 1; }
 };
+
+// q, k and v in one tensor.
+struct PackedTokens {
+  Tensor mixed_qkv = undefined_tensor();  // [B, T, 2 H_k K + H_v V]
+  int64_t num_k_heads = 0, head_k_dim = 0;  // H_k and K
+};
+
+// Sets q, k and v to the parts of mixed_qkv. g says how many value heads there are.
+void split(const char* op, Arguments& arguments, const PackedTokens& packed);
 
 struct BackwardArguments : Arguments, GradientArguments {};
 struct BackwardCall : Call, GradientArguments {};

@@ -130,22 +130,20 @@ DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, Deco
         " channels, expected 2 H_k K + H_v V, of "
         "state_pool K = ",
         K, " and H_v V = ", H_v * V);
-  const int64_t B = mixed_qkv.size(0), T = one_token ? 1 : mixed_qkv.size(1), step = mixed_qkv.stride(last);
-  const auto part = [&](int64_t heads, int64_t channels, int64_t first) {
-    const std::array shape = {B, T, heads, channels};
-    const std::array strides = {mixed_qkv.stride(0), one_token ? 0 : mixed_qkv.stride(1), channels * step, step};
-    return view(mixed_qkv, shape, strides, first * step);
+  // Adds a dimension of one token.
+  const auto with_token = [](const Tensor& x) {
+    const std::array shape = {x.size(0), int64_t{1}, x.size(1)};
+    const std::array strides = {x.stride(0), int64_t{0}, x.stride(1)};
+    return view(x, shape, strides);
   };
-  const int64_t H_k = keys / (2 * K);
-  arguments.q = part(H_k, K, 0);
-  arguments.k = part(H_k, K, H_k * K);
-  arguments.v = part(H_v, V, keys);
+  const TokenParts parts = split_tokens(one_token ? with_token(mixed_qkv) : mixed_qkv, keys / (2 * K), K, H_v, V);
+  arguments.q = parts.q;
+  arguments.k = parts.k;
+  arguments.v = parts.v;
   for (auto& [name, tensor] : {std::pair{"a", &arguments.a}, std::pair{"b", &arguments.b}}) {
     if (one_token) {
       check_rank(op, name, *tensor, 2, "[B, H_v], as mixed_qkv has two dimensions");
-      const std::array shape = {tensor->size(0), int64_t{1}, tensor->size(1)};
-      const std::array strides = {tensor->stride(0), int64_t{0}, tensor->stride(1)};
-      *tensor = view(*tensor, shape, strides);
+      *tensor = with_token(*tensor);
     }
   }
   return make_decode_call(op, std::move(arguments));

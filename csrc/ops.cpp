@@ -135,6 +135,16 @@ void take_forward(const Stack& stack, Arguments& a, auto&... own) {
                   a.allow_neg_eigval);
 }
 
+// Gives o and the final state.
+template <auto Forward>
+void give_forward(const Stack& stack, Arguments a) {
+  const Call call = make_call(stack.op(), std::move(a));
+  ForwardOutputs out = Forward(call);
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  stack.give(std::move(out.o), std::move(out.final_state));
+}
+
 constexpr char kChunkGatedDeltaRule[] =
     "chunk_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
     "Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
@@ -148,11 +158,7 @@ void chunk_gated_delta_rule(const Stack& stack) {
   Arguments a;
   take_forward(stack, a, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
                a.auto_cp, a.state_dtype);
-  const Call call = make_call(stack.op(), std::move(a));
-  ForwardOutputs out = Forward(call);
-  out.final_state = final_state_as_returned(call, std::move(out.final_state));
-  check_results(call, out);
-  stack.give(std::move(out.o), std::move(out.final_state));
+  give_forward<Forward>(stack, std::move(a));
 }
 
 constexpr char kChunkGatedDeltaRuleFwd[] =
@@ -201,6 +207,51 @@ void chunk_gated_delta_rule_bwd(const Stack& stack) {
   check_results(call, out);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
              std::move(out.dh0), std::move(out.dA_log), std::move(out.ddt_bias));
+}
+
+// The same with q, k and v in one tensor, whose gradient is one tensor too.
+constexpr char kChunkGatedDeltaRulePacked[] =
+    "chunk_gated_delta_rule_packed(Tensor mixed_qkv, Tensor g, Tensor beta, int num_k_heads, int head_k_dim, "
+    "float? scale=None, Tensor? initial_state=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
+    "Tensor? cu_seqlens=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None, "
+    "bool use_gate_in_kernel=False, Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, "
+    "bool allow_neg_eigval=False, SymInt? max_seqlen=None) "
+    "-> (Tensor o, Tensor final_state)";
+
+template <auto Forward>
+void chunk_gated_delta_rule_packed(const Stack& stack) {
+  Arguments a;
+  PackedTokens packed;
+  stack.take(packed.mixed_qkv, a.g, a.beta, packed.num_k_heads, packed.head_k_dim, a.scale, a.initial_state,
+             a.output_final_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate,
+             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.max_seqlen);
+  split(stack.op(), a, packed);
+  give_forward<Forward>(stack, std::move(a));
+}
+
+constexpr char kChunkGatedDeltaRulePackedBwd[] =
+    "chunk_gated_delta_rule_packed_bwd(Tensor mixed_qkv, Tensor g, Tensor beta, int num_k_heads, int head_k_dim, "
+    "Tensor do, Tensor? dht=None, float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
+    "bool state_v_first=False, bool auto_cp=True, bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
+    "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
+    "SymInt? max_seqlen=None) "
+    "-> (Tensor dmixed_qkv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
+
+template <auto Backward>
+void chunk_gated_delta_rule_packed_bwd(const Stack& stack) {
+  BackwardArguments a;
+  PackedTokens packed;
+  stack.take(packed.mixed_qkv, a.g, a.beta, packed.num_k_heads, packed.head_k_dim, a.grad_o, a.grad_final_state,
+             a.scale, a.initial_state, a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log,
+             a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.max_seqlen);
+  split(stack.op(), a, packed);
+  a.g_raw = a.g;
+  a.packed = true;
+  const BackwardCall call = make_backward_call(stack.op(), std::move(a));
+  BackwardOutputs out = Backward(call);
+  check_results(call, out);
+  stack.give(std::move(out.dmixed_qkv), std::move(out.db), std::move(out.dg), std::move(out.dh0),
+             std::move(out.dA_log), std::move(out.ddt_bias));
 }
 
 // The halves of halves.h, for context parallelism over ranks (flash_qla/cp/). Arguments are those of the whole
@@ -417,6 +468,8 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kChunkGatedDeltaRule, chunk_gated_delta_rule<Forward>>(m);
   implement<kChunkGatedDeltaRuleFwd, chunk_gated_delta_rule_fwd<Forward>>(m);
   implement<kChunkGatedDeltaRuleBwd, chunk_gated_delta_rule_bwd<Backward>>(m);
+  implement<kChunkGatedDeltaRulePacked, chunk_gated_delta_rule_packed<Forward>>(m);
+  implement<kChunkGatedDeltaRulePackedBwd, chunk_gated_delta_rule_packed_bwd<Backward>>(m);
   implement<kGatedDeltaRuleForwardBegin, gated_delta_rule_forward_begin<BeginForward>>(m);
   implement<kGatedDeltaRuleForwardFinish, gated_delta_rule_forward_finish<FinishForward>>(m);
   implement<kGatedDeltaRuleBackwardBegin, gated_delta_rule_backward_begin<BeginBackward>>(m);
@@ -436,6 +489,8 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kChunkGatedDeltaRule);
   m.def(flash_qla::kChunkGatedDeltaRuleFwd);
   m.def(flash_qla::kChunkGatedDeltaRuleBwd);
+  m.def(flash_qla::kChunkGatedDeltaRulePacked);
+  m.def(flash_qla::kChunkGatedDeltaRulePackedBwd);
   m.def(flash_qla::kGatedDeltaRuleForwardBegin);
   m.def(flash_qla::kGatedDeltaRuleForwardFinish);
   m.def(flash_qla::kGatedDeltaRuleBackwardBegin);

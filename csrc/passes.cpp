@@ -3,6 +3,7 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <array>
+#include <utility>
 
 #include "chunks.h"
 
@@ -48,14 +49,27 @@ Tensor allocate_final_state(const Call& c) {
 BackwardOutputs allocate_backward(const BackwardCall& c) {
   const Allocator empty{c};
   BackwardOutputs out = {
-      .dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
-      .dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K}),
-      .dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
       .db = empty(c.beta_dtype, {c.B, c.T, c.H_v}),
       .dg = empty(c.use_gate ? c.g_raw->scalar_type() : c.compute_dtype, {c.B, c.T, c.H_v}),
   };
+  allocate_token_gradients(c, out);
   allocate_sums(c, out);
   return out;
+}
+
+void allocate_token_gradients(const BackwardCall& c, BackwardOutputs& out) {
+  const Allocator empty{c};
+  if (c.packed) {
+    out.dmixed_qkv = empty(c.dtype, {c.B, c.T, 2 * c.H_k * c.K + c.H_v * c.V});
+    TokenParts parts = split_tokens(out.dmixed_qkv, c.H_k, c.K, c.H_v, c.V);
+    out.dq = std::move(parts.q);
+    out.dk = std::move(parts.k);
+    out.dv = std::move(parts.v);
+  } else {
+    out.dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K});
+    out.dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K});
+    out.dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V});
+  }
 }
 
 void allocate_sums(const BackwardCall& c, BackwardOutputs& out) {

@@ -20,11 +20,13 @@ struct ForwardOutputs {
 };
 
 // The gradients of q and k (before the l2norm), v, beta, g (not of its cumulative sum) and initial_state. Raw beta and
-// g get the gradients of the raw numbers. All are contiguous. Tokens of no sequence have zeros.
+// g get the gradients of the raw numbers. All are contiguous, except that dq, dk and dv may be parts of dmixed_qkv. Tokens
+// of no sequence have zeros.
 struct BackwardOutputs {
   Tensor dq = undefined_tensor();  // [B, T, H_k, K], dtype of q
   Tensor dk = undefined_tensor();  // [B, T, H_k, K], dtype of q
   Tensor dv = undefined_tensor();  // [B, T, H_v, V], dtype of q
+  Tensor dmixed_qkv = undefined_tensor();  // [B, T, 2 H_k K + H_v V], dtype of q; only if the call is packed
   Tensor db = undefined_tensor();  // [B, T, H_v], compute dtype, or dtype of the raw beta
   Tensor dg = undefined_tensor();  // [B, T, H_v], compute dtype, or dtype of the raw g
   // The last three have the compute dtype. Without their argument they are empty tensors of shape [0].
@@ -44,6 +46,8 @@ std::array<int64_t, 5> h_shape(const Call& call);
 // Uninitialized outputs. g_cumsum, A and h are undefined unless output_A.
 ForwardOutputs allocate_forward(const Call& call);
 BackwardOutputs allocate_backward(const BackwardCall& call);
+// dq, dk and dv.
+void allocate_token_gradients(const BackwardCall& call, BackwardOutputs& out);
 // The outputs without tokens: the final state; dh0, dA_log and ddt_bias.
 Tensor allocate_final_state(const Call& call);
 void allocate_sums(const BackwardCall& call, BackwardOutputs& out);

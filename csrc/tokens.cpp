@@ -1,9 +1,11 @@
 #include "tokens.h"
 
+#include <array>
 #include <limits>
 
 #include "checks.h"
 #include "chunks.h"
+#include "gpu/tokens.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -87,10 +89,32 @@ RowStrides row_strides(const Tensor& tensor) {
   return {tensor.size(0) > 1 ? tensor.stride(0) : heads * channels, head};
 }
 
-void make_readable_rows(const char* op, Tensor& tensor, ScalarType dtype) {
-  if (!are_readable_rows(tensor, dtype)) {
-    make_aligned(op, tensor, dtype);
+void make_readable_rows(const char* op, std::initializer_list<Tensor*> tensors, ScalarType dtype) {
+  CopiedTokens copied{};
+  size_t count = 0;
+  for (Tensor* const tensor : tensors) {
+    if (are_readable_rows(*tensor, dtype)) {
+      continue;
+    }
+    if (has_dtype(*tensor, dtype) && tensor->numel() > 0) {
+      copied.at(count++) = tensor;
+    } else {
+      make_aligned(op, *tensor, dtype);
+    }
   }
+  if (count > 0) {
+    copy_tokens(op, copied);
+  }
+}
+
+TokenParts split_tokens(const Tensor& mixed_qkv, int64_t H_k, int64_t K, int64_t H_v, int64_t V) {
+  const int64_t step = mixed_qkv.stride(2);
+  const auto part = [&](int64_t heads, int64_t channels, int64_t first) {
+    const std::array shape = {mixed_qkv.size(0), mixed_qkv.size(1), heads, channels};
+    const std::array strides = {mixed_qkv.stride(0), mixed_qkv.stride(1), channels * step, step};
+    return view(mixed_qkv, shape, strides, first * step);
+  };
+  return {part(H_k, K, 0), part(H_k, K, H_k * K), part(H_v, V, 2 * H_k * K)};
 }
 
 }  // namespace flash_qla

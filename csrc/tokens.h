@@ -6,6 +6,7 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 namespace flash_qla {
@@ -43,8 +44,15 @@ struct RowStrides {
 };
 RowStrides row_strides(const torch::stable::Tensor& tensor);
 
-// Copies a tensor [B, T, heads, channels] unless the GPU's kernels can read it where it is: in its dtype, by TMA and in
-// pieces of 16 bytes.
-void make_readable_rows(const char* op, torch::stable::Tensor& tensor, torch::headeronly::ScalarType dtype);
+// Copies those of up to three tensors [B, T, heads, channels] on a GPU that its kernels cannot read where they are: in
+// `dtype`, by TMA and in pieces of 16 bytes.
+void make_readable_rows(const char* op, std::initializer_list<torch::stable::Tensor*> tensors,
+                        torch::headeronly::ScalarType dtype);
+
+// The parts of a tensor [B, T, 2 H_k K + H_v V], as views [B, T, heads, channels].
+struct TokenParts {
+  torch::stable::Tensor q, k, v;
+};
+TokenParts split_tokens(const torch::stable::Tensor& mixed_qkv, int64_t H_k, int64_t K, int64_t H_v, int64_t V);
 
 }  // namespace flash_qla

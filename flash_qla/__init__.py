@@ -16,6 +16,7 @@ from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_intermediates,
+    chunk_gated_delta_rule_packed,
 )
 from flash_qla.ops import gated_delta_rule as _published_path  # noqa: F401  an attribute of ops without an import
 from flash_qla.published import chunk_gated_delta_rule_fwd
@@ -44,6 +45,7 @@ __all__ = [
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "chunk_gated_delta_rule_intermediates",
+    "chunk_gated_delta_rule_packed",
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_buffered",
     "decode_gated_delta_rule_packed",

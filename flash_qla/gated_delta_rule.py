@@ -171,6 +171,66 @@ def chunk_gated_delta_rule(
     return o, final_state if output_final_state else None
 
 
+def chunk_gated_delta_rule_packed(
+    mixed_qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    num_k_heads: int,
+    head_k_dim: int,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    *,
+    state_dtype: torch.dtype | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    max_seqlen: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """chunk_gated_delta_rule with q, k and v in one tensor, as a convolution returns them.
+
+        o, state = chunk_gated_delta_rule_packed(mixed_qkv, g, beta, num_k_heads=16, head_k_dim=128)
+
+    The backward writes one gradient of the shape of mixed_qkv, where autograd would otherwise put those of three slices
+    together.
+
+    Args:
+        mixed_qkv: [B, T, 2 H_k K + H_v V], any strides: the heads of q, then of k, then of v of each token. H_v is the
+            number of heads of g, and V follows.
+        num_k_heads, head_k_dim: H_k and K.
+        g, beta, scale, initial_state, output_final_state: as those of chunk_gated_delta_rule.
+        use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, auto_cp: as those of chunk_gated_delta_rule.
+        state_dtype, use_gate_in_kernel, A_log, dt_bias: as those of chunk_gated_delta_rule.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen: as those of chunk_gated_delta_rule.
+
+    Returns:
+        o, final_state: as chunk_gated_delta_rule. They can be differentiated likewise, with respect to mixed_qkv.
+
+    Raises:
+        RuntimeError: as chunk_gated_delta_rule; or the channels of mixed_qkv are not 2 H_k K + H_v V.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected; or state_dtype is no dtype.
+        NotImplementedError: gradients made with create_graph=True are differentiated again; or forward-mode
+            differentiation.
+    """
+    try:
+        o, final_state = autograd.call(
+            torch.ops.flash_qla.chunk_gated_delta_rule_packed,
+            mixed_qkv, g, beta, num_k_heads, head_k_dim, scale, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen,
+        )  # fmt: skip
+    except Exception:
+        explain(chunk_gated_delta_rule_packed, locals())
+        raise
+    return o, final_state if output_final_state else None
+
+
 def chunk_gated_delta_rule_intermediates(
     q: torch.Tensor,
     k: torch.Tensor,

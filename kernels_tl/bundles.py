@@ -52,6 +52,21 @@ class Tokens(Bundle):
         super().__init__(**rows("q", keys, dtype), **rows("k", keys, dtype), **rows("v", values, dtype))
 
 
+class CopiedTokens(Bundle):
+    """Queries, keys and values with any strides, and the contiguous memory that gets them. A tensor that is not copied
+    has no heads."""
+
+    def __init__(self):
+        B, length = dims("B", "length")
+        fields = {}
+        for name in ("q", "k", "v"):
+            heads, channels = dims(f"{name}_heads", f"{name}_channels")
+            strides = dims(*(f"{name}_{of}" for of in ("batch", "row", "head", "channel")))
+            fields[name] = T.StridedTensor((B, length, heads, channels), strides, "uint16")
+            fields[f"{name}_copy"] = T.Tensor([B * length, heads, channels], "uint16")
+        super().__init__(**fields)
+
+
 class OutputGradient(Bundle):
     """do, the gradient of o, with strides as those of Tokens."""
 
@@ -327,7 +342,7 @@ class Memory(Bundle):
 
 
 class Outputs(Bundle):
-    """o, and A and g_cumsum if they are wanted. In the backward o is dv."""
+    """o, and A and g_cumsum if they are wanted. The backward has none of them."""
 
     def __init__(self, sizes, dtype):
         super().__init__(
@@ -360,7 +375,7 @@ class Replay(Bundle):
     def __init__(self, sizes, dtype, K):
         super().__init__(
             h=T.Tensor([sizes.chunk_slots, sizes.H_v, sizes.value_rows, K], dtype),
-            v_new=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+            **rows("v_new", (sizes.tokens, sizes.H_v, sizes.value_dim), dtype),
         )
 
 
@@ -375,13 +390,15 @@ class ReverseReplay(Bundle):
 
 
 class Gradients(Bundle):
-    """The gradients of tokens, gates and betas. `tiles`: db and dg have a part for each tile of value rows."""
+    """The gradients of tokens, with strides as those of Tokens, of gates and of betas. `tiles`: db and dg have a part for
+    each tile of value rows."""
 
     def __init__(self, sizes, dtype, tiles=()):
+        keys, values = (sizes.tokens, sizes.H_k, sizes.key_dim), (sizes.tokens, sizes.H_v, sizes.value_dim)
         super().__init__(
-            dq=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
-            dk=T.Tensor([sizes.tokens, sizes.H_k, sizes.key_dim], dtype),
-            dv=T.Tensor([sizes.tokens, sizes.H_v, sizes.value_dim], dtype),
+            **rows("dq", keys, dtype),
+            **rows("dk", keys, dtype),
+            **rows("dv", values, dtype),
             db=T.Tensor([*tiles, sizes.tokens, sizes.H_v], "float32"),
             dg=T.Tensor([*tiles, sizes.tokens, sizes.H_v], "float32"),
         )

@@ -17,6 +17,8 @@ dtypes; a table keyed by K has a row for each K. `python -m flash_qla` prints wh
 from dataclasses import dataclass, replace
 
 from kernels_tl.layout import (
+    COPY_THREADS,
+    COPY_TILE,
     DECODE_CTAS_BLOCKS,
     DECODE_CTAS_BUFFERED,
     DECODE_CTAS_BUFFERED_MMA,
@@ -113,7 +115,7 @@ CHUNK_FORWARD = {
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
 # A register or two that a role stores and loads at most once a chunk, in the instances with A.
-FUSED_A_SPILLS = 28
+FUSED_A_SPILLS = {"bfloat16": 12, "float16": 48}
 
 # Keyed by K. With K = 256 the warps that store spill addresses.
 REPLAY_STATES = {
@@ -178,13 +180,16 @@ CHUNK_BACKWARD = Tile(
     stages=2,
     registers=(160, 32),
     shared=224.5625,
-    spills=156,
+    spills=164,
 )
 # The instance with the l2norm inside. Its warpgroup of dK spills numbers of dQ while it takes dQ through the l2norm.
-CHUNK_BACKWARD_NORMALIZE = replace(CHUNK_BACKWARD, shared=225.5625, spills=288)
+CHUNK_BACKWARD_NORMALIZE = replace(CHUNK_BACKWARD, shared=225.5625, spills=296)
 
 # Tile: value heads.
 GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
+
+# Tile: tokens, and columns.
+COPY_TOKENS = Tile(tile=COPY_TILE, consumers=COPY_THREADS)
 
 # Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one for each thread.
 L2NORM = Tile(tile=256, consumers=256)

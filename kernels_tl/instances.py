@@ -45,6 +45,7 @@ def normalizations(dtype, K):
 
 INSTANCES = [
     *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
+    Instance("tokens.copy_tokens", {}),
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(
@@ -56,7 +57,7 @@ INSTANCES = [
         Instance(
             "states.fused_forward",
             types | {"normalize": normalize, "low_level": low_level, "cut": cut, "planned": planned},
-            spill_budget=config.FUSED_A_SPILLS * low_level,
+            spill_budget=config.FUSED_A_SPILLS[types["dtype"]] * low_level,
         )
         for types in NARROW_TYPES
         for normalize in (False, True)

@@ -88,6 +88,10 @@ NORM_EPS = 1e-6
 # Channels that a lane of l2norm and l2norm_backward has: 16 bytes.
 NORM_PIECE = 8
 
+# copy_tokens: tokens and columns of a tile, and threads of a CTA.
+COPY_TILE, COPY_THREADS = 64, 256
+COPY_PITCH = COPY_TILE + 2  # of a token in shared memory, so that reads along the tokens have no bank conflicts
+
 
 class SequenceColumn:
     """sequences [N, COUNT] int32: first token row, tokens, first chunk slot, first segment slot, slots of the first and

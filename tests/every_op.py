@@ -27,7 +27,7 @@ DECODED = (2, 1, 0, 3)
 SLOTS = 9  # of the pool
 
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
-BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "db", "dg"}
+BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "dmixed_qkv", "db", "dg"}
 BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
 BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
 OF_SLOTS = {"state_pool", "d_cache", "k_cache", "g_cache"}
@@ -152,12 +152,14 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
     case = Case(**shape | sizes | options)
     known = make_inputs(case, device) | make_gradients(case, device)
     inputs = {x: value for x, value in known.items() if x not in ("do", "dht")}
-    if name.endswith(("_bwd", "backward_begin")):
+    if "g_raw" in schema:
         g_cumsum, A = run_forward(inputs, output_h=False)[:2]
         if case.use_gate_in_kernel:
             known["g_raw"] = known["g"]
         known |= {"g": g_cumsum, "A": A}
     known |= {"output_final_state": True, "output_h": True, "map_sequences": [0, 3]}
+    known |= {"num_k_heads": case.H_k, "head_k_dim": case.K}
+    known["mixed_qkv"] = torch.cat([known[x].flatten(2) for x in ("q", "k", "v")], -1)
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
 
     def states(*outer):
@@ -172,7 +174,6 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
         rates = torch.randn(2, case.H_v, generator=generator).to(device)
         known |= {"a": gates[0], "b": gates[1], "A_log": rates[0], "dt_bias": rates[1]}
         known |= {"intermediate_states": states(N, max(lengths)), "use_qk_l2norm_in_kernel": True}
-        known["mixed_qkv"] = torch.cat([known[x].flatten(2) for x in ("q", "k", "v")], -1)
         backlog = {"d_cache": (case.H_v, 4, case.V), "k_cache": (case.H_k, 4, case.K), "g_cache": (case.H_v, 4)}
         for x, shape in backlog.items():
             known[x] = 0.1 * torch.randn(SLOTS, *shape, generator=generator).to(device)

@@ -318,7 +318,13 @@ def test_several_gpus():
 RAW_GATES = ALL_INSIDE | {"g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "prefill_gated_delta_rule"))
+WHOLE_SEQUENCES = (
+    *("chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "prefill_gated_delta_rule"),
+    *("chunk_gated_delta_rule_packed", "chunk_gated_delta_rule_packed_bwd"),
+)
+
+
+@pytest.mark.parametrize("name", WHOLE_SEQUENCES)
 @pytest.mark.parametrize("layout", ("contiguous", "slices"))
 @pytest.mark.parametrize("options", ({}, RAW_GATES), ids=("ready", "raw"))
 def test_no_kernel_beside_ours(name, layout, options):

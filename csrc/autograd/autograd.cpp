@@ -1,6 +1,5 @@
 // Autograd of the ops without Python, for plain calls: those on ordinary tensors of the CPU or a GPU, outside of
-// transforms and modes. chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have the formula of
-// flash_qla/ops/autograd.py. The other ops have no derivatives; here are their calls that want none. Every other call
+// transforms and modes. The forwards of whole sequences have the formulas of flash_qla/ops/autograd.py. The other ops have no derivatives; here are their calls that want none. Every other call
 // goes on to Python.
 //
 // PyTorch's stable ABI has no autograd. So this is a library of its own, for one minor version of PyTorch. Without it
@@ -33,8 +32,17 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// The order of the backward's results
-constexpr std::array kDifferentiated = {"q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias"};
+// A backward: its op, an op of the forward, and the tensors that have gradients, in the order of the results.
+struct Separate {
+  static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_bwd",
+                              *kForward = "flash_qla::chunk_gated_delta_rule";
+  static constexpr std::array kDifferentiated = {"q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias"};
+};
+struct Packed {
+  static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_packed_bwd",
+                              *kForward = "flash_qla::chunk_gated_delta_rule_packed";
+  static constexpr std::array kDifferentiated = {"mixed_qkv", "beta", "g", "initial_state", "A_log", "dt_bias"};
+};
 
 using Arguments = std::vector<c10::Argument>;
 
@@ -57,6 +65,7 @@ bool is_tensor(const c10::Argument& argument) {
 }
 
 // The backward's op, and places in its arguments.
+template <typename Formula>
 struct Backward {
   // An argument that the forwards have too: its name there and its place here.
   struct Shared {
@@ -64,29 +73,29 @@ struct Backward {
     size_t place;
   };
 
-  OperatorHandle op = op_of("flash_qla::chunk_gated_delta_rule_bwd");
+  OperatorHandle op = op_of(Formula::kOp);
   size_t count = op.schema().arguments().size();
   size_t grad_o = place(op.schema().arguments(), "do");
   size_t grad_final_state = place(op.schema().arguments(), "dht");
   std::vector<Shared> tensors, options;
   // Indices in `tensors`
-  std::array<size_t, kDifferentiated.size()> differentiated;
-  size_t v;
+  std::array<size_t, Formula::kDifferentiated.size()> differentiated;
 
   Backward() {
-    const OperatorHandle forward = op_of("flash_qla::chunk_gated_delta_rule");
+    const OperatorHandle forward = op_of(Formula::kForward);
+    // The g of the forward is g_raw in a backward that has both. Its g is another op's result.
+    const bool has_g_raw = find(op.schema().arguments(), "g_raw").has_value();
     for (size_t i = 0; i < count; ++i) {
       const c10::Argument& argument = op.schema().arguments()[i];
-      // The g of the forward is g_raw in the backward, whose g is the forward's result g_cumsum.
       const std::string name = argument.name() == "g_raw" ? "g" : argument.name();
-      if (argument.name() != "g" && find(forward.schema().arguments(), name)) {
+      const bool is_other = has_g_raw && argument.name() == "g";
+      if (!is_other && find(forward.schema().arguments(), name)) {
         (is_tensor(argument) ? tensors : options).push_back({name, i});
       }
     }
     for (size_t i = 0; i < differentiated.size(); ++i) {
-      differentiated[i] = index_of(kDifferentiated[i]);
+      differentiated[i] = index_of(Formula::kDifferentiated[i]);
     }
-    v = index_of("v");
   }
 
   size_t index_of(std::string_view name) const {
@@ -102,10 +111,11 @@ struct Backward {
 };
 
 // Places in the arguments and results of a forward.
+template <typename Formula>
 struct Forward {
   size_t count, output_final_state, o, final_state;
   std::vector<size_t> tensors, options;  // ordered as those of Backward
-  std::array<size_t, kDifferentiated.size()> differentiated;
+  std::array<size_t, Formula::kDifferentiated.size()> differentiated;
 
   explicit Forward(const OperatorHandle& op) {
     const Arguments& arguments = op.schema().arguments();
@@ -113,14 +123,14 @@ struct Forward {
     output_final_state = place(arguments, "output_final_state");
     o = place(op.schema().returns(), "o");
     final_state = place(op.schema().returns(), "final_state");
-    for (const Backward::Shared& x : Backward::get().tensors) {
+    for (const auto& x : Backward<Formula>::get().tensors) {
       tensors.push_back(place(arguments, x.name));
     }
-    for (const Backward::Shared& x : Backward::get().options) {
+    for (const auto& x : Backward<Formula>::get().options) {
       options.push_back(place(arguments, x.name));
     }
     for (size_t i = 0; i < differentiated.size(); ++i) {
-      differentiated[i] = place(arguments, kDifferentiated[i]);
+      differentiated[i] = place(arguments, Formula::kDifferentiated[i]);
     }
   }
 };
@@ -145,11 +155,13 @@ struct Made {
 };
 
 // Hands on the results, as functions of the tensors that have gradients.
-struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule> {
+template <typename Formula>
+struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formula>> {
   template <typename... Tensors>
   static variable_list forward(AutogradContext* context, Made made, const Tensors&...) {
     context->save_for_backward(std::move(made.tensors));
     context->saved_data["options"] = std::move(made.options);
+    context->saved_data["shape"] = made.results[0].sizes();
     context->set_materialize_grads(false);
     return std::move(made.results);
   }
@@ -157,11 +169,11 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     grads.resize(2);  // o's, and the final state's
     // None for Made, which has no gradient
-    variable_list found(1 + kDifferentiated.size());
+    variable_list found(1 + Formula::kDifferentiated.size());
     if (!grads[0].defined() && !grads[1].defined()) {
       return found;
     }
-    const Backward& b = Backward::get();
+    const auto& b = Backward<Formula>::get();
     const variable_list tensors = context->get_saved_variables();
     const c10::impl::GenericList options = context->saved_data.at("options").toList();
     Stack stack(b.count);
@@ -171,7 +183,8 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule> {
     for (size_t i = 0; i < options.size(); ++i) {
       stack[b.options[i].place] = options.get(i);
     }
-    stack[b.grad_o] = grads[0].defined() ? grads[0] : at::zeros_like(tensors[b.v]);
+    stack[b.grad_o] =
+        grads[0].defined() ? grads[0] : tensors[0].new_zeros(context->saved_data.at("shape").toDimVector());
     stack[b.grad_final_state] = value_or_none(grads[1]);
     if (at::GradMode::is_enabled() || !nothing_observes() || std::ranges::any_of(stack, has_tangent)) {
       b.op.callBoxed(stack);  // notes that its results cannot be differentiated again
@@ -179,7 +192,7 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule> {
       const at::AutoDispatchBelowAutograd below;
       b.op.callBoxed(stack);
     }
-    for (size_t i = 0; i < kDifferentiated.size(); ++i) {
+    for (size_t i = 0; i < Formula::kDifferentiated.size(); ++i) {
       if (tensors[b.differentiated[i]].defined()) {
         found[1 + i] = stack[i].toTensor();
       }
@@ -188,10 +201,12 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule> {
   }
 };
 
-variable_list differentiable(Made made, const std::array<at::Tensor, kDifferentiated.size()>& tensors) {
-  return std::apply(
-      [&](const auto&... x) { return ChunkGatedDeltaRule::apply(std::move(made), std::optional<at::Tensor>(x)...); },
-      tensors);
+template <typename Formula>
+variable_list differentiable(Made made, const std::array<at::Tensor, Formula::kDifferentiated.size()>& tensors) {
+  const auto apply = [&](const auto&... x) {
+    return ChunkGatedDeltaRule<Formula>::apply(std::move(made), std::optional<at::Tensor>(x)...);
+  };
+  return std::apply(apply, tensors);
 }
 
 using Values = c10::ArrayRef<IValue>;
@@ -206,7 +221,8 @@ void call_python(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   op.redispatchBoxed((keys & c10::after_autograd_keyset).add(DispatchKey::AutogradOther), stack);
 }
 
-void run(const Forward& f, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+template <typename Formula>
+void run(const Forward<Formula>& f, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const Values arguments = torch::jit::last(*stack, f.count);
   const DispatchKeySet below = keys & c10::after_autograd_keyset;
   if (!is_plain(keys, arguments)) {
@@ -224,7 +240,7 @@ void run(const Forward& f, const OperatorHandle& op, DispatchKeySet keys, Stack*
   for (const size_t i : f.options) {
     made.options.push_back(arguments[i]);
   }
-  std::array<at::Tensor, kDifferentiated.size()> differentiated;
+  std::array<at::Tensor, Formula::kDifferentiated.size()> differentiated;
   std::ranges::transform(f.differentiated, differentiated.begin(),
                          [&](size_t i) { return tensor_or_undefined(arguments[i]); });
   const bool output_final_state = arguments[f.output_final_state].toBool();
@@ -237,7 +253,7 @@ void run(const Forward& f, const OperatorHandle& op, DispatchKeySet keys, Stack*
   if (output_final_state) {
     made.results.push_back((*stack)[first + f.final_state].toTensor());
   }
-  const variable_list results = differentiable(std::move(made), differentiated);
+  const variable_list results = differentiable<Formula>(std::move(made), differentiated);
   (*stack)[first + f.o] = results[0];
   if (output_final_state) {
     (*stack)[first + f.final_state] = results[1];
@@ -245,9 +261,9 @@ void run(const Forward& f, const OperatorHandle& op, DispatchKeySet keys, Stack*
 }
 
 // One for each op, whose places it keeps.
-template <bool kLowLevel>
+template <typename Formula, bool kLowLevel = false>
 void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  static const Forward& forward = *new Forward(op);
+  static const auto& forward = *new Forward<Formula>(op);
   run(forward, op, keys, stack);
 }
 
@@ -284,9 +300,10 @@ void run_without_derivative(const OperatorHandle& op, DispatchKeySet keys, Stack
 }
 
 using BoxedFunction = torch::CppFunction (*)();
-constexpr std::array<std::pair<std::string_view, BoxedFunction>, 2> kDerivable = {{
-    {"flash_qla::chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<false>>},
-    {"flash_qla::chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<true>>},
+constexpr std::array<std::pair<std::string_view, BoxedFunction>, 3> kDerivable = {{
+    {"flash_qla::chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<Separate>>},
+    {"flash_qla::chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<Separate, true>>},
+    {"flash_qla::chunk_gated_delta_rule_packed", torch::CppFunction::makeFromBoxedFunction<&kernel<Packed>>},
 }};
 
 // Calls use(name, schema) for each op of the package. A name with an underscore is of an op that is written in Python.

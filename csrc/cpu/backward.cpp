@@ -18,9 +18,11 @@ template <typename T, typename CT>
 void clear_padding(const Call& call, const std::vector<cpu::Sequence>& sequences,
                    const cpu::Backward<T, CT>& backward) {
   const int64_t tokens = covered_tokens(sequences);
-  zero_from(backward.dq, tokens, call.T, call.H_k * call.K);
-  zero_from(backward.dk, tokens, call.T, call.H_k * call.K);
-  zero_from(backward.dv, tokens, call.T, call.H_v * call.V);
+  for (int64_t row = tokens; row < call.T; ++row) {
+    std::fill_n(backward.dq + row * backward.keys_row, call.H_k * call.K, T(0));
+    std::fill_n(backward.dk + row * backward.keys_row, call.H_k * call.K, T(0));
+    std::fill_n(backward.dv + row * backward.values_row, call.H_v * call.V, T(0));
+  }
   for (int64_t row = tokens * call.H_v; row < call.T * call.H_v; ++row) {
     backward.db.set(row, CT(0));
     backward.dg.set(row, CT(0));
@@ -54,6 +56,8 @@ void run(const BackwardCall& call, const BackwardOutputs& out) {
       .dq = out.dq.mutable_data_ptr<T>(),
       .dk = out.dk.mutable_data_ptr<T>(),
       .dv = out.dv.mutable_data_ptr<T>(),
+      .keys_row = row_strides(out.dq).row,
+      .values_row = row_strides(out.dv).row,
       .db = writable_floats_of(out.db),
       .dg = writable_floats_of(out.dg),
       .dh0 = call.initial_state ? out.dh0.mutable_data_ptr<CT>() : nullptr,

@@ -10,7 +10,8 @@
 
 namespace flash_qla::cpu {
 
-// Pointers to contiguous tensors, shapes as in BackwardCall and BackwardOutputs.
+// Pointers to tensors, shapes as in BackwardCall and BackwardOutputs. All are contiguous, but for the rows of dq, dk and
+// dv, which may be parts of longer ones.
 template <typename T, typename CT>
 struct Backward {
   Inputs<T, CT> in;    // gates.g is the forward's g; read with use_gate, or without g_cumsum
@@ -18,6 +19,7 @@ struct Backward {
   const T* grad_o;
   const CT* grad_final_state;  // null: zero
   T *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  int64_t keys_row = 0, values_row = 0;  // strides of the tokens of dq and dk, and of dv
   WritableFloats db = {}, dg = {};
   CT* dh0 = nullptr;        // null: not wanted
   CT* gate_sums = nullptr;  // [N, H_v, 2], dA_log and ddt_bias of each sequence; null: not wanted
@@ -67,9 +69,10 @@ class SequenceBackward {
       run_head(head);
     }
     for (int64_t t = 0; t < length; ++t) {
-      const int64_t offset = ((sequence_.begin + t) * in_.H_k + k_head) * in_.K;
-      store_row(in_.q + offset, s_.dq() + t * s_.dims.padded_k, p_.dq + offset);
-      store_row(in_.k + offset, s_.dk() + t * s_.dims.padded_k, p_.dk + offset);
+      const int64_t row = sequence_.begin + t, from = (row * in_.H_k + k_head) * in_.K;
+      const int64_t to = row * p_.keys_row + k_head * in_.K;
+      store_row(in_.q + from, s_.dq() + t * s_.dims.padded_k, p_.dq + to);
+      store_row(in_.k + from, s_.dk() + t * s_.dims.padded_k, p_.dk + to);
     }
   }
 
@@ -130,7 +133,8 @@ class SequenceBackward {
           .db = db,
           .dg = dg,
       });
-      unpack_values(s_.dv(), in_.H_v * in_.V, in_.V, block, chunk.tokens, p_.dv + row_of(head, index) * in_.V);
+      T* const dv = p_.dv + (sequence_.begin + index * kChunk) * p_.values_row + head * in_.V;
+      unpack_values(s_.dv(), p_.values_row, in_.V, block, chunk.tokens, dv);
     }
     store_gate_gradients(gates, row_of(head, index), chunk.tokens, db, dg, sums);
   }

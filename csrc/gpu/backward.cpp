@@ -166,9 +166,16 @@ class Backward {
   }
 
   kernels::Gradients gradients() const {
+    const RowStrides dq = row_strides(out_.dq), dk = row_strides(out_.dk), dv = row_strides(out_.dv);
     return {.dq = out_.dq.mutable_data_ptr(),
+            .dq_row = dq.row,
+            .dq_head = dq.head,
             .dk = out_.dk.mutable_data_ptr(),
+            .dk_row = dk.row,
+            .dk_head = dk.head,
             .dv = out_.dv.mutable_data_ptr(),
+            .dv_row = dv.row,
+            .dv_head = dv.head,
             .db = out_.db.mutable_data_ptr(),
             .dg = out_.dg.mutable_data_ptr()};
   }
@@ -179,7 +186,7 @@ class Backward {
                              .gates = gates_of(call_, call_.g, activations_),
                              .sequences = sequences_of(call_),
                              .slots = states().slots,
-                             .outputs = {.o = out_.dv.mutable_data_ptr(),  // zeros in rows that no sequence has
+                             .outputs = {.o = nullptr,
                                          .A = nullptr,
                                          .g_cumsum = nullptr,
                                          .has_A = false,
@@ -218,8 +225,17 @@ class Backward {
   }
 
   kernels::Replay replay() const {
+    if (workspace_.has_v_new) {
+      return {.h = workspace_[workspace_.h],
+              .v_new = workspace_[workspace_.v_new],
+              .v_new_row = call_.H_v * call_.V,
+              .v_new_head = call_.V};
+    }
+    const RowStrides dv = row_strides(out_.dv);
     return {.h = workspace_[workspace_.h],
-            .v_new = workspace_.has_v_new ? workspace_[workspace_.v_new] : out_.dv.mutable_data_ptr()};
+            .v_new = out_.dv.mutable_data_ptr(),
+            .v_new_row = dv.row,
+            .v_new_head = dv.head};
   }
   kernels::ReverseReplay reverse_replay() const {
     return {.dh = workspace_[workspace_.dh], .u = workspace_[workspace_.u]};
@@ -304,11 +320,18 @@ class Backward {
   }
 
   void l2norm_backward() const {
+    const RowStrides dq = row_strides(out_.dq), dk = row_strides(out_.dk);
     kernels::l2norm_backward({.normalized = workspace_[workspace_.normalized],
                               .rstd = workspace_[workspace_.rstd],
                               .dq = out_.dq.mutable_data_ptr(),
                               .dk = out_.dk.mutable_data_ptr(),
                               .dtype = dtype_code(call_.q),
+                              .tokens = call_.tokens(),
+                              .H_k = call_.H_k,
+                              .dq_row = dq.row,
+                              .dq_head = dq.head,
+                              .dk_row = dk.row,
+                              .dk_head = dk.head,
                               .rows = call_.tokens() * call_.H_k,
                               .pieces = call_.K / kNormPiece},
                              {.K = pass_.K()}, stream_);

@@ -234,9 +234,7 @@ int64_t activations_of(const DecodeCall& call) {
 
 // Copies the tokens and gates that the kernels cannot read as they are.
 void make_readable(DecodeCall& call) {
-  for (Tensor* tensor : {&call.q, &call.k, &call.v}) {
-    make_readable_rows(call.op, *tensor, call.dtype);
-  }
+  make_readable_rows(call.op, {&call.q, &call.k, &call.v}, call.dtype);
   for (Tensor* tensor : {&call.a, &call.b}) {
     make_readable_gates(call.op, *tensor);
   }

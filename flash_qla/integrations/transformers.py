@@ -73,6 +73,7 @@ def _keywords_of(function: Callable) -> frozenset[str]:
 
 # Keywords that the operators read, if only to refuse their value.
 _KEYWORDS = IGNORED.keys() | _keywords_of(flash_qla.chunk_gated_delta_rule)
+_PACKED_KEYWORDS = _keywords_of(flash_qla.chunk_gated_delta_rule_packed)
 _RECURRENT_KEYWORDS = _keywords_of(fla.fused_recurrent_gated_delta_rule)
 
 
@@ -91,7 +92,27 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     max_length = kwargs.get("max_length_q")
     known = {"max_seqlen": max_length} if isinstance(max_length, int) else {}
     known |= {name: value for name, value in kwargs.items() if name in _KEYWORDS}
-    return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **known)
+    mixed_qkv = _whole_of(query, key, value) if known.keys() <= _PACKED_KEYWORDS else None
+    if mixed_qkv is None:
+        return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **known)
+    return flash_qla.chunk_gated_delta_rule_packed(mixed_qkv, g, beta, *query.shape[2:], **known)
+
+
+def _whole_of(query, key, value) -> torch.Tensor | None:
+    """The tensor [B, T, 2 H_k K + H_v V] that a layer has split, if its gradient is wanted: it then gets one gradient,
+    instead of three that autograd has to put together. None if there is no such tensor, or a compiler looks on."""
+    if not torch.is_grad_enabled() or not query.requires_grad or torch.compiler.is_compiling():
+        return None
+    parts, base = (query, key, value), query._base
+    if base is None or base.dim() != 3 or any(x.dim() != 4 or x._base is not base for x in parts):
+        return None
+    sizes = [x.shape[2] * x.shape[3] for x in parts]
+    for whole in (base, base.transpose(1, 2)):  # a convolution has the channels before the tokens
+        if whole.shape == (*query.shape[:2], sum(sizes)):
+            places = [part.unflatten(2, x.shape[2:]) for part, x in zip(whole.split(sizes, 2), parts, strict=True)]
+            if all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in zip(parts, places, strict=True)):
+                return whole
+    return None
 
 
 def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):

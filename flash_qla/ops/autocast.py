@@ -33,5 +33,6 @@ for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastC
         *(schemas.prefill, schemas.decode, schemas.decode_buffered),
     ):
         _register_autocast(_op, _device_type, _dispatch_key, 3)
-    _register_autocast(schemas.decode_packed, _device_type, _dispatch_key, 1)
+    for _op in (schemas.forward_packed, schemas.decode_packed):
+        _register_autocast(_op, _device_type, _dispatch_key, 1)
     _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_of=_DTYPE_OF_BACKWARD)

@@ -1,8 +1,9 @@
 """Autograd of the ops.
 
-chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd. Autograd
-saves their inputs and nothing else. The other ops have no derivatives: the results of chunk_gated_delta_rule_bwd do not
-require gradients, nor do those of the halves, from which flash_qla/cp/passes.py builds a function that has gradients.
+chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd, and
+chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd. Autograd saves their inputs and nothing else. The
+other ops have no derivatives: the results of the backward's ops do not require gradients, nor do those of the halves,
+from which flash_qla/cp/passes.py builds a function that has gradients.
 
 Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch and the library
 loads.
@@ -40,18 +41,30 @@ def _load_library() -> bool:
 IN_CPP = _load_library()
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
-# Arguments that the backward shares with the forward: tensors, which autograd keeps, and options. The g of the forward
-# is g_raw in the backward, whose g is the forward's result g_cumsum.
-_COMMON = [x for x in schemas.backward._schema.arguments if x.name in schemas.ForwardCall._fields and x.name != "g"]
-_TENSORS = [x.name for x in _COMMON if "Tensor" in str(x.type)]
-_OPTIONS = [x.name for x in _COMMON if x.name not in _TENSORS]
-# The order of the backward's results
-_DIFFERENTIATED = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
-# The backward takes these, and None as g and A. Its arguments are items of (*these, None).
-_GIVEN = ("g_raw", *_TENSORS, *_OPTIONS, "do", "dht")
-_backward_arguments_of = operator.itemgetter(
-    *(_GIVEN.index(x) if x in _GIVEN else len(_GIVEN) for x in schemas.BackwardCall._fields)
-)
+
+class _Formula:
+    """A backward: its op, and which arguments of a forward it takes.
+
+    tensors, options   names of the arguments that it shares with the forward; autograd keeps the tensors
+    differentiated     names of those that have gradients, in the order of the results
+    arguments_of       its arguments, from (*tensors, *options, do, dht, None)
+    """
+
+    def __init__(self, op, forward, differentiated):
+        self.op, self.differentiated = op, differentiated
+        names = [x.name for x in op._schema.arguments]
+        if "g_raw" in names:  # the g of the forward; this op's own g is another's result, and None here
+            names[names.index("g")], names[names.index("g_raw")] = None, "g"
+        shared = [x for x in forward._schema.arguments if x.name in names]
+        self.tensors = [x.name for x in shared if "Tensor" in str(x.type)]
+        self.options = [x.name for x in shared if x.name not in self.tensors]
+        given = (*self.tensors, *self.options, "do", "dht")
+        self.arguments_of = operator.itemgetter(*(given.index(x) if x in given else len(given) for x in names))
+
+
+_OTHERS = ("beta", "g", "initial_state", "A_log", "dt_bias")
+_BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_OTHERS))
+_BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_OTHERS))
 
 
 class _Function(torch.autograd.function._SingleLevelFunction):
@@ -78,9 +91,9 @@ class _ChunkGatedDeltaRule(_Function):
     """
 
     @staticmethod
-    def forward(ctx, results, tensors, options, *differentiated):
+    def forward(ctx, formula, results, tensors, options, *differentiated):
         ctx.save_for_backward(*tensors)
-        ctx.options = options
+        ctx.formula, ctx.options, ctx.shape = formula, options, results[0].shape
         ctx.set_materialize_grads(False)
         return results
 
@@ -89,10 +102,10 @@ class _ChunkGatedDeltaRule(_Function):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
         tensors = ctx.saved_tensors
-        do = torch.zeros_like(tensors[_GIVEN.index("v")]) if do is None else do
-        results = call(schemas.backward, *_backward_arguments_of((*tensors, *ctx.options, do, dht, None)))
-        needed = zip(results, ctx.needs_input_grad[3:], strict=True)
-        return (None, None, None, *[x if is_needed else None for x, is_needed in needed])
+        do = tensors[0].new_zeros(ctx.shape) if do is None else do
+        results = call(ctx.formula.op, *ctx.formula.arguments_of((*tensors, *ctx.options, do, dht, None)))
+        needed = zip(results, ctx.needs_input_grad[4:], strict=True)
+        return (None, None, None, None, *[x if is_needed else None for x, is_needed in needed])
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -102,7 +115,7 @@ class _ChunkGatedDeltaRule(_Function):
         )
 
 
-def _register_derivative(op):
+def _register_derivative(op, formula):
     """Has the op note its derivative if gradients are wanted or forward-mode AD is on.
 
     Every call on tensors that are not inference tensors passes here, so the code is as short as PyTorch's own fallback
@@ -113,7 +126,7 @@ def _register_derivative(op):
     after_autograd, below_autograd = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd
     names, defaults = zip(*((x.name, x.default_value) for x in op._schema.arguments), strict=True)
     tensors_of, options_of, differentiated_of = (
-        operator.itemgetter(*map(names.index, x)) for x in (("g", *_TENSORS), _OPTIONS, _DIFFERENTIATED)
+        operator.itemgetter(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
     output_final_state = names.index("output_final_state")
     o, state = (i for i, x in enumerate(op._schema.returns) if x.name in ("o", "final_state"))
@@ -129,7 +142,7 @@ def _register_derivative(op):
         wanted = o_and_state if args[output_final_state] else only_o
         found = list(results)
         found[wanted] = _apply(
-            _ChunkGatedDeltaRule, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
+            _ChunkGatedDeltaRule, formula, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
         )
         return tuple(found)
 
@@ -157,8 +170,9 @@ def call(op, *args):
         return op(*args)
 
 
-_register_derivative(schemas.forward)
-_register_derivative(schemas.forward_low_level)
+_register_derivative(schemas.forward, _BACKWARD)
+_register_derivative(schemas.forward_low_level, _BACKWARD)
+_register_derivative(schemas.forward_packed, _BACKWARD_PACKED)
 
 
 _CreationMeta = torch._C._autograd.CreationMeta
@@ -177,7 +191,7 @@ class _Underivable(_Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        again = " (double backward)" if ctx.op is schemas.backward else ""
+        again = " (double backward)" if ctx.op in (schemas.backward, schemas.backward_packed) else ""
         raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{again}")
 
 
@@ -257,7 +271,7 @@ def _register_without_derivative(op):
 
 
 for _op in (
-    schemas.backward,
+    *(schemas.backward, schemas.backward_packed),
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),

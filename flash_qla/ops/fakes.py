@@ -197,6 +197,50 @@ def _fake_forward(call):
     return o, final_state
 
 
+def _parts(x, H_k, K, H_v):
+    """q, k and v of a tensor [B, T, 2 H_k K + H_v V], as split_tokens of csrc/tokens.cpp."""
+    q, k, v = x.split([H_k * K, H_k * K, x.shape[-1] - 2 * H_k * K], -1)
+    return q.unflatten(-1, (H_k, K)), k.unflatten(-1, (H_k, K)), v.unflatten(-1, (H_v, -1))
+
+
+def _split_tokens(call):
+    """The parts of a call's mixed_qkv, with the checks of csrc/call.cpp: split."""
+    x, H_k, K = call.mixed_qkv, call.num_k_heads, call.head_k_dim
+    _check_floating(call, "mixed_qkv")
+    _check_rank(call, "mixed_qkv", 3, "[B, T, 2 H_k K + H_v V]")
+    _check_rank(call, "g", 3, "[B, T, H_v]")
+    _check(call, H_k >= 1, lambda: f"num_k_heads is {H_k}, expected at least 1")
+    _check(call, K >= 1, lambda: f"head_k_dim is {K}, expected at least 1")
+    width, H_v = x.shape[2], call.g.shape[2]
+    values = width - 2 * H_k * K
+    _check(
+        call,
+        H_v >= 1 and values > 0 and values % H_v == 0,
+        lambda: (
+            f"mixed_qkv has {width} channels, expected 2 H_k K + H_v V, with num_k_heads H_k = {H_k}, head_k_dim K = "
+            f"{K} and the H_v = {H_v} heads of g"
+        ),
+    )
+    return _parts(x, H_k, K, H_v)
+
+
+def _without_packing(call):
+    """The arguments of a packed call that the call on q, k and v has too."""
+    return {name: x for name, x in call._asdict().items() if name not in ("mixed_qkv", "num_k_heads", "head_k_dim")}
+
+
+@_fake_of(schemas.forward_packed)
+def _fake_forward_packed(call):
+    return _fake_forward(schemas.ForwardCall(*_split_tokens(call), **_without_packing(call)))
+
+
+@_fake_of(schemas.backward_packed)
+def _fake_backward_packed(call):
+    of_parts = _without_packing(call) | {"g": None, "A": None, "g_raw": call.g}
+    _, _, _, *others = _fake_backward(schemas.BackwardCall(*_split_tokens(call), **of_parts))
+    return call.mixed_qkv.new_empty(call.mixed_qkv.shape), *others
+
+
 @_fake_of(schemas.forward_low_level)
 def _fake_low_level(call):
     return _fake_results(call, output_low_level=True, output_h=call.output_h)
@@ -490,11 +534,8 @@ def _fake_decode_packed(call):
     V, K = state if call.state_v_first else reversed(state)
     keys = x.shape[-1] - H_v * V
     _check(call, keys > 0 and keys % (2 * K) == 0, lambda: "mixed_qkv is expected to have 2 H_k K + H_v V channels")
-    q, k, v = x.split([keys // 2, keys // 2, H_v * V], -1)
     fields = {name: y for name, y in call._asdict().items() if name != "mixed_qkv"} | {"a": a, "b": b}
-    return _fake_decode(
-        schemas.DecodeCall(q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (H_v, V)), **fields)
-    )
+    return _fake_decode(schemas.DecodeCall(*_parts(x, keys // (2 * K), K, H_v), **fields))
 
 
 @_fake_of(schemas.decode_buffered)

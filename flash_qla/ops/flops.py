@@ -25,6 +25,8 @@ the offsets. Maps of segments and of ranks do not count, because their number de
 a pass comes in halves, the last op has the count of the whole pass.
 """
 
+import math
+
 from flash_qla._layout import CHUNK
 from flash_qla.ops import schemas
 from flash_qla.ops.later import when_imported
@@ -57,13 +59,23 @@ def _of_tokens(op, flop):
     return count
 
 
-def _of_packed(*args, out_shape=None, **kwargs):
+def _of_packed(op, flop):
+    """The same for mixed_qkv [B, T, 2 H_k K + H_v V]."""
+    call_type = schemas.call_of(op)
+
+    def count(*args, out_shape=None, **kwargs):
+        call = call_type(*args, **kwargs)
+        B, T, channels = call.mixed_qkv
+        H_v, K = call.g[2], call.head_k_dim
+        return B * T * H_v * flop(K, (channels - 2 * call.num_k_heads * K) // H_v)
+
+    return count
+
+
+def _of_packed_decoding(*args, out_shape=None, **kwargs):
     call = schemas.DecodePackedCall(*args, **kwargs)
     _, H_v, *state = call.state_pool  # [V, K] or [K, V]
-    tokens = 1
-    for size in call.mixed_qkv[:-1]:
-        tokens *= size
-    return tokens * H_v * decode_flop(*state)
+    return math.prod(call.mixed_qkv[:-1]) * H_v * decode_flop(*state)
 
 
 def _nothing(*args, out_shape=None, **kwargs):
@@ -82,7 +94,9 @@ def _register(flop_counter):
         (schemas.decode_buffered, decode_flop),
     ):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_tokens(op, flop))
-    flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed)
+    for op, flop in ((schemas.forward_packed, forward_flop), (schemas.backward_packed, backward_flop)):
+        flop_counter.register_flop_formula(op.overloadpacket)(_of_packed(op, flop))
+    flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed_decoding)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay):
         flop_counter.register_flop_formula(op.overloadpacket)(_nothing)
 

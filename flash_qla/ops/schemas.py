@@ -9,6 +9,8 @@ from flash_qla import _binary  # noqa: F401  loads the library, or says what is 
 forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default
 backward = torch.ops.flash_qla.chunk_gated_delta_rule_bwd.default
+forward_packed = torch.ops.flash_qla.chunk_gated_delta_rule_packed.default
+backward_packed = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd.default
 forward_begin = torch.ops.flash_qla.gated_delta_rule_forward_begin.default
 forward_finish = torch.ops.flash_qla.gated_delta_rule_forward_finish.default
 backward_begin = torch.ops.flash_qla.gated_delta_rule_backward_begin.default

@@ -5,6 +5,7 @@ heads or over the batch, and exchanges nothing:
 
     tensor                                              batch        heads
     q, k, v, g, beta, A, do, o, ... [B, T, H, ...]      Shard(0)     Shard(2)
+    mixed_qkv, dmixed_qkv [B, T, channels]              Shard(0)     -
     initial_state, final_state, dht, dh0 [N, H_v, ...]  Shard(0)     Shard(1)
     A_log, dt_bias [H_v]                                Replicate    Shard(0)
     dA_log, ddt_bias [H_v]                              Partial      Shard(0)
@@ -40,7 +41,7 @@ _DIMENSIONS = {
     **dict.fromkeys(
         ("initial_state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents"), _TABLE
     ),
-    "mixed_qkv": _TABLE,  # q, k and v follow each other in its channels
+    **dict.fromkeys(("mixed_qkv", "dmixed_qkv"), (0, None)),  # q, k and v follow each other in its channels
 }
 _BATCH, _HEADS = 0, 1  # places in these pairs
 # Result -> the argument without which it is an empty tensor
@@ -152,6 +153,7 @@ def _register_all(tensor):
     info = RuntimeSchemaInfo(static_argnum=1, needs_pytree=True)
     ops = (
         *(schemas.forward, schemas.forward_low_level, schemas.backward),
+        *(schemas.forward_packed, schemas.backward_packed),
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
     )
     try:

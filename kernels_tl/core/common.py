@@ -86,18 +86,22 @@ TMA_DTYPES = {"float16": 6, "bfloat16": 9}
 L2_PROMOTION_128B = 2
 
 
+def strides_of(buffer):
+    """The strides of a tensor's dimensions, in elements."""
+    return list(buffer.strides) or [math.prod(buffer.shape[i + 1 :], start=1) for i in range(len(buffer.shape))]
+
+
 def descriptor(buffer, box, swizzle):
     """A TMA descriptor of a tensor of 16-bit elements, for a CUDA function. `box` has the extents of a box in the
     innermost dimensions; the extents in the others are 1."""
     rank = len(buffer.shape)
-    strides = list(buffer.strides) or [math.prod(buffer.shape[i + 1 :], start=1) for i in range(rank)]
     box = [1] * (rank - len(box)) + list(box)
     return T.create_tma_descriptor(
         TMA_DTYPES[str(buffer.dtype)],
         rank,
         buffer.data,
         *reversed(buffer.shape),
-        *(2 * stride for stride in reversed(strides)),
+        *(2 * stride for stride in reversed(strides_of(buffer))),
         *reversed(box),
         *[1] * rank,
         0,  # no interleaving

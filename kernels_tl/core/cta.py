@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
-from kernels_tl.core.common import C, element_type, extern, load_early, swizzled
+from kernels_tl.core.common import C, element_type, extern, load_early, strides_of, swizzled
 from kernels_tl.layout import WIDE_TILE, SegmentColumn, Way
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
@@ -195,7 +195,7 @@ def store_rows(tiles, w, rows, row, hv, column, valid):
             f"store_tile<{element_type(str(tiles.dtype))}>",
             T.access_ptr(tiles[w, 0, 0], "r"),
             T.access_ptr(rows[row, hv, column], "w"),
-            rows.shape[1] * rows.shape[2],
+            strides_of(rows)[0],
             valid,
             T.Cast("int32", rows.shape[2]) - column,
         )

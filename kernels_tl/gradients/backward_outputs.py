@@ -58,7 +58,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             T.access_ptr(rows[row, hk, 0], "rw"),
             row,
             hk,
-            T.Cast("int32", sizes.H_k),
+            T.Cast("int32", rows.strides[0]),
             T.Cast("int32", sizes.key_dim),
             0,
             valid,
@@ -182,7 +182,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             T.barrier_arrive(ready.values_released)
             one.wait_for(ready.U_staged)
             extent = (warp * VALUE_ROWS, segment.length - c * C, T.Cast("int32", value_dim) - piece.v0)
-            of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", H_v * value_dim, *extent)
+            of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", dv.strides[0], *extent)
             of_values(
                 "dot_values",
                 tiles,

@@ -32,6 +32,12 @@ def lanes_and_rows(K):
     return lanes, L2NORM.tile // lanes
 
 
+def place_of(row, H_k):
+    """Token and head of a row."""
+    heads = T.Cast("int32", H_k)
+    return T.truncdiv(row, heads), T.truncmod(row, heads)
+
+
 @T.macro
 def take_row(cta, which, K, normalized, q, k, of_row):
     """of_row(row, piece, there, which, tensor) on the thread's piece of a row of q or k. `there` says whether there is
@@ -53,10 +59,9 @@ def l2norm(K):
     LANES, ROWS = lanes_and_rows(K)
 
     def normalize(normalized, rstd, dtype, row, piece, there, which, x):
-        heads = T.Cast("int32", H_k)
         return extern(
             f"normalize_piece<{LANES}>",
-            T.access_ptr(x[T.truncdiv(row, heads), T.truncmod(row, heads), piece, 0], "r"),
+            T.access_ptr(x[*place_of(row, H_k), piece, 0], "r"),
             T.access_ptr(normalized[which, row, piece, 0], "w"),
             T.access_ptr(rstd[which, row], "w"),
             dtype,

@@ -2,9 +2,9 @@
 
     dx = rstd (dy - y rowsum(y * dy))        rstd = 1 / |x|
 
-    normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k, by l2norm
+    normalized  [2, rows, pieces, 8] 16-bit   y of q, then of k, by l2norm; rows = tokens * H_k
     rstd        [2, rows] fp32                of q, then of k, by l2norm
-    dq, dk      [rows, pieces, 8] 16-bit      dy, then dx; rows = tokens * H_k
+    dq, dk      [tokens, H_k, pieces, 8] 16-bit   dy, then dx; any strides of tokens and heads
     dtype                                     the Dtype of the elements: bf16 or fp16
 
 backward.cpp launches [rows / ROWS, 2] CTAs: ROWS rows of dq or of dk each. A lane takes a piece of a row.
@@ -15,12 +15,14 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
-from kernels_tl.gradients.l2norm import PRELUDE as PRELUDE, lanes_and_rows, take_row
+from kernels_tl.gradients.l2norm import PRELUDE as PRELUDE, lanes_and_rows, place_of, take_row
 from kernels_tl.layout import NORM_PIECE
 
 
 def l2norm_backward(K):
-    rows, pieces = dims("rows", "pieces")
+    tokens, H_k, rows, pieces = dims("tokens", "H_k", "rows", "pieces")
+    dq_row, dq_head, dk_row, dk_head = dims("dq_row", "dq_head", "dk_row", "dk_head")
+    shape = (tokens, H_k, pieces, NORM_PIECE)
     LANES, ROWS = lanes_and_rows(K)
 
     def replace(normalized, rstd, dtype, row, piece, there, which, gradient):
@@ -28,7 +30,7 @@ def l2norm_backward(K):
             f"replace_by_dx<{LANES}>",
             T.access_ptr(normalized[which, row, piece, 0], "r"),
             T.access_ptr(rstd[which, row], "r"),
-            T.access_ptr(gradient[row, piece, 0], "rw"),
+            T.access_ptr(gradient[*place_of(row, H_k), piece, 0], "rw"),
             dtype,
             there,
         )
@@ -37,8 +39,8 @@ def l2norm_backward(K):
     def main(
         normalized: T.Tensor([2, rows, pieces, NORM_PIECE], "uint16"),
         rstd: T.Tensor([2, rows], "float32"),
-        dq: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
-        dk: T.Tensor([rows, pieces, NORM_PIECE], "uint16"),
+        dq: T.StridedTensor(shape, (dq_row, dq_head, NORM_PIECE, 1), "uint16"),
+        dk: T.StridedTensor(shape, (dk_row, dk_head, NORM_PIECE, 1), "uint16"),
         dtype: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, ROWS), 2, threads=ROWS * LANES, prelude=PRELUDE) as (cta, which):

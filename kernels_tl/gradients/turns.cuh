@@ -34,13 +34,14 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// rows += tiles, or rows = tiles in the first turn: 64 rows, and of their key_dim columns up to 128 from `column` on.
+// rows += tiles, or rows = tiles in the first turn: 64 rows, `stride` apart, and of their key_dim columns up to 128 from
+// `column` on.
 // `tiles` are two tiles of 64 x 64 side by side. One warp calls it. A whole chunk goes as two TMA boxes, which are in
 // flight until wait_until_stored. With fewer `valid` rows each half-warp adds a row at a time, because a box would
 // reach into the next sequence.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
-                                         int H_k, int key_dim, int column, int valid, bool is_first) {
+                                         int stride, int key_dim, int column, int valid, bool is_first) {
   constexpr int kTileBytes = kChunk * kChunk * 2;
   const int lane = lane_here();
   if (valid >= kChunk) {
@@ -62,8 +63,7 @@ __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* til
       continue;
     }
     uint4 x = *reinterpret_cast<const uint4*>(from + swizzled(i, piece & 7));
-    uint4* const to =
-        reinterpret_cast<uint4*>(static_cast<T*>(rows) + static_cast<int64_t>(i) * H_k * key_dim + column) + piece;
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(rows) + i * stride + column) + piece;
     if (!is_first) {
       const uint4 before = __ldcg(to);
       const auto add = [](uint32_t a, uint32_t b) {

@@ -15,9 +15,9 @@
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
 
-The backward passes dv in the place of o, and may pass b in the place of g (`cumulative`). It passes normalised queries
-and keys if its kernels do no l2norm. Rows that no sequence covers get zeros in o, A and g_cumsum; in the backward also
-in dq and dk, and in db and dg unless gate_gradients runs.
+The backward may pass b in the place of g (`cumulative`). It passes normalised queries and keys if its kernels do no
+l2norm. Rows that no sequence covers get zeros in o, A and g_cumsum; in the backward in dq, dk and dv, and in db and dg
+unless gate_gradients runs.
 
 D comes from differences, so it never overflows. A * D is diag(gamma) A diag(1/gamma), so the gates never enter the
 inverse. L leaves the unit diagonal out, so products with L round small numbers only.
@@ -46,6 +46,7 @@ from kernels_tl.core.common import (
     descriptor,
     element_type,
     extern,
+    strides_of,
 )
 from kernels_tl.core.cta import Variables, barriers, clear_rows_after, leave_unless, shared
 from kernels_tl.layout import (
@@ -113,16 +114,19 @@ def chunk_matrices(dtype, K, normalize):
         )
 
     def clear_rows(rows, chunk, head):
-        _, heads, columns = rows.shape
         place = T.access_ptr(rows[chunk.row, head, 0], "w")
-        return extern("clear_rows", place, T.Cast("int64", heads) * columns, T.Cast("int32", columns), chunk.length)
+        stride, columns = T.Cast("int64", strides_of(rows)[0]), T.Cast("int32", rows.shape[2])
+        return extern("clear_rows", place, stride, columns, chunk.length)
 
     @T.macro
     def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
         """Writes zeros to the outputs' rows that no sequence covers."""
         tx = T.get_thread_binding()
         for l in T.serial(heads):
-            clear_rows(outputs.o, chunk, first + l)
+            if has_backward_gates != 0:
+                clear_rows(gradients.dv, chunk, first + l)
+            else:
+                clear_rows(outputs.o, chunk, first + l)
             if outputs.has_A != 0:
                 clear_rows(outputs.A, chunk, first + l)
             if (outputs.has_g_cumsum != 0) & (tx < chunk.length):

@@ -74,6 +74,7 @@ def registers(rows, K, dtype, early, output=True, exact=False):
     vars(made).update(vars(ahead))
     made.has_scales = has_scales(dtype, output)
     if made.has_scales:
+        vars(made).update(vars(named(scaled=T.alloc_local([1], "int32"))))  # whether a row of the warp has a scale
         early = max(early - 1, 0)  # or chunk_forward spills
     made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
     made.K, made.is_wide = K, is_wide(K)
@@ -89,17 +90,17 @@ def copy_of(r):
     return T.reinterpret("handle", T.uint64(0)) if r.is_wide else r.S_16.data
 
 
-def find_large(r):
-    """Not 0 if S has a number that may need a scale."""
-    name, numbers = (f"find_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"find_large<{r.K // 4}, true>", r.S_16)
-    return extern(name, numbers.data, returns="uint32")
+def has_large(r):
+    """Whether the warp's part of S has a number that may need a scale."""
+    name, numbers = (f"has_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"has_large<{r.K // 4}, true>", r.S_16)
+    return extern(name, numbers.data, returns="bool")
 
 
 @T.macro
 def begin_scales(r, tiles):
     """Before the steps: S, and unless it is wide its copy S_16, from the numbers of S^T to those in scales."""
     if r.has_scales:
-        extern(f"begin_scales<{r.K}>", r.S.data, copy_of(r), scales_of(tiles))
+        r.scaled[0] = extern(f"begin_scales<{r.K}>", r.S.data, copy_of(r), scales_of(tiles), returns="int32")
 
 
 @T.macro
@@ -113,7 +114,7 @@ def end_scales(r, tiles):
 def scale_values(r, tiles, V, offset):
     """Before a step: the warpgroup's tile of V goes to the scales."""
     if r.has_scales:
-        extern("scale_values", T.access_ptr(V, "rw"), offset, extern("load_scales", scales_of(tiles), returns="uint32"))
+        extern("scale_values", T.access_ptr(V, "rw"), offset, scales_of(tiles), r.scaled[0])
 
 
 @T.macro
@@ -206,10 +207,11 @@ def end_step(r, tiles, s, column=None, meanwhile=nothing):
         if not r.is_wide:
             T.copy(r.S, r.S_16)
         if r.has_scales:
-            large = T.alloc_var("uint32", init=find_large(r))
-            scales = T.alloc_var("uint32", init=extern("load_scales", scales_of(tiles), returns="uint32"))
+            large = T.alloc_var("bool", init=has_large(r))
     else:
         meanwhile()
     T.wait_wgmma(0)
     if r.has_scales:
-        extern(f"scale_rows<{r.K}>", r.S.data, copy_of(r), scales_of(tiles), scales, large, r.O.data)
+        r.scaled[0] = extern(
+            f"scale_rows<{r.K}>", r.S.data, copy_of(r), scales_of(tiles), r.scaled[0], large, r.O.data, returns="int32"
+        )

@@ -5,7 +5,8 @@
 // row whose norm lies below 2^kUnscaledBits stays as it is. A warp without other rows pays only for finding that out.
 //
 // A thread has two rows, row and row + 8 of core/tiles.cuh, and shares them with three lanes. Their scales are a pair
-// of bf16: word threadIdx.x / 4 of `scales` in shared memory, because the chunks take all registers.
+// of bf16: word threadIdx.x / 4 of `scales` in shared memory, because the chunks take all registers. Whether a row of
+// the warp has a scale other than 1 stays in a register, so that warps without such rows read no scales.
 #pragma once
 
 #include "core/state_tiles.cuh"
@@ -61,24 +62,24 @@ __device__ __forceinline__ float2 squares_of_rows(const float* S) {
   return {sum_of_lanes<4>(squares.x), sum_of_lanes<4>(squares.y)};
 }
 
-// Not 0 if a number is at least 2, infinite or NaN: this is the highest bit of its exponent. kCount registers hold
-// pairs in fp16, or numbers in fp32.
+// Whether the warp has a number that is at least 2, infinite or NaN: this is the highest bit of its exponent. kCount
+// registers hold pairs in fp16, or numbers in fp32.
 template <int kCount, bool kPairs>
-__device__ __forceinline__ uint32_t find_large(const void* numbers) {
+__device__ __forceinline__ bool has_large(const void* numbers) {
   uint32_t found = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     found |= static_cast<const uint32_t*>(numbers)[i];
   }
-  return found & (kPairs ? 0x40004000 : 0x40000000);
+  return __any_sync(~0u, (found & (kPairs ? 0x40004000 : 0x40000000)) != 0);
 }
 
-// Brings S^T from its scales `old` to new ones if a row of the warp is scaled or, with `found`, may have to be. S_16,
-// if any, gets S^T in fp16. O^T, if any, loses its scales.
+// Brings S^T to new scales if a row of the warp is `scaled` or, being `large`, may have to be. S_16, if any, gets S^T in
+// fp16. O^T, if any, loses its scales. Returns whether a row is scaled now.
 template <int kK>
-__device__ __forceinline__ void scale_rows(float* S, void* S_16, void* scales, uint32_t old, uint32_t found, float* O) {
-  if (__any_sync(~0u, found != 0 || old != kNoScales)) {
-    const float2 inverses = inverses_of(old);
+__device__ __forceinline__ bool scale_rows(float* S, void* S_16, void* scales, bool scaled, bool large, float* O) {
+  if (scaled || large) {
+    const float2 inverses = inverses_of(load_scales(scales));
     if (O != nullptr) {
       multiply_rows<kChunk / 2>(O, inverses);
     }
@@ -94,19 +95,22 @@ __device__ __forceinline__ void scale_rows(float* S, void* S_16, void* scales, u
       }
     }
     store_scales(scales, own);
+    scaled = is_scaled(own);
   }
   // The branches meet here: see read_state.
 #pragma unroll
   for (int i = 0; i < kK / 2; ++i) {
     pin_here(S[i]);
   }
+  return scaled;
 }
 
-// S^T from its numbers to those in scales, and back. S_16 is as above, and keeps the scales.
+// S^T from its numbers to those in scales, and back. S_16 is as above, and keeps the scales. begin_scales returns
+// whether a row of the warp is scaled.
 template <int kK>
-__device__ __forceinline__ void begin_scales(float* S, void* S_16, void* scales) {
+__device__ __forceinline__ bool begin_scales(float* S, void* S_16, void* scales) {
   store_scales(scales, kNoScales);
-  scale_rows<kK>(S, S_16, scales, kNoScales, find_large<kK / 2, false>(S), nullptr);
+  return scale_rows<kK>(S, S_16, scales, false, has_large<kK / 2, false>(S), nullptr);
 }
 template <int kK>
 __device__ __forceinline__ void end_scales(float* S, void* scales) {
@@ -142,10 +146,11 @@ __device__ __forceinline__ void store_scaled_copy(const void* S_16, void* state,
   });
 }
 
-// Brings the warp's part of a tile of V to the scales `own`. `offset` is the thread's place in it (transposed_offset).
-__device__ __forceinline__ void scale_values(void* tile, int offset, uint32_t own) {
-  if (is_scaled(own)) {
-    const float2 factors = factors_of(own);
+// Brings the warp's part of a tile of V to the scales if a row is `scaled`. `offset` is the thread's place in the tile
+// (transposed_offset).
+__device__ __forceinline__ void scale_values(void* tile, int offset, void* scales, bool scaled) {
+  if (scaled) {
+    const float2 factors = factors_of(load_scales(scales));
     const uint32_t at = shared_address(tile) + offset;
 #pragma unroll 1
     for (int n = 0; n < 8; n += 2) {

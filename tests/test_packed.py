@@ -1,0 +1,183 @@
+"""chunk_gated_delta_rule_packed: q, k and v in one tensor, and one gradient of it."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import ALL_INSIDE, Case, backward_mode, equal, forward_mode, make_gradients, make_inputs, parametrize
+from dispatched import Ran
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_qla
+
+SMALL = Case(lengths=(70, 64, 0, 133), padding=7, H_k=1, H_v=2, K=64, V=96, gate="logsigmoid")
+CASES = parametrize(
+    SMALL,
+    Case(B=3, T=65, state_v_first=True, keys="raw", use_qk_l2norm_in_kernel=True, dht=None),
+    Case(B=3, T=1, H_v=2, dtype=torch.float16, keys="raw", use_qk_l2norm_in_kernel=True, initial_state=None),
+    Case(lengths=(5, 130), K=136, V=200, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE),
+    Case(B=2, T=130, H_k=1, H_v=3, K=96, V=40, g_dtype=torch.bfloat16, beta_dtype=torch.float16, **ALL_INSIDE),
+    Case(B=2, T=0),
+)
+SPLIT = ("q", "k", "v")
+
+
+def packed(inputs: dict, wider: int = 0) -> dict:
+    """The arguments with q, k and v in one tensor: the first channels of one that has `wider` more of them."""
+    mixed = torch.cat([inputs[name].flatten(2) for name in SPLIT], -1)
+    whole = torch.nn.functional.pad(mixed, (0, wider), value=torch.nan)
+    H_k, K = inputs["q"].shape[2:]
+    others = {name: x for name, x in inputs.items() if name not in SPLIT}
+    return {"mixed_qkv": whole[..., : mixed.shape[-1]], "num_k_heads": H_k, "head_k_dim": K} | others
+
+
+def results(function, arguments: dict, do, dht) -> dict:
+    """o, the final state, and the gradients by the names of their tensors."""
+    leaves = {
+        name: x.detach().requires_grad_()
+        for name, x in arguments.items()
+        if torch.is_tensor(x) and x.is_floating_point()
+    }
+    o, state = function(**arguments | leaves, output_final_state=True)
+    torch.autograd.backward((o, state), (do, torch.zeros_like(state) if dht is None else dht.to(state.dtype)))
+    return {"o": o.detach(), "final_state": state.detach()} | {name: x.grad for name, x in leaves.items()}
+
+
+def split_gradient(found: dict, inputs: dict) -> dict:
+    sizes = [inputs[name].shape[2] * inputs[name].shape[3] for name in SPLIT]
+    parts = found.pop("mixed_qkv").split(sizes, -1)
+    return found | {name: x.unflatten(-1, inputs[name].shape[2:]) for name, x in zip(SPLIT, parts, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wider", (0, 16, 3))
+def test_the_same_bits(device, case, wider):
+    """As chunk_gated_delta_rule's on q, k and v, forward and backward."""
+    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
+    do, dht = gradients["do"], gradients.get("dht")
+    expected = results(flash_qla.chunk_gated_delta_rule, inputs, do, dht)
+    found = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs, wider), do, dht)
+    assert found["mixed_qkv"].is_contiguous()
+    assert equal(split_gradient(found, inputs), expected)
+
+
+def test_autograd_in_python(device):
+    """The same formula, of calls in a mode."""
+    inputs, gradients = make_inputs(SMALL, device), make_gradients(SMALL, device)
+    expected = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients)
+    with Ran() as ran:
+        assert equal(results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients), expected)
+    assert ran.ops == ["chunk_gated_delta_rule_packed", "chunk_gated_delta_rule_packed_bwd"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", (0, 1, 2))
+def test_the_same_bits_in_every_mode(segments):
+    inputs, gradients = make_inputs(SMALL, "cuda"), make_gradients(SMALL, "cuda")
+    with forward_mode(segment_chunks=segments), backward_mode(segment_chunks=segments):
+        expected = results(flash_qla.chunk_gated_delta_rule, inputs, **gradients)
+        found = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients)
+    assert equal(split_gradient(found, inputs), expected)
+
+
+def test_gradients_of_the_state_alone(device):
+    """do is zeros then."""
+    inputs = packed(make_inputs(SMALL, device))
+    inputs["mixed_qkv"].requires_grad_()
+    o, state = flash_qla.chunk_gated_delta_rule_packed(**inputs, output_final_state=True)
+    (found,) = torch.autograd.grad(state.sum(), inputs["mixed_qkv"], retain_graph=True)
+    (expected,) = torch.autograd.grad((o, state), inputs["mixed_qkv"], (torch.zeros_like(o), torch.ones_like(state)))
+    assert torch.equal(found, expected) and found.any()
+
+
+def test_autocast(device):
+    inputs = make_inputs(SMALL, device)
+    expected = flash_qla.chunk_gated_delta_rule_packed(**packed(inputs))[0]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = flash_qla.chunk_gated_delta_rule_packed(**packed(inputs | {x: inputs[x].float() for x in SPLIT}))[0]
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("errors_change_nothing")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"mixed_qkv": torch.zeros(1, 4, 190)}, "mixed_qkv has 190 channels, expected 2 H_k K [+] H_v V, with num_k_hea"),
+        ({"mixed_qkv": torch.zeros(1, 4, 128)}, "mixed_qkv has 128 channels"),
+        ({"mixed_qkv": torch.zeros(1, 4, 3, 64)}, "mixed_qkv has 4 dimensions"),
+        ({"mixed_qkv": torch.zeros(1, 4, 192, dtype=torch.int32)}, "mixed_qkv has dtype int32"),
+        ({"num_k_heads": 0}, "num_k_heads is 0, expected at least 1"),
+        ({"num_k_heads": 2**40}, "mixed_qkv has 192 channels"),
+        ({"head_k_dim": -1}, "head_k_dim is -1, expected at least 1"),
+        ({"num_k_heads": 4, "head_k_dim": 16}, "v has 2 heads, expected a positive multiple of the 4 heads"),
+        ({"g": torch.zeros(1, 4)}, "g has 2 dimensions"),
+        ({"beta": torch.zeros(1, 4, 3)}, "beta has shape"),
+    ),
+)
+def test_errors(change, message):
+    arguments = {"mixed_qkv": torch.zeros(1, 4, 192), "num_k_heads": 1, "head_k_dim": 64}
+    arguments |= {"g": torch.zeros(1, 4, 2), "beta": torch.zeros(1, 4, 2)}
+    with pytest.raises(RuntimeError, match=message):
+        flash_qla.chunk_gated_delta_rule_packed(**arguments | change)
+    if max(change.get("num_k_heads", 0), 1) < 2**31:  # no shape of a fake tensor has more
+        arguments = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in (arguments | change).items()}
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.flash_qla.chunk_gated_delta_rule_packed(**arguments)
+
+
+def test_opcheck(device):
+    inputs, gradients = make_inputs(SMALL, device), make_gradients(SMALL, device)
+    arguments = packed(inputs)
+    op = torch.ops.flash_qla.chunk_gated_delta_rule_packed.default
+    torch.library.opcheck(op, (), arguments | {"mixed_qkv": arguments["mixed_qkv"].requires_grad_()})
+    arguments["mixed_qkv"] = arguments["mixed_qkv"].detach()
+    torch.library.opcheck(torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd.default, (), arguments | gradients)
+
+
+def test_compiled(device):
+    """One graph, forward and backward, with the same bits."""
+    inputs, gradients = make_inputs(SMALL, device), make_gradients(SMALL, device)
+    function = torch.compile(flash_qla.chunk_gated_delta_rule_packed, fullgraph=True, backend="aot_eager")
+    expected = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients)
+    assert equal(results(function, packed(inputs), **gradients), expected)
+
+
+def test_flops(device):
+    """Those of the op on q, k and v."""
+    inputs, counts = make_inputs(SMALL, device), []
+    for function, arguments in (
+        (flash_qla.chunk_gated_delta_rule, inputs),
+        (flash_qla.chunk_gated_delta_rule_packed, packed(inputs)),
+    ):
+        arguments = {name: x.requires_grad_() if name in ("q", "mixed_qkv") else x for name, x in arguments.items()}
+        with FlopCounterMode(display=False) as counter:
+            flash_qla_o, _ = function(**arguments)
+            flash_qla_o.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_slices_of_a_layer():
+    """The adapter of transformers finds the tensor that a layer has split, in both orders of its dimensions."""
+    transformers = pytest.importorskip("flash_qla.integrations.transformers")
+    case = dataclasses.replace(SMALL, lengths=None, padding=0, B=2, T=70)
+    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
+    sizes = [inputs[name].shape[2] * inputs[name].shape[3] for name in SPLIT]
+    mixed = packed(inputs)["mixed_qkv"]
+    for tokens_first in (True, False):
+        leaf = (mixed if tokens_first else mixed.mT.contiguous()).requires_grad_()
+        made = leaf * 1  # as a convolution makes it
+        parts = (made if tokens_first else made.transpose(1, 2)).split(sizes, -1)
+        query, key, value = (x.reshape(*x.shape[:2], -1, inputs[y].shape[3]) for x, y in zip(parts, SPLIT, strict=True))
+        whole = transformers._whole_of(query, key, value)
+        assert whole.shape == mixed.shape and torch.equal(whole, mixed)
+        assert transformers._whole_of(key, query, value) is None and transformers._whole_of(query, key, value + 0) is None
+        with torch.no_grad():
+            assert transformers._whole_of(query, key, value) is None
+        names = {"initial_state": inputs["initial_state"], "output_final_state": False}
+        o, _ = transformers.chunk_gated_delta_rule(query, key, value, inputs["g"], inputs["beta"], **names)
+        assert "PackedBackward" in repr(o.grad_fn) or o.grad_fn.next_functions[1][0].name() == "MulBackward0"
+        o.backward(gradients["do"])
+        expected = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), gradients["do"], None)
+        found = leaf.grad if tokens_first else leaf.grad.mT
+        assert torch.equal(found, expected["mixed_qkv"])
