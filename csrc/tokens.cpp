@@ -6,6 +6,7 @@
 #include "checks.h"
 #include "chunks.h"
 #include "gpu/copy_tokens.h"
+#include "layout.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -96,7 +97,8 @@ void make_readable_rows(const char* op, std::initializer_list<Tensor*> tensors, 
     if (are_readable_rows(*tensor, dtype)) {
       continue;
     }
-    if (has_dtype(*tensor, dtype) && tensor->numel() > 0) {
+    const bool can_walk = tokens_are_even(*tensor) || tensor->size(1) >= kCopyStep;
+    if (has_dtype(*tensor, dtype) && tensor->numel() > 0 && can_walk) {
       copied.at(count++) = tensor;
     } else {
       make_aligned(op, *tensor, dtype);

@@ -331,7 +331,7 @@ def test_no_kernel_beside_ours(name, layout, options):
     """Nothing is copied, cast or filled: q, k, v, do and raw gates are read where they are."""
     _C = pytest.importorskip("flash_qla._C")
     call = every_op.make_call(name, "cuda", K=128, V=128, **options)
-    names = [x for x in ("q", "k", "v", "do") if x in call.arguments]
+    names = [x for x in ("q", "k", "v", "mixed_qkv", "do") if x in call.arguments]
     if layout == "slices":
         call.arguments |= dict(zip(names, every_op.as_slices([call.arguments[x] for x in names]), strict=True))
         assert not any(call.arguments[x].is_contiguous() for x in names)

@@ -19,7 +19,7 @@ struct Copied {
   void* to = nullptr;
   int64_t heads = 0, channels = 0, batch = 0, row = 0, head = 0, channel = 0;
 
-  Copied(const char* op, const Tensor* tensor) {
+  Copied(const char* op, const Tensor* tensor, bool even) {
     if (tensor == nullptr) {
       return;
     }
@@ -29,7 +29,7 @@ struct Copied {
     heads = tensor->size(2);
     channels = tensor->size(3);
     batch = tensor->stride(0);
-    row = tensor->stride(1);
+    row = even ? row_strides(*tensor).row : tensor->stride(1);
     head = tensor->stride(2);
     channel = tensor->stride(3);
   }
@@ -42,8 +42,9 @@ struct Copied {
 void copy_tokens(const char* op, const CopiedTokens& tensors) {
   const Tensor& any = **std::ranges::find_if(tensors, [](const Tensor* x) { return x != nullptr; });
   const DeviceGuard guard = make_current(any);
-  const int64_t B = any.size(0), length = any.size(1);
-  std::array copied = {Copied(op, tensors[0]), Copied(op, tensors[1]), Copied(op, tensors[2])};
+  const bool even = std::ranges::all_of(tensors, [](const Tensor* x) { return x == nullptr || tokens_are_even(*x); });
+  const int64_t tokens = any.size(0) * any.size(1), B = even ? 1 : any.size(0), length = even ? tokens : any.size(1);
+  std::array copied = {Copied(op, tensors[0], even), Copied(op, tensors[1], even), Copied(op, tensors[2], even)};
   const auto& [q, k, v] = copied;
   kernels::copy_tokens({.tensors = {.q = q.from,
                                     .q_copy = q.to,
@@ -71,7 +72,7 @@ void copy_tokens(const char* op, const CopiedTokens& tensors) {
                                     .v_channel = v.channel,
                                     .B = B,
                                     .length = length},
-                        .ctas = ceil_div(B * length, kCopyTile) * (q.tiles() + k.tiles() + v.tiles())},
+                        .ctas = ceil_div(tokens, kCopyTile) * (q.tiles() + k.tiles() + v.tiles())},
                        {}, current_stream(any));
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i] != nullptr) {

@@ -45,13 +45,14 @@ _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations l
 class _Formula:
     """A backward: its op, and which arguments of a forward it takes.
 
+    forward            the forward's name, for messages
     tensors, options   names of the arguments that it shares with the forward; autograd keeps the tensors
     differentiated     names of those that have gradients, in the order of the results
     arguments_of       its arguments, from (*tensors, *options, do, dht, None)
     """
 
     def __init__(self, op, forward, differentiated):
-        self.op, self.differentiated = op, differentiated
+        self.op, self.forward, self.differentiated = op, forward._opname, differentiated
         names = [x.name for x in op._schema.arguments]
         if "g_raw" in names:  # the g of the forward; this op's own g is another's result, and None here
             names[names.index("g")], names[names.index("g_raw")] = None, "g"
@@ -110,7 +111,7 @@ class _ChunkGatedDeltaRule(_Function):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "flash_qla: chunk_gated_delta_rule has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, "
+            f"flash_qla: {ctx.formula.forward} has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, "
             "torch.autograd.forward_ad), only gradients (torch.autograd.grad, torch.func.grad, vjp, jacrev)."
         )
 

@@ -16,7 +16,7 @@ struct Dimension {
   }
 };
 
-// The elements first, first + step, ... of a dimension.
+// The elements first, first + step, ... of a dimension whose inner one has at least `step` elements.
 class Walk {
  public:
   __device__ __forceinline__ Walk(const Dimension& along, int first, int step)
@@ -24,11 +24,9 @@ class Walk {
   __device__ __forceinline__ int64_t offset() const { return offset_; }
   __device__ __forceinline__ void advance() {
     place_ += step_;
-    offset_ += step_ * along_.stride;
-    while (place_ >= along_.inner) {
-      place_ -= along_.inner;
-      offset_ += along_.outer_stride - along_.inner * along_.stride;
-    }
+    const bool wraps = place_ >= along_.inner;
+    place_ -= wraps ? along_.inner : 0;
+    offset_ += step_ * along_.stride + (wraps ? along_.outer_stride - along_.inner * along_.stride : 0);
   }
 
  private:
@@ -42,7 +40,7 @@ class Walk {
 template <bool kRowsFast>
 __device__ __forceinline__ void read_tile(const uint16_t* from, uint16_t* tile, const Dimension& fast,
                                           const Dimension& slow, int first_fast, int first_slow) {
-  constexpr int kStep = kCopyThreads / kCopyTile, kCount = kCopyTile / kStep;
+  constexpr int kStep = kCopyStep, kCount = kCopyTile / kStep;
   const int own = threadIdx.x % kCopyTile, begin = threadIdx.x / kCopyTile;
   const int left = first_fast + own < fast.extent ? slow.extent - first_slow : 0;
   uint16_t x[kCount];

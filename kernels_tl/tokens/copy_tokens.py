@@ -49,6 +49,7 @@ def copy_tokens():
     @T.prim_func
     def main(tensors: tensors, ctas: T.int32):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE) as cta:
+            T.annotate_min_blocks_per_sm(TILE.ctas)
             tile = T.alloc_shared([TOKENS, COPY_PITCH], "uint16")
             tiles = [T.ceildiv(columns_of(name), COLUMNS) for name in ("q", "k", "v")]
             row = T.alloc_var("int32", init=T.truncdiv(cta, tiles[0] + tiles[1] + tiles[2]))
