@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from accuracy import FLOAT8
 from allpairspy import AllPairs
-from cases import ALL_GRADIENTS_OF, Case
+from cases import ALL_GRADIENTS_OF, STRIDES, Case
 from trials import BF16, FP16, FP32, FP64, NAN_IN, STYLES, Trial
 
 ANY_FLOAT = (BF16, FP16, FP32, FP64)
@@ -120,7 +120,7 @@ def options(op: str, device: str) -> dict[str, tuple]:
         "l2norm": BOTH,
         "scale": (None, 1.0, -2.0, 0.0),
         "cu_dtype": (torch.int32, torch.int64),
-        "strides": ("contiguous", "heads_first", "packed", "reversed_dims"),
+        "strides": STRIDES,
         "offsets": BOTH,
         "strided": BOTH,
         "nan": (None, *NAN_IN),
@@ -136,7 +136,7 @@ def options(op: str, device: str) -> dict[str, tuple]:
             "state_scale": (0.5, 30),
             "state_v_first": BOTH,
             "auto_cp": BOTH,
-            "do_strides": ("contiguous", "heads_first", "packed", "reversed_dims", "expanded", "unused"),
+            "do_strides": (*(x for x in STRIDES if x not in ("slices", "reversed_dims")), "expanded", "unused"),
             "dht": (None, *ANY_FLOAT),
             "wanted": (tuple(ALL_GRADIENTS_OF), ("initial_state",), ("q", "beta"), ("g",), ("A_log",)),
             "with_sums": BOTH,
