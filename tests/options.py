@@ -87,14 +87,18 @@ MORE = {
 
 
 def shapes(op: str, device: str) -> dict[str, Shape]:
-    """Shapes by name. "many" has more tiles than a GPU has CTAs, and several of a CTA's tiles have checkpoints."""
+    """Shapes by name. "many" has more tiles than a GPU has CTAs, and several of a CTA's tiles have checkpoints: three
+    heads are 1.1 tiles per SM, four 1.5, and V may have several tiles. It has no more sequences than that, and for both
+    passes no longer ones than a chunk, because the fp64 reference takes up to 0.1 GB for each."""
     few = device == "cpu" or not torch.cuda.is_available()
-    times = (4 if few else torch.cuda.get_device_properties(0).multi_processor_count) // 2
+    sms = 4 if few else torch.cuda.get_device_properties(0).multi_processor_count
     if op.startswith("decode"):
-        lengths = {"dense": dense(2, 4), "packed": packed(1, 0, 9, 2, 0, 12), "many": packed(*[0, 1, 2, 1] * times)}
+        lengths = {"dense": dense(2, 4), "packed": packed(1, 0, 9, 2, 0, 12)}
+        lengths["many"] = packed(*[0, 1, 2, 1] * (sms // 2))
     else:
         lengths = {"dense": dense(2, 65), "packed": packed(63, 0, 64, 1, 129), "long": packed(200, 5)}
-        lengths["many"] = packed(*[0, 1, 66, 3, 17] * times)
+        of_two_chunks = 66 if op == "prefill" else 50
+        lengths["many"] = packed(*[64, 3, 0, of_two_chunks, 17, 64, 1] * max(1, sms // 16))
     empty = {"no_tokens": dense(2, 0), "no_sequences": packed(), "empty": packed(0, 0, 0)}
     return empty | {"one": dense(3, 1)} | lengths
 

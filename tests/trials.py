@@ -206,12 +206,12 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
     expected |= {"g_cumsum": cumulative_gates(inputs), "carried": carried}
     if mapped:
         expected["carried"].append(torch.eye(case.K)[None, None])
-        wide = halves.with_identities(arguments)
+        wide = halves.with_identities(halves.of_sequences(arguments, mapped))
         maps = expect(
             {name: x for name, x in wide.items() if name not in of_backward}, *noises, wide["do"], wide["dht"]
         )
         for way, name in (("", "final_state"), ("reverse ", "dh0")):
-            x = maps[name][:, mapped]
+            x = maps[name]
             expected |= {f"{way}Z": x[..., : case.V, :], f"{way}M": x[..., case.V :, :]}
     return Call(run, moved(trial, arguments), expected, mapped=mapped)
 
