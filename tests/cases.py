@@ -58,8 +58,8 @@ class Case:
     allow_neg_eigval: bool = False
     auto_cp: bool = True
     max_seqlen: int | None = None
-    strides: str = "contiguous"
-    do_strides: str = "contiguous"
+    strides: str = "contiguous"  # of the tensors [B, T, ...], one of STRIDES
+    do_strides: str = "contiguous"  # of do: one of STRIDES, "expanded", or "unused"
     dht: torch.dtype | None = torch.float32
     seed: int = 0
 
@@ -167,20 +167,55 @@ def activations(case: Case, generator) -> dict:
     return arguments
 
 
-def restride(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same values in other strides."""
+# A GPU reads the first four in place if rows have multiples of 16 bytes. Of the others it may read parts of a batch.
+STRIDES = ("contiguous", "slices", "gaps", "heads_first", "part_of_batch", "odd_start", "reversed_dims", "every_third")
+
+
+def restride(x: torch.Tensor, kind: str, number: int = 0) -> torch.Tensor:
+    """The same values of a tensor [B, T, ...] in other strides, with NaN between them. "gaps" depend on the number."""
     if kind == "contiguous":
         return x
+    if kind == "slices":  # of a tensor that has more channels
+        return as_slices([x])[0]
+    if kind == "gaps":
+        return with_gaps(x, number)
+    if kind == "odd_start":  # not at 16 bytes
+        return with_gaps(x, number, 3)
     if kind == "heads_first":  # stored [B, H, T, ...], as attention layers keep it
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == "packed":  # a slice of a wider projection
-        return torch.cat([torch.full_like(x, float("nan")), x, torch.full_like(x, float("nan"))], -1)[
-            ..., x.shape[-1] : 2 * x.shape[-1]
-        ]
+    if kind == "part_of_batch":  # the first tokens
+        return torch.cat([x, x.new_full((x.shape[0], 3, *x.shape[2:]), torch.nan)], 1)[:, : x.shape[1]]
     if kind == "reversed_dims":  # innermost stride is the largest
         order = range(x.dim() - 1, -1, -1)
         return x.permute(*order).contiguous().permute(*order)
+    if kind == "every_third":
+        memory = x.new_full((*x.shape, 3), torch.nan)
+        memory[..., 0] = x
+        return memory.flatten(-2)[..., ::3]
     raise ValueError(kind)
+
+
+def as_slices(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors [B, T, ...] as slices of one, which has more channels, as of a convolution's output."""
+    parts = [x.flatten(2) for x in (*tensors, tensors[0].new_full((*tensors[0].shape[:2], 16), torch.nan))]
+    slices = torch.cat(parts, -1).split([part.shape[2] for part in parts], -1)
+    return [part.unflatten(2, x.shape[2:]) for part, x in zip(slices, tensors, strict=False)]
+
+
+def with_gaps(x: torch.Tensor, number: int, start: int = 8) -> torch.Tensor:
+    """A copy of a tensor [B, T, ...] with NaN before and after each token's rows, from the element `start` on."""
+    more_heads = [size + number for size in x.shape[2:-1]]
+    memory = x.new_full((*x.shape[:2], *more_heads, x.shape[-1] + 16 + 8 * number), torch.nan)
+    of_heads = memory if x.dim() == 3 else memory[:, :, : x.shape[2]]
+    return of_heads[..., start : start + x.shape[-1]].copy_(x)
+
+
+def restride_tokens(tensors: dict, kind: str) -> dict:
+    """The same of q, k, v and others. Slices of q, k and v are of one tensor."""
+    found = {name: restride(x, kind, number) for number, (name, x) in enumerate(tensors.items())}
+    if kind == "slices":
+        found |= zip("qkv", as_slices([tensors[name] for name in "qkv"]), strict=True)
+    return found
 
 
 def shapes(case: Case) -> tuple[int, int, int]:
@@ -225,9 +260,9 @@ def make_inputs(case: Case, device: str) -> dict:
     for name, x in tensors.items():
         if case.padding:
             x[:, T - case.padding :] = float("nan")
-        tensors[name] = restride(x.to(device, dtypes[name]), case.strides)
+        tensors[name] = x.to(device, dtypes[name])
     return dict(
-        **tensors,
+        **restride_tokens(tensors, case.strides),
         scale=case.scale,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
@@ -272,7 +307,7 @@ def make_gradients(case: Case, device: str) -> dict:
         do = torch.randn(shape, generator=generator, dtype=torch.float64)
         if case.padding:
             do[:, T - case.padding :] = float("nan")
-        do = restride(do.to(device, case.dtype), case.do_strides)
+        do = restride(do.to(device, case.dtype), case.do_strides, number=5)
     dht = None
     if case.dht is not None:
         dht = DHT_SCALE * torch.randn(state_shape(case), generator=generator, dtype=torch.float64)

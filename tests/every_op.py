@@ -61,13 +61,6 @@ def at_offset(x: torch.Tensor, elements: int) -> torch.Tensor:
     return moved.copy_(x)
 
 
-def as_slices(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors [B, T, heads, channels] as slices of one, as of a convolution's output."""
-    whole = torch.cat([x.flatten(2) for x in tensors], -1)
-    parts = whole.split([x[0, 0].numel() for x in tensors], -1)
-    return [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
-
-
 def run(name: str, arguments: dict) -> dict[str, torch.Tensor]:
     """The op's results, and what it wrote in place, of copies; by name."""
     schema = op_of(name)._schema

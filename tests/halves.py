@@ -35,6 +35,20 @@ def run_halves(
     return outputs | gradients, maps, reverse_maps
 
 
+def of_sequences(arguments: dict, sequences: list[int]) -> dict:
+    """The arguments of a call of these sequences alone."""
+    found, offsets = dict(arguments), arguments["cu_seqlens"]
+    along, rows = 0, torch.tensor(sequences, device=arguments["q"].device)
+    if offsets is not None:
+        along, rows = 1, torch.cat([torch.arange(*offsets[n : n + 2].tolist()) for n in sequences]).to(rows.device)
+        found["cu_seqlens"] = torch.nn.functional.pad(offsets.diff()[sequences].cumsum(0), (1, 0))
+    for name in ("q", "k", "v", "g", "beta", "do"):
+        found[name] = arguments[name].index_select(along, rows)
+    for name in ("initial_state", "dht"):
+        found[name] = None if arguments[name] is None else arguments[name][sequences]
+    return found
+
+
 def with_identities(arguments: dict) -> dict:
     """The arguments with K more value channels, whose states are identities: their final states and the gradients of
     their initial states are the maps of all sequences, V-first [N, H_v, V + K, K]."""

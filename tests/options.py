@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from accuracy import FLOAT8
 from allpairspy import AllPairs
-from cases import ALL_GRADIENTS_OF, Case
+from cases import ALL_GRADIENTS_OF, STRIDES, Case
 from trials import BF16, FP16, FP32, FP64, NAN_IN, STYLES, Trial
 
 ANY_FLOAT = (BF16, FP16, FP32, FP64)
@@ -87,14 +87,18 @@ MORE = {
 
 
 def shapes(op: str, device: str) -> dict[str, Shape]:
-    """Shapes by name. "many" has more tiles than a GPU has CTAs, and several of a CTA's tiles have checkpoints."""
+    """Shapes by name. "many" has more tiles than a GPU has CTAs, and several of a CTA's tiles have checkpoints: three
+    heads are 1.1 tiles per SM, four 1.5, and V may have several tiles. It has no more sequences than that, and for both
+    passes no longer ones than a chunk, because the fp64 reference takes up to 0.1 GB for each."""
     few = device == "cpu" or not torch.cuda.is_available()
-    times = (4 if few else torch.cuda.get_device_properties(0).multi_processor_count) // 2
+    sms = 4 if few else torch.cuda.get_device_properties(0).multi_processor_count
     if op.startswith("decode"):
-        lengths = {"dense": dense(2, 4), "packed": packed(1, 0, 9, 2, 0, 12), "many": packed(*[0, 1, 2, 1] * times)}
+        lengths = {"dense": dense(2, 4), "packed": packed(1, 0, 9, 2, 0, 12)}
+        lengths["many"] = packed(*[0, 1, 2, 1] * (sms // 2))
     else:
         lengths = {"dense": dense(2, 65), "packed": packed(63, 0, 64, 1, 129), "long": packed(200, 5)}
-        lengths["many"] = packed(*[0, 1, 66, 3, 17] * times)
+        of_two_chunks = 66 if op == "prefill" else 50
+        lengths["many"] = packed(*[64, 3, 0, of_two_chunks, 17, 64, 1] * max(1, sms // 16))
     empty = {"no_tokens": dense(2, 0), "no_sequences": packed(), "empty": packed(0, 0, 0)}
     return empty | {"one": dense(3, 1)} | lengths
 
@@ -120,7 +124,7 @@ def options(op: str, device: str) -> dict[str, tuple]:
         "l2norm": BOTH,
         "scale": (None, 1.0, -2.0, 0.0),
         "cu_dtype": (torch.int32, torch.int64),
-        "strides": ("contiguous", "heads_first", "packed", "reversed_dims"),
+        "strides": STRIDES,
         "offsets": BOTH,
         "strided": BOTH,
         "nan": (None, *NAN_IN),
@@ -136,7 +140,7 @@ def options(op: str, device: str) -> dict[str, tuple]:
             "state_scale": (0.5, 30),
             "state_v_first": BOTH,
             "auto_cp": BOTH,
-            "do_strides": ("contiguous", "heads_first", "packed", "reversed_dims", "expanded", "unused"),
+            "do_strides": (*(x for x in STRIDES if x not in ("slices", "reversed_dims")), "expanded", "unused"),
             "dht": (None, *ANY_FLOAT),
             "wanted": (tuple(ALL_GRADIENTS_OF), ("initial_state",), ("q", "beta"), ("g",), ("A_log",)),
             "with_sums": BOTH,

@@ -82,7 +82,8 @@ def expect(
     (B, T, H_v, V), K, device = inputs["v"].shape, inputs["k"].shape[-1], inputs["v"].device
     layout = reference.Layout.of(B, T, inputs["cu_seqlens"])
     N, longest = len(layout.lengths), max(1, *layout.lengths, 1)
-    C, run = min(CHUNK, longest), run or longest
+    run = run or longest
+    C = min(CHUNK, longest, run)
     of_run = -(-run // CHUNK)
     chunks = longest // run * of_run + -(-(longest % run) // CHUNK)
     begins = [c // of_run * run + c % of_run * CHUNK for c in range(chunks)]

@@ -102,7 +102,7 @@ def test_gates(mode, case):
     Case(T=330, keys="long", beta="stable", gate="zero"),
     Case(T=200, keys="zero", use_qk_l2norm_in_kernel=True, dtype=FP16),
     Case(T=330, keys="repeated", gate="zero", strides="heads_first"),
-    Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="packed"),
+    Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="gaps"),
     Case(lengths=TINY, H_k=1, H_v=2, padding=9),
     Case(lengths=(0, 0, 0), padding=65),
     Case(lengths=(), padding=3),
@@ -500,7 +500,7 @@ def test_backward_gates(case, segment_chunks):
     Case(lengths=(330, 0, 65), padding=4, keys="raw", use_qk_l2norm_in_kernel=True, gate="logsigmoid"),
     Case(T=330, keys="long", beta="stable", gate="zero"),
     Case(T=330, keys="long", beta="stable", gate="logsigmoid", dtype=FP16),
-    Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="packed"),
+    Case(T=330, beta="two", gate="logsigmoid", dtype=FP16, strides="gaps"),
     Case(lengths=TINY, H_k=1, H_v=2, padding=9),
 )
 def test_backward_arguments(case, segment_chunks):

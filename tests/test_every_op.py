@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ALL_INSIDE, backward_mode, equal, forward_mode
-from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, as_slices, at_offset, make_call, names_of_arguments, op_of
+from cases import ALL_INSIDE, as_slices, backward_mode, equal, forward_mode, restride
+from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, at_offset, make_call, names_of_arguments, op_of
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -98,25 +98,15 @@ def test_any_storage_offset(device, name, inside):
 
 # Layouts of q, k, v and do
 
-
-def with_gaps(tensors: list[torch.Tensor], start: int) -> list[torch.Tensor]:
-    """Copies with strides of their own, from the element `start` on."""
-    made = []
-    for i, x in enumerate(tensors):
-        B, T, H, D = x.shape
-        memory = x.new_full((B, T, H + i, D + 16 + 8 * i), torch.nan)
-        made.append(memory[:, :, :H, start : start + D].copy_(x))
-    return made
-
-
 LAYOUTS = {
     "slices": as_slices,
-    "gaps": lambda tensors: with_gaps(tensors, 8),
-    "an odd start": lambda tensors: with_gaps(tensors, 3),
-    "heads first": lambda tensors: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
+    "gaps": lambda tensors: [restride(x, "gaps", number) for number, x in enumerate(tensors)],
+    "an odd start": lambda tensors: [restride(x, "odd_start", number) for number, x in enumerate(tensors)],
+    "heads first": lambda tensors: [restride(x, "heads_first") for x in tensors],
     "tokens innermost": lambda tensors: [x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in tensors],
     "tokens first": lambda tensors: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors],
-    "part of a batch": lambda tensors: [torch.cat((x, x), 1)[:, : x.shape[1]] for x in tensors],
+    "part of a batch": lambda tensors: [restride(x, "part_of_batch") for x in tensors],
+    "every third element": lambda tensors: [restride(x, "every_third") for x in tensors],
     "one for all": lambda tensors: [x[:, :, :1].expand_as(x) for x in tensors],
 }
 

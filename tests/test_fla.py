@@ -166,7 +166,7 @@ CASES = (
     Case(T=130, **FEW, dtype=torch.float16, gate="logsigmoid", scale=0.3, state_v_first=True),
     Case(T=65, H_k=1, H_v=4, g_dtype=torch.bfloat16, beta_dtype=torch.bfloat16, initial_state=torch.bfloat16),
     Case(T=66, **FEW, gate="zero", beta="two"),
-    Case(T=66, **FEW, gate="resets", strides="packed"),
+    Case(T=66, **FEW, gate="resets", strides="gaps"),
     Case(lengths=(1, 0, 65, 20), **FEW, cu_dtype=torch.int64, state_v_first=True),
     Case(lengths=(5, 70), **FEW, padding=30, **INSIDE, initial_state=None),
 )

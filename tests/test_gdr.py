@@ -161,7 +161,7 @@ def product(device: str, num_heads: int | None) -> Iterator[Case]:
     ):
         batch = Case(B=2, T=T, **h, **state, **l2norm, gate="logsigmoid")
         yield batch
-        yield dataclasses.replace(batch, strides="packed")
+        yield dataclasses.replace(batch, strides="gaps")
         yield dataclasses.replace(batch, B=1, T=0, lengths=(T, 0, T // 2 + 1))
 
 

@@ -12,6 +12,7 @@ from cases import (
     ALL_INSIDE,
     GRADIENT_OF,
     Case,
+    as_slices,
     backward_mode,
     equal,
     make_arguments,
@@ -40,7 +41,7 @@ CASES = (
         use_qk_l2norm_in_kernel=True,
         cu_dtype=torch.int64,
         dtype=torch.float16,
-        do_strides="packed",
+        do_strides="gaps",
     ),
     Case(B=2, T=300, state_v_first=True),
     Case(T=4096, H_k=1, H_v=2, gate="logsigmoid"),
@@ -333,7 +334,7 @@ def test_no_kernel_beside_ours(name, layout, options):
     call = every_op.make_call(name, "cuda", K=128, V=128, **options)
     names = [x for x in ("q", "k", "v", "mixed_qkv", "do") if x in call.arguments]
     if layout == "slices":
-        call.arguments |= dict(zip(names, every_op.as_slices([call.arguments[x] for x in names]), strict=True))
+        call.arguments |= dict(zip(names, as_slices([call.arguments[x] for x in names]), strict=True))
         assert not any(call.arguments[x].is_contiguous() for x in names)
     op = every_op.op_of(name)
     arguments = {x.name: call.arguments[x.name] for x in op._schema.arguments if x.name in call.arguments}

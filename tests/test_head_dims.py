@@ -47,7 +47,7 @@ CASES = (
     *of_dims((96, 192), (128, 256), **LENGTHS, gate="logsigmoid", beta="two", dtype=FP16, strides="heads_first"),
     *of_dims((256, 64), **LENGTHS, gate="logsigmoid", beta="two", dtype=FP16, strides="heads_first"),
     *of_dims((96, 192), (64, 64), (128, 256), (256, 256), lengths=(64, 64), beta="0", initial_state=BF16, dht=FP16),
-    *of_dims((96, 192), (64, 64), (24, 200), (200, 24), T=1, strides="packed", do_strides="expanded"),
+    *of_dims((96, 192), (64, 64), (24, 200), (200, 24), T=1, strides="gaps", do_strides="expanded"),
     *of_dims((96, 192), (256, 64), lengths=(), padding=3),
     *of_dims((96, 192), (256, 64), lengths=(0, 0), padding=65),
 )

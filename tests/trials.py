@@ -1,6 +1,7 @@
-"""Trials: calls of the ops, and what they have to give. `run` makes a trial's call twice over memory that holds NaN,
-and once more with a NaN in one token if the trial says so. Both calls must give the same bits, every output must be as
-near to the formula as its arithmetic allows, and what does not depend on the token or on the call must keep its bits.
+"""Trials: calls of the ops, and what they have to give. `run` makes a trial's call over memory that holds NaN, again
+with the same numbers in contiguous tensors, and once more with a NaN in one token if the trial says so. The first two
+calls must give the same bits, every output must be as near to the formula as its arithmetic allows, and what does not
+depend on the token or on the call must keep its bits.
 tests/options.py has the options of trials. tests/fuzz.py draws trials at random, and tests/test_pairs.py runs those
 that have every pair of options.
 
@@ -36,6 +37,7 @@ from cases import (
     make_arguments,
     make_inputs,
     restride,
+    restride_tokens,
     run_autograd,
     run_backward,
     run_forwards,
@@ -53,6 +55,7 @@ OPS = ("chunk", "prefill", "decode", "decode_packed", "decode_buffered")
 RUNS = 5  # exact, rounded, and three at random
 BATCHES = 8  # batches of runs before an error counts
 OFFSETS = (1, 2, 3, 4, 8)  # elements before a tensor in its storage
+IN_PLACE = ("q", "k", "v", "do", "mixed_qkv")  # what a GPU reads in place; where they start the case's strides say
 FAILING = 4  # one trial in so many is made again between calls that fail
 NAN_IN = ("q", "k", "v", "g", "beta")
 
@@ -66,7 +69,7 @@ class Trial:
     forward: dict = dataclasses.field(default_factory=dict)  # arguments of forward_mode
     backward: dict = dataclasses.field(default_factory=dict)  # arguments of backward_mode
     state_dtype: torch.dtype = FP32  # dtype of final states, or of the pool
-    offsets: bool = False  # tensors do not start where their storage does
+    offsets: bool = False  # tensors that are not IN_PLACE do not start where their storage does
     strided: bool = False  # tables, states of their own and parameters have other strides
     nan: str | None = None  # the argument that holds a NaN in a last call
     # Both passes
@@ -125,6 +128,15 @@ class Call:
     def __call__(self, **changed) -> dict:
         return self.function(self.arguments | changed)
 
+    def contiguous(self) -> dict:
+        """The same numbers, each tensor contiguous and at the start of its memory."""
+        arguments = {
+            name: x.clone(memory_format=torch.contiguous_format)
+            for name, x in self.arguments.items()
+            if isinstance(x, torch.Tensor)
+        }
+        return self(**arguments, **({"strides": "contiguous"} if "strides" in self.arguments else {}))
+
 
 def at_offset(x: torch.Tensor, offset: int) -> torch.Tensor:
     """The same values and strides, so many elements after the start of a storage."""
@@ -150,7 +162,7 @@ def moved(trial: Trial, arguments: dict) -> dict:
                 x = x.mT.contiguous().mT
             elif trial.strided and (name in ("A_log", "dt_bias") or not x.is_floating_point()):
                 x = every_third(x)
-            x = at_offset(x, r.choice(OFFSETS)) if trial.offsets else x
+            x = at_offset(x, r.choice(OFFSETS)) if trial.offsets and name not in IN_PLACE else x
         found[name] = x
     return found
 
@@ -194,12 +206,12 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
     expected |= {"g_cumsum": cumulative_gates(inputs), "carried": carried}
     if mapped:
         expected["carried"].append(torch.eye(case.K)[None, None])
-        wide = halves.with_identities(arguments)
+        wide = halves.with_identities(halves.of_sequences(arguments, mapped))
         maps = expect(
             {name: x for name, x in wide.items() if name not in of_backward}, *noises, wide["do"], wide["dht"]
         )
         for way, name in (("", "final_state"), ("reverse ", "dh0")):
-            x = maps[name][:, mapped]
+            x = maps[name]
             expected |= {f"{way}Z": x[..., : case.V, :], f"{way}M": x[..., case.V :, :]}
     return Call(run, moved(trial, arguments), expected, mapped=mapped)
 
@@ -443,7 +455,7 @@ class Buffered:
             backlog[name] = memory[:, :size].unflatten(1, shape)
         return backlog
 
-    def __call__(self, q, k, v, a, b, state_indices, cu_seqlens, out=None, **others) -> torch.Tensor:
+    def __call__(self, q, k, v, a, b, state_indices, cu_seqlens, strides, **others) -> torch.Tensor:
         device, o, trial = q.device, v.new_zeros(v.shape), self.trial
         backlog = self.make_backlog(device)
         if state_indices is None:
@@ -456,6 +468,7 @@ class Buffered:
             live = lengths > t
             rows = torch.where(live, starts + t, 0)
             token = {name: x.flatten(0, 1)[rows, None] for name, x in zip("qkvab", (q, k, v, a, b), strict=True)}
+            token = restride_tokens(token, strides)
             slots = torch.where(live, state_indices, -1).to(self.dtypes[1])
             used[slots[slots > others["null_index"]].long()] = True
             step = {
@@ -561,6 +574,7 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
         arguments |= {name: inputs[name] for name in ("q", "k", "v")}
         if buffered:
             del arguments["state_v_first"]
+            arguments["strides"] = case.strides
             return on_pools(trial, Buffered(trial, len(pool.rows), r), arguments, pools, o)
         function = into_memory(trial, flash_qla.decode_gated_delta_rule, inputs["v"])
         return on_pools(trial, function, arguments, pools, o, rows_of_steps)
@@ -674,6 +688,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(torch.uint8) if x.numel() else x
 
 
+def memory_of(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of its storage, between its elements, too."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
 def name_of_tensor(name: str) -> str:
     """The name of an output without the names of functions and calls."""
     for prefix in ("low-level ", "autograd's ", "halves' ", "rounded "):
@@ -729,14 +748,14 @@ def check_trial(trial: Trial, device: str, spoil, batches: int) -> dict[str, flo
     longest = max(lengths_of(case), default=0)
     segments = -(-longest // CHUNK)  # at most, of a chunk each
     call, noise = make(0)
-    before = {name: x.clone() for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
+    before = {name: memory_of(x).clone() for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
     with poisoned(device):
-        first, second = (spoil(call()) for _ in range(2))
+        first, second = spoil(call()), spoil(call.contiguous())
     for name, x in before.items():
-        assert torch.equal(bits(x), bits(call.arguments[name])), f"{name} was written"
+        assert torch.equal(x, memory_of(call.arguments[name])), f"{name} was written"
     check_dtypes(trial, call.arguments, first)
     for name, x in first.items():
-        assert torch.equal(bits(x), bits(second[name])), f"another run gave other bits of {name}"
+        assert torch.equal(bits(x), bits(second[name])), f"a second run, on contiguous tensors, differs in {name}"
     del second
     if trial.case.seed % FAILING == 0:
         with CallsThatFail(random.Random(trial.case.seed)), poisoned(device):
