@@ -189,7 +189,7 @@ CHUNK_BACKWARD_NORMALIZE = replace(CHUNK_BACKWARD, shared=225.5625, spills=296)
 GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 
 # Tile: tokens, and columns.
-COPY_TOKENS = Tile(tile=COPY_TILE, consumers=COPY_THREADS, ctas=6)
+COPY_TOKENS = Tile(tile=COPY_TILE, consumers=COPY_THREADS, ctas=9)
 
 # Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one for each thread.
 L2NORM = Tile(tile=256, consumers=256)

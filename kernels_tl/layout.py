@@ -89,7 +89,7 @@ NORM_EPS = 1e-6
 NORM_PIECE = 8
 
 # copy_tokens: tokens and columns of a tile, and threads of a CTA.
-COPY_TILE, COPY_THREADS = 64, 256
+COPY_TILE, COPY_THREADS = 64, 128
 COPY_STEP = COPY_THREADS // COPY_TILE  # from one of a thread's elements to the next
 COPY_PITCH = COPY_TILE + 2  # of a token in shared memory, so that reads along the tokens have no bank conflicts
 

@@ -1,4 +1,5 @@
-// A tile of a tensor of 16-bit elements with any strides, copied to contiguous memory.
+// Tiles of tensors of 16-bit elements with any strides, copied to contiguous memory. A tile's time is that of its
+// instructions, so a step from element to element takes few of them.
 #pragma once
 
 #include "core/warp.cuh"
@@ -16,67 +17,73 @@ struct Dimension {
   }
 };
 
-// The elements first, first + step, ... of a dimension whose inner one has at least `step` elements.
-class Walk {
- public:
-  __device__ __forceinline__ Walk(const Dimension& along, int first, int step)
-      : along_(along), place_(first % along.inner), step_(step), offset_(along.offset(first)) {}
-  __device__ __forceinline__ int64_t offset() const { return offset_; }
-  __device__ __forceinline__ void advance() {
-    place_ += step_;
-    const bool wraps = place_ >= along_.inner;
-    place_ -= wraps ? along_.inner : 0;
-    offset_ += step_ * along_.stride + (wraps ? along_.outer_stride - along_.inner * along_.stride : 0);
-  }
+struct CopiedTensor {
+  const void* from;
+  void* to;
+  Dimension tokens, columns;
 
- private:
-  const Dimension& along_;
-  int place_;
-  const int step_;
-  int64_t offset_;
+  __device__ __forceinline__ int tiles() const { return (columns.extent + kCopyTile - 1) / kCopyTile; }
 };
 
-// tile[i of `rows`, j of `columns`] = from, with neighbouring lanes along `fast`. kRowsFast: that is the rows.
+// tile[i of the rows, j of the columns] = from, with neighbouring lanes along `fast`. kRowsFast: that is the rows.
+// `slow` has at least kCopyStep inner elements.
 template <bool kRowsFast>
 __device__ __forceinline__ void read_tile(const uint16_t* from, uint16_t* tile, const Dimension& fast,
                                           const Dimension& slow, int first_fast, int first_slow) {
-  constexpr int kStep = kCopyStep, kCount = kCopyTile / kStep;
+  constexpr int kCount = kCopyTile / kCopyStep;
   const int own = threadIdx.x % kCopyTile, begin = threadIdx.x / kCopyTile;
-  const int left = first_fast + own < fast.extent ? slow.extent - first_slow : 0;
+  const int left = first_fast + own < fast.extent ? slow.extent - first_slow - begin : 0;
+  if (left > 0) {
+    from += fast.offset(first_fast + own) + slow.offset(first_slow + begin);
+  }
+  int before_wrap = slow.inner - (first_slow + begin) % slow.inner;  // elements left of the inner dimension
+  const int64_t step = kCopyStep * slow.stride, wrap = step + slow.outer_stride - slow.inner * slow.stride;
   uint16_t x[kCount];
-  Walk walk(slow, first_slow + begin, kStep);
-  from += left > 0 ? fast.offset(first_fast + own) : 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    x[i] = begin + i * kStep < left ? from[walk.offset()] : uint16_t{0};
-    walk.advance();
+    x[i] = i * kCopyStep < left ? *from : uint16_t{0};
+    before_wrap -= kCopyStep;
+    const bool wraps = before_wrap <= 0;
+    from += wraps ? wrap : step;
+    before_wrap += wraps ? slow.inner : 0;
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int at = begin + i * kStep;
+    const int at = begin + i * kCopyStep;
     tile[kRowsFast ? own * kCopyPitch + at : at * kCopyPitch + own] = x[i];
   }
 }
 
-// The whole CTA calls it. `token` and `column` are the tile's first ones.
-__device__ __forceinline__ void copy_tile(const void* from, void* to, void* shared, const Dimension& tokens,
-                                          const Dimension& columns, int token, int column) {
+// Copies tile `cta` of all tensors: those of the same tokens follow each other. The whole CTA calls it.
+__device__ __forceinline__ void copy_tile(const CopiedTensor& q, const CopiedTensor& k, const CopiedTensor& v,
+                                          void* shared, int cta) {
   constexpr int kPiece = 8, kPieces = kCopyTile / kPiece;
-  const auto* const source = static_cast<const uint16_t*>(from);
+  const int of_q = q.tiles(), of_k = k.tiles(), row = cta / (of_q + of_k + v.tiles());
+  int column = cta - row * (of_q + of_k + v.tiles());
+  CopiedTensor x = q;
+  if (column >= of_q + of_k) {
+    x = v;
+    column -= of_q + of_k;
+  } else if (column >= of_q) {
+    x = k;
+    column -= of_q;
+  }
+  const int first_token = row * kCopyTile, first_column = column * kCopyTile;
+  const auto* const from = static_cast<const uint16_t*>(x.from);
   auto* const tile = static_cast<uint16_t*>(shared);
-  if (tokens.stride < columns.stride) {
-    read_tile<true>(source, tile, tokens, columns, token, column);
+  if (x.tokens.stride < x.columns.stride) {
+    read_tile<true>(from, tile, x.tokens, x.columns, first_token, first_column);
   } else {
-    read_tile<false>(source, tile, columns, tokens, column, token);
+    read_tile<false>(from, tile, x.columns, x.tokens, first_column, first_token);
   }
   __syncthreads();
 #pragma unroll
   for (int i = threadIdx.x; i < kCopyTile * kPieces; i += kCopyThreads) {
-    const int row = i / kPieces, first = kPiece * (i % kPieces);
-    if (token + row < tokens.extent && column + first < columns.extent) {
-      const auto* const words = reinterpret_cast<const uint32_t*>(tile + row * kCopyPitch + first);
-      auto* const row_of = static_cast<uint16_t*>(to) + static_cast<int64_t>(token + row) * columns.extent;
-      *reinterpret_cast<uint4*>(row_of + column + first) = {words[0], words[1], words[2], words[3]};
+    const int token = i / kPieces, of_tile = kPiece * (i % kPieces);
+    if (first_token + token < x.tokens.extent && first_column + of_tile < x.columns.extent) {
+      const auto* const words = reinterpret_cast<const uint32_t*>(tile + token * kCopyPitch + of_tile);
+      auto* const to = static_cast<uint16_t*>(x.to) + static_cast<int64_t>(first_token + token) * x.columns.extent;
+      *reinterpret_cast<uint4*>(to + first_column + of_tile) = {words[0], words[1], words[2], words[3]};
     }
   }
 }
