@@ -6,8 +6,7 @@
     python benchmarks/all.py --out DIR --packages flash_qla,fla --sections ceilings,wide,wide_step,wide_decode
 
 The results are one file, named after the card: h100.json or h200.json. It has the card, the driver, versions, the
-commit, the date, and the cells of each section. benchmarks/report.py writes the tables of the documents from it, and
-benchmarks/plot.py draws the figures.
+commit, the date, and the cells of each section. benchmarks/report.py writes the tables of the documents from it.
 
 Each section is one of this folder's benchmarks with fixed arguments. Each package runs its sections in one process,
 flash_qla first. A package that cannot be imported is left out. A section may take its seconds, scaled to --seconds, and
