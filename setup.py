@@ -1,7 +1,6 @@
 """Drives CMake: no CMake backend keeps its build folder and copies the library beside the sources.
 
-benchmarks/notes/packaging.md compares the backends. pyproject.toml has the project's metadata; CMakeLists.txt has the
-build.
+CONTRIBUTING.md compares the backends. pyproject.toml has the project's metadata; CMakeLists.txt has the build.
 """
 
 import shutil

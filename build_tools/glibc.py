@@ -1,4 +1,4 @@
-"""Links libraries against glibc 2.28 on any machine, without a container (benchmarks/notes/packaging.md).
+"""Links libraries against glibc 2.28 on any machine, without a container.
 
 A linker binds a function to its newest version: pthread_create of glibc 2.36 is GLIBC_2.34, and a library that uses it
 does not load under 2.28, although 2.28 has a pthread_create too. So the linker gets stubs before the real libraries, in

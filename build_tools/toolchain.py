@@ -134,7 +134,7 @@ def max_jobs() -> int:
 def lock(folder: Path) -> None:
     """Waits until no other process holds the folder, and holds it until this process ends.
 
-    Builds in one tree share build/, and no build backend makes them wait (benchmarks/notes/packaging.md).
+    Builds in one tree share build/, and no build backend makes them wait.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
 
 #include "checks.h"
 #include "chunks.h"
-#include "gpu/tokens.h"
+#include "gpu/copy_tokens.h"
 #include "tensors.h"
 
 namespace flash_qla {

@@ -60,11 +60,12 @@ class CopiedTokens(Bundle):
         B, length = dims("B", "length")
         fields = {}
         for name in ("q", "k", "v"):
-            heads, channels = dims(f"{name}_heads", f"{name}_channels")
+            sizes = dims(f"{name}_heads", f"{name}_channels")
             strides = dims(*(f"{name}_{of}" for of in ("batch", "row", "head", "channel")))
-            fields[name] = T.StridedTensor((B, length, heads, channels), strides, "uint16")
-            fields[f"{name}_copy"] = T.Tensor([B * length, heads, channels], "uint16")
-        super().__init__(**fields)
+            fields[name] = T.StridedTensor((B, length, *sizes), strides, "uint16")
+            fields[f"{name}_copy"] = T.Tensor([B * length, *sizes], "uint16")
+            fields |= {x.name: x for x in (*sizes, *strides)}
+        super().__init__(**fields, B=B, length=length)
 
 
 class OutputGradient(Bundle):

@@ -137,7 +137,7 @@ TOKEN_GRADIENTS = Tile(
 )
 
 # Keyed by K. With K = 128 SEGMENT_MAPS takes 5 % longer with all eight early factors
-# (benchmarks/notes/segment_maps.md).
+# (benchmarks/notes/split_sequences.md).
 SEGMENT_MAPS = {
     128: two_warpgroups(stages=3, registers=(232, 40), early_factors=4, shared=123.75),
     256: two_warpgroups(stages=3, registers=(232, 40), early_factors=0, shared=171.75),

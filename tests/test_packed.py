@@ -49,7 +49,7 @@ def split_gradient(found: dict, inputs: dict) -> dict:
     return found | {name: x.unflatten(-1, inputs[name].shape[2:]) for name, x in zip(SPLIT, parts, strict=True)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@CASES
 @pytest.mark.parametrize("wider", (0, 16, 3))
 def test_the_same_bits(device, case, wider):
     """As chunk_gated_delta_rule's on q, k and v, forward and backward."""

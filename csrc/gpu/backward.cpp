@@ -326,14 +326,14 @@ class Backward {
                               .dq = out_.dq.mutable_data_ptr(),
                               .dk = out_.dk.mutable_data_ptr(),
                               .dtype = dtype_code(call_.q),
+                              .rows = call_.tokens() * call_.H_k,
+                              .pieces = call_.K / kNormPiece,
                               .tokens = call_.tokens(),
                               .H_k = call_.H_k,
                               .dq_row = dq.row,
                               .dq_head = dq.head,
                               .dk_row = dk.row,
-                              .dk_head = dk.head,
-                              .rows = call_.tokens() * call_.H_k,
-                              .pieces = call_.K / kNormPiece},
+                              .dk_head = dk.head},
                              {.K = pass_.K()}, stream_);
   }
 

@@ -10,7 +10,7 @@ namespace flash_qla {
 namespace {
 
 // Fitted to all modes of 96 batches of equal sequences on an H100 and 88 on an H200, in bf16 with K = V = 128.
-// benchmarks/notes/cost_model.md has the fit and each card's residual.
+// benchmarks/notes/plan_and_dispatch.md has the fit and each card's residual.
 //
 // Microseconds: launches and first loads, which a faster clock does not shorten.
 constexpr double kStart = 5.4;                           // the first launch, and chunk_matrices' first CTA
@@ -39,7 +39,7 @@ constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a
 constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
 constexpr double kChunkFusedHalf = 1500;  // fp16: the inverse's factors have two TF32 parts
 constexpr double kTurnFused = 2160;
-// More for a chunk of a segment, with its part of the chunks before the segment (benchmarks/notes/fused_segments.md).
+// More for a chunk of a segment, with its part of the chunks before the segment.
 constexpr double kChunkFusedCut = 500;
 // segment_maps: a chunk, if each map has an SM; and the time of an SM for a chunk of one map, if there are more maps.
 constexpr double kMapChunk = 2230, kMapChunkFull = 2630;
@@ -51,15 +51,15 @@ constexpr double kOverlap = 4;
 // fused_forward's SMs wait for the states that they write: kStateWait times the time of the bytes.
 constexpr double kStateWait = 2.05;
 
-// The backward, from a few batches (benchmarks/notes/backward_segments.md).
+// The backward, from a few batches.
 constexpr double kStartReplay = 7, kBackwardScan = 1.5;              // us
 constexpr double kChunkReplay = 3290, kTurnReplay = 9300;            // cycles: replay_states
 constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward_maps: a chunk of M or Z, and of dZ
 constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
-// Wide keys, on an H100 (benchmarks/notes/wide_keys.md). Products with a state take twice the cycles of K = 128; other
-// products take as many as before. A step of segment_scan reads four times the bytes.
+// Wide keys, on an H100. Products with a state take twice the cycles of K = 128; other products take as many as before.
+// A step of segment_scan reads four times the bytes.
 constexpr double kWider = 1.7, kWiderScan = 4;
 constexpr double kStartGradients = 15;                       // us: replay_gradients and token_gradients around chunks
 constexpr double kChunkReplayGradients = 12500;              // replay_gradients: a chunk
@@ -71,7 +71,7 @@ constexpr double kUnbalanced = 0.15;
 // benchmarks.
 constexpr double kExact = 0.25;
 // If only cu_seqlens say the lengths: the weight of batches whose longest sequence has twice the average, and of
-// batches whose longest has half of all tokens (benchmarks/notes/cost_model.md).
+// batches whose longest has half of all tokens (benchmarks/notes/plan_and_dispatch.md).
 constexpr double kTwice = 0.05, kHalf = 0.08;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.

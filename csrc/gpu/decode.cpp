@@ -155,7 +155,7 @@ struct Shares {
 
 // The number of places that prefetch their states into L2. A place has `ctas` CTAs. These are the CTAs that the SMs
 // take first, so they may begin before the preceding grid has ended. 0 if the call has more than `turns` turns, because
-// such calls take 2 % more time with the prefetch (benchmarks/notes/decode.md).
+// such calls take 2 % more time with the prefetch (benchmarks/notes/decoding.md).
 int64_t first_places(int64_t places, int64_t ctas, int64_t turns, int64_t at_a_time) {
   return places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
@@ -185,7 +185,7 @@ class Grid {
 
   // Takes the shares with the least cost. Larger CTAs begin less often; smaller CTAs spread more evenly. A turn of the
   // SMs costs 1 + groups: the beginning of a CTA takes as long as one group. The turn costs half if no SM has a second
-  // CTA. The CTAs of the last turn are halved if the cost is then less (benchmarks/notes/decode.md). Where a
+  // CTA. The CTAs of the last turn are halved if the cost is then less (benchmarks/notes/decoding.md). Where a
   // CTA has only one group, CTAs are as small as they can be.
   Shares choose() const {
     if (!limits_.has_groups) {
@@ -322,7 +322,7 @@ struct BufferedGrid {
 // The parts of a CTA by tensor cores: four or two. `ctas` counts the CTAs of a call with four. The SMs hold the CTAs of
 // two calls at a time, because the next call's CTAs prefetch while this call runs. Two parts are faster if the SMs then
 // hold all CTAs of two calls, and where four parts would spread unevenly: the SMs hold all CTAs of a call, and only
-// some of the next call's (benchmarks/notes/decode_buffered.md).
+// some of the next call's (benchmarks/notes/decoding.md).
 int64_t parts_of_cta(int64_t ctas, int64_t at_a_time) {
   const bool halves_of_two_calls_fit = 2 * (2 * ctas) <= at_a_time;
   const bool next_call_fits_in_part = 2 * ctas > at_a_time && 4 * ctas <= 3 * at_a_time;

@@ -2,7 +2,7 @@
 
     x_copy [B * length, heads, channels]  =  x [B, length, heads, channels], any strides        16-bit
 
-for x in q, k and v; a tensor that is not copied has no heads. gpu/tokens.cpp launches [tiles of TOKENS tokens] *
+for x in q, k and v; a tensor that is not copied has no heads. gpu/copy_tokens.cpp launches [tiles of TOKENS tokens] *
 [tiles of COLUMNS columns of all tensors] CTAs, where columns are the channels of all heads.
 
 A CTA reads its tile along the tokens if their stride is smaller than that of the channels, and otherwise along the

@@ -1,4 +1,4 @@
-#include "gpu/tokens.h"
+#include "gpu/copy_tokens.h"
 
 #include <algorithm>
 
@@ -47,30 +47,30 @@ void copy_tokens(const char* op, const CopiedTokens& tensors) {
   const auto& [q, k, v] = copied;
   kernels::copy_tokens({.tensors = {.q = q.from,
                                     .q_copy = q.to,
-                                    .k = k.from,
-                                    .k_copy = k.to,
-                                    .v = v.from,
-                                    .v_copy = v.to,
-                                    .B = B,
-                                    .length = length,
                                     .q_heads = q.heads,
                                     .q_channels = q.channels,
                                     .q_batch = q.batch,
                                     .q_row = q.row,
                                     .q_head = q.head,
                                     .q_channel = q.channel,
+                                    .k = k.from,
+                                    .k_copy = k.to,
                                     .k_heads = k.heads,
                                     .k_channels = k.channels,
                                     .k_batch = k.batch,
                                     .k_row = k.row,
                                     .k_head = k.head,
                                     .k_channel = k.channel,
+                                    .v = v.from,
+                                    .v_copy = v.to,
                                     .v_heads = v.heads,
                                     .v_channels = v.channels,
                                     .v_batch = v.batch,
                                     .v_row = v.row,
                                     .v_head = v.head,
-                                    .v_channel = v.channel},
+                                    .v_channel = v.channel,
+                                    .B = B,
+                                    .length = length},
                         .ctas = ceil_div(B * length, kCopyTile) * (q.tiles() + k.tiles() + v.tiles())},
                        {}, current_stream(any));
   for (size_t i = 0; i < tensors.size(); ++i) {
