@@ -36,7 +36,6 @@ host = importlib.import_module("host")
 peer_errors = importlib.import_module("peer_errors")
 prefill = importlib.import_module("prefill")
 report = importlib.import_module("report")
-state_dtypes = importlib.import_module("state_dtypes")
 
 MS = {
     "flash_qla": {"1x512": 0.01, "ragged32": 0.1},
@@ -366,20 +365,6 @@ def test_contiguous_cells_of_the_backward(on_cpu, monkeypatch):
     assert [inputs["q"].is_contiguous() for inputs in given[:2]] == [False, True]
 
 
-@pytest.mark.parametrize("head_dims", (common.HEAD_DIMS, (24, 40)), ids=str)
-def test_ways_of_the_activations(on_cpu, head_dims):
-    """All compute the same, but for rounding."""
-    activations = importlib.import_module("activations")
-    for what, calls in activations.calls_of(**HEADS, lengths=[70, 3], head_dims=head_dims).items():
-        with torch.set_grad_enabled(what == "step"):
-            outputs = {way: call() for way, call in calls.items()}
-        assert set(outputs) == {"ready", "inside"} | ({"torch"} if what in ("op", "step") else set())
-        for found in outputs.values():
-            for x, y in zip(found[:3], outputs["ready"][:3], strict=True):  # o or dq, dk and dv
-                if x is not None:
-                    torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
-
-
 def test_head_dims_of_the_others():
     cases = peer_errors.all_cases(96, 192)
     assert {(case.K, case.V) for case in cases.values()} == {(96, 192)}
@@ -519,21 +504,6 @@ def test_pools_of_decoding(on_cpu, state_dtype):
     """Random states of each dtype."""
     case = decode.Case(1, 2, 2, 1, "last", decode.STATE_DTYPES[state_dtype], pools=1)
     assert case.pool.dtype == decode.STATE_DTYPES[state_dtype] and case.pool.float().std() > 0.9
-
-
-def test_cells_of_state_dtypes(capsys):
-    """Errors after one token and after three: fp32 states are exact, states of 8 bits are rounded."""
-    options = state_dtypes.make_parser().parse_args(["--heads", "1x2", "--tokens", "1,3", "--batch", "1"])
-    cells = list(state_dtypes.measure("flash_qla", options))
-    assert [(cell["state_dtype"], cell["tokens"]) for cell in cells] == [
-        (dtype, tokens) for tokens in (1, 3) for dtype in state_dtypes.DTYPES
-    ]
-    errors = {(cell["state_dtype"], cell["tokens"]): cell["state"] for cell in cells}
-    assert errors["fp32", 3] < 1e-6 and errors["bf16", 3] < 1e-2
-    for tokens in (1, 3):
-        assert 0.01 < errors["e4m3", tokens] < errors["e5m2", tokens] < 0.2
-    state_dtypes.report(cells)
-    assert len(capsys.readouterr().out.splitlines()) == len(cells)
 
 
 def test_report_of_decoding(capsys):
