@@ -38,39 +38,14 @@ import importlib
 import itertools
 from collections.abc import Iterator
 
+import common
 import torch
-from common import (
-    ALL_GRADIENTS_OF,
-    CHUNK,
-    FLA_BACKWARD,
-    GRADIENT_OF,
-    INSIDE,
-    add_timing_arguments,
-    argument_parser,
-    by_cell,
-    contiguous,
-    floor_ms,
-    gradient_errors,
-    head_dims_field,
-    heads_of,
-    longest_sequence,
-    make_inputs,
-    parse_heads,
-    parse_lengths,
-    qkv_field,
-    raw_tensors,
-    run,
-    spread,
-    three_digits,
-    time_graph,
-    workspace,
-)
 
 
 def flop(K: int, V: int) -> float:
     """Matrix work per token and value head: in a chunk of 64, eight products with a K x V state (two of them to make
     the states again), five of 64 x 64 x K, five of 64 x 64 x V and two of 64 x 64 x 64."""
-    return three_digits(2 * (8 * K * V + 5 * CHUNK * (K + V) + 2 * CHUNK * CHUNK))
+    return common.three_digits(2 * (8 * K * V + 5 * common.CHUNK * (K + V) + 2 * common.CHUNK * common.CHUNK))
 
 
 def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
@@ -88,7 +63,7 @@ def flash_qla_backward(inputs: dict, output_gradients: dict):
 def flash_qla_jit_backward(inputs: dict, output_gradients: dict):
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-    inputs = contiguous(inputs) | {"auto_cp": True}
+    inputs = common.contiguous(inputs) | {"auto_cp": True}
     kept = {"output_final_state": True, "output_h": False, "enable_fwd_cp_cache": True, "is_train": True}
     g_cumsum, A, *_, cp_cache = chunk_gated_delta_rule_fwd(**inputs, **kept)
     saved = inputs | {"g": g_cumsum, "A": A, "cp_cache": cp_cache}
@@ -99,10 +74,10 @@ def fla_backward(inputs: dict, output_gradients: dict):
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
     from fla.ops.utils.index import prepare_chunk_indices
 
-    inputs = contiguous(inputs) | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)}
+    inputs = common.contiguous(inputs) | {"chunk_indices": prepare_chunk_indices(inputs["cu_seqlens"], common.CHUNK)}
     g_cumsum, _, A, *_ = chunk_gated_delta_rule_fwd(**inputs, output_final_state=True)
     saved = inputs | {"g": g_cumsum, "A": A}
-    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)[: len(GRADIENT_OF)]
+    return lambda: chunk_gated_delta_rule_bwd(**saved, **output_gradients)[: len(common.GRADIENT_OF)]
 
 
 class Step:
@@ -112,7 +87,7 @@ class Step:
         self.operator = operator
         self.arguments = inputs | {"use_qk_l2norm_in_kernel": True}
         self.output_gradients = tuple(output_gradients.values())
-        self.differentiable = [inputs[name].requires_grad_() for name in ALL_GRADIENTS_OF if name in inputs]
+        self.differentiable = [inputs[name].requires_grad_() for name in common.ALL_GRADIENTS_OF if name in inputs]
 
     def forward(self):
         return self.operator(**self.arguments, output_final_state=True)
@@ -126,24 +101,24 @@ class Step:
 
 def with_copies(operator):
     """A peer's function as its users call it: it takes contiguous tensors only."""
-    return lambda **arguments: operator(**contiguous(arguments))
+    return lambda **arguments: operator(**common.contiguous(arguments))
 
 
 def inputs_of(package: str, *args, variant: str = "default", **kwargs) -> tuple[dict, dict]:
     """make_inputs with gradients. FlashQLA takes cu_seqlens in int32, and the same tensor in each call, because its
     caches go by identity, and a miss while a graph is captured is an error. flash_qla also takes the longest length."""
-    inputs, output_gradients = make_inputs(*args, gradients=True, **kwargs)
+    inputs, output_gradients = common.make_inputs(*args, gradients=True, **kwargs)
     if package == "flash_qla":
-        inputs["max_seqlen"] = longest_sequence(inputs)
+        inputs["max_seqlen"] = common.longest_sequence(inputs)
     if package == "flash_qla_jit":
         inputs["cu_seqlens"] = inputs["cu_seqlens"].int()
-    return contiguous(inputs) if variant == "contiguous" else inputs, output_gradients
+    return common.contiguous(inputs) if variant == "contiguous" else inputs, output_gradients
 
 
 def step_inputs(package: str, H_k: int, H_v: int, lengths: list[int], options, **kwargs) -> tuple[dict, dict]:
     inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, normalize=False, **kwargs)
     if options.activations:
-        inputs |= raw_tensors(sum(lengths), H_v) | INSIDE
+        inputs |= common.raw_tensors(sum(lengths), H_v) | common.INSIDE
     return inputs, output_gradients
 
 
@@ -179,7 +154,7 @@ def load(package: str) -> tuple:
 def measure(package: str, options) -> Iterator[dict]:
     version, operator, low_level_backward = load(package)
     dims = options.head_dims
-    for H_k, H_v in parse_heads(options.heads):
+    for H_k, H_v in common.parse_heads(options.heads):
         cells = []
         for text, variant in itertools.product(options.sequences.split(","), variants_of(options)):
             cell = {
@@ -188,13 +163,16 @@ def measure(package: str, options) -> Iterator[dict]:
                 "version": version,
                 "heads": f"{H_k}x{H_v}",
                 "sequences": text,
-                **head_dims_field(dims),
+                **common.head_dims_field(dims),
                 **({"activations": True} if options.activations else {}),
-                **qkv_field(variant),
-                **measure_calls(package, operator, low_level_backward, H_k, H_v, parse_lengths(text), variant, options),
+                **common.qkv_field(variant),
+                **measure_calls(
+                    package, operator, low_level_backward, H_k, H_v, common.parse_lengths(text), variant, options
+                ),
             }
             cells.append(cell)
-            print(f"{package:>13} {variant:>10} {heads_of(cell):>6} {text:>12} {figures(cell)}", flush=True)
+            figures = (f"{name} {cell[name]:.4g}" for name in ("backward_ms", "step_ms", "saved_bytes", "extra_bytes"))
+            print(f"{package:>13} {variant:>10} {common.heads_of(cell):>6} {text:>12}", *figures, flush=True)
             torch.cuda.empty_cache()
 
         # The check comes last, because FLA tunes itself on the first problem of each head count, which must not be
@@ -218,17 +196,17 @@ def measure_calls(
     dims = options.head_dims
     with torch.no_grad():
         backward = low_level_backward(*inputs_of(package, H_k, H_v, lengths, dims, variant=variant))
-        _, workspace_bytes = workspace(backward)
-        backward_times = time_graph(backward, options.samples, options.sample_ms)
+        _, workspace_bytes = common.workspace(backward)
+        backward_times = common.time_graph(backward, options.samples, options.sample_ms)
     del backward
     step = Step(operator, *step_inputs(package, H_k, H_v, lengths, options, variant=variant))
     memory = step_memory(step)
-    step_times = time_graph(step, options.samples, options.sample_ms)
+    step_times = common.time_graph(step, options.samples, options.sample_ms)
     return {
-        **spread(backward_times, "backward_"),
-        "backward_floor_ms": floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims)),
+        **common.spread(backward_times, "backward_"),
+        "backward_floor_ms": common.floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims)),
         "backward_workspace_bytes": workspace_bytes,
-        **spread(step_times, "step_"),
+        **common.spread(step_times, "step_"),
         **memory,
     }
 
@@ -239,53 +217,30 @@ def check(package: str, operator, low_level_backward, H_k: int, H_v: int, option
     inputs, output_gradients = inputs_of(package, H_k, H_v, lengths, options.head_dims, seed=1)
     with torch.no_grad():
         gradients = low_level_backward(inputs, output_gradients)()
-    errors = {"backward": gradient_errors(inputs, output_gradients, gradients)}
+    errors = {"backward": common.gradient_errors(inputs, output_gradients, gradients)}
     inputs, output_gradients = step_inputs(package, H_k, H_v, lengths, options, seed=1)
     step = Step(operator, inputs, output_gradients)
-    errors["step"] = gradient_errors(step.arguments, output_gradients, step())
+    errors["step"] = common.gradient_errors(step.arguments, output_gradients, step())
     return errors
-
-
-def figures(cell: dict) -> str:
-    parts = []
-    for what in ("backward", "step"):
-        median, low, high = (cell[f"{what}_ms{suffix}"] for suffix in ("", "_min", "_max"))
-        parts.append(f"{what} {median:8.4f} ms [{low:.4f}, {high:.4f}]")
-    parts += [f"{what} {cell[f'{what}_bytes'] / 2**20:.1f} MiB" for what in ("saved", "extra")]
-    return ", ".join(parts)
 
 
 def report(cells: list[dict]) -> None:
     for variant in dict.fromkeys(cell["variant"] for cell in cells):
-        print("Contiguous q, k and v:" if variant == "contiguous" else "Slices:")
-        for (heads, sequences), found in by_cell([cell for cell in cells if cell["variant"] == variant]).items():
-            if "flash_qla" in found:
-                print(f"{heads:>6} {sequences:>12}  {beside_peers(found)}")
-
-
-def beside_peers(found: dict[str, dict]) -> str:
-    """flash_qla's figures, and those of its peers over its own."""
-    ours = found["flash_qla"]
-    text = f"{figures(ours)}, backward at {ours['backward_floor_ms'] / ours['backward_ms']:.0%} of the floor"
-    for package, label in PEERS.items():
-        if package in found:
-            peer = found[package]
-            ratios = [f"{what} {peer[key] / ours[key]:.2f}x" for what, key in RATIOS.items() if ours[key]]
-            text += f"; {label} over flash_qla: {', '.join(ratios)}"
-    return text
-
-
-PEERS = {"flash_qla_jit": "FlashQLA", "fla": "FLA"}
-RATIOS = {"backward": "backward_ms", "step": "step_ms", "saved": "saved_bytes", "extra": "extra_bytes"}
+        of_variant = [cell for cell in cells if cell["variant"] == variant]
+        for field, floor in (("backward_ms", "backward_floor_ms"), ("step_ms", ""), ("extra_bytes", "")):
+            print(f"\n{variant}, {field}:")
+            common.print_beside(of_variant, field, lambda cell: (common.heads_of(cell), cell["sequences"]), floor)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argument_parser(__doc__.splitlines()[0], packages=",".join(BACKWARDS))
-    add_timing_arguments(parser, heads="4x8,8x16,16x32,16x64", sequences="1x8192,1x32768,4096x8,1024x8", samples=7)
+    parser = common.argument_parser(__doc__.splitlines()[0], packages=",".join(BACKWARDS))
+    common.add_timing_arguments(
+        parser, heads="4x8,8x16,16x32,16x64", sequences="1x8192,1x32768,4096x8,1024x8", samples=7
+    )
     parser.add_argument("--activations", action="store_true", help="of gates and betas inside the step")
     parser.add_argument("--variants", default="", choices=("", "contiguous"), help="measured in each cell too")
     return parser
 
 
 if __name__ == "__main__":
-    run(make_parser(), measure, report, FLA_BACKWARD)
+    common.run(make_parser(), measure, report, common.FLA_BACKWARD)

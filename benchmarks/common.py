@@ -6,12 +6,14 @@ Benchmarks run from a checkout: ground truth is the fp64 recurrence of tests/ref
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import importlib.metadata
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -304,7 +306,6 @@ def argument_parser(description: str, packages: str = "flash_qla,fla") -> argpar
     parser.add_argument("--package-path", metavar="DIR", help="where flash_qla is, if it is not installed")
     parser.add_argument("--peers-path", metavar="DIR", help="where the other packages are, if they are not installed")
     parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="start no cell of a package after this")
     parser.add_argument("--measure", metavar="PACKAGE", help="measure this package in this process")
     return parser
 
@@ -321,19 +322,6 @@ def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences:
     parser.add_argument("--sequences", default=sequences, help=parse_lengths.__doc__)
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
-
-
-class OutOfTime(Exception):
-    """A package's budget is spent, and not all of its cells are measured."""
-
-
-def limited(cells: Iterable[dict], budget_s: float) -> Iterator[dict]:
-    """The cells until the budget is spent; then OutOfTime."""
-    end = time.monotonic() + budget_s
-    for count, cell in enumerate(cells, 1):
-        yield cell
-        if time.monotonic() > end:
-            raise OutOfTime(f"{budget_s:.0f} s are spent after {count} cells")
 
 
 def run(
@@ -353,7 +341,7 @@ def run(
         parser.error("this needs a GPU, and torch sees no CUDA device")
     if options.measure:
         with open(options.out, "w") as file:
-            for cell in limited(measure(options.measure, options), options.budget_s):
+            for cell in measure(options.measure, options):
                 print(json.dumps(cell), file=file, flush=True)
         return
 
@@ -391,9 +379,48 @@ def write_results(path: str | Path, cells: list[dict]) -> None:
     Path(path).write_text(f'{{"environment": {json.dumps(environment(), indent=1)},\n"cells": [\n{lines}\n]}}\n')
 
 
-def by_cell(cells: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:
-    """(heads_of, sequences) -> package -> cell."""
-    found: dict[tuple[str, str], dict[str, dict]] = {}
-    for cell in cells:
-        found.setdefault((heads_of(cell), cell["sequences"]), {})[cell["package"]] = cell
-    return found
+def add_results(path: str | Path, cells: list[dict], key: tuple[str, ...]) -> None:
+    """Cells of the same commit that were measured before stay in the file, unless they were measured again."""
+    before = json.loads(Path(path).read_text()) if Path(path).exists() else {"environment": {}, "cells": []}
+    same = before["environment"].get("commit") == environment()["commit"]
+    kept = [*(before["cells"] if same else []), *cells]
+    write_results(path, list({tuple(map(cell.get, key)): cell for cell in kept}.values()))
+
+
+@contextlib.contextmanager
+def killed_at_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """The process, which began a session, and those that it has started."""
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def print_beside(cells: Iterable[dict], field: str, key: Callable[[dict], tuple], floor: str = "") -> None:
+    """A line for each key: flash_qla's figure, the part of the floor, and the other packages' figures over its own; of
+    several functions of a package the fastest one. Then the geometric means."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for cell in (cell for cell in cells if field in cell):
+        best = found.setdefault(key(cell), {})
+        if cell["package"] not in best or cell[field] < best[cell["package"]][field]:
+            best[cell["package"]] = cell
+    ratios: dict[str, dict[str, float]] = {}
+    for place, best in found.items():
+        if "flash_qla" not in best:
+            continue
+        ours, name = best.pop("flash_qla"), " ".join(map(str, place))
+        line = f"{name:>32} {ours[field]:10.4f}"
+        if floor:
+            line += f" {ours[floor] / ours[field]:5.0%} of the floor"
+        for package, cell in best.items():
+            ratios.setdefault(package, {})[name] = cell[field] / ours[field]
+            line += f"  {package} {cell[field] / ours[field]:.2f}x"
+        print(line)
+    for package, of_package in ratios.items():
+        least, below = min(of_package, key=of_package.get), sum(ratio < 1 for ratio in of_package.values())
+        print(
+            f"{package} over flash_qla, {field}: geometric mean {geometric_mean(of_package.values()):.3f}, "
+            f"least {of_package[least]:.2f} ({least}), {below} of {len(of_package)} below 1"
+        )

@@ -18,10 +18,9 @@ comes; q, k, v and the gates may be. Medians over samples, in microseconds a cal
   --keep plain   no pool: a state for each sequence, [V, K] or [K, V], and ready gates, as FLA's and transformers'
                  functions have them; the last state goes to a new tensor, in flash_qla also to where it came from
 
-All functions of a package run, and the fastest one counts. FLA's function takes no slots: states are gathered before it
-and scattered after it. The bytes are those of the states that are read and written, of the inputs and of o. The
-fraction is of the copy bandwidth that common.ceilings measures. The file is long because each package's functions take
-the inputs in another form.
+All functions of a package run, and the fastest one counts. FLA's function takes no slots, so it has only --keep
+plain. The bytes are those of the states that are read and written, of the inputs and of o. The floor is the time of a
+copy of so many bytes (common.ceilings).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
-from common import FLA_TRITON, argument_parser, ceilings, geometric_mean, parse_heads, run, spread, time_graph
+from common import FLA_TRITON, argument_parser, ceilings, parse_heads, print_beside, run, spread, time_graph
 
 ROTATED_BYTES = 200e6  # a sample touches states of so many bytes before it returns to one: four times the L2 cache
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -226,31 +225,7 @@ def buffered(case: Case, pool: torch.Tensor, **backlog) -> torch.Tensor:
 def fla_calls(case: Case) -> dict[str, Callable]:
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-    if keep_every(case):
-        return {}
-    if case.keep == "plain":
-        return plain_calls(case, fused_recurrent_gated_delta_rule)
-    slots = case.slots.long()
-
-    def gathered(i: int):
-        o, states = fused_recurrent_gated_delta_rule(
-            *(case.q, case.k, case.v),
-            g=case.a,
-            beta=case.b,
-            scale=case.K**-0.5,
-            initial_state=case.pool[i].index_select(0, slots),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            A_log=case.A_log,
-            dt_bias=case.dt_bias,
-            use_beta_sigmoid_in_kernel=True,
-            state_v_first=True,
-        )
-        case.pool[i].index_copy_(0, slots, states.to(case.state_dtype))
-        return o
-
-    return {"gathered": gathered}
+    return plain_calls(case, fused_recurrent_gated_delta_rule) if case.keep == "plain" else {}
 
 
 def packed_call(function: Callable, case: Case, pools=None) -> Callable:
@@ -414,7 +389,7 @@ def measure(package: str, options):
                     "bytes": call.bytes if isinstance(call, Lagging) else case.bytes,
                     "relative_error": errors[name],
                 }
-                print(f"{package:>10} {name:>16} {key_text(cell)} {cell['us']:8.2f} us", flush=True)
+                print(f"{package:>10} {name:>16}", *map(cell.get, KEY), f"{cell['us']:8.2f} us", flush=True)
                 yield cell
             call = None  # it holds the states
             del case
@@ -432,39 +407,10 @@ def steps_of(options, tokens: int) -> tuple[int, ...]:
 KEY = ("heads", "state_dtype", "tokens", "keep", "batch")
 
 
-def key_text(cell: dict) -> str:
-    heads, state_dtype, tokens, keep, batch = (cell[name] for name in KEY)
-    return f"{heads:>6} {state_dtype} {tokens} kept: {keep:>5} {batch:>4}"
-
-
 def report(cells: list[dict]) -> None:
-    """A line a cell: flash_qla's fastest function beside the fastest of the others."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for cell in cells:
-        best = found.setdefault(tuple(cell[name] for name in KEY), {})
-        if cell["us"] < best.get(cell["package"], {"us": math.inf})["us"]:
-            best[cell["package"]] = cell
-    ratios: dict[str, list[float]] = {}
-    bandwidth = ceilings()["bandwidth"]
-    written = {key: best["flash_qla"]["us"] for key, best in found.items() if "flash_qla" in best and "last" in key}
-    for best in found.values():
-        if (ours := best.pop("flash_qla", None)) is None:
-            continue
-        rate = ours["bytes"] / ours["us"] * 1e6
-        line = (
-            f"{key_text(ours)} {ours['us']:8.2f} us ({ours['function']}) {rate / 1e9:6.0f} GB/s {rate / bandwidth:4.0%}"
-        )
-        each_step = written.get(tuple("last" if name == "keep" else ours[name] for name in KEY))
-        if ours["keep"].startswith("L=") and each_step is not None:
-            line += f", {each_step / ours['us']:.2f}x as fast as a write at each step"
-        if best:
-            peer = min(best.values(), key=lambda cell: cell["us"])
-            ratios.setdefault(ours["state_dtype"], []).append(peer["us"] / ours["us"])
-            line += f"; {peer['package']} {peer['us']:8.2f} us, {ratios[ours['state_dtype']][-1]:.2f}x"
-        print(line)
-    for state_dtype, of_dtype in ratios.items():
-        mean = geometric_mean(of_dtype)
-        print(f"{state_dtype}: best peer over flash_qla {mean:.3f} in the geometric mean, {min(of_dtype):.2f} at least")
+    """flash_qla's fastest function beside those of the others. The floor is the time of a copy."""
+    with_floor = [cell | {"copy_us": cell["bytes"] / ceilings()["bandwidth"] * 1e6} for cell in cells]
+    print_beside(with_floor, "us", lambda cell: tuple(map(cell.get, KEY)), "copy_us")
 
 
 def numbers(text: str) -> list[int]:

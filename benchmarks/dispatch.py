@@ -2,7 +2,6 @@
 
     python benchmarks/dispatch.py --out FILE.json
     python benchmarks/dispatch.py --backward
-    python benchmarks/dispatch.py --report FILE.json
 
 Each batch has a line with the model's choice, then the op in one kernel, without context parallelism, and with segments
 of several lengths, the last two with both value tiles, and segments also in the one kernel. With keys of more than 128
@@ -18,28 +17,13 @@ segments.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
+import common
 import torch
 from backward import flash_qla_backward
-from common import (
-    CHUNK,
-    add_timing_arguments,
-    argument_parser,
-    head_dims_field,
-    heads_of,
-    make_inputs,
-    parse_heads,
-    parse_lengths,
-    qkv_field,
-    run,
-    spread,
-    time_graph,
-)
 from forward import HEADS
 
 SEQUENCES = (
@@ -54,7 +38,7 @@ MOST_PIECES = 3  # pieces of an SM; each one is one more turn
 
 
 def segmentations(H_v: int, V: int, lengths: list[int], sm_count: int, value_tile: int) -> Iterator[int]:
-    chunks = math.ceil(sum(lengths) / CHUNK / len(lengths))
+    chunks = math.ceil(sum(lengths) / common.CHUNK / len(lengths))
     segments = {0: len(lengths)} | {
         math.ceil(chunks / parts): len(lengths) * parts for parts in PARTS if parts <= (chunks + 1) // 2
     }
@@ -82,7 +66,7 @@ class Forward:
 
     @staticmethod
     def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
-        arguments = make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True, **known}
+        arguments = common.make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True, **known}
         return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
 
     def __init__(self):
@@ -102,7 +86,7 @@ class Backward:
 
     @staticmethod
     def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
-        inputs, output_gradients = make_inputs(H_k, H_v, lengths, head_dims, gradients=True)
+        inputs, output_gradients = common.make_inputs(H_k, H_v, lengths, head_dims, gradients=True)
         return flash_qla_backward(inputs | known, output_gradients)
 
     def __init__(self):
@@ -125,16 +109,16 @@ def measure(package: str, options) -> Iterator[dict]:
     direction = Backward() if options.backward else Forward()
     card = figures_of_card()
     K, V = options.head_dims
-    for H_k, H_v in parse_heads(options.heads):
+    for H_k, H_v in common.parse_heads(options.heads):
         for text in options.sequences.split(","):
-            lengths = parse_lengths(text)
+            lengths = common.parse_lengths(text)
             known = {} if options.unknown else {"max_seqlen": max(lengths)}
             call = direction.call(H_k, H_v, lengths, options.head_dims, known)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
             for mode in ({}, *direction.modes(H_v, options.head_dims, lengths, card["sm_count"])):
                 with direction.forced(mode):
-                    times = time_graph(call, options.samples, options.sample_ms)
+                    times = common.time_graph(call, options.samples, options.sample_ms)
                     if mode and equal:
                         found = direction.dispatch(N, T // N, N, H_k, H_v, **card, varlen=False, K=K, V=V)
                     else:
@@ -142,11 +126,11 @@ def measure(package: str, options) -> Iterator[dict]:
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
-                    **head_dims_field(options.head_dims),
-                    **qkv_field(),
+                    **common.head_dims_field(options.head_dims),
+                    **common.qkv_field(),
                     "chosen": not mode,
                     **{name: getattr(found, name) for name in direction.fields},
-                    **spread(times),
+                    **common.spread(times),
                 }
 
 
@@ -167,7 +151,7 @@ def report(cells: list[dict]) -> None:
     """Prints a line for each batch, then the errors of predictions and choices."""
     batches: dict[tuple[str, str], list[dict]] = {}
     for cell in cells:
-        batches.setdefault((heads_of(cell), cell["sequences"]), []).append(cell)
+        batches.setdefault((common.heads_of(cell), cell["sequences"]), []).append(cell)
     print(f"{'heads':>6} {'sequences':>12}  {'chosen':>11} {'us':>7} {'predicted':>9}  {'fastest':>8} {'us':>7}")
     lost, off = [], []
     for (heads, sequences), found in batches.items():
@@ -181,7 +165,7 @@ def report(cells: list[dict]) -> None:
             f"{heads:>6} {sequences:>12}  {name(chosen):>11} {us:7.1f} {chosen['predicted_us']:9.1f}  {fastest:>8} "
             f"{times[fastest]:7.1f}"
         )
-        if len(set(parse_lengths(sequences))) == 1:
+        if len(set(common.parse_lengths(sequences))) == 1:
             off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in found if not cell["chosen"]]
     print(f"\nchosen over fastest: {math.exp(statistics.fmean(lost)):.3f}, at most {math.exp(max(lost)):.2f}")
     if off:
@@ -190,18 +174,13 @@ def report(cells: list[dict]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argument_parser(__doc__.splitlines()[0], packages="flash_qla")
-    add_timing_arguments(parser, HEADS, SEQUENCES, samples=5)
+    parser = common.argument_parser(__doc__.splitlines()[0], packages="flash_qla")
+    common.add_timing_arguments(parser, HEADS, SEQUENCES, samples=5)
     parser.set_defaults(sample_ms=3.0)
     parser.add_argument("--backward", action="store_true", help="the backward's modes")
     parser.add_argument("--unknown", action="store_true", help="call without max_seqlen")
-    parser.add_argument("--report", metavar="FILE", help="print a report on these results, and measure nothing")
     return parser
 
 
 if __name__ == "__main__":
-    options = make_parser().parse_args()
-    if options.report:
-        report(json.loads(Path(options.report).read_text())["cells"])
-    else:
-        run(make_parser(), measure, report)
+    common.run(make_parser(), measure, report)

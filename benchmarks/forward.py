@@ -5,7 +5,6 @@
     python benchmarks/forward.py --packages flash_qla,fla --heads 30x30 --head-dims 96x192
     python benchmarks/forward.py --packages flash_qla --variants nocp,l2norm,output_h,v_first,fp16,unknown,op
     python benchmarks/forward.py --variants op,contiguous,op_contiguous
-    python benchmarks/forward.py --report FILE.json
 
 Packages, each by its function below autograd:
 
@@ -20,59 +19,27 @@ folders that their own variables name, such as TRITON_CACHE_DIR and TILELANG_CAC
 
 Inputs: packed bf16 sequences, L2-normalised q and k, gates as in common.make_inputs, beta = sigmoid(randn), an fp32
 initial state; the final state is returned. q, k and v are slices of one tensor (common.slices), because every model
-hands them over so. flash_qla reads them in place. A peer's timed call makes them contiguous, as its users do: FLA's
-public function copies what is not contiguous before it calls the function that is timed here, FlashInfer's
-documentation asks for contiguous q, k and v, and FlashQLA's documentation does not mention other strides. The variant
-"contiguous" gives every package contiguous tensors, so that nothing is copied; "op_contiguous" is the op on them.
+hands them over so. flash_qla reads them in place. A peer's timed call makes them contiguous, as its users do. The
+variant "contiguous" gives every package contiguous tensors, so that nothing is copied; "op_contiguous" is the op on
+them. Inputs in another form (FlashInfer takes e^g, and states with V first) are computed beforehand. flash_qla and
+FlashInfer are told how long the longest sequence is. FlashQLA and FLA read the lengths on the host before they are
+timed. A package that does not support the --head-dims has errors instead of times.
 
-Inputs in another form (FlashInfer takes e^g, and states with V first) are computed beforehand. flash_qla and FlashInfer
-are told how long the longest sequence is. FlashQLA and FLA read the lengths on the host before they are timed. A
-package that does not support the --head-dims has errors instead of times.
 Time: median over samples, each the replay of a CUDA graph that holds several calls. Workspace: the bytes that a call
 takes from torch's allocator beyond its results. Outputs are compared twice: with the fp64 recurrence on a short batch
-of each head count (relative L2), and, by sketches, with those of flash_qla on the inputs of every cell. The file is
-long because each peer takes the inputs in another form.
+of each head count (relative L2), and, by sketches, with those of flash_qla on the inputs of every cell.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import common
 import torch
-from common import (
-    CHUNK,
-    FLA_TRITON,
-    HEAD_DIMS,
-    ON_CONTIGUOUS,
-    add_timing_arguments,
-    argument_parser,
-    by_cell,
-    contiguous,
-    floor_ms,
-    forward_errors,
-    geometric_mean,
-    head_dims_field,
-    heads_of,
-    longest_sequence,
-    make_inputs,
-    parse_head_dims,
-    parse_heads,
-    parse_lengths,
-    qkv_field,
-    run,
-    slices,
-    spread,
-    three_digits,
-    time_graph,
-    workspace,
-)
 
-PEERS = {"fla": "FLA", "flash_qla_jit": "FlashQLA", "flashinfer": "FlashInfer"}
 VARIANTS = {
     "nocp": "auto_cp=False",
     "l2norm": "use_qk_l2norm_in_kernel=True",
@@ -94,7 +61,7 @@ LARGEST_DIFFERENCE = 2e-2
 def flop(K: int, V: int) -> float:
     """Matrix work per token and value head: in a chunk of 64, three products with a K x V state (K S, Q S, K^T V_new),
     two of 64 x 64 x K (K K^T, Q K^T) and two of 64 x 64 x V (L times the residual, P V_new)."""
-    return three_digits(2 * (3 * K * V + 2 * CHUNK * (K + V)))
+    return common.three_digits(2 * (3 * K * V + 2 * common.CHUNK * (K + V)))
 
 
 def traffic(H_k: int, H_v: int, K: int, V: int) -> int:
@@ -124,11 +91,11 @@ def load_flash_qla() -> Package:
     }
 
     def prepare(inputs, variant):
-        arguments = inputs | {"max_seqlen": longest_sequence(inputs)} | changes.get(variant, {})
+        arguments = inputs | {"max_seqlen": common.longest_sequence(inputs)} | changes.get(variant, {})
         if variant == "v_first":
             arguments["initial_state"] = inputs["initial_state"].mT.contiguous()
         if variant == "fp16":
-            arguments |= slices(*(inputs[name].half() for name in ("q", "k", "v")))
+            arguments |= common.slices(*(inputs[name].half() for name in ("q", "k", "v")))
         if variant == "op":
             return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
         return lambda: flash_qla.chunk_gated_delta_rule_fwd(**arguments)
@@ -146,9 +113,9 @@ def load_fla() -> Package:
     from fla.ops.utils.index import prepare_chunk_indices
 
     def prepare(inputs, _):
-        chunk_indices = prepare_chunk_indices(inputs["cu_seqlens"], CHUNK)
+        chunk_indices = prepare_chunk_indices(inputs["cu_seqlens"], common.CHUNK)
         arguments = inputs | {"chunk_indices": chunk_indices, "output_final_state": True}
-        return lambda: chunk_gated_delta_rule_fwd(**contiguous(arguments))
+        return lambda: chunk_gated_delta_rule_fwd(**common.contiguous(arguments))
 
     return Package(__version__, prepare, lambda outputs, _: (outputs[1], outputs[3]))
 
@@ -162,7 +129,9 @@ def load_flash_qla_jit() -> Package:
 
     def prepare(inputs, _):
         arguments = inputs | {"cu_seqlens": inputs["cu_seqlens"].int(), "output_final_state": True}
-        return lambda: flash_qla.chunk_gated_delta_rule_fwd(**contiguous(arguments), output_h=False, auto_cp=True)
+        return lambda: flash_qla.chunk_gated_delta_rule_fwd(
+            **common.contiguous(arguments), output_h=False, auto_cp=True
+        )
 
     version = f"{flash_qla.__version__} (TileLang {tilelang.__version__})"
     return Package(version, prepare, lambda outputs, _: (outputs[2], outputs[4]))
@@ -188,7 +157,7 @@ def flashinfer_arguments(inputs: dict) -> dict:
         "g": inputs["g"][0].exp(),  # FlashInfer's g is the decay itself
         "output_final_state": True,
         "cu_seqlens": cu_seqlens,
-        "max_seqlen": longest_sequence(inputs),
+        "max_seqlen": common.longest_sequence(inputs),
         "use_cp": "auto",
         "output": torch.empty_like(arguments["v"]),
     }
@@ -200,7 +169,7 @@ def load_flashinfer() -> Package:
     def prepare(inputs, _):
         arguments = flashinfer_arguments(inputs) | {"initial_state": inputs["initial_state"].mT.contiguous()}
         arguments["output_state"] = torch.empty_like(arguments["initial_state"])
-        return lambda: chunk_gated_delta_rule(**contiguous(arguments))
+        return lambda: chunk_gated_delta_rule(**common.contiguous(arguments))
 
     return Package(version, prepare, lambda outputs, _: (outputs[0][None], outputs[1].mT))
 
@@ -237,24 +206,25 @@ def measure(package: str, options):
     asked = filter(None, options.variants.split(","))
     variants = ["default", *(x for x in asked if package == "flash_qla" or x == "contiguous")]
     for gate in options.gates.split(","):
-        for H_k, H_v in parse_heads(options.heads):
+        for H_k, H_v in common.parse_heads(options.heads):
             errors = None
             for text in options.sequences.split(","):
-                described = {"gate": gate, "heads": f"{H_k}x{H_v}", "sequences": text, **head_dims_field(dims)}
+                described = {"gate": gate, "heads": f"{H_k}x{H_v}", "sequences": text, **common.head_dims_field(dims)}
                 if errors is None:
                     errors = check(package, loaded, H_k, H_v, dims, gate)
-                lengths = parse_lengths(text)
-                inputs = make_inputs(H_k, H_v, lengths, dims, gate=gate)
+                lengths = common.parse_lengths(text)
+                inputs = common.make_inputs(H_k, H_v, lengths, dims, gate=gate)
                 for variant in variants:
                     cell = {"package": package, "variant": variant, "version": loaded.version, **described}
-                    cell |= qkv_field(variant)
+                    cell |= common.qkv_field(variant)
                     try:
                         cell |= measure_call(loaded, inputs, variant, options)
                     except Exception as error:
                         cell["error"] = f"{type(error).__name__}: {error}"[:500]
-                    cell["floor_ms"] = floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims))
+                    cell["floor_ms"] = common.floor_ms(sum(lengths), flop(*dims) * H_v, traffic(H_k, H_v, *dims))
                     cell["relative_error"] = errors
-                    print(progress(cell), flush=True)
+                    figure = f"{cell['ms']:.4f} ms" if "ms" in cell else cell["error"]
+                    print(f"{package:>13} {variant:>13}", *key_of(cell), figure, flush=True)
                     yield cell
                     torch.cuda.synchronize()  # raises, and so ends this process, if an error has left CUDA unusable
                 del inputs
@@ -268,180 +238,62 @@ def check(
     try:
         if package == "fla":
             # FLA tunes itself on the first problem of each head count, which must not be small.
-            loaded.prepare(make_inputs(H_k, H_v, [32768], head_dims, gate=gate), "default")()
-        inputs = make_inputs(H_k, H_v, [256] * 4, head_dims, seed=1, gate=gate)
+            loaded.prepare(common.make_inputs(H_k, H_v, [32768], head_dims, gate=gate), "default")()
+        inputs = common.make_inputs(H_k, H_v, [256] * 4, head_dims, seed=1, gate=gate)
         outputs = loaded.prepare(inputs, "default")()
-        return forward_errors(inputs, *loaded.results(outputs, "default"))
+        return common.forward_errors(inputs, *loaded.results(outputs, "default"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:500]
 
 
 def measure_call(loaded: Package, inputs: dict, variant: str, options) -> dict:
-    if variant in ON_CONTIGUOUS:
-        inputs, variant = contiguous(inputs), ON_CONTIGUOUS[variant]
+    if variant in common.ON_CONTIGUOUS:
+        inputs, variant = common.contiguous(inputs), common.ON_CONTIGUOUS[variant]
     call = loaded.prepare(inputs, variant)
-    outputs, workspace_bytes = workspace(call)
+    outputs, workspace_bytes = common.workspace(call)
     o, final_state = loaded.results(outputs, variant)
     sketches = {"o": sketch(o), "final_state": sketch(final_state)}
     del outputs, o, final_state
-    times = time_graph(call, options.samples, options.sample_ms)
-    return {**spread(times), "workspace_bytes": workspace_bytes, "sketches": sketches}
-
-
-def progress(cell: dict) -> str:
-    shown = cell | {"heads": heads_of(cell)}
-    line = " ".join(f"{shown[key]:>{width}}" for key, width in COLUMNS.items())
-    if "error" in cell:
-        return f"{line} {cell['error']}"
-    line += f" {cell['ms']:8.4f} ms [{cell['ms_min']:.4f}, {cell['ms_max']:.4f}]"
-    return f"{line} {cell['workspace_bytes'] / 2**20:.1f} MiB"
-
-
-COLUMNS = {"package": 13, "variant": 8, "gate": 7, "heads": 5, "sequences": 11}
-
-
-@dataclass
-class Row:
-    """flash_qla in one cell, and its peers' times over its own."""
-
-    heads: str  # heads_of
-    sequences: str
-    ms: float
-    floor: float  # the reached fraction of the floor
-    ratios: dict[str, float]
-
-    @property
-    def name(self) -> str:
-        return f"{self.heads} {self.sequences}"
-
-    @property
-    def best(self) -> float | None:
-        """The fastest peer's ratio."""
-        return min(self.ratios.values(), default=None)
-
-
-def rows_of(cells: list[dict], gate: str, variant: str = "default") -> list[Row]:
-    """flash_qla in one variant beside its peers, which have contiguous tensors if it has them."""
-    rows = []
-    of_peers = "contiguous" if variant in ON_CONTIGUOUS else "default"
-    timed = [
-        cell
-        for cell in cells
-        if cell["gate"] == gate
-        and cell["variant"] == (variant if cell["package"] == "flash_qla" else of_peers)
-        and "ms" in cell
-    ]
-    for (heads, sequences), found in by_cell(timed).items():
-        if "flash_qla" in found:
-            ours = found["flash_qla"]
-            ratios = {peer: found[peer]["ms"] / ours["ms"] for peer in PEERS if peer in found}
-            rows.append(Row(heads, sequences, ours["ms"], ours["floor_ms"] / ours["ms"], ratios))
-    return rows
+    times = common.time_graph(call, options.samples, options.sample_ms)
+    return {**common.spread(times), "workspace_bytes": workspace_bytes, "sketches": sketches}
 
 
 def report(cells: list[dict]) -> None:
-    for gate in dict.fromkeys(cell["gate"] for cell in cells):
-        rows = rows_of(cells, gate)
-        if not rows:
-            continue
-        print(f"\nGates '{gate}': time of flash_qla, part of the floor, times of the peers over its own\n")
-        header = ["heads", "sequences", "ms", "floor", *PEERS.values(), "best peer"]
-        lines = []
-        for row in rows:
-            ratios = [number(row.ratios.get(peer)) for peer in PEERS]
-            lines.append([row.heads, row.sequences, f"{row.ms:.4f}", f"{row.floor:.0%}", *ratios, number(row.best)])
-        print_table(header, lines)
-        print_list(summary(rows))
-        for variant in ("op", *ON_CONTIGUOUS):  # the op, because FlashInfer returns no A either
-            if found := rows_of(cells, gate, variant):
-                print_list([f"{variant}: {line}" for line in summary(found)])
-    report_variants(cells)
-    print_list(report_outputs(cells))
-
-
-def summary(rows: list[Row]) -> list[str]:
-    lines = []
-    best = {row.name: row.best for row in rows if row.ratios}
-    if best:
-        slower = ", ".join(f"{name} {ratio:.3f}" for name, ratio in best.items() if ratio < 1)
-        lines = [f"Over the best peer: {means(best, '.2f')}", f"Cells below 1.0: {slower or 'none'}"]
-    for peer, label in PEERS.items():
-        ratios = {row.name: row.ratios[peer] for row in rows if peer in row.ratios}
-        if ratios:
-            # If a peer is missing, the best peer is the best of the others.
-            missing = ", ".join(row.name for row in rows if peer not in row.ratios)
-            lines.append(f"Over {label}: {means(ratios, '.2f')}" + (f"; without {missing}" if missing else ""))
-    return [*lines, f"Of the floor: {means({row.name: row.floor for row in rows}, '.1%')}"]
-
-
-def means(figures: dict[str, float], style: str) -> str:
-    mean, least = geometric_mean(figures.values()), min(figures, key=figures.get)
-    return f"geometric mean {mean:{style}}, least {figures[least]:{style}} ({least}), n = {len(figures)}"
-
-
-def report_variants(cells: list[dict]) -> None:
-    """Times of the variants over the default's."""
-    ours = [cell for cell in cells if cell["package"] == "flash_qla" and "ms" in cell]
-    default = {place(cell): cell["ms"] for cell in ours if cell["variant"] == "default"}
-    ratios: dict[str, dict[str, float]] = {}
-    for cell in ours:
-        if cell["variant"] != "default" and place(cell) in default:
-            ratios.setdefault(cell["variant"], {})[place(cell)] = cell["ms"] / default[place(cell)]
-    if not ratios:
-        return
-    print("\nVariants of flash_qla: their times over the default's\n")
-    places = dict.fromkeys(name for found in ratios.values() for name in found)
-    lines = [[name, *(number(found.get(name)) for found in ratios.values())] for name in places]
-    print_table(["cell", *ratios], lines)
-    lines = []
-    for variant, found in ratios.items():
-        mean, most = geometric_mean(found.values()), max(found, key=found.get)
-        lines.append(f"{variant}, {VARIANTS[variant]}: geometric mean {mean:.3f}, largest {found[most]:.3f} ({most})")
-    print_list(lines)
-
-
-def report_outputs(cells: list[dict]) -> list[str]:
-    """Workspace, errors, differences from flash_qla's default, cells without a time."""
-    lines = []
-    ours = {place(cell): cell for cell in cells if cell["package"] == "flash_qla" and cell["variant"] == "default"}
-    workspaces = {}
-    for name, cell in ours.items():
-        if "workspace_bytes" in cell:
-            [(_, H_v)] = parse_heads(cell["heads"])
-            _, V = parse_head_dims(cell["head_dims"]) if "head_dims" in cell else HEAD_DIMS
-            workspaces[name] = cell["workspace_bytes"] / (2 * V * H_v * sum(parse_lengths(cell["sequences"])))
-    if workspaces:
-        most = max(workspaces, key=workspaces.get)
-        lines.append(f"Workspace of flash_qla: at most {workspaces[most]:.2f} of the bytes of v ({most})")
-
+    """Each variant beside the peers, which have contiguous tensors if it has them, and beside the default."""
+    ours = [cell for cell in cells if cell["package"] == "flash_qla"]
+    for variant in dict.fromkeys(cell["variant"] for cell in ours):
+        of_peers = "contiguous" if variant in common.ON_CONTIGUOUS else "default"
+        beside = [cell for cell in cells if cell["package"] != "flash_qla" and cell["variant"] == of_peers]
+        if variant != "default":
+            beside += [cell | {"package": "the default"} for cell in ours if cell["variant"] == "default"]
+        print(f"\n{variant}, {VARIANTS.get(variant, 'the low-level forward')}:")
+        common.print_beside([*(cell for cell in ours if cell["variant"] == variant), *beside], "ms", key_of, "floor_ms")
     for package in dict.fromkeys(cell["package"] for cell in cells):
-        of_package = [cell for cell in cells if cell["package"] == package]
-        errors = [cell["relative_error"] for cell in of_package if isinstance(cell["relative_error"], dict)]
-        for tensor in errors[0] if errors else ():
-            lines.append(f"{package}: error of {tensor} on short batches {largest(e[tensor] for e in errors):.1e}")
-        raised = {cell["relative_error"] for cell in of_package if isinstance(cell["relative_error"], str)}
-        lines += [f"{package}: no error on short batches: {error}" for error in raised]
-        for variant in dict.fromkeys(cell["variant"] for cell in of_package):
-            differences = {
-                place(cell): difference(cell["sketches"], ours[place(cell)]["sketches"])
-                for cell in of_package
-                if cell["variant"] == variant and "sketches" in cell and "sketches" in ours.get(place(cell), {})
-            }
-            if not differences or (package, variant) == ("flash_qla", "default"):
-                continue
-            name = f"{package} {variant}" if variant != "default" else package
-            lines.append(f"{name}: outputs differ by at most {largest(differences.values()):.1e} from flash_qla's")
-            # Written so that NaN is a disagreement.
-            wrong = [f"{where} {d:.1e}" for where, d in differences.items() if not d <= LARGEST_DIFFERENCE]
-            lines += [f"DISAGREEMENT, {name} and flash_qla: {', '.join(wrong)}"] if wrong else []
-        for cell in of_package:
-            if "error" in cell:
-                lines.append(f"NOT MEASURED, {package} {cell['variant']}, {place(cell)}: {cell['error']}")
+        errors = [cell["relative_error"] for cell in cells if cell["package"] == package]
+        found = [x for x in errors if isinstance(x, dict)]
+        worst = [f"{name} {largest(x[name] for x in found):.1e}" for name in ("o", "final_state") if found]
+        print(f"{package}, errors on short batches:", *worst, *dict.fromkeys(x for x in errors if isinstance(x, str)))
+    print(*problems(cells), sep="\n")
+
+
+def problems(cells: list[dict]) -> list[str]:
+    """Outputs that differ from those of flash_qla's default, and cells without a time."""
+    lines = []
+    ours = {key_of(cell): cell for cell in cells if cell["package"] == "flash_qla" and cell["variant"] == "default"}
+    for cell in cells:
+        name = " ".join((cell["package"], cell["variant"], *key_of(cell)))
+        if "error" in cell:
+            lines.append(f"NOT MEASURED, {name}: {cell['error']}")
+        expected = ours.get(key_of(cell), {})
+        if "sketches" in cell and "sketches" in expected:
+            found = difference(cell["sketches"], expected["sketches"])
+            if not found <= LARGEST_DIFFERENCE:  # NaN is a disagreement
+                lines.append(f"DISAGREEMENT with flash_qla's default, {name}: {found:.1e}")
     return lines
 
 
-def place(cell: dict) -> str:
-    return f"{cell['gate']} {heads_of(cell)} {cell['sequences']}"
+def key_of(cell: dict) -> tuple[str, ...]:
+    return cell["gate"], common.heads_of(cell), cell["sequences"]
 
 
 def largest(figures) -> float:
@@ -449,36 +301,12 @@ def largest(figures) -> float:
     return max(figures, key=lambda x: math.inf if math.isnan(x) else x)
 
 
-def number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.2f}"
-
-
-def print_table(header: list[str], lines: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    for line in (header, *lines):
-        print("  ".join(field.rjust(width) for field, width in zip(line, widths, strict=True)))
-
-
-def print_list(lines: list[str]) -> None:
-    print("", *lines, sep="\n")
-
-
-def load(files: list[str]) -> list[dict]:
-    """The cells of several files; if a cell is in several, the last file counts."""
-    cells = {}
-    for file in files:
-        for cell in json.loads(Path(file).read_text())["cells"]:
-            cells[cell["package"], cell["variant"], place(cell)] = cell
-    return list(cells.values())
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = argument_parser(__doc__.splitlines()[0], packages=",".join(LOADERS))
-    add_timing_arguments(parser, HEADS, SEQUENCES, samples=7)
+    parser = common.argument_parser(__doc__.splitlines()[0], packages=",".join(LOADERS))
+    common.add_timing_arguments(parser, HEADS, SEQUENCES, samples=7)
     parser.add_argument("--gates", default="bench,trained", help="see common.make_inputs")
     variants = f"timed in each cell too: {', '.join(VARIANTS)}; peers have only the variant 'contiguous'"
     parser.add_argument("--variants", default="", help=variants)
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="report on stored results, measure nothing")
     return parser
 
 
@@ -487,7 +315,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if not set(filter(None, options.variants.split(","))) <= set(VARIANTS):
         parser.error(f"--variants is {options.variants!r}, expected some of {', '.join(VARIANTS)}")
-    if options.report:
-        report(load(options.report))
-    else:
-        run(parser, measure, report, FLA_TRITON)
+    common.run(parser, measure, report, common.FLA_TRITON)

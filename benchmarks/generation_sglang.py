@@ -2,7 +2,7 @@
 
   eager    without CUDA graphs
   graphs   decoding in CUDA graphs
-  radix    eager, with the radix cache; prompts come twice, the second time from the cache
+  radix    eager, with the radix cache; prompts that come again are in the cache
   ngram    eager, with speculative decoding from n-grams of the text, in trees
   replay   as graphs, with --enable-linear-replayssm
 
@@ -12,13 +12,11 @@ process of its own. A plugin in this file gives its model random weights and cou
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -26,7 +24,6 @@ import time
 from pathlib import Path
 
 from generation import (
-    ALONE as ALONE,
     LOADS as LOADS,
     NEW_TOKENS as NEW_TOKENS,
     PROMPTS as PROMPTS,
@@ -47,7 +44,6 @@ FEATURES = {
     "ngram": EAGER | WITHOUT_CACHE | NGRAM,
     "replay": GRAPHS | {"enable_linear_replayssm": True},
 }
-FROM_CACHE = ("radix",)
 
 MODULE = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 REPLACED = (
@@ -94,7 +90,7 @@ class Engine:
         import sglang
         from sglang.srt.entrypoints.engine import Engine as SGLang
 
-        self.name = f"SGLang {sglang.__version__}"
+        self.version = sglang.__version__
         text = model_config("qwen3_5", options.layers)
         text |= {"mamba_ssm_dtype": options.states, "mlp_only_layers": []}
         tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
@@ -107,7 +103,6 @@ class Engine:
             **{name: text[name] for name in ("tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id")},
         }
         (folder / "config.json").write_text(json.dumps(config))
-        port, nccl_port = free_ports()
         arguments = {
             "model_path": str(folder),
             "load_format": "dummy",
@@ -122,13 +117,8 @@ class Engine:
             "linear_attn_backend": "triton",
             "random_seed": 0,
             "log_level": "info",
-            "port": port,
-            "nccl_port": nccl_port,
         }
-        for given in (options.engine_arguments, "{}" if ours else options.own_arguments):
-            arguments |= json.loads(given)
-        self._engine = SGLang(**arguments | FEATURES[feature])
-        self._counts = {"cached_tokens": 0, "request_steps": 0, "new_tokens": 0}
+        self._engine = SGLang(**arguments | FEATURES[feature] | json.loads(options.engine_arguments))
 
     def generate(self, prompts: list[list[int]], new_tokens: int, ranked: bool = False) -> list[dict]:
         more = {"return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": -1} if ranked else {}
@@ -137,34 +127,14 @@ class Engine:
         found = []
         for request in outputs:
             about, tokens = request["meta_info"], request["output_ids"]
-            self._counts["cached_tokens"] += about.get("cached_tokens") or 0
-            verified = about.get("spec_verify_ct")  # steps after the prompt's, which gives the first token
-            self._counts["request_steps"] += 1 + verified if verified else len(tokens)
-            self._counts["new_tokens"] += len(tokens)
             ranks = [[x[0] for x in step] for step in about.get("output_top_logprobs") or ()]
             found.append(completion(tokens, ranks))
         return found
-
-    def counts(self) -> dict[str, int]:
-        """Since the start."""
-        return dict(self._counts)
 
     def calls(self) -> dict[str, int]:
         time.sleep(1)  # the scheduler writes a few times a second
         calls = json.loads(self._notes.read_text())
         return {"total": calls["flash_qla"] + calls["own"], "flash_qla": calls["flash_qla"]}
-
-
-def free_ports() -> list[int]:
-    """Two ports of this process's own. SGLang binds one seconds later; the system might give a port that it had chosen
-    itself to another process by then. It chooses from 32768 on."""
-    first = 10000 + 8 * (os.getpid() % 2500)
-    found = []
-    for port in range(first, first + 8):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found.append(port)
-    return found[:2]
 
 
 def add_plugin(folder: Path) -> None:

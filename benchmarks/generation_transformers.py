@@ -15,10 +15,8 @@ import torch
 from generation import completion, initialize, model_config
 
 FEATURES = {"eager": {}, "compiled": {"cache_implementation": "static"}}  # arguments of generate()
-FROM_CACHE = ()
 PROMPTS = (16, (512, 512))  # number and lengths of the prompts whose tokens are compared
 NEW_TOKENS = 128
-ALONE = 4  # prompts of these that also come one at a time
 LOADS = {"batch 1": (1, 512, 128), "batch 16": (16, 512, 128)}  # prompts, their tokens, new tokens
 
 
@@ -27,10 +25,9 @@ class Engine:
         import transformers
 
         installed = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)]
-        self.name = " with ".join([f"transformers {transformers.__version__}", *installed])
+        self.version = " with ".join([transformers.__version__, *installed])
         fields = model_config(options.architecture, options.layers)
-        for given in (options.engine_arguments, "{}" if ours else options.own_arguments):
-            fields |= json.loads(given)
+        fields |= json.loads(options.engine_arguments)
         model_class = getattr(transformers, fields.pop("architectures")[0])
         fields.pop("model_type")
         dtype = getattr(torch, fields.pop("torch_dtype"))
@@ -63,9 +60,6 @@ class Engine:
             best = torch.stack([x.float().log_softmax(-1).topk(2).values for x in out.logits], 1)  # [prompts, T, 2]
             ranks = best.tolist()
         return [completion(*of_one) for of_one in zip(new, ranks, strict=True)]
-
-    def counts(self) -> dict[str, int]:
-        return {}
 
     def calls(self) -> dict[str, int]:
         return self._calls

@@ -3,7 +3,7 @@
 default   Inductor, with full and piecewise CUDA graphs
 graphs    decoding in CUDA graphs
 eager     without CUDA graphs and torch.compile
-prefix    as graphs, with prefix caching; prompts come twice, the second time from the cache
+prefix    as graphs, with prefix caching; prompts that come again are in the cache
 ngram     as graphs, with speculative decoding from n-grams of the text. vLLM's own kernels are then its fused one for
           drafts, or those that VLLM_GDN_DECODE_KERNEL=triton asks for
 mtp       the same with a Qwen3.5's own layer for drafts, whose random weights find hardly any
@@ -21,7 +21,6 @@ import tempfile
 from pathlib import Path
 
 from generation import (
-    ALONE as ALONE,
     LOADS as LOADS,
     NEW_TOKENS as NEW_TOKENS,
     PROMPTS as PROMPTS,
@@ -42,8 +41,6 @@ FEATURES = {
     "ngram_triton": {"compilation_config": GRAPHS, "speculative_config": NGRAM},
     "mtp": {"compilation_config": GRAPHS, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
 }
-FROM_CACHE = ("prefix",)
-
 # Modules of layers, and the functions in them that flash_qla replaces
 GDN = "vllm.model_executor.layers.mamba.gdn"
 REPLACED = {
@@ -69,7 +66,7 @@ class Engine:
             from flash_qla.integrations.vllm import use_flash_qla
 
             use_flash_qla()
-        self.name = f"vLLM {vllm.__version__}"
+        self.version = vllm.__version__
         self._calls = {"total": 0, "flash_qla": 0}
         for path in REPLACED:
             with contextlib.suppress(ImportError):
@@ -96,12 +93,8 @@ class Engine:
                 "mamba_ssm_cache_dtype": options.states,
                 "seed": 0,
             }
-            for given in (options.engine_arguments, "{}" if ours else options.own_arguments):
-                arguments |= json.loads(given)
-            self._llm = vllm.LLM(**arguments | FEATURES[feature])
+            self._llm = vllm.LLM(**arguments | FEATURES[feature] | json.loads(options.engine_arguments))
         self._llm.apply_model(initialize)
-        self._counts = {"cached_tokens": 0, "steps": 0, "request_steps": 0, "new_tokens": 0}
-        self._count_steps()
 
     def generate(self, prompts: list[list[int]], new_tokens: int, ranked: bool = False) -> list[dict]:
         from vllm import SamplingParams
@@ -113,35 +106,12 @@ class Engine:
         found = []
         for request in outputs:
             [one] = request.outputs
-            self._counts["cached_tokens"] += request.num_cached_tokens or 0
             steps = [[x.logprob for x in step.values()] for step in one.logprobs or ()]
             found.append(completion(one.token_ids, steps))
         return found
 
-    def counts(self) -> dict[str, int]:
-        """Since the start."""
-        return dict(self._counts)
-
     def calls(self) -> dict[str, int]:
         return dict(self._calls)
-
-    def _count_steps(self) -> None:
-        """A step of the engine gives a request one token, and with drafts those that it accepts."""
-        core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
-        step = getattr(core, "get_output", None)
-        if step is None:
-            return
-
-        @functools.wraps(step)
-        def counted():
-            outputs = step()
-            tokens = [len(x.new_token_ids) for x in outputs.outputs if x.new_token_ids]
-            self._counts["steps"] += 1
-            self._counts["request_steps"] += len(tokens)
-            self._counts["new_tokens"] += sum(tokens)
-            return outputs
-
-        core.get_output = counted
 
 
 def count_calls(calls: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Host time of flash_qla: CPU time of a call, of the import, and of the first call of a process.
+"""Host time of flash_qla: CPU time of a call.
 
     python benchmarks/host.py --out FILE.json
     python benchmarks/host.py --device cpu
@@ -8,25 +8,18 @@ A call, or a training step (forward and torch.autograd.grad, l2norm inside): wal
 over batches. A batch is several calls in a row without synchronisation. The sequence is so short, and the calls are so
 few, that the GPU's queue never fills. For scale, torch.add on four elements, and torch's own step of x + 1. Arguments:
 one packed bf16 sequence, an initial state, the final state returned.
-
-Import and first call: a new process each time, median. The import is timed after torch's import. The first call is
-timed after a kernel of torch has run and the inputs exist, up to the next synchronization, so the start of CUDA does
-not count. On the CPU the inputs have no tokens and no sequences, so that only the code around the arithmetic is timed.
+On the CPU the inputs have no tokens and no sequences, so that only the code around the arithmetic is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-from common import add_head_dims_argument, argument_parser, parse_heads, run, spread
+from common import add_head_dims_argument, argument_parser, parse_heads, run
 
 # Calls in a batch. The GPU's queue holds about a thousand launches; a launch waits if the queue is full.
 CALLS = 50
@@ -124,56 +117,14 @@ def measure_calls(options) -> Iterator[dict]:
         yield {"mode": "step", "call": name, **time_calls(step, options.device, options.batches)}
 
 
-def measure_first_calls(options) -> dict[str, float]:
-    import flash_qla
-
-    arguments = make_arguments(options)
-    times = []
-    with torch.no_grad():
-        for _ in range(2):
-            synchronize(options.device)
-            start = time.perf_counter()
-            flash_qla.chunk_gated_delta_rule(**arguments)
-            synchronize(options.device)
-            times.append((time.perf_counter() - start) * 1e3)
-    return {"first_call_ms": times[0], "second_call_ms": times[1]}
-
-
-IMPORT = """
-import json, time, torch
-start = time.perf_counter()
-import flash_qla
-print(json.dumps({"import_ms": (time.perf_counter() - start) * 1e3}))
-"""
-
-
-def in_process(*arguments: str) -> dict:
-    # The process runs in this folder, because `-c` imports from the current one, and the checkout's flash_qla/ may hold
-    # no library.
-    folder = Path(__file__).parent
-    found = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, cwd=folder).stdout
-    return json.loads(found.splitlines()[-1])
-
-
 def measure(package: str, options) -> Iterator[dict]:
     for cell in measure_calls(options):
-        print(line_of(cell), flush=True)
-        yield cell
-    dims = "{}x{}".format(*options.head_dims)
-    arguments = ["--device", options.device, "--heads", options.heads, "--head-dims", dims, "--tokens", options.tokens]
-    first_calls = [str(Path(__file__).resolve()), *map(str, arguments), "--first-calls"]
-    runs = [in_process("-c", IMPORT) | in_process(*first_calls) for _ in range(options.processes)]
-    for name in runs[0] if runs else ():
-        times = sorted(run[name] for run in runs)
-        cell = {"mode": "process", "call": name, **spread(times)}
         print(line_of(cell), flush=True)
         yield cell
 
 
 def line_of(cell: dict) -> str:
-    unit = "us" if "us" in cell else "ms"
-    median, least, most = (cell[unit + suffix] for suffix in ("", "_min", "_max"))
-    return f"{cell['mode']:>14}  {cell['call']:<48} {median:7.2f} {unit} [{least:.2f}, {most:.2f}]"
+    return f"{cell['mode']:>14}  {cell['call']:<48} {cell['us']:7.2f} us [{cell['us_min']:.2f}, {cell['us_max']:.2f}]"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -183,14 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_head_dims_argument(parser)
     parser.add_argument("--tokens", type=int, default=64, help="length of the sequence, on the GPU")
     parser.add_argument("--batches", type=int, default=101)
-    parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--first-calls", action="store_true", help="time this process's first two calls")
     return parser
 
 
 if __name__ == "__main__":
-    options = make_parser().parse_args()
-    if options.first_calls:
-        print(json.dumps(measure_first_calls(options)))
-    else:
-        run(make_parser(), measure, lambda cells: None)
+    run(make_parser(), measure, lambda cells: None)

@@ -16,34 +16,18 @@ FlashInfer's function has `gathered`, and `pool` with its state_indices.
 The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. q, k and v are slices of one
 tensor, as in forward.py, and FlashInfer's timed calls copy them, because its documentation asks for contiguous ones.
 Both packages are told the length of the longest sequence. Times are medians over replays of CUDA graphs. The calls take
-turns, so that the clocks are the same for all. The cost of checkpoints is also a rate: the bytes that they write over
-the time that they add.
+turns, so that the clocks are the same for all.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import common
 import torch
-from common import (
-    add_timing_arguments,
-    argument_parser,
-    contiguous,
-    geometric_mean,
-    head_dims_field,
-    heads_of,
-    make_inputs,
-    parse_heads,
-    parse_lengths,
-    qkv_field,
-    run,
-    time_graph,
-)
 from forward import flashinfer_arguments, flashinfer_function
 
 ROUNDS = 3
@@ -64,7 +48,7 @@ class Case:
 
     def __post_init__(self):
         N = len(self.lengths)
-        self.inputs = make_inputs(self.H_k, self.H_v, self.lengths, self.head_dims)
+        self.inputs = common.make_inputs(self.H_k, self.H_v, self.lengths, self.head_dims)
         self.states = self.inputs.pop("initial_state").mT.to(self.state_dtype).contiguous()
         slots = torch.randperm(2 * N, generator=torch.Generator().manual_seed(0))[:N]
         self.slots = slots.to(common.DEVICE)
@@ -119,11 +103,11 @@ def flashinfer_calls(case: Case) -> dict[str, Callable]:
     in_pool = {"initial_state": case.pool, "output_state": case.pool, "state_indices": case.slots.int()}
 
     def gathered(states: torch.Tensor):
-        return function(**contiguous(arguments), initial_state=states, output_state=final_states)
+        return function(**common.contiguous(arguments), initial_state=states, output_state=final_states)
 
     return {
         "gathered": lambda: case.gathered(gathered)[None],
-        "pool": lambda: function(**contiguous(arguments), **in_pool)[0][None],
+        "pool": lambda: function(**common.contiguous(arguments), **in_pool)[0][None],
     }
 
 
@@ -135,67 +119,51 @@ def median_ms(calls: dict[str, Callable], options) -> dict[str, float]:
     times = {way: [] for way in calls}
     for _ in range(ROUNDS):
         for way, call in calls.items():
-            times[way] += time_graph(call, options.samples, options.sample_ms)
+            times[way] += common.time_graph(call, options.samples, options.sample_ms)
     return {way: statistics.median(x) for way, x in times.items()}
 
 
 def cell_of(package: str, H_k: int, H_v: int, text: str, state_dtype: str, options) -> dict:
-    lengths, dtype = parse_lengths(text), STATE_DTYPES[state_dtype]
+    lengths, dtype = common.parse_lengths(text), STATE_DTYPES[state_dtype]
     ms = median_ms(CALLS[package](Case(H_k, H_v, lengths, options.head_dims, dtype)), options)
-    checkpoints = sum(length // CHECKPOINT_TOKENS for length in lengths)
     return {
         "package": package,
         "heads": f"{H_k}x{H_v}",
-        **head_dims_field(options.head_dims),
+        **common.head_dims_field(options.head_dims),
         "sequences": text,
         "state_dtype": state_dtype,
-        **qkv_field(),
+        **common.qkv_field(),
         "ms": ms,
-        "checkpoint_bytes": checkpoints * H_v * math.prod(options.head_dims) * dtype.itemsize,
     }
 
 
-def line_of(cell: dict) -> str:
-    ms = cell["ms"]
-    line = f"{cell['package']:>10} {heads_of(cell):>7} {cell['sequences']:>10} {cell['state_dtype']}: "
-    line += f"pool {ms['pool']:.4f} ms; over it "
-    line += ", ".join(f"{way} {x / ms['pool']:.3f}" for way, x in ms.items() if way != "pool")
-    if (added := ms.get("checkpoints", 0) - ms["pool"]) > 0:
-        line += f"; checkpoints at {cell['checkpoint_bytes'] / added / 1e6:.0f} GB/s"
-    return line
-
-
 def measure(package: str, options) -> Iterator[dict]:
-    for H_k, H_v in parse_heads(options.heads):
+    for H_k, H_v in common.parse_heads(options.heads):
         for text in options.sequences.split(","):
             for state_dtype in options.state_dtypes.split(","):
                 cell = cell_of(package, H_k, H_v, text, state_dtype, options)
-                print(line_of(cell), flush=True)
+                times = ", ".join(f"{way} {ms:.4f} ms" for way, ms in cell["ms"].items())
+                print(f"{package:>10} {common.heads_of(cell):>7} {text:>10} {state_dtype}: {times}", flush=True)
                 yield cell
 
 
 def report(cells: list[dict]) -> None:
-    ours = {key_of(cell): cell["ms"] for cell in cells if cell["package"] == "flash_qla"}
-    for way in ("gathered", "pool", "invariant"):
-        if ratios := [ms[way] / ms["op"] for ms in ours.values()]:
-            print(f"{way} over the op: {geometric_mean(ratios):.3f} in the geometric mean, {max(ratios):.3f} at most")
-    theirs = {key_of(cell): cell["ms"] for cell in cells if cell["package"] == "flashinfer"}
-    for way in ("gathered", "pool"):
-        if ratios := [ms[way] / ours[key]["pool"] for key, ms in theirs.items() if key in ours]:
-            print(f"FlashInfer's {way} over our pool: {geometric_mean(ratios):.3f}, {min(ratios):.3f} at least")
-
-
-def key_of(cell: dict) -> tuple:
-    return heads_of(cell), cell["sequences"], cell["state_dtype"]
+    """prefill_gated_delta_rule beside all other ways."""
+    ways = []
+    for cell in cells:
+        for way, ms in cell["ms"].items():
+            ours = (cell["package"], way) == ("flash_qla", "pool")
+            ways.append(cell | {"package": "flash_qla" if ours else f"{cell['package']} {way}", "ms": ms})
+    common.print_beside(ways, "ms", lambda cell: (common.heads_of(cell), cell["sequences"], cell["state_dtype"]))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argument_parser(__doc__.splitlines()[0], packages="flash_qla")
+    parser = common.argument_parser(__doc__.splitlines()[0], packages="flash_qla")
     parser.add_argument("--state-dtypes", default="fp32,bf16")
     sequences = "1x512,1x8192,4096x8,1024x8,256x32,ragged32"
-    add_timing_arguments(parser, heads="2x8,16x32", sequences=sequences, samples=7)
+    common.add_timing_arguments(parser, heads="2x8,16x32", sequences=sequences, samples=7)
     return parser
 
 
 if __name__ == "__main__":
-    run(make_parser(), measure, report)
+    common.run(make_parser(), measure, report)
