@@ -84,7 +84,7 @@ struct Call : Arguments, Tokens {
 
 // q, k and v in one tensor.
 struct PackedTokens {
-  Tensor mixed_qkv = undefined_tensor();  // [B, T, 2 H_k K + H_v V]
+  Tensor mixed_qkv = undefined_tensor();    // [B, T, 2 H_k K + H_v V]
   int64_t num_k_heads = 0, head_k_dim = 0;  // H_k and K
 };
 

@@ -250,8 +250,8 @@ void chunk_gated_delta_rule_packed_bwd(const Stack& stack) {
   const BackwardCall call = make_backward_call(stack.op(), std::move(a));
   BackwardOutputs out = Backward(call);
   check_results(call, out);
-  stack.give(std::move(out.dmixed_qkv), std::move(out.db), std::move(out.dg), std::move(out.dh0),
-             std::move(out.dA_log), std::move(out.ddt_bias));
+  stack.give(std::move(out.dmixed_qkv), std::move(out.db), std::move(out.dg), std::move(out.dh0), std::move(out.dA_log),
+             std::move(out.ddt_bias));
 }
 
 // The halves of halves.h, for context parallelism over ranks (flash_qla/cp/). Arguments are those of the whole

@@ -222,8 +222,8 @@ def chunk_gated_delta_rule_packed(
         o, final_state = autograd.call(
             torch.ops.flash_qla.chunk_gated_delta_rule_packed,
             mixed_qkv, g, beta, num_k_heads, head_k_dim, scale, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen,
+            use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, auto_cp, state_dtype, use_gate_in_kernel, A_log,
+            dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen,
         )  # fmt: skip
     except Exception:
         explain(chunk_gated_delta_rule_packed, locals())

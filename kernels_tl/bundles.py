@@ -391,8 +391,8 @@ class ReverseReplay(Bundle):
 
 
 class Gradients(Bundle):
-    """The gradients of tokens, with strides as those of Tokens, of gates and of betas. `tiles`: db and dg have a part for
-    each tile of value rows."""
+    """The gradients of tokens, with strides as those of Tokens, of gates and of betas. `tiles`: db and dg have one part
+    per tile of value rows."""
 
     def __init__(self, sizes, dtype, tiles=()):
         keys, values = (sizes.tokens, sizes.H_k, sizes.key_dim), (sizes.tokens, sizes.H_v, sizes.value_dim)

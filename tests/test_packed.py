@@ -102,7 +102,10 @@ def test_autocast(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        ({"mixed_qkv": torch.zeros(1, 4, 191)}, "mixed_qkv has 191 channels, expected 2 H_k K [+] H_v V, with num_k_hea"),
+        (
+            {"mixed_qkv": torch.zeros(1, 4, 191)},
+            "mixed_qkv has 191 channels, expected 2 H_k K [+] H_v V, with num_",
+        ),
         ({"mixed_qkv": torch.zeros(1, 4, 128)}, "mixed_qkv has 128 channels"),
         ({"mixed_qkv": torch.zeros(1, 4, 3, 64)}, "mixed_qkv has 4 dimensions"),
         ({"mixed_qkv": torch.zeros(1, 4, 192, dtype=torch.int32)}, "mixed_qkv has dtype int32"),
@@ -171,7 +174,9 @@ def test_slices_of_a_layer():
         query, key, value = (x.reshape(*x.shape[:2], -1, inputs[y].shape[3]) for x, y in zip(parts, SPLIT, strict=True))
         whole = transformers._whole_of(query, key, value)
         assert whole.shape == mixed.shape and torch.equal(whole, mixed)
-        assert transformers._whole_of(key, query, value) is None and transformers._whole_of(query, key, value + 0) is None
+        assert (
+            transformers._whole_of(key, query, value) is None and transformers._whole_of(query, key, value + 0) is None
+        )
         with torch.no_grad():
             assert transformers._whole_of(query, key, value) is None
         names = {"initial_state": inputs["initial_state"], "output_final_state": False}

@@ -1,6 +1,6 @@
 // Autograd of the ops without Python, for plain calls: those on ordinary tensors of the CPU or a GPU, outside of
-// transforms and modes. The forwards of whole sequences have the formulas of flash_qla/ops/autograd.py. The other ops have no derivatives; here are their calls that want none. Every other call
-// goes on to Python.
+// transforms and modes. The forwards of whole sequences have the formulas of flash_qla/ops/autograd.py. The other ops
+// have no derivatives; here are their calls that want none. Every other call goes on to Python.
 //
 // PyTorch's stable ABI has no autograd. So this is a library of its own, for one minor version of PyTorch. Without it
 // Python does everything.

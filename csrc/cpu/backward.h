@@ -10,8 +10,8 @@
 
 namespace flash_qla::cpu {
 
-// Pointers to tensors, shapes as in BackwardCall and BackwardOutputs. All are contiguous, but for the rows of dq, dk and
-// dv, which may be parts of longer ones.
+// Pointers to tensors, shapes as in BackwardCall and BackwardOutputs. All are contiguous, but for the rows of dq, dk
+// and dv, which may be parts of longer ones.
 template <typename T, typename CT>
 struct Backward {
   Inputs<T, CT> in;    // gates.g is the forward's g; read with use_gate, or without g_cumsum

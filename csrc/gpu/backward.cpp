@@ -182,29 +182,26 @@ class Backward {
 
   // The chunks' matrices and gates. The forward's kernel computes A again, because it writes L and P by rows of blocks.
   void chunk_matrices() const {
-    kernels::chunk_matrices({.chunks = chunks(),
-                             .gates = gates_of(call_, call_.g, activations_),
-                             .sequences = sequences_of(call_),
-                             .slots = states().slots,
-                             .outputs = {.o = nullptr,
-                                         .A = nullptr,
-                                         .g_cumsum = nullptr,
-                                         .has_A = false,
-                                         .has_g_cumsum = false},
-                             .backward = {.backward_gates = workspace_[workspace_.backward_gates],
-                                          .turns = workspace_[workspace_.turns],
-                                          .counters = d_.gate_gradients ? workspace_[workspace_.counters] : nullptr,
-                                          .has_backward_gates = true},
-                             .gradients = gradients(),
-                             .memory = kNoMemory,
-                             .heads = d_.heads_per_cta,
-                             .scale = static_cast<float>(*call_.scale),
-                             .cumulative = call_.is_cumulative(),
-                             .gate_gradients = d_.gate_gradients,
-                             .only_if = 0,
-                             .early_ctas = d_.early_ctas,
-                             .head_blocks = head_blocks()},
-                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
+    kernels::chunk_matrices(
+        {.chunks = chunks(),
+         .gates = gates_of(call_, call_.g, activations_),
+         .sequences = sequences_of(call_),
+         .slots = states().slots,
+         .outputs = {.o = nullptr, .A = nullptr, .g_cumsum = nullptr, .has_A = false, .has_g_cumsum = false},
+         .backward = {.backward_gates = workspace_[workspace_.backward_gates],
+                      .turns = workspace_[workspace_.turns],
+                      .counters = d_.gate_gradients ? workspace_[workspace_.counters] : nullptr,
+                      .has_backward_gates = true},
+         .gradients = gradients(),
+         .memory = kNoMemory,
+         .heads = d_.heads_per_cta,
+         .scale = static_cast<float>(*call_.scale),
+         .cumulative = call_.is_cumulative(),
+         .gate_gradients = d_.gate_gradients,
+         .only_if = 0,
+         .early_ctas = d_.early_ctas,
+         .head_blocks = head_blocks()},
+        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
   void backward_maps() const {
@@ -232,10 +229,8 @@ class Backward {
               .v_new_head = call_.V};
     }
     const RowStrides dv = row_strides(out_.dv);
-    return {.h = workspace_[workspace_.h],
-            .v_new = out_.dv.mutable_data_ptr(),
-            .v_new_row = dv.row,
-            .v_new_head = dv.head};
+    return {
+        .h = workspace_[workspace_.h], .v_new = out_.dv.mutable_data_ptr(), .v_new_row = dv.row, .v_new_head = dv.head};
   }
   kernels::ReverseReplay reverse_replay() const {
     return {.dh = workspace_[workspace_.dh], .u = workspace_[workspace_.u]};

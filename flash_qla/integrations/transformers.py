@@ -110,9 +110,13 @@ def _whole_of(query, key, value) -> torch.Tensor | None:
     for whole in (base, base.transpose(1, 2)):  # a convolution has the channels before the tokens
         if whole.shape == (*query.shape[:2], sum(sizes)):
             places = [part.unflatten(2, x.shape[2:]) for part, x in zip(whole.split(sizes, 2), parts, strict=True)]
-            if all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in zip(parts, places, strict=True)):
+            if all(_is_same(x, y) for x, y in zip(parts, places, strict=True)):
                 return whole
     return None
+
+
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
 def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):

@@ -59,9 +59,10 @@ def l2norm(K):
     LANES, ROWS = lanes_and_rows(K)
 
     def normalize(normalized, rstd, dtype, row, piece, there, which, x):
+        token, head = place_of(row, H_k)
         return extern(
             f"normalize_piece<{LANES}>",
-            T.access_ptr(x[*place_of(row, H_k), piece, 0], "r"),
+            T.access_ptr(x[token, head, piece, 0], "r"),
             T.access_ptr(normalized[which, row, piece, 0], "w"),
             T.access_ptr(rstd[which, row], "w"),
             dtype,

@@ -26,11 +26,12 @@ def l2norm_backward(K):
     LANES, ROWS = lanes_and_rows(K)
 
     def replace(normalized, rstd, dtype, row, piece, there, which, gradient):
+        token, head = place_of(row, H_k)
         return extern(
             f"replace_by_dx<{LANES}>",
             T.access_ptr(normalized[which, row, piece, 0], "r"),
             T.access_ptr(rstd[which, row], "r"),
-            T.access_ptr(gradient[*place_of(row, H_k), piece, 0], "rw"),
+            T.access_ptr(gradient[token, head, piece, 0], "rw"),
             dtype,
             there,
         )

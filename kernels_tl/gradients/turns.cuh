@@ -34,11 +34,10 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// rows += tiles, or rows = tiles in the first turn: 64 rows, `stride` apart, and of their key_dim columns up to 128 from
-// `column` on.
-// `tiles` are two tiles of 64 x 64 side by side. One warp calls it. A whole chunk goes as two TMA boxes, which are in
-// flight until wait_until_stored. With fewer `valid` rows each half-warp adds a row at a time, because a box would
-// reach into the next sequence.
+// rows += tiles, or rows = tiles in the first turn: 64 rows, `stride` apart, and of their key_dim columns up to 128
+// from `column` on. `tiles` are two tiles of 64 x 64 side by side. One warp calls it. A whole chunk goes as two TMA
+// boxes, which are in flight until wait_until_stored. With fewer `valid` rows each half-warp adds a row at a time,
+// because a box would reach into the next sequence.
 template <typename T>
 __device__ __forceinline__ void add_rows(const CUtensorMap& map, const void* tiles, void* rows, int row, int hk,
                                          int stride, int key_dim, int column, int valid, bool is_first) {

@@ -74,8 +74,8 @@ __device__ __forceinline__ bool has_large(const void* numbers) {
   return __any_sync(~0u, (found & (kPairs ? 0x40004000 : 0x40000000)) != 0);
 }
 
-// Brings S^T to new scales if a row of the warp is `scaled` or, being `large`, may have to be. S_16, if any, gets S^T in
-// fp16. O^T, if any, loses its scales. Returns whether a row is scaled now.
+// Brings S^T to new scales if a row of the warp is `scaled` or, being `large`, may have to be. S_16, if any, gets S^T
+// in fp16. O^T, if any, loses its scales. Returns whether a row is scaled now.
 template <int kK>
 __device__ __forceinline__ bool scale_rows(float* S, void* S_16, void* scales, bool scaled, bool large, float* O) {
   if (scaled || large) {

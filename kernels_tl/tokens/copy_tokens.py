@@ -29,8 +29,7 @@ def copy_tokens():
         x, copy = getattr(tensors, name), getattr(tensors, f"{name}_copy")
         batch, token, head, channel = x.strides
         rows, length, columns, channels = (
-            T.Cast("int32", size)
-            for size in (x.shape[0] * x.shape[1], x.shape[1], x.shape[2] * x.shape[3], x.shape[3])
+            T.Cast("int32", size) for size in (x.shape[0] * x.shape[1], x.shape[1], x.shape[2] * x.shape[3], x.shape[3])
         )
         return extern(
             "CopiedTensor",
