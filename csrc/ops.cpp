@@ -7,11 +7,8 @@
 #include <array>
 #include <exception>
 #include <new>
-#include <sstream>
 #include <string>
-#include <string_view>
 #include <utility>
-#include <vector>
 
 #include "checks.h"
 #include "contents.h"
@@ -20,63 +17,123 @@
 #include "overlap.h"
 #include "passes.h"
 #include "prefill.h"
+#include "schema.h"
 #include "tensors.h"
 
 namespace flash_qla {
 
-namespace {
-
-// The names that an op's schema gives.
-struct Schema {
-  struct Argument {
-    std::string name;
-    bool is_written;  // as Tensor(a!)
-  };
-  std::string op;  // qualified
-  std::vector<Argument> arguments;
-  bool writes = false;
-
-  // text: name(type name=default, ...) -> results
-  explicit Schema(std::string_view text) {
-    const size_t open = text.find('(');
-    op = "flash_qla::" + std::string(text.substr(0, open));
-    std::istringstream rest{std::string(text.substr(open + 1, text.rfind(") -> ") - open - 1))};
-    for (std::string argument; std::getline(rest >> std::ws, argument, ',');) {
-      const size_t name = argument.find(' ') + 1;
-      const bool is_written = argument.find("!)") < name;
-      arguments.push_back({argument.substr(name, argument.find('=') - name), is_written});
-      writes |= is_written;
-    }
-  }
+// An argument's name in the schemas, and the member that takes it. The order of the records in a call of Stack::take
+// decides about a name that two of them have.
+template <>
+constexpr auto kFields<Arguments> = std::tuple{
+    Field{"q", &Arguments::q},
+    Field{"k", &Arguments::k},
+    Field{"v", &Arguments::v},
+    Field{"g", &Arguments::g},
+    Field{"beta", &Arguments::beta},
+    Field{"scale", &Arguments::scale},
+    Field{"initial_state", &Arguments::initial_state},
+    Field{"cu_seqlens", &Arguments::cu_seqlens},
+    Field{"max_seqlen", &Arguments::max_seqlen},
+    Field{"output_final_state", &Arguments::output_final_state},
+    Field{"output_h", &Arguments::output_h},
+    Field{"use_qk_l2norm_in_kernel", &Arguments::use_qk_l2norm},
+    Field{"state_v_first", &Arguments::state_v_first},
+    Field{"auto_cp", &Arguments::auto_cp},
+    Field{"batch_invariant", &Arguments::batch_invariant},
+    Field{"state_dtype", &Arguments::state_dtype},
+    Field{"use_gate_in_kernel", &Arguments::use_gate},
+    Field{"A_log", &Arguments::A_log},
+    Field{"dt_bias", &Arguments::dt_bias},
+    Field{"use_beta_sigmoid_in_kernel", &Arguments::use_beta_sigmoid},
+    Field{"allow_neg_eigval", &Arguments::allow_neg_eigval},
+    Field{"map_sequences", &Arguments::map_sequences},
+    Field{"workspace", &Arguments::workspace},
+};
+template <>
+constexpr auto kFields<PackedTokens> = std::tuple{
+    Field{"mixed_qkv", &PackedTokens::mixed_qkv},
+    Field{"num_k_heads", &PackedTokens::num_k_heads},
+    Field{"head_k_dim", &PackedTokens::head_k_dim},
+};
+template <>
+constexpr auto kFields<GradientArguments> = std::tuple{
+    Field{"g", &GradientArguments::g_cumsum},
+    Field{"g_raw", &GradientArguments::g_raw},
+    Field{"A", &GradientArguments::A},
+    Field{"do", &GradientArguments::grad_o},
+    Field{"dht", &GradientArguments::grad_final_state},
+};
+template <>
+constexpr auto kFields<ForwardOutputs> = std::tuple{Field{"o", &ForwardOutputs::o}};
+template <>
+constexpr auto kFields<BackwardOutputs> = std::tuple{
+    Field{"dq", &BackwardOutputs::dq}, Field{"dk", &BackwardOutputs::dk}, Field{"dv", &BackwardOutputs::dv},
+    Field{"db", &BackwardOutputs::db}, Field{"dg", &BackwardOutputs::dg},
+};
+template <>
+constexpr auto kFields<PoolArguments> = std::tuple{
+    Field{"state_pool", &PoolArguments::state_pool},
+    Field{"state_indices", &PoolArguments::state_indices},
+    Field{"initial_state_indices", &PoolArguments::initial_state_indices},
+    Field{"has_initial_state", &PoolArguments::has_initial_state},
+    Field{"null_index", &PoolArguments::null_index},
+    Field{"checkpoint_every", &PoolArguments::checkpoint_every},
+    Field{"checkpoint_indices", &PoolArguments::checkpoint_indices},
+    Field{"checkpoints", &PoolArguments::checkpoints},
+    Field{"out", &PoolArguments::out},
+    Field{"h", &PoolArguments::h},
+};
+template <>
+constexpr auto kFields<DecodeArguments> = std::tuple{
+    Field{"q", &DecodeArguments::q},
+    Field{"k", &DecodeArguments::k},
+    Field{"v", &DecodeArguments::v},
+    Field{"a", &DecodeArguments::a},
+    Field{"b", &DecodeArguments::b},
+    Field{"A_log", &DecodeArguments::A_log},
+    Field{"dt_bias", &DecodeArguments::dt_bias},
+    Field{"state_pool", &DecodeArguments::state_pool},
+    Field{"state_indices", &DecodeArguments::state_indices},
+    Field{"scale", &DecodeArguments::scale},
+    Field{"null_index", &DecodeArguments::null_index},
+    Field{"use_qk_l2norm_in_kernel", &DecodeArguments::use_qk_l2norm},
+    Field{"cu_seqlens", &DecodeArguments::cu_seqlens},
+    Field{"num_accepted_tokens", &DecodeArguments::num_accepted_tokens},
+    Field{"write_indices", &DecodeArguments::write_indices},
+    Field{"intermediate_states", &DecodeArguments::intermediate_states},
+    Field{"intermediate_indices", &DecodeArguments::intermediate_indices},
+    Field{"parents", &DecodeArguments::parents},
+    Field{"update_state", &DecodeArguments::update_state},
+    Field{"state_v_first", &DecodeArguments::state_v_first},
+    Field{"use_beta_sigmoid_in_kernel", &DecodeArguments::use_beta_sigmoid},
+    Field{"allow_neg_eigval", &DecodeArguments::allow_neg_eigval},
+    Field{"out", &DecodeArguments::out},
+};
+template <>
+constexpr auto kFields<Backlog> = std::tuple{
+    Field{"d_cache", &Backlog::d_cache},         Field{"k_cache", &Backlog::k_cache},
+    Field{"g_cache", &Backlog::g_cache},         Field{"write_pos", &Backlog::write_pos},
+    Field{"force_flush", &Backlog::force_flush},
 };
 
-const Tensor* given(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
-const Tensor* given(const std::optional<Tensor>& tensor) { return or_null(tensor); }
-const Tensor* given(const auto&) { return nullptr; }  // no tensor
+namespace {
 
-// The stack on which PyTorch calls an op: arguments in the schema's order, replaced by the results. Two lists of
-// arguments have to agree, the schema's and take's. TORCH_BOX would need four.
+// The stack on which PyTorch calls an op: arguments in the schema's order, replaced by the results.
+template <const char* kSchema>
 class Stack {
  public:
-  Stack(const Schema& schema, StableIValue* values, uint64_t arguments, uint64_t results)
-      : schema_(schema), values_(values), arguments_(arguments), results_(results) {}
+  using S = Schema<kSchema>;
+  Stack(StableIValue* values, uint64_t arguments, uint64_t results)
+      : values_(values), arguments_(arguments), results_(results) {}
 
-  const char* op() const { return schema_.op.c_str(); }
+  static constexpr const char* kOp = S::kOp;
 
-  // Fails if an argument that the op writes shares memory.
-  template <typename... T>
-  void take(T&... arguments) const {
-    STD_TORCH_CHECK(sizeof...(T) == arguments_, "flash_qla: an op takes other arguments than its schema says");
-    const StableIValue* next = values_;
-    ((arguments = torch::stable::detail::to<T>(*next++)), ...);
-    if (schema_.writes) {
-      const Schema::Argument* argument = schema_.arguments.data();
-      const auto named = [&](const Tensor* tensor) {
-        const auto& [name, is_written] = *argument++;
-        return TensorArgument{name.c_str(), tensor, is_written};
-      };
-      check_overlap(op(), std::array{named(given(arguments))...});
-    }
+  // Sets the records' fields. Fails if an argument that the op writes shares memory.
+  template <typename... Records>
+  void take(Records&... records) const {
+    STD_TORCH_CHECK(S::kArguments.size() == arguments_, "flash_qla: an op takes other arguments than its schema says");
+    take_all(std::make_index_sequence<S::kArguments.size()>(), records...);
   }
 
   template <typename... T>
@@ -87,58 +144,38 @@ class Stack {
   }
 
  private:
-  const Schema& schema_;
+  template <size_t... i, typename... Records>
+  void take_all(std::index_sequence<i...>, Records&... records) const {
+    const std::array tensors = {take_argument<S, i>(values_[i], records...)...};
+    if constexpr (S::kWrites) {
+      check_overlap(kOp, std::array{TensorArgument{S::kArguments[i].name, tensors[i], S::kArguments[i].is_written}...});
+    }
+  }
+
   StableIValue* values_;
   uint64_t arguments_, results_;
 };
 
-template <const char* kSchema>
-const Schema& schema() {
-  static const Schema& parsed = *new Schema(kSchema);
-  return parsed;
-}
-
 // An op as PyTorch calls it. Its errors leave as PyTorch's: each library counts its exceptions in flight with its own
 // libstdc++, so an exception of this one that PyTorch caught would leave both counts wrong.
-template <const char* kSchema, void (*Op)(const Stack&)>
+template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
 void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
-  const Schema& names = schema<kSchema>();
   std::string error;
   try {
-    Op(Stack(names, values, arguments, results));
+    Op(Stack<kSchema>(values, arguments, results));
     return;
   } catch (const std::bad_alloc&) {
-    error = out_of_host_memory(names.op.c_str());
+    error = out_of_host_memory(Schema<kSchema>::kOp);
   } catch (const std::exception& e) {
     error = e.what();
   }
   throw_by_pytorch(error);
 }
 
-// A whole pass, or a half of one.
-enum class Part { kWhole, kHalf };
-
-// Takes `arguments`. The last argument of a whole pass is max_seqlen. A half has none, because it cuts every sequence.
-template <Part part>
-void take_pass(const Stack& stack, Arguments& a, auto&... arguments) {
-  if constexpr (part == Part::kWhole) {
-    stack.take(arguments..., a.max_seqlen);
-  } else {
-    stack.take(arguments...);
-  }
-}
-
-// Takes the arguments of an op of the forward. `own`: its arguments between beta and the activations.
-template <Part part = Part::kWhole>
-void take_forward(const Stack& stack, Arguments& a, auto&... own) {
-  take_pass<part>(stack, a, a.q, a.k, a.v, a.g, a.beta, own..., a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid,
-                  a.allow_neg_eigval);
-}
-
 // Gives o and the final state.
 template <auto Forward>
-void give_forward(const Stack& stack, Arguments a) {
-  const Call call = make_call(stack.op(), std::move(a));
+void give_forward(const auto& stack, Arguments a) {
+  const Call call = make_call(stack.kOp, std::move(a));
   ForwardOutputs out = Forward(call);
   out.final_state = final_state_as_returned(call, std::move(out.final_state));
   check_results(call, out);
@@ -154,10 +191,9 @@ constexpr char kChunkGatedDeltaRule[] =
     "-> (Tensor o, Tensor final_state)";
 
 template <auto Forward>
-void chunk_gated_delta_rule(const Stack& stack) {
+void chunk_gated_delta_rule(const Stack<kChunkGatedDeltaRule>& stack) {
   Arguments a;
-  take_forward(stack, a, a.scale, a.initial_state, a.output_final_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
-               a.auto_cp, a.state_dtype);
+  stack.take(a);
   give_forward<Forward>(stack, std::move(a));
 }
 
@@ -170,12 +206,11 @@ constexpr char kChunkGatedDeltaRuleFwd[] =
     "-> (Tensor g_cumsum, Tensor A, Tensor o, Tensor h, Tensor final_state)";
 
 template <auto Forward>
-void chunk_gated_delta_rule_fwd(const Stack& stack) {
+void chunk_gated_delta_rule_fwd(const Stack<kChunkGatedDeltaRuleFwd>& stack) {
   Arguments a;
   a.output_A = true;
-  take_forward(stack, a, a.scale, a.initial_state, a.cu_seqlens, a.output_final_state, a.output_h, a.auto_cp,
-               a.state_v_first, a.use_qk_l2norm, a.state_dtype);
-  const Call call = make_call(stack.op(), std::move(a));
+  stack.take(a);
+  const Call call = make_call(stack.kOp, std::move(a));
   ForwardOutputs out = Forward(call);
   out.h = h_as_returned(call, std::move(out.h));
   out.final_state = final_state_as_returned(call, std::move(out.final_state));
@@ -191,18 +226,16 @@ constexpr char kChunkGatedDeltaRuleBwd[] =
     "bool allow_neg_eigval=False, Tensor? g_raw=None, SymInt? max_seqlen=None) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
-// Takes the arguments of an op of the backward. `own`: its arguments between beta and cu_seqlens.
-template <Part part = Part::kWhole>
-BackwardCall take_backward(const Stack& stack, BackwardArguments& a, auto&... own) {
-  take_pass<part>(stack, a, a.q, a.k, a.v, a.g_cumsum, a.beta, own..., a.cu_seqlens, a.state_v_first, a.auto_cp,
-                  a.use_qk_l2norm, a.use_gate, a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.g_raw);
-  return make_backward_call(stack.op(), std::move(a));
+// Takes the arguments of an op of the backward, whose g is the sum of the gates, and what else it has.
+BackwardCall take_backward(const auto& stack, BackwardArguments& a, auto&... others) {
+  stack.take(static_cast<GradientArguments&>(a), static_cast<Arguments&>(a), others...);
+  return make_backward_call(stack.kOp, std::move(a));
 }
 
 template <auto Backward>
-void chunk_gated_delta_rule_bwd(const Stack& stack) {
+void chunk_gated_delta_rule_bwd(const Stack<kChunkGatedDeltaRuleBwd>& stack) {
   BackwardArguments a;
-  const BackwardCall call = take_backward(stack, a, a.A, a.grad_o, a.grad_final_state, a.scale, a.initial_state);
+  const BackwardCall call = take_backward(stack, a);
   BackwardOutputs out = Backward(call);
   check_results(call, out);
   stack.give(std::move(out.dq), std::move(out.dk), std::move(out.dv), std::move(out.db), std::move(out.dg),
@@ -219,13 +252,11 @@ constexpr char kChunkGatedDeltaRulePacked[] =
     "-> (Tensor o, Tensor final_state)";
 
 template <auto Forward>
-void chunk_gated_delta_rule_packed(const Stack& stack) {
+void chunk_gated_delta_rule_packed(const Stack<kChunkGatedDeltaRulePacked>& stack) {
   Arguments a;
   PackedTokens packed;
-  stack.take(packed.mixed_qkv, a.g, a.beta, packed.num_k_heads, packed.head_k_dim, a.scale, a.initial_state,
-             a.output_final_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype, a.use_gate,
-             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.max_seqlen);
-  split(stack.op(), a, packed);
+  stack.take(packed, a);
+  split(stack.kOp, a, packed);
   give_forward<Forward>(stack, std::move(a));
 }
 
@@ -238,16 +269,14 @@ constexpr char kChunkGatedDeltaRulePackedBwd[] =
     "-> (Tensor dmixed_qkv, Tensor db, Tensor dg, Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
 template <auto Backward>
-void chunk_gated_delta_rule_packed_bwd(const Stack& stack) {
+void chunk_gated_delta_rule_packed_bwd(const Stack<kChunkGatedDeltaRulePackedBwd>& stack) {
   BackwardArguments a;
   PackedTokens packed;
-  stack.take(packed.mixed_qkv, a.g, a.beta, packed.num_k_heads, packed.head_k_dim, a.grad_o, a.grad_final_state,
-             a.scale, a.initial_state, a.cu_seqlens, a.state_v_first, a.auto_cp, a.use_qk_l2norm, a.use_gate, a.A_log,
-             a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.max_seqlen);
-  split(stack.op(), a, packed);
+  stack.take(packed, static_cast<Arguments&>(a), static_cast<GradientArguments&>(a));  // g is the forward's
+  split(stack.kOp, a, packed);
   a.g_raw = a.g;
   a.packed = true;
-  const BackwardCall call = make_backward_call(stack.op(), std::move(a));
+  const BackwardCall call = make_backward_call(stack.kOp, std::move(a));
   BackwardOutputs out = Backward(call);
   check_results(call, out);
   stack.give(std::move(out.dmixed_qkv), std::move(out.db), std::move(out.dg), std::move(out.dh0), std::move(out.dA_log),
@@ -263,20 +292,12 @@ constexpr char kGatedDeltaRuleForwardBegin[] =
     "Tensor? A_log=None, Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False) "
     "-> (Tensor maps, Tensor workspace, Tensor o)";
 
-// The place for the workspace that the op takes.
-Tensor& given_workspace(Arguments& a) { return a.workspace.emplace(undefined_tensor()); }
-
-void take_half_forward(const Stack& stack, Arguments& a, auto&... own) {
-  a.in_halves = true;
-  take_forward<Part::kHalf>(stack, a, own...);
-}
-
 template <auto Begin>
-void gated_delta_rule_forward_begin(const Stack& stack) {
+void gated_delta_rule_forward_begin(const Stack<kGatedDeltaRuleForwardBegin>& stack) {
   Arguments a;
-  take_half_forward(stack, a, a.map_sequences, a.scale, a.initial_state, a.use_qk_l2norm, a.cu_seqlens, a.state_v_first,
-                    a.auto_cp);
-  const Call call = make_call(stack.op(), std::move(a));
+  a.in_halves = true;
+  stack.take(a);
+  const Call call = make_call(stack.kOp, std::move(a));
   ForwardOutputs out = allocate_forward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.o));
@@ -291,12 +312,12 @@ constexpr char kGatedDeltaRuleForwardFinish[] =
     "-> Tensor final_state";
 
 template <auto Finish>
-void gated_delta_rule_forward_finish(const Stack& stack) {
+void gated_delta_rule_forward_finish(const Stack<kGatedDeltaRuleForwardFinish>& stack) {
   Arguments a;
   ForwardOutputs out;
-  take_half_forward(stack, a, given_workspace(a), out.o, a.scale, a.initial_state, a.output_final_state,
-                    a.use_qk_l2norm, a.cu_seqlens, a.state_v_first, a.auto_cp, a.state_dtype);
-  const Call call = make_call(stack.op(), std::move(a));
+  a.in_halves = true;
+  stack.take(a, out);
+  const Call call = make_call(stack.kOp, std::move(a));
   check_begun(call, out);
   out.final_state = allocate_final_state(call);
   Finish(call, out);
@@ -312,15 +333,11 @@ constexpr char kGatedDeltaRuleBackwardBegin[] =
     "Tensor? dt_bias=None, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, Tensor? g_raw=None) "
     "-> (Tensor maps, Tensor workspace, Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dg)";
 
-BackwardCall take_half_backward(const Stack& stack, BackwardArguments& a, auto&... own) {
-  a.in_halves = true;
-  return take_backward<Part::kHalf>(stack, a, a.grad_o, own...);
-}
-
 template <auto Begin>
-void gated_delta_rule_backward_begin(const Stack& stack) {
+void gated_delta_rule_backward_begin(const Stack<kGatedDeltaRuleBackwardBegin>& stack) {
   BackwardArguments a;
-  const BackwardCall call = take_half_backward(stack, a, a.map_sequences, a.grad_final_state, a.scale);
+  a.in_halves = true;
+  const BackwardCall call = take_backward(stack, a);
   BackwardOutputs out = allocate_backward(call);
   Begun begun = Begin(call, out);
   stack.give(std::move(begun.maps), std::move(begun.workspace), std::move(out.dq), std::move(out.dk), std::move(out.dv),
@@ -336,9 +353,10 @@ constexpr char kGatedDeltaRuleBackwardReplay[] =
     "-> ()";
 
 template <auto Replay>
-void gated_delta_rule_backward_replay(const Stack& stack) {
+void gated_delta_rule_backward_replay(const Stack<kGatedDeltaRuleBackwardReplay>& stack) {
   BackwardArguments a;
-  const BackwardCall call = take_half_backward(stack, a, given_workspace(a), a.scale, a.initial_state);
+  a.in_halves = true;
+  const BackwardCall call = take_backward(stack, a);
   check_workspace(call);
   Replay(call);
   stack.give();
@@ -354,11 +372,11 @@ constexpr char kGatedDeltaRuleBackwardFinish[] =
     "-> (Tensor dh0, Tensor dA_log, Tensor ddt_bias)";
 
 template <auto Finish>
-void gated_delta_rule_backward_finish(const Stack& stack) {
+void gated_delta_rule_backward_finish(const Stack<kGatedDeltaRuleBackwardFinish>& stack) {
   BackwardArguments a;
   BackwardOutputs out;
-  const BackwardCall call = take_half_backward(stack, a, given_workspace(a), out.dq, out.dk, out.dv, out.db, out.dg,
-                                               a.grad_final_state, a.scale, a.initial_state);
+  a.in_halves = true;
+  const BackwardCall call = take_backward(stack, a, out);
   check_begun(call, out);
   allocate_sums(call, out);
   Finish(call, out);
@@ -388,14 +406,11 @@ constexpr char kPrefillGatedDeltaRule[] =
     "-> Tensor o";
 
 template <auto Prefill>
-void prefill_gated_delta_rule(const Stack& stack) {
+void prefill_gated_delta_rule(const Stack<kPrefillGatedDeltaRule>& stack) {
   Arguments a;
   PoolArguments p;
-  stack.take(a.q, a.k, a.v, a.g, a.beta, p.state_pool, p.state_indices, a.scale, a.cu_seqlens, p.has_initial_state,
-             p.null_index, a.use_qk_l2norm, p.checkpoint_every, p.checkpoint_indices, p.checkpoints, a.use_gate,
-             a.A_log, a.dt_bias, a.use_beta_sigmoid, a.allow_neg_eigval, a.batch_invariant, p.initial_state_indices,
-             p.out, p.h, a.max_seqlen);
-  stack.give(run_on_pool<Prefill>(make_prefill_call(stack.op(), std::move(a), std::move(p))));
+  stack.take(a, p);
+  stack.give(run_on_pool<Prefill>(make_prefill_call(stack.kOp, std::move(a), std::move(p))));
 }
 
 constexpr char kDecodeGatedDeltaRule[] =
@@ -407,19 +422,11 @@ constexpr char kDecodeGatedDeltaRule[] =
     "bool allow_neg_eigval=False, Tensor(c!)? out=None) "
     "-> Tensor o";
 
-// Takes the arguments of an op of decoding. `first`: its arguments before a.
-void take_decode(const Stack& stack, DecodeArguments& a, auto&... first) {
-  stack.take(first..., a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, a.scale, a.null_index,
-             a.use_qk_l2norm, a.cu_seqlens, a.num_accepted_tokens, a.write_indices, a.intermediate_states,
-             a.intermediate_indices, a.parents, a.update_state, a.state_v_first, a.use_beta_sigmoid, a.allow_neg_eigval,
-             a.out);
-}
-
 template <auto Decode>
-void decode_gated_delta_rule(const Stack& stack) {
+void decode_gated_delta_rule(const Stack<kDecodeGatedDeltaRule>& stack) {
   DecodeArguments a;
-  take_decode(stack, a, a.q, a.k, a.v);
-  stack.give(run_on_pool<Decode>(make_decode_call(stack.op(), std::move(a))));
+  stack.take(a);
+  stack.give(run_on_pool<Decode>(make_decode_call(stack.kOp, std::move(a))));
 }
 
 constexpr char kDecodeGatedDeltaRulePacked[] =
@@ -432,11 +439,11 @@ constexpr char kDecodeGatedDeltaRulePacked[] =
     "-> Tensor o";
 
 template <auto Decode>
-void decode_gated_delta_rule_packed(const Stack& stack) {
-  Tensor mixed_qkv = undefined_tensor();
+void decode_gated_delta_rule_packed(const Stack<kDecodeGatedDeltaRulePacked>& stack) {
+  PackedTokens packed;
   DecodeArguments a;
-  take_decode(stack, a, mixed_qkv);
-  stack.give(run_on_pool<Decode>(make_packed_decode_call(stack.op(), mixed_qkv, std::move(a))));
+  stack.take(packed, a);
+  stack.give(run_on_pool<Decode>(make_packed_decode_call(stack.kOp, packed.mixed_qkv, std::move(a))));
 }
 
 constexpr char kDecodeGatedDeltaRuleBuffered[] =
@@ -448,18 +455,16 @@ constexpr char kDecodeGatedDeltaRuleBuffered[] =
     "-> Tensor o";
 
 template <auto DecodeBuffered>
-void decode_gated_delta_rule_buffered(const Stack& stack) {
+void decode_gated_delta_rule_buffered(const Stack<kDecodeGatedDeltaRuleBuffered>& stack) {
   DecodeArguments a;
   Backlog backlog;
-  stack.take(a.q, a.k, a.v, a.a, a.b, a.A_log, a.dt_bias, a.state_pool, a.state_indices, backlog.d_cache,
-             backlog.k_cache, backlog.g_cache, backlog.write_pos, backlog.force_flush, a.scale, a.null_index,
-             a.use_qk_l2norm, a.use_beta_sigmoid, a.allow_neg_eigval, a.out);
-  stack.give(run_on_pool<DecodeBuffered>(make_buffered_decode_call(stack.op(), std::move(a), std::move(backlog))));
+  stack.take(a, backlog);
+  stack.give(run_on_pool<DecodeBuffered>(make_buffered_decode_call(stack.kOp, std::move(a), std::move(backlog))));
 }
 
-template <const char* kSchema, void (*Op)(const Stack&)>
+template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl(schema<kSchema>().op.c_str(), boxed<kSchema, Op>);
+  m.impl(Schema<kSchema>::kOp, boxed<kSchema, Op>);
 }
 
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,

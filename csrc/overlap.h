@@ -4,12 +4,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <span>
+#include <string_view>
 
 namespace flash_qla {
 
 // A tensor among the arguments of an op. `tensor` is null if it was not given.
 struct TensorArgument {
-  const char* name;
+  std::string_view name;
   const torch::stable::Tensor* tensor;
   bool is_written;
 };

@@ -61,7 +61,7 @@ class CopiedTokens(Bundle):
         fields = {}
         for name in ("q", "k", "v"):
             sizes = dims(f"{name}_heads", f"{name}_channels")
-            strides = dims(*(f"{name}_{of}" for of in ("batch", "row", "head", "channel")))
+            strides = [T.dynamic(f"{name}_{of}", "int64") for of in ("batch", "row", "head", "channel")]
             fields[name] = T.StridedTensor((B, length, *sizes), strides, "uint16")
             fields[f"{name}_copy"] = T.Tensor([B * length, *sizes], "uint16")
             fields |= {x.name: x for x in (*sizes, *strides)}

@@ -350,6 +350,35 @@ def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None
     return gradients
 
 
+def packed(inputs: dict, wider: int = 0) -> dict:
+    """The arguments of chunk_gated_delta_rule_packed: q, k and v as the first channels of a tensor that has `wider` more
+    of them."""
+    mixed = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
+    whole = F.pad(mixed, (0, wider), value=torch.nan)
+    H_k, K = inputs["q"].shape[2:]
+    others = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")}
+    return {"mixed_qkv": whole[..., : mixed.shape[-1]], "num_k_heads": H_k, "head_k_dim": K} | others
+
+
+def split_gradient(gradient: torch.Tensor, inputs: dict) -> dict:
+    """dq, dk and dv, the parts of mixed_qkv's gradient."""
+    shapes = [inputs[name].shape[2:] for name in ("q", "k", "v")]
+    parts = gradient.split([shape.numel() for shape in shapes], -1)
+    return {name: x.unflatten(-1, y) for name, x, y in zip(("dq", "dk", "dv"), parts, shapes, strict=True)}
+
+
+def run_packed(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None) -> dict:
+    """What the two ops of chunk_gated_delta_rule_packed return, by name."""
+    arguments = packed(inputs)
+    o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_packed(**arguments, output_final_state=True)
+    found = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd(**arguments, do=do, dht=dht)
+    of_others = {"db": "beta", "dg": "g", "dh0": "initial_state", "dA_log": "A_log", "ddt_bias": "dt_bias"}
+    gradients = dict(zip(("dmixed_qkv", *of_others), found, strict=True))
+    gradients = split_gradient(gradients.pop("dmixed_qkv"), inputs) | gradients
+    missing = [name for name, of in of_others.items() if inputs.get(of) is None]
+    return {"o": o, "final_state": final_state} | {x: y for x, y in gradients.items() if x not in missing}
+
+
 def run_autograd(
     inputs: dict, do: torch.Tensor | None, dht: torch.Tensor | None = None, of=tuple(ALL_GRADIENTS_OF), **options
 ) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import Case, make_gradients, make_inputs, on_meta
+from cases import Case, make_gradients, make_inputs, on_meta, packed
 from subprocesses import run_python
 
 import flash_qla
@@ -441,8 +441,9 @@ WITH_STATE_DTYPE = [x for x in FUNCTIONS if arguments_of(x, torch.dtype)]
 
 @pytest.mark.parametrize("function", WITH_STATE_DTYPE, ids=lambda x: x.__name__)
 def test_no_dtype_as_a_dtype(function):
-    assert len(WITH_STATE_DTYPE) == 3 and arguments_of(function, torch.dtype) == ["state_dtype"]
+    assert len(WITH_STATE_DTYPE) == 4 and arguments_of(function, torch.dtype) == ["state_dtype"]
     given = good("chunk_gated_delta_rule", "cpu", T=5)
+    given = packed(given) if function is flash_qla.chunk_gated_delta_rule_packed else given
     for value, came in (("fp16", "'fp16'"), (np.float16, "<class 'numpy.float16'>"), (16, "16")):
         with pytest.raises(TypeError, match=f"^{function.__name__}: state_dtype is {came}, expected a torch.dtype"):
             function(**given, state_dtype=value)

@@ -30,6 +30,7 @@ def arguments_of(case: Case, device: str) -> dict:
     Case(B=3, T=5, **FEW, gate="resets"),
     Case(B=2, T=12, **FEW, initial_state=None, state_v_first=True),
     Case(lengths=(1, 0, 6, 11), **FEW, cu_dtype=torch.int64, padding=3),
+    Case(lengths=(0, 1, 0), **FEW),  # one token in all, and states that stay as they are
     Case(lengths=(4, 2), **FEW, state_v_first=True, initial_state=None),
     Case(B=2, T=3, **FEW, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True),
     Case(T=1, **FEW, use_gate_in_kernel=True, state_v_first=True),

@@ -215,3 +215,20 @@ def test_decoding_from_a_pool_of_more_than_2_31_elements(dtype, gap):
             kept[slot] = 7
     for x in (memory, kept):
         assert x is None or all((piece == 7).all() for piece in x.flatten().split(2**28))
+
+
+@whole_card
+@pytest.mark.parametrize("layout", ("tokens innermost", "batches apart"))
+def test_copies_of_more_than_2_31_elements(layout):
+    """Tokens that are copied first lie further apart than 32 bits count."""
+    require_free(40)
+    (B, T), generator = (2, 2**22), torch.Generator("cuda").manual_seed(0)
+    mixed = randn(generator, B, T, 4 * D)  # one query/key head, two value heads
+    assert mixed.numel() > 2**31
+    far = {"tokens innermost": lambda: mixed.mT.contiguous().mT, "batches apart": lambda: F.pad(mixed, (0, 0, 0, 3))}
+    gates = F.logsigmoid(randn(generator, B, T, 2, dtype=torch.float32)) / 16, torch.ones(B, T, 2, device="cuda")
+    with torch.no_grad():
+        expected = flash_qla.chunk_gated_delta_rule_packed(mixed, *gates, 1, D, use_qk_l2norm_in_kernel=True)[0]
+        moved = far[layout]()[:, :T]
+        o = flash_qla.chunk_gated_delta_rule_packed(moved, *gates, 1, D, use_qk_l2norm_in_kernel=True)[0]
+    assert not moved.is_contiguous() and torch.equal(o, expected) and o[-1, -1].any()

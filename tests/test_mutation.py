@@ -14,7 +14,8 @@ WRITES = {
     name: [x.name for x in op_of(name)._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     for name in (*NAMES, *(later for name in NAMES for later in later_ops(name)))
 }
-WITHOUT_DERIVATIVES = sorted({*NAMES} - {"chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd"})
+WITH_DERIVATIVES = {f"chunk_gated_delta_rule{of}" for of in ("", "_fwd", "_packed")}
+WITHOUT_DERIVATIVES = sorted({*NAMES} - WITH_DERIVATIVES)
 
 
 def copies(name: str, arguments: dict) -> dict:

@@ -4,7 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from cases import ALL_INSIDE, Case, backward_mode, equal, forward_mode, make_gradients, make_inputs, parametrize
+from cases import (
+    ALL_INSIDE,
+    GRADIENT_OF,
+    Case,
+    backward_mode,
+    equal,
+    forward_mode,
+    make_gradients,
+    make_inputs,
+    packed,
+    parametrize,
+    split_gradient,
+)
 from dispatched import Ran
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,15 +34,6 @@ CASES = parametrize(
 SPLIT = ("q", "k", "v")
 
 
-def packed(inputs: dict, wider: int = 0) -> dict:
-    """The arguments with q, k and v in one tensor: the first channels of one that has `wider` more of them."""
-    mixed = torch.cat([inputs[name].flatten(2) for name in SPLIT], -1)
-    whole = torch.nn.functional.pad(mixed, (0, wider), value=torch.nan)
-    H_k, K = inputs["q"].shape[2:]
-    others = {name: x for name, x in inputs.items() if name not in SPLIT}
-    return {"mixed_qkv": whole[..., : mixed.shape[-1]], "num_k_heads": H_k, "head_k_dim": K} | others
-
-
 def results(function, arguments: dict, do, dht) -> dict:
     """o, the final state, and the gradients by the names of their tensors."""
     leaves = {
@@ -43,10 +46,10 @@ def results(function, arguments: dict, do, dht) -> dict:
     return {"o": o.detach(), "final_state": state.detach()} | {name: x.grad for name, x in leaves.items()}
 
 
-def split_gradient(found: dict, inputs: dict) -> dict:
-    sizes = [inputs[name].shape[2] * inputs[name].shape[3] for name in SPLIT]
-    parts = found.pop("mixed_qkv").split(sizes, -1)
-    return found | {name: x.unflatten(-1, inputs[name].shape[2:]) for name, x in zip(SPLIT, parts, strict=True)}
+def assert_same(found: dict, expected: dict, inputs: dict):
+    """The same bits. The gradients of q, k and v are parts of that of mixed_qkv."""
+    parts = split_gradient(found.pop("mixed_qkv"), inputs)
+    assert equal(found | {name: parts[GRADIENT_OF[name]] for name in SPLIT}, expected)
 
 
 @CASES
@@ -58,7 +61,7 @@ def test_the_same_bits(device, case, wider):
     expected = results(flash_qla.chunk_gated_delta_rule, inputs, do, dht)
     found = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs, wider), do, dht)
     assert found["mixed_qkv"].is_contiguous()
-    assert equal(split_gradient(found, inputs), expected)
+    assert_same(found, expected, inputs)
 
 
 def test_autograd_in_python(device):
@@ -77,7 +80,7 @@ def test_the_same_bits_in_every_mode(segments):
     with forward_mode(segment_chunks=segments), backward_mode(segment_chunks=segments):
         expected = results(flash_qla.chunk_gated_delta_rule, inputs, **gradients)
         found = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients)
-    assert equal(split_gradient(found, inputs), expected)
+    assert_same(found, expected, inputs)
 
 
 def test_gradients_of_the_state_alone(device):

@@ -41,6 +41,7 @@ from cases import (
     run_autograd,
     run_backward,
     run_forwards,
+    run_packed,
     shapes,
 )
 from poison import poisoned
@@ -193,6 +194,8 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
             of_state = {} if arguments["dht"] is None else {"state_dtype": arguments["dht"].dtype}
             of_autograd = run_autograd(inputs, **used, of=trial.wanted, **of_state)
             outputs |= {f"autograd's {name}": x for name, x in of_autograd.items()}
+            if case.strides == "slices":
+                outputs |= {f"packed {name}": x for name, x in run_packed(inputs, **of_backward).items()}
             if trial.map_sequences is not None:
                 of_halves, *maps = halves.run_halves(arguments | {"state_dtype": trial.state_dtype}, mapped)
                 outputs |= {f"halves' {name}": x for name, x in of_halves.items()}
@@ -695,7 +698,7 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
 
 def name_of_tensor(name: str) -> str:
     """The name of an output without the names of functions and calls."""
-    for prefix in ("low-level ", "autograd's ", "halves' ", "rounded "):
+    for prefix in ("low-level ", "autograd's ", "packed ", "halves' ", "rounded "):
         name = name.removeprefix(prefix)
     return name.removesuffix(" without h")
 
@@ -721,7 +724,9 @@ def check_dtypes(trial: Trial, arguments: dict, outputs: dict) -> None:
             expected = of_states
         assert x.dtype == expected, f"{name} is {x.dtype}, expected {expected}"
         is_view = tensor.endswith(("Z", "M")) or tensor == "h" or tensor.startswith("states of")
-        assert is_view or name.startswith("autograd's") or x.is_contiguous(), f"{name} has strides {x.stride()}"
+        assert is_view or name.startswith(("autograd's", "packed")) or x.is_contiguous(), (
+            f"{name} has strides {x.stride()}"
+        )
 
 
 @reference.one_thread()

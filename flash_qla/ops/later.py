@@ -3,7 +3,6 @@ never import, and of inference engines, which import their layers late."""
 
 import importlib.abc
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -44,16 +43,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._searches = set()
 
     def find_spec(self, name, path=None, target=None):
-        search = name, threading.get_ident()
-        # Another package's finder may ask the others too, this one among them.
-        if name not in _waiting or search in self._searches:
+        # Another package's finder may ask the others too, this one among them. Only one thread searches at a time,
+        # because Python holds its import lock around each finder.
+        if name not in _waiting or name in self._searches:
             return None
-        self._searches.add(search)
+        self._searches.add(name)
         try:
             others = (x for x in sys.meta_path if x is not self and hasattr(x, "find_spec"))
             spec = next(filter(None, (x.find_spec(name, path, target) for x in others)), None)
         finally:
-            self._searches.remove(search)
+            self._searches.remove(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader)
         return spec
