@@ -351,8 +351,8 @@ def run_backward(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None
 
 
 def packed(inputs: dict, wider: int = 0) -> dict:
-    """The arguments of chunk_gated_delta_rule_packed: q, k and v as the first channels of a tensor that has `wider` more
-    of them."""
+    """The arguments of chunk_gated_delta_rule_packed: q, k and v as the first channels of a tensor that has `wider`
+    more of them."""
     mixed = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
     whole = F.pad(mixed, (0, wider), value=torch.nan)
     H_k, K = inputs["q"].shape[2:]

@@ -8,6 +8,7 @@ in float32 as torch is. The file is long because all tests share these models.
 import copy
 import functools
 import importlib.util
+import inspect
 import io
 import pickle
 import re
@@ -80,15 +81,18 @@ def gated_delta_nets(model):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of each call of flash_qla.chunk_gated_delta_rule, by name."""
+    """The arguments of each call of flash_qla.chunk_gated_delta_rule and its packed form, by name."""
     made = []
-    original = flash_qla.chunk_gated_delta_rule
 
-    def recorded(q, k, v, g, beta, **kwargs):
-        made.append({"q": q, "k": k, "v": v, "g": g, "beta": beta, **kwargs})
-        return original(q, k, v, g, beta, **kwargs)
+    def recorded(function):
+        def run(*args, **kwargs):
+            made.append(inspect.signature(function).bind(*args, **kwargs).arguments)
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(flash_qla, "chunk_gated_delta_rule", recorded)
+        return run
+
+    for name in ("chunk_gated_delta_rule", "chunk_gated_delta_rule_packed"):
+        monkeypatch.setattr(flash_qla, name, recorded(getattr(flash_qla, name)))
     return made
 
 
@@ -526,8 +530,8 @@ from test_transformers import example, gated_delta_nets, small_model, text, use_
 import flash_qla
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 torch.distributed.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
-calls, original = [], flash_qla.chunk_gated_delta_rule
-flash_qla.chunk_gated_delta_rule = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+calls, original = [], flash_qla.chunk_gated_delta_rule_packed
+flash_qla.chunk_gated_delta_rule_packed = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
 mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
 expected = small_model()(text(20)).logits
 for order in ("before", "after"):
