@@ -13,6 +13,7 @@ from cases import (
     forward_mode,
     make_gradients,
     make_inputs,
+    on_meta,
     packed,
     parametrize,
     split_gradient,
@@ -114,6 +115,7 @@ def test_autocast(device):
         ({"mixed_qkv": torch.zeros(1, 4, 192, dtype=torch.int32)}, "mixed_qkv has dtype int32"),
         ({"num_k_heads": 0}, "num_k_heads is 0, expected at least 1"),
         ({"num_k_heads": 2**40}, "mixed_qkv has 192 channels"),
+        ({"num_k_heads": 2**57}, "mixed_qkv has 192 channels"),  # 2 H_k K does not fit in 64 bits
         ({"head_k_dim": -1}, "head_k_dim is -1, expected at least 1"),
         ({"num_k_heads": 4, "head_k_dim": 16}, "v has 2 heads, expected a positive multiple of the 4 heads"),
         ({"g": torch.zeros(1, 4)}, "g has 2 dimensions"),
@@ -138,6 +140,15 @@ def test_opcheck(device):
     torch.library.opcheck(op, (), arguments | {"mixed_qkv": arguments["mixed_qkv"].requires_grad_()})
     arguments["mixed_qkv"] = arguments["mixed_qkv"].detach()
     torch.library.opcheck(torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd.default, (), arguments | gradients)
+
+
+def test_fake_gradient_of_channels_before_tokens(device):
+    """Contiguous, as the op's, whatever the strides of mixed_qkv are."""
+    arguments = packed(make_inputs(SMALL, device)) | make_gradients(SMALL, device)
+    arguments["mixed_qkv"] = arguments["mixed_qkv"].mT.contiguous().mT
+    op = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd
+    found, fake = op(**arguments)[0], op(**on_meta(arguments))[0]
+    assert found.is_contiguous() and (found.shape, found.stride()) == (fake.shape, fake.stride())
 
 
 def test_compiled(device):
