@@ -197,6 +197,9 @@ def test_slices_of_a_layer():
         with Ran() as ran:
             o, _ = transformers.chunk_gated_delta_rule(query, key, value, inputs["g"], inputs["beta"], **names)
         assert ran.ops == ["chunk_gated_delta_rule_packed"]
+        with Ran() as ran:  # a keyword that only chunk_gated_delta_rule has
+            transformers.chunk_gated_delta_rule(query, key, value, inputs["g"], inputs["beta"], chunk_size=64)
+        assert ran.ops == ["chunk_gated_delta_rule"]
         o.backward(gradients["do"])
         expected = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), gradients["do"], None)
         found = leaf.grad if tokens_first else leaf.grad.mT
