@@ -90,6 +90,16 @@ def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding
     return inputs, update_arguments(inputs, **options)
 
 
+@pytest.mark.parametrize("function", (UPDATE, READY))
+def test_as_many_drafts_as_sequences(device, function):
+    """Without padding: drafts of different numbers are not one token of each sequence."""
+    inputs, arguments = update_call("drafts, padded", FP32 if device == "cpu" else BF16, FP32, padding=0)
+    assert inputs["q"].shape[1] == arguments["cu_seqlens"].numel() - 1
+    check_update(
+        getattr(vllm, function), device, inputs, with_ready_gates(arguments) if function == READY else arguments
+    )
+
+
 @pytest.mark.parametrize("name", UPDATES)
 @DTYPES
 def test_update(device, dtype, state_dtype, name):
