@@ -15,6 +15,7 @@ from cases import (
     forward_mode,
     make_arguments,
     make_inputs,
+    packed,
     parametrize,
 )
 from dispatched import Ran
@@ -173,4 +174,13 @@ def test_the_backward_is_called_with_it():
     inputs["v"].requires_grad_()
     with Ran() as ran:
         flash_qla.chunk_gated_delta_rule(**inputs, max_seqlen=70)[0].sum().backward()
+    assert [x["max_seqlen"] for x in ran.arguments] == [70, 70]
+
+
+def test_the_packed_function_passes_it_on():
+    inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8, dtype=torch.float32), "cpu")
+    arguments = packed(inputs)
+    arguments["mixed_qkv"].requires_grad_()
+    with Ran() as ran:
+        flash_qla.chunk_gated_delta_rule_packed(**arguments, max_seqlen=70)[0].sum().backward()
     assert [x["max_seqlen"] for x in ran.arguments] == [70, 70]
