@@ -13,7 +13,7 @@ import pytest
 from subprocesses import run_forks
 
 from flash_qla.integrations._engines import Replacement
-from flash_qla.ops.later import _waiting, when_imported
+from flash_qla.ops.later import _FINDER, _waiting, when_imported
 
 SOURCE = "value = 1\ndef function(q): return 'theirs'\n"
 
@@ -115,6 +115,26 @@ class Asking:
 def test_beside_another_finder(place, package, found, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     sys.meta_path.insert(place, Asking())
+    assert found == [importlib.import_module(f"{package}.first")]
+
+
+class Failing:
+    """Another package's finder, which fails once."""
+
+    def __init__(self):
+        self.errors = [OSError("no such disk")]
+
+    def find_spec(self, name, path=None, target=None):
+        if self.errors:
+            raise self.errors.pop()
+
+
+def test_after_a_search_that_failed(package, found, monkeypatch):
+    importlib.import_module(package)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    sys.meta_path.insert(sys.meta_path.index(_FINDER) + 1, Failing())
+    with pytest.raises(OSError, match="no such disk"):
+        importlib.import_module(f"{package}.first")
     assert found == [importlib.import_module(f"{package}.first")]
 
 
