@@ -52,6 +52,17 @@ def test_elements_that_overlap(device, name):
                 op_of(name)(**arguments | {x: overlapping})
 
 
+@pytest.mark.parametrize("name", [x for x in WRITING if "state_pool" in WRITES[x]])
+def test_part_of_a_lazy_clone(device, name):
+    """What is written gets memory of its own first, which its views share."""
+    arguments = arguments_of(name, device)
+    pool = torch._lazy_clone(arguments["state_pool"])
+    other = "b" if "b" in arguments else "beta"
+    part = pool.view(-1)[: arguments[other].numel()].view(arguments[other].shape)
+    with pytest.raises(RuntimeError, match=f"{name}: state_pool shares memory with {other}, expected"):
+        op_of(name)(**arguments | {"state_pool": pool, other: part})
+
+
 def addresses(x: torch.Tensor) -> list[int]:
     indices = itertools.product(*map(range, x.shape))
     return [x.storage_offset() + sum(i * s for i, s in zip(index, x.stride(), strict=True)) for index in indices]
