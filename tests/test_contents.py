@@ -267,6 +267,7 @@ huge = {"initial_state": ((2, 1, 0, 5), 1e6), "given": {"state_dtype": torch.flo
 expect(f"final_state[2, 1, 0, 5] is inf, {result}", "chunk_gated_delta_rule", **huge)
 expect("nothing", "chunk_gated_delta_rule", **huge | {"given": {}})
 expect_at("dq[0, 100, ", "chunk_gated_delta_rule_bwd", do=((0, 100), 1e30), given={"scale": 1e30})
+expect_at("dq[0, 100, ", "chunk_gated_delta_rule_packed_bwd", do=((0, 100), 1e30), given={"scale": 1e30})
 expect_at("dq[0, 100, ", "gated_delta_rule_backward_begin", do=((0, 100), 1e30), given={"scale": 1e30})
 
 def pool_of(name, **more):
@@ -284,6 +285,8 @@ written = torch.tensor([[1, 2, 4], [6, -1, -1], [-1, -1, -1], [-1, -1, 8]], devi
 expect_at("state_pool[8][0, 3, ", name, **last, **pool_of(name, write_indices=written))
 written[3, 2] = -1
 expect("nothing", name, **last, **pool_of(name, write_indices=written))
+written[1, 1] = 8  # of a sequence with one token, which does not write it
+expect("nothing", name, state_pool=((8, 1, 0, 5), NAN), **pool_of(name, write_indices=written))
 expect("nothing", name, **last, **pool_of(name, update_state=False))
 """
 
