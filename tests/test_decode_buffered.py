@@ -353,8 +353,9 @@ def test_wrong_arguments(change, text):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_wrong_memory_and_contents(change, text):
-    """Errors that a tracer does not see."""
+    """Errors that a tracer does not see. Nothing has been written, `out` neither."""
     call = make_call(Case(), 3)
+    call["out"] = torch.full_like(call["v"], 7.0)
     before = call["state_pool"].clone()
     with pytest.raises(RuntimeError, match=re.escape(text)):
         decode_gated_delta_rule_buffered(**call | change)
