@@ -298,7 +298,7 @@ def test_results(device):
 
 def test_words_of_the_variable():
     """1, true, yes and on, in any case; nothing else."""
-    words = ("1", "true", "TRUE", "Yes", "on", "0", "false", "no", "off", "", "2", "o")
+    words = ("1", "true", "TRUE", "Yes", " on ", "0", "false", "no", "off", "", "2", "o")
     body = 'print(">", said("chunk_gated_delta_rule", g=((0, 100, 1), 0.5)))'
     code = CODE.format(tests=str(Path(__file__).parent), device="cpu", body=body)
     outputs = run_forks(
