@@ -7,7 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from accuracy import BARS, CUMSUM_BARS, GRADIENT_BF16_BARS, relative_error
-from cases import ALL_GRADIENTS_OF, Case, make_gradients, make_inputs
+from cases import ALL_GRADIENTS_OF, Case, make_gradients, make_inputs, packed
 from every_op import make_call, op_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,12 +21,14 @@ from flash_qla.cp import build_cp_context
 # Tensor -> (its dimension of the batch, that of the heads)
 DIMENSIONS = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "do", "o", "A", "g_cumsum", "h", "a", "b"), (0, 2)),
+    "mixed_qkv": (0, None),
     **dict.fromkeys(("initial_state", "dht", "final_state"), (0, 1)),
     **dict.fromkeys(("A_log", "dt_bias"), (None, 0)),
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     "intermediate_states": (None, 2),
 }
 PLACEMENTS = ("replicas", "batch", "heads")
+GRADIENT_OF = ALL_GRADIENTS_OF | {"mixed_qkv": "dmixed_qkv"}
 OF_HEADS_ONLY = {
     "prefill_gated_delta_rule",
     "decode_gated_delta_rule",
@@ -72,11 +74,13 @@ def distributed(tensors: dict, mesh, placement: str) -> dict:
 
 def step(inputs: dict, gradients: dict) -> dict:
     """o, the final state and all gradients, by name."""
-    names = [name for name in ALL_GRADIENTS_OF if inputs.get(name) is not None]
+    names = [name for name in GRADIENT_OF if inputs.get(name) is not None]
     leaves = {name: inputs[name].detach().requires_grad_() for name in names}
-    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs | leaves, output_final_state=True)
+    is_packed = "mixed_qkv" in inputs
+    function = flash_qla.chunk_gated_delta_rule_packed if is_packed else flash_qla.chunk_gated_delta_rule
+    o, final_state = function(**inputs | leaves, output_final_state=True)
     found = torch.autograd.grad((o, final_state), list(leaves.values()), (gradients["do"], gradients["dht"]))
-    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(leaves, found, strict=True)}
+    named = {GRADIENT_OF[name]: dx for name, dx in zip(leaves, found, strict=True)}
     return {"o": o.detach(), "final_state": final_state.detach()} | named
 
 
@@ -85,20 +89,27 @@ def training(cases: tuple[Case, ...], placement: str) -> int:
     for case in cases:
         inputs, gradients = make_inputs(case, device), make_gradients(case, device)
         gradients["do"] = gradients["do"].nan_to_num()  # that of padding
-        expected = step(inputs, gradients)
         local, local_gradients = (distributed(x, mesh, placement) for x in (inputs, gradients))
-        with CommDebugMode() as communication:
-            found = step(local, local_gradients)
-        assert communication.get_total_counts() == 0
-        sources = {ALL_GRADIENTS_OF[name]: name for name in ALL_GRADIENTS_OF} | {"o": "o", "final_state": "final_state"}
-        for name, x in found.items():
-            wanted = placements_of(sources[name], placement)
-            if name in ("dA_log", "ddt_bias") and placement in ("batch", "both"):
-                wanted[0] = Partial()
-            assert list(x.placements) == wanted, name
-            assert_same(name, x.full_tensor(), expected[name], is_sum=Partial() in wanted)
+        check_step(inputs, gradients, local, local_gradients, placement)
         check_low_level(inputs, gradients, local, local_gradients, placement)
+        if placement in ("replicas", "batch"):  # heads of q, k and v follow each other in mixed_qkv
+            whole = packed(inputs)
+            check_step(whole, gradients, distributed(whole, mesh, placement), local_gradients, placement)
     return len(cases)
+
+
+def check_step(inputs: dict, gradients: dict, local: dict, local_gradients: dict, placement: str) -> None:
+    expected = step(inputs, gradients)
+    with CommDebugMode() as communication:
+        found = step(local, local_gradients)
+    assert communication.get_total_counts() == 0
+    sources = {dx: name for name, dx in GRADIENT_OF.items()} | {"o": "o", "final_state": "final_state"}
+    for name, x in found.items():
+        wanted = placements_of(sources[name], placement)
+        if name in ("dA_log", "ddt_bias") and placement in ("batch", "both"):
+            wanted[0] = Partial()
+        assert list(x.placements) == wanted, name
+        assert_same(name, x.full_tensor(), expected[name], is_sum=Partial() in wanted)
 
 
 @torch.no_grad()

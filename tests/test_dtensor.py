@@ -76,7 +76,8 @@ def test_ops_on_a_pool(name):
 def test_every_op_is_here():
     """The halves of a pass, whose ranks exchange, are not for DTensors."""
     others = {x for x in NAMES if not x.endswith("_begin")}
-    assert others == OF_HEADS_ONLY | {f"chunk_gated_delta_rule{suffix}" for suffix in ("", "_fwd", "_bwd")}
+    suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
+    assert others == OF_HEADS_ONLY | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
 
 
 def test_refusals():
