@@ -229,7 +229,7 @@ def report(cells: list[dict]) -> None:
         of_variant = [cell for cell in cells if cell["variant"] == variant]
         for field, floor in (("backward_ms", "backward_floor_ms"), ("step_ms", ""), ("extra_bytes", "")):
             print(f"\n{variant}, {field}:")
-            common.print_beside(of_variant, field, lambda cell: (common.heads_of(cell), cell["sequences"]), floor)
+            common.print_comparison(of_variant, field, lambda cell: (common.heads_of(cell), cell["sequences"]), floor)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -398,7 +398,7 @@ def killed_at_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
-def print_beside(cells: Iterable[dict], field: str, key: Callable[[dict], tuple], floor: str = "") -> None:
+def print_comparison(cells: Iterable[dict], field: str, key: Callable[[dict], tuple], floor: str = "") -> None:
     """A line for each key: flash_qla's figure, the part of the floor, and the other packages' figures over its own; of
     several functions of a package the fastest one. Then the geometric means."""
     found: dict[tuple, dict[str, dict]] = {}

@@ -38,7 +38,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
-from common import FLA_TRITON, argument_parser, ceilings, parse_heads, print_beside, run, spread, time_graph
+from common import FLA_TRITON, argument_parser, ceilings, parse_heads, print_comparison, run, spread, time_graph
 
 ROTATED_BYTES = 200e6  # a sample touches states of so many bytes before it returns to one: four times the L2 cache
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -408,9 +408,9 @@ KEY = ("heads", "state_dtype", "tokens", "keep", "batch")
 
 
 def report(cells: list[dict]) -> None:
-    """flash_qla's fastest function beside those of the others. The floor is the time of a copy."""
+    """flash_qla's fastest function compared with those of the others. The floor is the time of a copy."""
     with_floor = [cell | {"copy_us": cell["bytes"] / ceilings()["bandwidth"] * 1e6} for cell in cells]
-    print_beside(with_floor, "us", lambda cell: tuple(map(cell.get, KEY)), "copy_us")
+    print_comparison(with_floor, "us", lambda cell: tuple(map(cell.get, KEY)), "copy_us")
 
 
 def numbers(text: str) -> list[int]:

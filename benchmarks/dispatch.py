@@ -1,4 +1,4 @@
-"""Measured time of a pass in every mode that the host can choose, beside the prediction of csrc/gpu/cost_model.cpp.
+"""Measured time of a pass in every mode that the host can choose, and the prediction of csrc/gpu/cost_model.cpp.
 
     python benchmarks/dispatch.py --out FILE.json
     python benchmarks/dispatch.py --backward

@@ -259,15 +259,16 @@ def measure_call(loaded: Package, inputs: dict, variant: str, options) -> dict:
 
 
 def report(cells: list[dict]) -> None:
-    """Each variant beside the peers, which have contiguous tensors if it has them, and beside the default."""
+    """Each variant compared with the peers, which have contiguous tensors if it has them, and with the default."""
     ours = [cell for cell in cells if cell["package"] == "flash_qla"]
     for variant in dict.fromkeys(cell["variant"] for cell in ours):
         of_peers = "contiguous" if variant in common.ON_CONTIGUOUS else "default"
-        beside = [cell for cell in cells if cell["package"] != "flash_qla" and cell["variant"] == of_peers]
+        others = [cell for cell in cells if cell["package"] != "flash_qla" and cell["variant"] == of_peers]
         if variant != "default":
-            beside += [cell | {"package": "the default"} for cell in ours if cell["variant"] == "default"]
+            others += [cell | {"package": "the default"} for cell in ours if cell["variant"] == "default"]
         print(f"\n{variant}, {VARIANTS.get(variant, 'the low-level forward')}:")
-        common.print_beside([*(cell for cell in ours if cell["variant"] == variant), *beside], "ms", key_of, "floor_ms")
+        of_variant = [cell for cell in ours if cell["variant"] == variant]
+        common.print_comparison([*of_variant, *others], "ms", key_of, "floor_ms")
     for package in dict.fromkeys(cell["package"] for cell in cells):
         errors = [cell["relative_error"] for cell in cells if cell["package"] == package]
         found = [x for x in errors if isinstance(x, dict)]

@@ -96,7 +96,7 @@ def measure(package: str, options) -> Iterator[dict]:
 
 
 def report(cells: list[dict]) -> None:
-    """The largest errors, and where flash_qla's is the largest beside FLA's. NaN is larger than all."""
+    """The largest errors, and where flash_qla's is the largest compared with FLA's. NaN is larger than all."""
 
     def size(x: float) -> float:
         return math.inf if math.isnan(x) else x

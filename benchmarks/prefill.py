@@ -148,13 +148,13 @@ def measure(package: str, options) -> Iterator[dict]:
 
 
 def report(cells: list[dict]) -> None:
-    """prefill_gated_delta_rule beside all other ways."""
+    """prefill_gated_delta_rule compared with all other ways."""
     ways = []
     for cell in cells:
         for way, ms in cell["ms"].items():
             ours = (cell["package"], way) == ("flash_qla", "pool")
             ways.append(cell | {"package": "flash_qla" if ours else f"{cell['package']} {way}", "ms": ms})
-    common.print_beside(ways, "ms", lambda cell: (common.heads_of(cell), cell["sequences"], cell["state_dtype"]))
+    common.print_comparison(ways, "ms", lambda cell: (common.heads_of(cell), cell["sequences"], cell["state_dtype"]))
 
 
 def make_parser() -> argparse.ArgumentParser:

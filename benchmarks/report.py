@@ -47,7 +47,7 @@ class Call:
     floor: str = ""
 
 
-def beside(section: str, packages: str, field="ms", floor="", ours="default", theirs="default") -> Call:
+def compared(section: str, packages: str, field="ms", floor="", ours="default", theirs="default") -> Call:
     """flash_qla in one variant, and other packages in another."""
     others = {PACKAGES[name]: {"package": name, "variant": theirs} for name in packages.split()}
     return Call(section, {"package": "flash_qla", "variant": ours}, others, field, floor)
@@ -77,15 +77,15 @@ def text_by(engine: str) -> Call:
 
 
 CALLS = {
-    "forward": beside("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms", "op"),
-    "forward, contiguous": beside("forward", "flash_qla_jit flashinfer", ours="op_contiguous", theirs="contiguous"),
-    "low-level forward": beside("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms"),
-    "backward": beside("backward", "fla flash_qla_jit", "backward_ms", "backward_floor_ms"),
-    "training step": beside("backward", "fla flash_qla_jit", "step_ms"),
-    "step, contiguous": beside("backward", "fla flash_qla_jit", "step_ms", ours="contiguous", theirs="contiguous"),
-    "memory of a step": beside("backward", "fla flash_qla_jit", "extra_bytes"),
-    "K = 256: forward": beside("wide", "fla", "ms", "floor_ms"),
-    "K = 256: training step": beside("wide_step", "fla", "step_ms"),
+    "forward": compared("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms", "op"),
+    "forward, contiguous": compared("forward", "flash_qla_jit flashinfer", ours="op_contiguous", theirs="contiguous"),
+    "low-level forward": compared("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms"),
+    "backward": compared("backward", "fla flash_qla_jit", "backward_ms", "backward_floor_ms"),
+    "training step": compared("backward", "fla flash_qla_jit", "step_ms"),
+    "step, contiguous": compared("backward", "fla flash_qla_jit", "step_ms", ours="contiguous", theirs="contiguous"),
+    "memory of a step": compared("backward", "fla flash_qla_jit", "extra_bytes"),
+    "K = 256: forward": compared("wide", "fla", "ms", "floor_ms"),
+    "K = 256: training step": compared("wide_step", "fla", "step_ms"),
     "decoding, fp32 states": decoding("decode", "vllm/sglang attn_gym", state_dtype="fp32"),
     "decoding, bf16 states": decoding("decode", "vllm/sglang attn_gym", state_dtype="bf16"),
     "decoding without a pool": decoding("plain", "fla"),

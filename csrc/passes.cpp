@@ -27,6 +27,22 @@ struct Allocator {
   }
 };
 
+// dq, dk and dv.
+void allocate_token_gradients(const BackwardCall& c, BackwardOutputs& out) {
+  const Allocator empty{c};
+  if (c.packed) {
+    out.dmixed_qkv = empty(c.dtype, {c.B, c.T, 2 * c.H_k * c.K + c.H_v * c.V});
+    TokenParts parts = split_tokens(out.dmixed_qkv, c.H_k, c.K, c.H_v, c.V);
+    out.dq = std::move(parts.q);
+    out.dk = std::move(parts.k);
+    out.dv = std::move(parts.v);
+  } else {
+    out.dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K});
+    out.dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K});
+    out.dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V});
+  }
+}
+
 }  // namespace
 
 std::array<int64_t, 5> h_shape(const Call& c) { return {c.B, most_chunks(1, c.T, c.N, c.varlen), c.H_v, c.V, c.K}; }
@@ -55,21 +71,6 @@ BackwardOutputs allocate_backward(const BackwardCall& c) {
   allocate_token_gradients(c, out);
   allocate_sums(c, out);
   return out;
-}
-
-void allocate_token_gradients(const BackwardCall& c, BackwardOutputs& out) {
-  const Allocator empty{c};
-  if (c.packed) {
-    out.dmixed_qkv = empty(c.dtype, {c.B, c.T, 2 * c.H_k * c.K + c.H_v * c.V});
-    TokenParts parts = split_tokens(out.dmixed_qkv, c.H_k, c.K, c.H_v, c.V);
-    out.dq = std::move(parts.q);
-    out.dk = std::move(parts.k);
-    out.dv = std::move(parts.v);
-  } else {
-    out.dq = empty(c.dtype, {c.B, c.T, c.H_k, c.K});
-    out.dk = empty(c.dtype, {c.B, c.T, c.H_k, c.K});
-    out.dv = empty(c.dtype, {c.B, c.T, c.H_v, c.V});
-  }
 }
 
 void allocate_sums(const BackwardCall& c, BackwardOutputs& out) {

@@ -46,8 +46,6 @@ std::array<int64_t, 5> h_shape(const Call& call);
 // Uninitialized outputs. g_cumsum, A and h are undefined unless output_A.
 ForwardOutputs allocate_forward(const Call& call);
 BackwardOutputs allocate_backward(const BackwardCall& call);
-// dq, dk and dv.
-void allocate_token_gradients(const BackwardCall& call, BackwardOutputs& out);
 // The outputs without tokens: the final state; dh0, dA_log and ddt_bias.
 Tensor allocate_final_state(const Call& call);
 void allocate_sums(const BackwardCall& call, BackwardOutputs& out);

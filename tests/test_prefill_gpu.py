@@ -216,6 +216,7 @@ def test_graph(mode, every):
             assert torch.equal(captured["state_pool"], later["state_pool"])
 
 
+@pytest.mark.whole_card
 @pytest.mark.parametrize("every", (0, 256, 50))
 @pytest.mark.parametrize("pool_dtype", (FP32, FP16, E5M2), ids=str)
 def test_many(pool_dtype, every):
