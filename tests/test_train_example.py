@@ -22,13 +22,13 @@ WITHOUT_A_GRADIENT = """
 import inspect, os, runpy, sys
 import flash_qla
 
-original = flash_qla.chunk_gated_delta_rule
+original = flash_qla.chunk_gated_delta_rule_packed
 
-def wrong(q, k, v, g, beta, **options):
-    return original(q, k, v, g, beta.detach(), **options)
+def wrong(mixed_qkv, g, beta, *sizes, **options):
+    return original(mixed_qkv, g, beta.detach(), *sizes, **options)
 
 wrong.__signature__ = inspect.signature(original)
-flash_qla.chunk_gated_delta_rule = wrong
+flash_qla.chunk_gated_delta_rule_packed = wrong
 del sys.argv[0]  # this script
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
