@@ -1,12 +1,11 @@
-"""Measured time of a pass in every mode that the host can choose, and the prediction of csrc/gpu/cost_model.cpp.
+"""Measured time of a pass on every path that the host can choose, and the prediction of csrc/gpu/cost_model.cpp.
 
     python benchmarks/dispatch.py --out FILE.json
     python benchmarks/dispatch.py --backward
 
-Each batch has a line with the model's choice, then the op in one kernel, without context parallelism, and with segments
-of several lengths, the last two with both value tiles, and segments also in the one kernel. With keys of more than 128
-channels there is one value tile, and no one kernel. A choice may leave the decision to the device: N > M cuts after N
-chunks if a sequence has more than M, and N > M : V otherwise takes value tile V, or the one kernel (fused).
+Each batch has a line with the model's choice, then the op in one kernel and in two with both value tiles, each over
+whole sequences and over segments of several lengths. With keys of more than 128 channels there is one value tile, and
+no one kernel. A choice may leave the decision to the device: N > M cuts after N chunks if a sequence has more than M.
 
 For its choice the model knows the longest length of a batch. With --unknown it knows only the average, from which it
 predicts an expectation. For the other modes it predicts equal sequences, which shows how good its constants are. Inputs
@@ -32,7 +31,7 @@ SEQUENCES = (
 )
 NARROW_TILE, WIDE_TILE = 64, 128  # value rows
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # parts of a sequence
-FIELDS = ("value_tile", "segment_chunks", "cut_above", "whole_tile", "fused", "fused_segments", "predicted_us")
+FIELDS = ("value_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
 BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
 MOST_PIECES = 3  # pieces of an SM; each one is one more turn
 
@@ -56,13 +55,13 @@ class Forward:
         """Modes of forced_dispatch."""
         K, V = head_dims
         if K <= 128:
-            yield {"fused": True}
+            yield {"fused": True, "segment_chunks": 0}
         for value_tile in (NARROW_TILE, WIDE_TILE) if K <= 128 else (WIDE_TILE,):
             for segment_chunks in segmentations(H_v, V, lengths, sm_count, value_tile):
                 mode = {"value_tile": value_tile, "segment_chunks": segment_chunks}
                 yield mode | {"fused": False}
                 if K <= 128 and value_tile == WIDE_TILE and segment_chunks > 0:
-                    yield mode | {"fused_segments": True}
+                    yield mode | {"fused": True}
 
     @staticmethod
     def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
@@ -138,13 +137,8 @@ def name(cell: dict) -> str:
     above = f">{cell['cut_above']}" if cell["cut_above"] else ""
     if "fused" not in cell:
         return f"{cell['segment_chunks'] or '-'}{above}"
-    if cell["fused_segments"]:
-        return f"fused/{cell['segment_chunks']}{above}"
-    if cell["fused"] and cell["segment_chunks"] == 0:
-        return "fused"
-    if cell["fused"] or cell["whole_tile"] != cell["value_tile"]:
-        above += ":fused" if cell["fused"] else f":{cell['whole_tile']}"
-    return f"{cell['value_tile']}/{cell['segment_chunks'] or '-'}{above}"
+    tile = "fused" if cell["fused"] else cell["value_tile"]
+    return f"{tile}/{cell['segment_chunks'] or '-'}{above}"
 
 
 def report(cells: list[dict]) -> None:

@@ -55,7 +55,6 @@ BUILD_SOURCES = [
     ROOT / "build_tools/lower.py",
     ROOT / "build_tools/tilelang_patches.py",
     ROOT / "build_tools/codegen.py",
-    ROOT / "build_tools/strip.py",
     *sorted(nvrtc.PREAMBLE.parent.iterdir()),
 ]
 # Constants that device and host code share, and the header that is generated from them
@@ -141,9 +140,9 @@ class Builder:
     def build(self, instance: Instance) -> None:
         """Lowers and compiles the instance, and stores the files that record() and write_library() read."""
         name, content_hash = instance.name, self.content_hash(instance)
-        source, output = self.out / f"{name}.cu", self.out / f"{name}.cubin"
+        source, cubin = self.out / f"{name}.cu", self.out / f"{name}.cubin"
         record_file, log = self.out / f"{name}.json", self.out / f"{name}.log"
-        for stale in (record_file, output, log):
+        for stale in (record_file, cubin, log):
             stale.unlink(missing_ok=True)
 
         start = time.process_time()
@@ -153,7 +152,7 @@ class Builder:
 
         start = time.process_time()
         try:
-            cubin, said = self.compiler.compile(source)
+            output = self.compiler.compile(source)
         except nvrtc.CompileError as error:
             log.write_text(str(error))
             lines = str(error).splitlines()
@@ -161,15 +160,14 @@ class Builder:
             raise BuildError(
                 f"kernel {name} does not compile: {reason}\nits source: {source}, all messages: {log}"
             ) from None
-        log.write_text(said)
-        output.write_bytes(cubin)
-        remarks = [line for line in said.splitlines() if any(r in line for r in REMARKS)]
+        log.write_text(output)
+        remarks = [line for line in output.splitlines() if any(r in line for r in REMARKS)]
         record = {
             "hash": content_hash,
             "fields": [dataclasses.asdict(field) for field in lowered.fields],
             "block": lowered.block,
             "shared_bytes": lowered.shared_bytes,
-            "resources": dataclasses.asdict(registry.parse_ptxas(said)),
+            "resources": dataclasses.asdict(registry.parse_ptxas(output)),
             "launcher": codegen.launcher(instance, lowered),
             "remarks": remarks,
             "lower_seconds": lower_seconds,

@@ -137,7 +137,7 @@ def header(compiled: list[Compiled]) -> str:
     return f"""{NOTICE}
 // Launchers of the compiled kernels. They throw std::runtime_error with the kernel's name when no
 // instance has the given parameters or when the launch fails; an empty grid launches nothing.
-// is_compiled says whether an instance has the given parameters.
+// is_compiled: whether an instance has the given parameters.
 
 #pragma once
 

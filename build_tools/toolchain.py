@@ -37,7 +37,7 @@ PINS = build_requirements()
 # Package that kernels and host code are compiled with -> its folder
 CUDA_FOLDERS = {
     "nvidia-cuda-nvrtc-cu12": "cuda_nvrtc",
-    "nvidia-cuda-nvcc-cu12": "cuda_nvcc",  # headers
+    "nvidia-cuda-nvcc-cu12": "cuda_nvcc",  # ptxas and headers
     "nvidia-cuda-runtime-cu12": "cuda_runtime",
     "nvidia-cuda-cccl-cu12": "cuda_cccl",
 }
@@ -47,9 +47,10 @@ CUDA_VERSION = PINS["nvidia-cuda-nvrtc-cu12"]
 
 @dataclass(frozen=True)
 class Toolkit:
-    """CUDA's compiler for device code, its folders of headers, and the runtime that is linked in."""
+    """CUDA's compilers for device code, its folders of headers, and the runtime that is linked in."""
 
     nvrtc: Path
+    ptxas: Path
     include: list[Path]
     static_runtime: Path
 
@@ -73,6 +74,7 @@ def find_toolkit() -> Toolkit:
     major = CUDA_VERSION.partition(".")[0]
     return Toolkit(
         nvrtc=nvrtc / f"lib/libnvrtc.so.{major}",
+        ptxas=nvcc / "bin/ptxas",
         include=[folder / "include" for folder in (runtime, nvcc, cccl)],
         static_runtime=runtime / "lib/libcudart_static.a",
     )

@@ -88,7 +88,7 @@ struct PackedTokens {
   int64_t num_k_heads = 0, head_k_dim = 0;  // H_k and K
 };
 
-// Sets q, k and v to the parts of mixed_qkv. g says how many value heads there are.
+// Sets q, k and v to the parts of mixed_qkv. The number of value heads comes from g.
 void split(const char* op, Arguments& arguments, const PackedTokens& packed);
 
 struct BackwardArguments : Arguments, GradientArguments {};

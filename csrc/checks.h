@@ -49,7 +49,7 @@ inline const torch::stable::Tensor* or_null(const std::optional<torch::stable::T
   return tensor ? &*tensor : nullptr;
 }
 
-// Each fails unless the argument is as the function's name says. symbols: the dimensions for the text, as "[B, T,
+// Each fails unless the argument is as the function is named. symbols: the dimensions for the text, as "[B, T,
 // H_v]".
 void check_defined(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor,

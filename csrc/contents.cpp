@@ -183,7 +183,7 @@ void for_sequences(const Tokens& call, const std::optional<Tensor>& cu_seqlens, 
   }
 }
 
-// Whether each row of tokens belongs to a live sequence; is_live(n, tokens) says which sequences are live.
+// Whether each row of tokens belongs to a live sequence; is_live(n, tokens): whether sequence n is.
 template <typename IsLive>
 std::vector<bool> live_tokens(const Tokens& call, const std::optional<Tensor>& cu_seqlens, const IsLive& is_live) {
   std::vector<bool> live(call.tokens(), false);

@@ -132,13 +132,13 @@ class Stack {
   // Sets the records' fields. Fails if an argument that the op writes shares memory.
   template <typename... Records>
   void take(Records&... records) const {
-    STD_TORCH_CHECK(S::kArguments.size() == arguments_, "flash_qla: an op takes other arguments than its schema says");
+    STD_TORCH_CHECK(S::kArguments.size() == arguments_, "flash_qla: an op takes other arguments than its schema has");
     take_all(std::make_index_sequence<S::kArguments.size()>(), records...);
   }
 
   template <typename... T>
   void give(T... results) const {
-    STD_TORCH_CHECK(sizeof...(T) == results_, "flash_qla: an op returns other results than its schema says");
+    STD_TORCH_CHECK(sizeof...(T) == results_, "flash_qla: an op returns other results than its schema has");
     StableIValue* next = values_;
     ((*next++ = torch::stable::detail::from(std::move(results))), ...);
   }

@@ -22,8 +22,8 @@ struct Allocator {
   Tensor operator()(ScalarType dtype, IntHeaderOnlyArrayRef shape) const {
     return new_empty(call.op, call.q, shape, dtype);
   }
-  Tensor if_wanted(bool wanted, ScalarType dtype, IntHeaderOnlyArrayRef shape) const {
-    return (*this)(dtype, wanted ? shape : IntHeaderOnlyArrayRef(kNoElements));
+  Tensor if_requested(bool requested, ScalarType dtype, IntHeaderOnlyArrayRef shape) const {
+    return (*this)(dtype, requested ? shape : IntHeaderOnlyArrayRef(kNoElements));
   }
 };
 
@@ -53,13 +53,13 @@ ForwardOutputs allocate_forward(const Call& c) {
       .g_cumsum = c.output_A ? empty(c.compute_dtype, {c.B, c.T, c.H_v}) : undefined_tensor(),
       .A = c.output_A ? empty(c.dtype, {c.B, c.T, c.H_v, kChunk}) : undefined_tensor(),
       .o = empty(c.dtype, {c.B, c.T, c.H_v, c.V}),
-      .h = c.output_A ? empty.if_wanted(c.output_h, c.dtype, h_shape(c)) : undefined_tensor(),
+      .h = c.output_A ? empty.if_requested(c.output_h, c.dtype, h_shape(c)) : undefined_tensor(),
       .final_state = allocate_final_state(c),
   };
 }
 
 Tensor allocate_final_state(const Call& c) {
-  return Allocator{c}.if_wanted(c.output_final_state, c.compute_dtype, c.state_shape());
+  return Allocator{c}.if_requested(c.output_final_state, c.compute_dtype, c.state_shape());
 }
 
 BackwardOutputs allocate_backward(const BackwardCall& c) {
@@ -75,9 +75,9 @@ BackwardOutputs allocate_backward(const BackwardCall& c) {
 
 void allocate_sums(const BackwardCall& c, BackwardOutputs& out) {
   const Allocator empty{c};
-  out.dh0 = empty.if_wanted(c.initial_state.has_value(), c.compute_dtype, c.state_shape());
-  out.dA_log = empty.if_wanted(c.A_log.has_value(), c.compute_dtype, {c.H_v});
-  out.ddt_bias = empty.if_wanted(c.dt_bias.has_value(), c.compute_dtype, {c.H_v});
+  out.dh0 = empty.if_requested(c.initial_state.has_value(), c.compute_dtype, c.state_shape());
+  out.dA_log = empty.if_requested(c.A_log.has_value(), c.compute_dtype, {c.H_v});
+  out.ddt_bias = empty.if_requested(c.dt_bias.has_value(), c.compute_dtype, {c.H_v});
 }
 
 Tensor h_as_returned(const Call& call, Tensor h) {

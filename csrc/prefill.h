@@ -16,7 +16,7 @@ struct PoolArguments {
   std::optional<Tensor> has_initial_state;      // [N], bool: whether that state is read, or zero
   int64_t null_index = -1;
   int64_t checkpoint_every = 0;  // tokens; 0: no checkpoints
-  // The states after checkpoint_every tokens, after twice as many, and so on. One of these says where they go:
+  // The states after checkpoint_every tokens, after twice as many, and so on. One of these has their places:
   std::optional<Tensor> checkpoint_indices;  // [N, blocks]: slots
   std::optional<Tensor> checkpoints;         // [total, H_v, V, K], as state_pool, written in the sequences' order
   std::optional<Tensor> out;                 // [B, T, H_v, V], dtype of q: memory for o, any strides

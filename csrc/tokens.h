@@ -25,7 +25,7 @@ struct Tokens {
 void read_tokens(Tokens& tokens, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                  const torch::stable::Tensor& v);
 
-// check_shape of a tensor [B, T, ..]. Its text has q's shape as well and says that tokens come before heads: other
+// check_shape of a tensor [B, T, ..]. Its text has q's shape as well, and that tokens come before heads: other
 // packages have heads first, and of such tensors T and H_k are mistaken for each other.
 void check_shape_of_tokens(const char* op, const char* name, const torch::stable::Tensor& tensor,
                            torch::headeronly::IntHeaderOnlyArrayRef expected, const char* symbols,

@@ -61,10 +61,8 @@ class Dispatch:
     )
 
 class ForwardDispatch(Dispatch):
-    value_tile: Final[int]
-    whole_tile: Final[int]
     fused: Final[bool]
-    fused_segments: Final[bool]
+    value_tile: Final[int]
     ctas: Final[int]
     __match_args__ = (
         "segment_chunks",
@@ -74,10 +72,8 @@ class ForwardDispatch(Dispatch):
         "planned",
         "workspace_bytes",
         "predicted_us",
-        "value_tile",
-        "whole_tile",
         "fused",
-        "fused_segments",
+        "value_tile",
         "ctas",
     )
 
@@ -111,19 +107,10 @@ class Override:
     value_tile: Final[int]
     segment_chunks: Final[int]
     fused: Final[int]
-    fused_segments: Final[int]
     cut_above: Final[int]
-    whole_tile: Final[int]
-    __match_args__ = ("value_tile", "segment_chunks", "fused", "fused_segments", "cut_above", "whole_tile")
+    __match_args__ = ("value_tile", "segment_chunks", "fused", "cut_above")
     def __init__(
-        self,
-        *,
-        value_tile: int = 0,
-        segment_chunks: int = -1,
-        fused: int = -1,
-        fused_segments: int = -1,
-        cut_above: int = 0,
-        whole_tile: int = 0,
+        self, *, value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0
     ) -> None: ...
 
 def kernels() -> list[Kernel]: ...

@@ -1,4 +1,4 @@
-"""Force the decisions of the dispatch, for tests and experiments that compare the modes of a GPU."""
+"""Force the decisions of the dispatch, for tests and experiments that compare the paths on a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +11,8 @@ class BackwardMode(TypedDict, total=False):
     Attributes:
         segment_chunks: chunks of 64 tokens in a segment. 0 cuts no sequence into segments. auto_cp=False of a call does
             the same, and wins over this field.
-        cut_above: chunks of 64 tokens. A sequence with more of them is long. The device cuts sequences only if one is
-            long. 0, the default, cuts every sequence that is longer than a segment. The forward also takes it with
-            segment_chunks of 0. Nothing is cut then. Calls with a long sequence take value_tile, which must be 64, and
-            the others take the one kernel (fused) or whole_tile, which must be 128.
+        cut_above: chunks of 64 tokens, only with segment_chunks. The device cuts sequences only if one has more. 0, the
+            default, cuts every sequence that is longer than a segment.
     """
 
     segment_chunks: int
@@ -27,18 +25,12 @@ class ForwardMode(BackwardMode, total=False):
     Attributes:
         value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128; with keys of more than 128
             channels only 128.
-        fused: True: one kernel does all, for every call that it supports. False: for no call. With cut_above the kernel
-            runs if no sequence is long; without, True excludes segments and a value_tile of 64.
-        fused_segments: True: the one kernel takes segments, too, for every call that it supports; only with
-            segment_chunks. False: whole sequences only.
-        whole_tile: rows in a CTA, 64 or 128, if no sequence is long; only with cut_above. 0, the default, is
-            value_tile, or with fused 128.
+        fused: True: one kernel does all, for every call that it supports; over segments others compute their maps
+            first. False: for no call. True excludes a value_tile of 64.
     """
 
     value_tile: int
     fused: bool
-    fused_segments: bool
-    whole_tile: int
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ class Slots(Bundle):
 
 class Plan(Bundle):
     """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: pieces of work
-    that CTAs have drawn (states/piece_queue.cuh). `way`: the Way of the call."""
+    that CTAs have drawn (states/piece_queue.cuh)."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -155,7 +155,6 @@ class Plan(Bundle):
             segments=T.Tensor([sizes.segment_slots, SegmentColumn.COUNT], "int32"),
             checkpoints=T.Tensor([sizes.chunk_slots], "int32"),
             drawn=T.Tensor([1], "int32"),
-            way=T.Tensor([1], "int32"),
         )
 
 

@@ -127,12 +127,6 @@ class OwnSegment:
     COUNT = SegmentColumn.COUNT + 2
 
 
-class Way:
-    """The plan's answer to a choice that the host leaves to the device: whether some sequence is long."""
-
-    SHORT, LONG = 1, 2
-
-
 class SegmentFlag:
     """Whether a segment is its sequence's first, and its last."""
 

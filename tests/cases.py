@@ -423,20 +423,14 @@ def forward_mode(
     value_tile: int = 0,
     segment_chunks: int = -1,
     fused: int | None = None,
-    fused_segments: int | None = None,
     cut_above: int = 0,
-    whole_tile: int = 0,
 ):
-    """forced_dispatch of the forward; the defaults leave a field to the cost model. A tile or segments force the
-    kernels that have them, unless fused or fused_segments is given."""
-    is_forced = (value_tile, segment_chunks) != (0, -1)
+    """forced_dispatch of the forward; the defaults leave a field to the cost model. A tile or segments force the two
+    kernels, unless fused is given."""
     if fused is None:
-        fused = 0 if is_forced and fused_segments is None else -1
-    if fused_segments is None:
-        fused_segments = 0 if is_forced else -1
-    fields = {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": fused}
-    fields["fused_segments"] = fused_segments
-    return forced_dispatch(forward=fields | {"cut_above": cut_above, "whole_tile": whole_tile})
+        fused = -1 if (value_tile, segment_chunks) == (0, -1) else 0
+    fields = {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": fused, "cut_above": cut_above}
+    return forced_dispatch(forward=fields)
 
 
 def backward_mode(segment_chunks: int = -1, cut_above: int = 0):

@@ -58,9 +58,9 @@ FORWARD_MODES = (
     {"value_tile": 128, "segment_chunks": 0},
     {"value_tile": 128, "segment_chunks": 0, "fused": 1},
     {"value_tile": 64, "segment_chunks": 1},
-    {"value_tile": 128, "segment_chunks": 1, "fused_segments": 1},
+    {"value_tile": 128, "segment_chunks": 1, "fused": 1},
     {"value_tile": 128, "segment_chunks": 2, "cut_above": 2, "fused": 1},
-    {"value_tile": 64, "segment_chunks": 1, "cut_above": 1, "whole_tile": 64},
+    {"value_tile": 64, "segment_chunks": 1, "cut_above": 1},
 )
 BACKWARD_MODES = ({}, {"segment_chunks": 0}, {"segment_chunks": 1}, {"segment_chunks": 2, "cut_above": 2})
 # What the fuzzer has besides
@@ -75,10 +75,9 @@ MORE = {
     ),
     "forward": (
         {"value_tile": 128, "segment_chunks": 5},
-        {"value_tile": 128, "segment_chunks": 2, "cut_above": 3, "whole_tile": 0},
-        {"value_tile": 128, "segment_chunks": 16, "cut_above": 36, "whole_tile": 128},
-        {"value_tile": 64, "segment_chunks": 0, "cut_above": 5, "whole_tile": 128},
-        {"value_tile": 64, "segment_chunks": 0, "cut_above": 1, "fused": 1},
+        {"value_tile": 128, "segment_chunks": 2, "cut_above": 3},
+        {"value_tile": 128, "segment_chunks": 16, "cut_above": 36},
+        {"segment_chunks": 5, "cut_above": 9, "fused": 1},
     ),
     "backward": ({"segment_chunks": 5}, {"segment_chunks": 16, "cut_above": 17}),
     "scale": (0.25,),
@@ -213,8 +212,7 @@ def possible(op: str, device: str, row: dict) -> bool:
             has(**of_8_bits, dims=lambda x: x[0] % 16 != 0),
             has(**of_8_bits, state_v_first=lambda x: not x),
             has(dims=lambda x: x[0] > 128, forward=lambda x: x.get("fused") or x.get("value_tile") == 64),
-            has(dims=lambda x: x[0] > 128, forward=lambda x: x.get("fused_segments") or "whole_tile" in x),
-            has(**of_8_bits, forward=lambda x: x.get("fused") or x.get("fused_segments")),
+            has(**of_8_bits, forward=lambda x: x.get("fused")),
         ]
     return not any(impossible)
 

@@ -38,8 +38,8 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FUSED = (128, 0, 1)
-FUSED_SEGMENTS = {n: (128, n, None, 1) for n in (1, 2, 5, 16)}  # the one kernel, with segments of n chunks
-# (value_tile, segment_chunks, perhaps fused, perhaps fused_segments)
+FUSED_SEGMENTS = {n: (128, n, 1) for n in (1, 2, 5, 16)}  # the one kernel, with segments of n chunks
+# (value_tile, segment_chunks, perhaps fused)
 MODES = (*itertools.product((64, 128), (0, 1, 2, 5, 16)), FUSED, *FUSED_SEGMENTS.values())
 SKIPPED_BELOW = -24  # log2 of the bound on a map below which it is left out, kNegligible in maps/segments.cuh
 
@@ -48,7 +48,7 @@ def each_mode(*modes):
     def name(mode):
         if mode == FUSED:
             return "fused"
-        return ("fused" if len(mode) == 4 else "tile{}").format(*mode) + "_segment{1}".format(*mode)
+        return ("fused" if len(mode) == 3 else "tile{}").format(*mode) + "_segment{1}".format(*mode)
 
     return pytest.mark.parametrize("mode", modes, ids=name)
 
@@ -210,61 +210,25 @@ def test_device_cuts_where_a_sequence_is_long(value_tile, lengths):
                 assert equal(run_forwards(inputs), expected), (dtype, cut_above)
 
 
-@pytest.mark.parametrize("value_tile", (64, 128))
-@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330), (64,) * 256 + (330,)))
-def test_device_takes_another_value_tile_where_it_does_not_cut(value_tile, lengths):
-    inputs = make_inputs(Case(lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
-    longest, whole_tile = -(-max(lengths) // 64), 192 - value_tile
-    with forward_mode(value_tile, 3):
-        cut = run_forwards(inputs)
-    with forward_mode(whole_tile, 0):
-        whole = run_forwards(inputs)
-    for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole)):
-        with forward_mode(value_tile, 3, cut_above=cut_above, whole_tile=whole_tile):
-            assert all(equal(run_forwards(inputs), expected) for _ in range(3)), cut_above
-
-
-@pytest.mark.parametrize("value_tile", (64, 128))
 @pytest.mark.parametrize("case", (Case(dtype=FP16), Case(use_qk_l2norm_in_kernel=True)))
-@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330)))
-def test_device_takes_the_fused_kernel_where_it_does_not_cut(value_tile, case, lengths):
+@pytest.mark.parametrize("lengths", ((2560, 197, 1, 0, 768), (0, 330), (64,) * 256 + (330, 0)))  # two steps of the plan
+def test_device_cuts_for_the_one_kernel(case, lengths):
+    """Where it cuts nothing, the bits are those of whole sequences."""
     inputs = make_inputs(dataclasses.replace(case, lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
     longest = -(-max(lengths) // 64)
-
-    def run():
-        o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
-        return {"o": o, "final_state": final_state}
-
-    with forward_mode(value_tile, 3):
-        cut = run()
-    with forward_mode(fused=1):
-        whole = run()
-    assert not equal(cut, whole)
-    for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole)):
-        with forward_mode(value_tile, 3, cut_above=cut_above, fused=1):
-            with poisoned("cuda"):
-                found = run()
-            assert equal(found, expected) and all(equal(run(), expected) for _ in range(3)), cut_above
-
-
-@pytest.mark.parametrize("whole", ({"fused": 1}, {"whole_tile": 128}), ids=str)
-@pytest.mark.parametrize("lengths", ((0, 330), (330, 0, 64, 0, 65), (64,) * 256 + (330, 0)))  # two steps of the plan
-def test_device_takes_narrow_tiles_if_a_sequence_is_long(whole, lengths):
-    """No sequence is cut. The bits are those of the mode that the device takes."""
-    inputs = make_inputs(Case(lengths=lengths, padding=66, H_k=1, H_v=2), "cuda")
 
     def run():
         with poisoned("cuda"):
             o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
         return {"o": o, "final_state": final_state}
 
-    with forward_mode(64, 0):
-        as_long = run()
-    with forward_mode(128, 0, **({"fused": 1} if "fused" in whole else {})):
-        as_short = run()
-    assert "fused" not in whole or not equal(as_long, as_short)
-    for cut_above, expected in ((1, as_long), (5, as_long), (6, as_short), (10**6, as_short)):
-        with forward_mode(64, 0, cut_above=cut_above, **whole):
+    with forward_mode(128, 3, 1):
+        cut = run()
+    with forward_mode(128, 0, 1):
+        whole = run()
+    assert not equal(cut, whole)
+    for cut_above, expected in ((3, cut), (longest - 1, cut), (longest, whole), (10**6, whole)):
+        with forward_mode(128, 3, 1, cut_above=cut_above):
             assert all(equal(run(), expected) for _ in range(3)), cut_above
 
 
@@ -275,7 +239,7 @@ def test_the_cost_model_decides():
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     found = _C.forward_dispatch(1, 8192, 1, 1, 2, sm_count=sm_count, varlen=False)
     assert found.segment_chunks > 0
-    with forward_mode(found.value_tile, found.segment_chunks):
+    with forward_mode(found.value_tile, found.segment_chunks, int(found.fused)):
         expected = run_forwards(inputs)
     assert equal(run_forwards(inputs), expected)
     assert not equal(run_forwards({**inputs, "auto_cp": False}), expected)

@@ -11,7 +11,7 @@ from cases import backward_mode, forward_mode
 from subprocesses import run_python
 
 from flash_qla import _C
-from flash_qla._layout import CHUNK, PLAN_STEP
+from flash_qla._layout import CHUNK
 from flash_qla.testing import forced_dispatch
 
 INSTANCE_DIMS = (128, 256)  # K of the instances: a key is padded to the next
@@ -79,9 +79,8 @@ def test_fields_belong_together(auto_cp):
     for shape in SHAPES:
         found = _C.forward_dispatch(**shape, auto_cp=auto_cp)
         assert found.value_tile in TILES
-        assert not is_wide(shape) or (found.value_tile, found.whole_tile, found.fused) == (128, 128, 0), shape
-        if found.fused:
-            assert found.whole_tile == 128 and (found.value_tile == 128 or found.cut_above > 0), shape
+        assert not is_wide(shape) or (found.value_tile, found.fused) == (128, 0), shape
+        assert not found.fused or found.value_tile == 128, shape
         heads, group = found.heads_per_cta, shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
@@ -89,12 +88,9 @@ def test_fields_belong_together(auto_cp):
         assert found.ctas == min(tiles, shape.get("sm_count", 132)), shape
         assert math.isfinite(found.predicted_us) and found.predicted_us > 0
         if shape["N"] == 1 or not shape["varlen"] or not auto_cp:
-            assert found.cut_above == 0 and found.whole_tile == found.value_tile, shape  # the host knows
-        elif found.segment_chunks == 0:
-            assert (found.cut_above > 0) == (found.value_tile != found.whole_tile), shape
-            assert found.cut_above == 0 or (found.value_tile, found.whole_tile) == (64, 128), shape
+            assert found.cut_above == 0, shape  # the host knows
         else:
-            assert found.whole_tile in TILES
+            assert (found.cut_above > 0) == (found.segment_chunks > 0), shape
             assert found.segment_chunks <= found.cut_above, shape
         assert found.cut_above < max(shape["N"] * chunks_of(shape["T"]), 1), shape
         if found.segment_chunks == 0:
@@ -128,14 +124,14 @@ def test_workspace_is_what_the_kernels_need():
             found = _C.forward_dispatch(**shape)
         # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
         of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
-        is_one_kernel = found.fused and found.segment_chunks == found.cut_above == 0
+        is_one_kernel = found.fused and found.segment_chunks == 0
         needed = 0 if is_one_kernel else chunk_slots(shape) * shape["H_v"] * of_chunk
         K = instance_K(shape)
         if found.segment_chunks:
             # The state before it; its map in two parts; whether it is skipped.
             of_segment = tiles_of(shape) * TILE * K * 4 + 2 * K * K * 2 + 4
             needed += found.segments * shape["H_v"] * of_segment
-        if found.fused_segments:  # what the segments remember, and which heads need maps
+        if found.fused and found.segment_chunks:  # what the segments remember, and which heads need maps
             needed += 4 * shape["H_v"] * (found.segments + shape["N"])
         if found.planned:
             needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
@@ -170,24 +166,6 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     assert without.segment_chunks == 0
     # The offer costs little if all sequences are equal.
     assert _C.forward_dispatch(1, 32768, 8, 2, 8).predicted_us < 1.2 * without.predicted_us
-
-
-def test_device_is_left_the_choice_of_the_value_tile():
-    """Two sequences of 16384 tokens, one head of each an SM, are faster with a CTA for each half of a head."""
-    with forced_dispatch(forward={"fused_segments": False}):
-        found = _C.forward_dispatch(1, 32768, 2, 16, 32)
-    assert (found.value_tile, found.whole_tile) == (128, 64)
-    assert 16384 // CHUNK < found.cut_above < 28672 // CHUNK
-
-
-def test_device_is_left_the_choice_of_narrow_tiles():
-    """One long sequence among eight short ones: a CTA for each half of its heads, but none of them is cut."""
-    for heads, fused in (((16, 32), True), ((8, 32), False)):
-        found = _C.forward_dispatch(1, 32768, 9, *heads)
-        assert (found.fused, found.segment_chunks, found.value_tile, found.whole_tile) == (fused, 0, 64, 128), heads
-        assert chunks_of(2048) < found.cut_above < chunks_of(16384), heads
-        without = _C.forward_dispatch(1, 32768, 9, *heads, auto_cp=False)
-        assert without.cut_above == 0 and without.value_tile == without.whole_tile, heads
 
 
 def test_halves_cut_whatever_can_be_cut():
@@ -233,9 +211,9 @@ def test_more_tokens_take_longer():
     lengths = (64, 512, 2048, 8192, 32768, 131072)
     for (H_k, H_v), N, auto_cp in itertools.product(HEADS, (1, 4), (True, False)):
         found = [_C.forward_dispatch(1, T * N, N, H_k, H_v, auto_cp=auto_cp) for T in lengths]
-        # One kernel needs less memory than two, and none without a plan, so memory is compared within each way.
-        ways = ([row for row in found if row.planned and row.fused == fused] for fused in (False, True))
-        for values in ([row.predicted_us for row in found], *([row.workspace_bytes for row in way] for way in ways)):
+        # One kernel needs less memory than two, and none without a plan, so memory is compared within each path.
+        paths = ([row for row in found if row.planned and row.fused == fused] for fused in (False, True))
+        for values in ([row.predicted_us for row in found], *([row.workspace_bytes for row in path] for path in paths)):
             assert all(before < after for before, after in itertools.pairwise(values)), values
         every_chunk = [_C.forward_dispatch(1, T, 1, H_k, H_v, auto_cp=auto_cp) for T in range(64, 64 * 200, 64)]
         assert all(x.predicted_us <= y.predicted_us for x, y in itertools.pairwise(every_chunk))
@@ -312,34 +290,25 @@ def test_options_of_a_prefill():
 
 
 def test_override_of_the_fused_kernel():
-    """It serves the calls that want no h, of keys that are not wide."""
+    """It serves calls without h, with keys of up to 128 channels. Without the override the faster path runs."""
     for shape in SHAPES:
-        if is_wide(shape):
-            with forced_dispatch(forward={"fused": True}):
-                assert not _C.forward_dispatch(**shape).fused
-            continue
-        found = _C.forward_dispatch(**shape)
         with forced_dispatch(forward={"fused": True}):
             fused = _C.forward_dispatch(**shape)
-            assert (fused.fused, fused.value_tile, fused.segment_chunks) == (1, 128, 0), shape
+            assert fused.fused == (not is_wide(shape)), shape
             assert not _C.forward_dispatch(**shape, low_level=True, output_h=True).fused
             for low_level in (False, True):
-                in_bf16, in_fp16 = (_C.forward_dispatch(**shape, low_level=low_level, fp16=x) for x in (False, True))
-                assert in_bf16.fused and launch_of(in_bf16) == launch_of(in_fp16), shape
+                in_bf16, in_fp16 = (
+                    _C.forward_dispatch(**shape, low_level=low_level, fp16=x, auto_cp=False) for x in (False, True)
+                )
+                assert in_bf16.fused == fused.fused and launch_of(in_bf16) == launch_of(in_fp16), shape
         with forced_dispatch(forward={"fused": False}):
             unfused = _C.forward_dispatch(**shape)
             assert not unfused.fused
             low_level = _C.forward_dispatch(**shape, low_level=True)  # which writes A, too
         assert unfused.predicted_us < low_level.predicted_us, shape
         assert launch_of(unfused) == launch_of(low_level), shape
-        fastest = min(fused.predicted_us, unfused.predicted_us)
-        if found.fused and (found.cut_above > 0 or found.segment_chunks > 0):  # the device decides, or segments
-            assert found.predicted_us < fastest, shape
-        elif unfused.cut_above > 0:  # the device would decide, if that promised more
-            assert fastest <= found.predicted_us <= fastest / 0.998, shape
-        else:
-            assert found.predicted_us == fastest, shape
-            assert found.fused == (fused.predicted_us < unfused.predicted_us), shape
+        found = _C.forward_dispatch(**shape)
+        assert found == (fused if fused.predicted_us <= unfused.predicted_us else unfused), shape
 
 
 @pytest.mark.parametrize("low_level", (False, True))
@@ -351,30 +320,6 @@ def test_the_fused_kernel_takes_longer_in_fp16(low_level):
             for fp16 in (False, True)
         )
     assert 1.1 * in_bf16 < in_fp16 < 1.3 * in_bf16
-
-
-def test_override_of_the_fused_kernel_where_the_device_does_not_cut():
-    shape = (1, 32768, 8, 4, 16)
-    with forced_dispatch(forward={"fused": True, "value_tile": 64, "segment_chunks": 37, "cut_above": 100}):
-        found = _C.forward_dispatch(*shape)
-        assert (found.fused, found.value_tile, found.whole_tile, found.segment_chunks) == (True, 64, 128, 37)
-        assert found.workspace_bytes > 0
-        for outside in ({"output_h": True}, {"in_halves": True}):
-            assert not _C.forward_dispatch(*shape, **outside).fused
-        without = _C.forward_dispatch(1, 32768, 8, 4, 16, auto_cp=False)
-        assert (without.segment_chunks, without.cut_above, without.whole_tile) == (0, 0, 64)
-
-
-@pytest.mark.parametrize("whole", ({"fused": True}, {"fused": False, "whole_tile": 128}), ids=str)
-def test_override_of_the_ways_that_cut_nothing(whole):
-    mode = {"value_tile": 64, "segment_chunks": 0, "cut_above": 100} | whole
-    with forced_dispatch(forward=mode):
-        for N in (2, PLAN_STEP + 1):
-            found = _C.forward_dispatch(1, 2**18, N, 4, 16)
-            assert (found.fused, found.value_tile, found.whole_tile, found.segments) == (whole["fused"], 64, 128, N)
-            assert (found.segment_chunks, found.cut_above) == (0, 100) and found.planned
-        found = _C.forward_dispatch(8, 4096, 8, 4, 16, varlen=False)  # the host knows the lengths
-        assert (found.fused, found.value_tile, found.whole_tile) == (False, 64, 64)
 
 
 def test_the_fused_kernel_is_for_full_cards_and_short_sequences():
@@ -393,23 +338,21 @@ def test_override_of_the_fused_kernel_for_segments():
     """It serves the calls that the fused kernel serves, and the device may cut nothing. Others are cut without it."""
     for shape in SHAPES:
         for cut_above in (0, 9):
-            mode = {"segment_chunks": 4, "fused_segments": True, "cut_above": cut_above}
+            mode = {"segment_chunks": 4, "fused": True, "cut_above": cut_above}
             with forced_dispatch(forward=mode):
                 found = _C.forward_dispatch(**shape)
                 unfused = _C.forward_dispatch(**shape, output_h=True)
                 whole = _C.forward_dispatch(**shape, auto_cp=False)
-            assert found.fused == found.fused_segments == (not is_wide(shape)), shape
+            assert found.fused == whole.fused == (not is_wide(shape)), shape
             assert (found.segment_chunks, found.cut_above) == (4, cut_above)
-            if found.fused:
-                assert (found.value_tile, found.whole_tile) == (128, 128), shape
             assert not unfused.fused and unfused.segment_chunks == 4, shape
-            assert not whole.fused_segments and whole.segment_chunks == 0, shape
+            assert whole.segment_chunks == 0, shape
 
 
 def test_the_fused_kernel_takes_segments_where_a_head_is_no_group_of_four():
     for H_k, H_v, expected in ((16, 16, True), (16, 32, True), (2, 8, False)):
         found = _C.forward_dispatch(1, 32768, 1, H_k, H_v, **_C.cards()["H100 SXM"])
-        assert found.fused_segments == expected and found.segment_chunks > 0, (H_k, H_v)
+        assert found.fused == expected and found.segment_chunks > 0, (H_k, H_v)
 
 
 def test_a_slower_memory_favours_the_fused_kernel():
@@ -606,21 +549,12 @@ print(_C.forward_dispatch(1, 2048, 1, 2, 8))
 def test_override_takes_known_modes_only():
     wrong = [("value_tile", tile) for tile in (1, 32, 96, 256, -64)]
     wrong += [("segment_chunks", chunks) for chunks in (-2, 2**31 // CHUNK)]  # tokens are counted in 32 bits
-    wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1), ("segment_chunks=5, fused", 1)]
-    wrong += [("fused_segments", fused) for fused in (-2, 1, 2)] + [("segment_chunks=0, fused_segments", 1)]
-    wrong += [("segment_chunks=5, fused=0, fused_segments", 1), ("segment_chunks=5, value_tile=64, fused_segments", 1)]
-    wrong += [("cut_above", 5), ("segment_chunks=5, whole_tile", 64)]
-    for without_another_way in ("value_tile=64", "value_tile=128, fused=1", "fused=1", "value_tile=64, whole_tile=64"):
-        wrong += [(f"segment_chunks=0, {without_another_way}, cut_above", 5)]
-    wrong += [("segment_chunks=5, cut_above=9, whole_tile", tile) for tile in (-64, 96)]
+    wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1)]
+    wrong += [(f"{other}cut_above", 5) for other in ("", "segment_chunks=0, ", "value_tile=64, ", "fused=1, ")]
+    wrong += [("segment_chunks=5, cut_above", chunks) for chunks in (-1, 2**31 // CHUNK)]
     check_errors({f"enter(forward=dict({name}={value}))": (name, value) for name, value in wrong})
     wrong = [("segment_chunks", -2), ("segment_chunks", 2**31 // CHUNK), ("cut_above", 5)]
-    wrong += [
-        ("value_tile", 64),
-        ("fused", 0),
-        ("fused_segments", 0),
-        ("segment_chunks=5, cut_above=9, whole_tile", 64),
-    ]  # it has none
+    wrong += [("value_tile", 64), ("fused", 0)]  # it has none
     check_errors({f"enter(backward=dict({name}={value}))": (name, value) for name, value in wrong})
 
 

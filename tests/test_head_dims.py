@@ -85,7 +85,7 @@ MODES = {
     "narrow_cut": (64, 2),
     "wide_cut": (128, 3),
     "fused": (128, 0, 1),
-    "fused_segments": (128, 2, None, 1),
+    "fused_segments": (128, 2, 1),
 }
 WIDE = ((256, 512), (136, 72), (192, 192))
 SEGMENTED = {"lengths": (650, 0, 65, 1, 300), "padding": 9, "H_k": 1, "H_v": 2}

@@ -18,11 +18,11 @@ CASE = Case(T=5, H_k=1, H_v=2, dtype=FP16, gate="logsigmoid", state_scale=2e6, s
 # Modes of the GPU's kernels; segments of a chunk, so that long sequences are cut.
 MODES = {
     "chosen": {},
-    "fused": {"fused": 1},
+    "fused": {"fused": 1, "segment_chunks": 0},
     "narrow": {"value_tile": 64, "segment_chunks": 0},
     "wide": {"value_tile": 128, "segment_chunks": 0},
     "cut": {"value_tile": 64, "segment_chunks": 1},
-    "fused_segments": {"value_tile": 128, "segment_chunks": 1, "fused_segments": 1},
+    "fused_segments": {"value_tile": 128, "segment_chunks": 1, "fused": 1},
 }
 
 

@@ -26,11 +26,11 @@ LENGTHS = {"lengths": (70, 0, 130, 64, 1, 300), "padding": 5}
 RAW = {"use_qk_l2norm_in_kernel": True, "keys": "raw"}
 # Modes of the GPU's kernels; segments of a chunk, so that most sequences are cut.
 MODES = {
-    "fused": {"fused": 1},
+    "fused": {"fused": 1, "segment_chunks": 0},
     "narrow": {"value_tile": 64, "segment_chunks": 0},
     "wide": {"value_tile": 128, "segment_chunks": 0},
     "cut": {"value_tile": 64, "segment_chunks": 1},
-    "fused_segments": {"value_tile": 128, "segment_chunks": 1, "fused_segments": 1},
+    "fused_segments": {"value_tile": 128, "segment_chunks": 1, "fused": 1},
 }
 WIDE_KEYS = {"wide_keys": MODES["wide"]}  # these modes also have other sizes
 

@@ -147,7 +147,7 @@ bool nothing_observes() {
          !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// The contents of a call's node, beside the tensors that may have gradients.
+// The contents of a call's node, besides the tensors that may have gradients.
 struct Made {
   variable_list results;  // o and, if it was asked for, the final state
   variable_list tensors;

@@ -21,8 +21,8 @@ struct Backward {
   T *dq = nullptr, *dk = nullptr, *dv = nullptr;
   int64_t keys_row = 0, values_row = 0;  // strides of the tokens of dq and dk, and of dv
   WritableFloats db = {}, dg = {};
-  CT* dh0 = nullptr;        // null: not wanted
-  CT* gate_sums = nullptr;  // [N, H_v, 2], dA_log and ddt_bias of each sequence; null: not wanted
+  CT* dh0 = nullptr;        // null: not requested
+  CT* gate_sums = nullptr;  // [N, H_v, 2], dA_log and ddt_bias of each sequence; null: not requested
 };
 
 // A thread's working set, which all its sequences use. max_tokens: the length of the longest sequence.

@@ -13,10 +13,10 @@ struct Checkpoints {
   int64_t every = 0;                         // 0: no checkpoints
   bool rounds = false;                       // after a checkpoint the recurrence goes on with the rounded state
   WritableFloats to;                         // states [H_v, V, K]
-  std::vector<std::vector<int64_t>> places;  // by sequence and checkpoint, in elements; negative: not wanted
+  std::vector<std::vector<int64_t>> places;  // by sequence and checkpoint, in elements; negative: not requested
 };
 
-// Pointers to contiguous tensors, shapes as in ForwardOutputs. A null output is not wanted.
+// Pointers to contiguous tensors, shapes as in ForwardOutputs. A null output is not requested.
 template <typename T, typename CT>
 struct Forward {
   Inputs<T, CT> in;

@@ -13,7 +13,7 @@ namespace flash_qla {
 
 namespace {
 
-// The sequences whose maps are wanted, numbered by their maps.
+// The sequences whose maps are requested, numbered by their maps.
 std::vector<cpu::Sequence> mapped_sequences(const Call& call) {
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
   std::vector<cpu::Sequence> mapped;

@@ -27,7 +27,7 @@ inline kernels::Dtype instance_dtype(ScalarType dtype) {
 
 // The tensor's memory; null without the tensor.
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
-inline void* data_if(bool wanted, const Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
+inline void* data_if(bool requested, const Tensor& tensor) { return requested ? tensor.mutable_data_ptr() : nullptr; }
 
 // The Dtype (layout.py) of a tensor.
 inline int64_t dtype_code(const Tensor& tensor) {

@@ -34,7 +34,7 @@ class Backward {
     begin();
     if (d_.has_maps()) {
       scan_states(call_.initial_state);
-      scan_gradients(call_.grad_final_state, /*beside=*/true);
+      scan_gradients(call_.grad_final_state, /*concurrent=*/true);
     }
     replay_states(call_.initial_state);
     input_gradients(call_.grad_final_state, out_.dh0);
@@ -71,7 +71,7 @@ class Backward {
     const std::optional<Tensor> last = states_or_zeros(call_, call_.grad_final_state);
     const Tensor dh0 =
         call_.initial_state ? out_.dh0 : new_empty(call_.op, call_.q, call_.state_shape(), call_.compute_dtype);
-    scan_gradients(last, /*beside=*/false);
+    scan_gradients(last, /*concurrent=*/false);
     input_gradients(last, dh0);
   }
 
@@ -86,11 +86,11 @@ class Backward {
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
   void scan_states(const std::optional<Tensor>& first) const {
-    pass_.scan(/*reverse=*/false, pass_.maps(), own_states(call_, data(first)), /*beside=*/false);
+    pass_.scan(/*reverse=*/false, pass_.maps(), own_states(call_, data(first)), /*concurrent=*/false);
   }
-  // `beside`: the launch before is the scan of states.
-  void scan_gradients(const std::optional<Tensor>& last, bool beside) const {
-    pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), beside);
+  // `concurrent`: overlaps the preceding scan of states.
+  void scan_gradients(const std::optional<Tensor>& last, bool concurrent) const {
+    pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), concurrent);
   }
 
   // dh0 gets the gradients of the initial states, if there are initial states.
@@ -149,7 +149,7 @@ class Backward {
     return found;
   }
 
-  // States without addresses: they only say which states exist. The gradients of states are arguments of their own.
+  // States without addresses: they only tell which states exist. The gradients of states are arguments of their own.
   States states() const {
     return states_in_order(call_, own_states(call_, nullptr), call_.in_halves || call_.initial_state,
                            call_.in_halves || call_.grad_final_state);
@@ -198,7 +198,6 @@ class Backward {
          .scale = static_cast<float>(*call_.scale),
          .cumulative = call_.is_cumulative(),
          .gate_gradients = d_.gate_gradients,
-         .only_if = 0,
          .early_ctas = d_.early_ctas,
          .head_blocks = head_blocks()},
         {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);

@@ -45,57 +45,9 @@ void require_tile(const ForwardShape& shape, int64_t forced) {
   }
 }
 
-bool can_fuse(const ForwardShape& shape, const Override& forced) {
-  const bool supported = !shape.output_h && !shape.in_halves && !shape.batch_invariant && !shape.resumable;
-  return supported && !shape.float8 && forced.fused != 0 && has_fused_kernel(shape);
-}
-
-// Adds the modes of a value tile with segments of this many chunks; 0: no segments. fuses: the fused kernel may take
-// sequences that are not cut.
-void add_tile(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, int64_t tile,
-              int64_t segment_chunks, bool fuses) {
-  const bool has_choice = segment_chunks > 0 && device_knows_more(shape);
-  const bool always_cut = forced.always_cuts() || shape.in_halves;
-  if (fuses && segment_chunks > 0 && tile == kWideTile && forced.fused_segments != 0) {
-    modes.push_back({.value_tile = tile,
-                     .segment_chunks = segment_chunks,
-                     .fused = true,
-                     .always_cut = always_cut,
-                     .fused_segments = true});
-    if (forced.fused_segments == 1) {
-      return;
-    }
-  }
-  if (has_choice && fuses && (!always_cut || forced.fused == 1)) {
-    modes.push_back({.value_tile = tile, .whole_tile = kWideTile, .segment_chunks = segment_chunks, .fused = true});
-    if (forced.fused == 1) {
-      return;
-    }
-  }
-  const int64_t forced_whole = has_choice && forced.whole_tile != 0 ? forced.whole_tile : tile;
-  modes.push_back({.value_tile = tile,
-                   .whole_tile = always_cut ? forced_whole : tile,
-                   .segment_chunks = segment_chunks,
-                   .always_cut = always_cut});
-  // Whole sequences are fewer pieces than segments, so a narrow tile for them fills more SMs.
-  if (has_choice && !always_cut && forced.value_tile == 0 && tile == kWideTile && has_tile(shape, kNarrowTile)) {
-    modes.push_back({.value_tile = tile, .whole_tile = kNarrowTile, .segment_chunks = segment_chunks});
-  }
-}
-
-// Adds the modes that cut no sequence, but take narrow tiles if one is long: few long heads then fill more SMs.
-// fuses: the fused kernel may take the calls without a long sequence.
-void add_whole(std::vector<Mode>& modes, const ForwardShape& shape, const Override& forced, bool fuses) {
-  const bool may_choose = forced.chooses_whole() || (forced.segment_chunks < 0 && forced.value_tile == 0);
-  if (!may_choose || !device_knows_more(shape) || shape.in_halves || !has_tile(shape, kNarrowTile)) {
-    return;
-  }
-  if (fuses && forced.whole_tile == 0) {
-    modes.push_back({.value_tile = kNarrowTile, .whole_tile = kWideTile, .fused = true});
-  }
-  if (!(fuses && forced.fused == 1)) {
-    modes.push_back({.value_tile = kNarrowTile, .whole_tile = kWideTile});
-  }
+bool can_fuse(const ForwardShape& shape) {
+  return !shape.output_h && !shape.in_halves && !shape.batch_invariant && !shape.resumable && !shape.float8 &&
+         has_fused_kernel(shape);
 }
 
 // The lengths of segments that the host considers, in chunks. The first one is 0: no segments. In halves 0 is left out
@@ -122,6 +74,13 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
     found.erase(found.begin());
   }
   return found;
+}
+
+// Removes the paths without the property, unless none has it.
+void keep_if_any(std::vector<ForwardPath>& paths, const auto& property) {
+  if (std::ranges::any_of(paths, property)) {
+    std::erase_if(paths, [&](const ForwardPath& path) { return !property(path); });
+  }
 }
 
 }  // namespace
@@ -164,43 +123,34 @@ int64_t early_ctas(const Shape& shape) {
   return shape.varlen && shape.N > kMostSearched ? 0 : of_sm * shape.card.sm_count;
 }
 
-std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced) {
+std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& forced) {
   require_tile(shape, forced.value_tile);
-  require_tile(shape, forced.whole_tile);
-  std::vector<Mode> modes;
-  const bool fuses = can_fuse(shape, forced);
-  if (fuses && !forced.always_cuts() && forced.value_tile != kNarrowTile) {
-    modes.push_back({.value_tile = kWideTile, .fused = true});
-    if (forced.fused == 1) {
-      return modes;
+  std::vector<ForwardPath> paths;
+  for (const int64_t segment_chunks : segmentations(shape, forced)) {
+    if (can_fuse(shape)) {
+      paths.push_back(segment_chunks == 0 ? ForwardPath{OneKernel{}} : OneKernelOverSegments{segment_chunks});
     }
-  }
-  if (forced.chooses_whole()) {
-    add_whole(modes, shape, forced, fuses);
-    if (!modes.empty()) {
-      return modes;
-    }
-  }
-  const int64_t forced_tile = fuses && forced.fused_segments == 1 ? kWideTile : forced.value_tile;
-  for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
-    if (has_tile(shape, tile) && (forced_tile == 0 || tile == forced_tile)) {
-      for (const int64_t segment_chunks : segmentations(shape, forced)) {
-        add_tile(modes, shape, forced, tile, segment_chunks, fuses);
+    for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
+      if (has_tile(shape, tile)) {
+        paths.push_back(TwoKernels{tile, segment_chunks});
       }
     }
   }
-  add_whole(modes, shape, forced, fuses);
-  return modes;
+  if (forced.fused >= 0) {
+    keep_if_any(paths, [&](const ForwardPath& path) { return is_fused(path) == (forced.fused == 1); });
+  }
+  if (forced.value_tile > 0) {
+    keep_if_any(paths, [&](const ForwardPath& path) { return value_tile_of(path) == forced.value_tile; });
+  }
+  return paths;
 }
 
-std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced) {
-  std::vector<Mode> modes;
+std::vector<BackwardPath> paths_of(const BackwardShape& shape, const Override& forced) {
+  std::vector<BackwardPath> paths;
   for (const int64_t segment_chunks : segmentations(shape.forward(), forced)) {
-    modes.push_back({.value_tile = kWideTile,
-                     .segment_chunks = segment_chunks,
-                     .always_cut = forced.always_cuts() || shape.in_halves});
+    paths.push_back({segment_chunks});
   }
-  return modes;
+  return paths;
 }
 
 }  // namespace flash_qla

@@ -1,7 +1,6 @@
-// The ways to run a call that the host considers, in their order.
+// The paths of a call that the host considers, in their order.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -11,23 +10,9 @@
 
 namespace flash_qla {
 
-struct Mode {
-  int64_t value_tile;
-  int64_t whole_tile = value_tile;  // value tile if no sequence is long
-  int64_t segment_chunks = 0;       // 0: long sequences are not cut either
-  bool fused = false;               // the fused kernel, if no sequence is long
-  bool always_cut = false;          // false: the device cuts if that pays
-  bool fused_segments = false;      // the fused kernel for segments, too
-
-  // Whether calls with a long sequence have a launch of their own.
-  bool has_two_ways() const { return whole_tile != value_tile || (fused && segment_chunks > 0 && !fused_segments); }
-  // Whether a device that knows more has a choice.
-  bool has_choice() const { return segment_chunks > 0 || has_two_ways(); }
-};
-
-// The modes of a call, one or more. Modes that offer the device a choice come after the mode that they have to beat.
-std::vector<Mode> modes_of(const ForwardShape& shape, const Override& forced);
-std::vector<Mode> modes_of(const BackwardShape& shape, const Override& forced);
+// All paths that can serve the call, of those that `forced` leaves if it leaves any: one or more.
+std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& forced);
+std::vector<BackwardPath> paths_of(const BackwardShape& shape, const Override& forced);
 
 // Whether fused_forward has an instance for the call: one that follows chunk_plan, or one that does without.
 bool has_fused_kernel(const ForwardShape& shape, bool planned = true);
@@ -41,7 +26,7 @@ int64_t average_chunks(const ForwardShape& shape);
 // Chunks of the longest sequence; of an average one, rounded up, if only the device knows the lengths.
 int64_t longest_chunks(const ForwardShape& shape);
 
-// Whether only cu_seqlens say how long the sequences are. The device then cuts none if all are short.
+// Whether only cu_seqlens have the lengths. The device then cuts none if all are short.
 inline bool device_knows_more(const Shape& shape) { return shape.varlen && shape.N > 1 && shape.max_seqlen == 0; }
 
 // Whether the kernels of the backward do the call's l2norm themselves, see BackwardDispatch.

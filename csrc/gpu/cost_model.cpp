@@ -24,11 +24,7 @@ constexpr double kMap = 0.092;                           // a map of a segment, 
 constexpr double kScan = 0.64;                           // segment_scan of 32 columns: from a segment to the next
 constexpr double kSlotCta = 0.008;                       // a CTA of segment_maps that finds nothing to do
 constexpr double kIdleScan = 3;                          // segment_scan, if it finds nothing to do
-constexpr double kOtherTile = 3;                         // a launch of chunk_forward that finds nothing to do
-// fused_forward where the device has a choice: it begins after the plan, and the other kernels find nothing to do, with
-// and without segments.
-constexpr double kOffered = 20, kOfferedWhole = 12;
-constexpr double kSegmentMemory = 25;  // the launches around fused_forward over segments
+constexpr double kSegmentMemory = 25;                    // the launches around fused_forward over segments
 
 // SM cycles.
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
@@ -70,9 +66,9 @@ constexpr double kUnbalanced = 0.15;
 // Only the device knows the gates. The model assumes that this part of the heads needs exact maps, as in the
 // benchmarks.
 constexpr double kExact = 0.25;
-// If only cu_seqlens say the lengths: the weight of batches whose longest sequence has twice the average, and of
-// batches whose longest has half of all tokens (benchmarks/notes/plan_and_dispatch.md).
-constexpr double kTwice = 0.05, kHalf = 0.08;
+// If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens; the others
+// have equal sequences (benchmarks/notes/plan_and_dispatch.md).
+constexpr double kSkewed = 0.15;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
 struct Lengths {
@@ -126,10 +122,10 @@ double last_whole_piece(const Lengths& chunks, double N, double pieces, double s
   return suffices ? std::max(late_end, early_end + (meanwhile + more) * chunks.rest) : late_end + more * chunks.rest;
 }
 
-// The way of a batch through the SMs: with all long sequences cut into segments, or with all sequences whole.
+// How a batch goes through the SMs, whole or cut into segments.
 struct Schedule {
-  double segment, sms, N, H_v;
-  double tiles;                 // tiles of a head's value rows in this mode
+  double sms, N, H_v;
+  double tiles;                 // tiles of a head's value rows
   double key_tiles, map_tiles;  // tiles of a head's M, and of its value rows in maps
   double scan_parts;            // its parts in segment_scan
   double total;                 // chunks of a head
@@ -141,28 +137,29 @@ struct Schedule {
 };
 
 // Equal pieces go through the SMs in whole turns. Unequal pieces start with the longest, and short ones fill the SMs.
-Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool is_long) {
-  const bool cut = is_long && mode.segment_chunks > 0;
+Schedule schedule(const ForwardShape& shape, const Lengths& chunks, int64_t segment_chunks,
+                  int64_t value_tile = kWideTile) {
+  const bool cut = segment_chunks > 0;
+  const auto segment = static_cast<double>(segment_chunks);
   Schedule s{};
-  s.segment = static_cast<double>(mode.segment_chunks);
   s.sms = static_cast<double>(shape.card.sm_count);
   s.N = static_cast<double>(shape.N);
   s.H_v = static_cast<double>(shape.H_v);
   s.total = chunks.longest + (s.N - 1) * chunks.rest;
-  s.length = cut ? s.segment : chunks.longest;
-  s.parts = cut ? std::ceil(chunks.longest / s.segment) : 1;
-  s.parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / s.segment)) : 1;
+  s.length = cut ? segment : chunks.longest;
+  s.parts = cut ? std::ceil(chunks.longest / segment) : 1;
+  s.parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / segment)) : 1;
   s.pieces = s.parts + (s.N - 1) * s.parts_of_rest;
-  s.tiles = static_cast<double>(value_tiles(shape.V, is_long ? mode.value_tile : mode.whole_tile));
+  s.tiles = static_cast<double>(value_tiles(shape.V, value_tile));
   s.key_tiles = static_cast<double>(key_parts(shape.K));
   s.map_tiles = static_cast<double>(value_tiles(shape.V));
   s.scan_parts = static_cast<double>(value_tiles(shape.V, kScanColumns));
   s.ctas = s.pieces * s.H_v * s.tiles;
   s.turns = s.ctas / s.sms;
   if (shape.N == 1 || chunks.longest == chunks.rest) {
-    const bool has_rest = cut && std::fmod(chunks.longest, s.segment) != 0;
+    const bool has_rest = cut && std::fmod(chunks.longest, segment) != 0;
     s.turns = has_rest ? std::max(1.0, s.turns) : std::ceil(s.turns);
-    s.in_turns = has_rest ? last_piece(chunks, s.N, s.segment, s.H_v * s.tiles, s.sms) : s.turns * s.length;
+    s.in_turns = has_rest ? last_piece(chunks, s.N, segment, s.H_v * s.tiles, s.sms) : s.turns * s.length;
     return s;
   }
   s.turns = std::max(1.0, s.turns);
@@ -171,8 +168,8 @@ Schedule schedule(const ForwardShape& shape, const Mode& mode, const Lengths& ch
     return s;
   }
   const double work = s.total * s.H_v * s.tiles / s.sms;
-  s.in_turns = std::max(work + (s.turns > 1) * kUnbalanced * s.segment,
-                        last_piece(chunks, s.N, s.segment, s.H_v * s.tiles, s.sms));
+  s.in_turns =
+      std::max(work + (s.turns > 1) * kUnbalanced * segment, last_piece(chunks, s.N, segment, s.H_v * s.tiles, s.sms));
   return s;
 }
 
@@ -261,9 +258,10 @@ double maps_us(const ForwardShape& shape, const Schedule& s) {
          scan_us(shape, kScan) * scan_steps(s, 1);
 }
 
-// The CTAs of segment_maps and segment_scan where no sequence is cut. They find nothing to do.
-double idle_slots_us(const Schedule& s) {
-  return kIdleScan + kSlotCta * s.H_v * (s.key_tiles + s.map_tiles) * (s.N + s.total / s.segment);
+// segment_maps and segment_scan, or with directions = 2 the backward's, where no sequence is cut.
+double idle_us(const Schedule& s, int64_t segment_chunks, double directions = 1) {
+  const double slots = s.N + s.total / static_cast<double>(segment_chunks);
+  return directions * kIdleScan + kSlotCta * s.H_v * (s.key_tiles + directions * s.map_tiles) * slots;
 }
 
 // backward_maps, and segment_scan in both directions at the same time.
@@ -319,89 +317,94 @@ double around_us(const BackwardShape& shape) {
   return us;
 }
 
-// A mode's time on a batch, in which some sequence is long or none is.
-double predict_forward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool is_long) {
-  const Schedule s = schedule(shape, mode, chunks, is_long);
-  const bool has_segments = mode.segment_chunks > 0;
-  if (mode.fused_segments) {
-    return kSegmentMemory + (is_long ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) +
-                                           fused_forward_us(shape, s, kChunkFusedCut)
-                                     : fused_forward_us(shape, s) + idle_slots_us(s));
-  }
-  if (mode.fused && !is_long) {
-    return fused_forward_us(shape, s) + (has_segments ? kOffered : mode.has_two_ways() ? kOfferedWhole : 0);
-  }
-  double us = chunk_matrices_us(shape, s) + chunk_forward_us(shape, is_long ? mode.value_tile : mode.whole_tile, s);
-  if (mode.has_two_ways()) {
-    us += kOtherTile;
-  }
-  if (has_segments && !is_long) {
-    us += idle_slots_us(s);
-  }
-  us += composition_us(shape, s);
-  return is_long && has_segments ? us + maps_us(shape, s) : us;
+// A path's time on a batch that is cut, or on one that the device leaves whole.
+double predict_batch(const ForwardShape& shape, const OneKernel&, const Lengths& chunks, bool) {
+  return fused_forward_us(shape, schedule(shape, chunks, 0));
 }
 
-double predict_backward(const ForwardShape& shape, const Mode& mode, const Lengths& chunks, bool is_long) {
-  const Schedule s = schedule(shape, mode, chunks, is_long);
-  double us = chunk_matrices_us(shape, s) + replay_states_us(shape, s);
-  us += has_wide_keys(shape.K) ? kStartGradients + replay_gradients_us(shape, s) + token_gradients_us(shape, s)
+double predict_batch(const ForwardShape& shape, const OneKernelOverSegments& path, const Lengths& chunks, bool cut) {
+  const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0);
+  return kSegmentMemory +
+         (cut ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) + fused_forward_us(shape, s, kChunkFusedCut)
+              : fused_forward_us(shape, s) + idle_us(s, path.segment_chunks));
+}
+
+// The maps of a batch; `directions`: 1 in the forward, 2 in the backward.
+double with_maps_us(const ForwardShape& shape, const Schedule& s, int64_t segment_chunks, bool cut, double directions) {
+  const double maps = segment_chunks == 0 ? 0
+                      : !cut              ? idle_us(s, segment_chunks, directions)
+                      : directions == 1   ? maps_us(shape, s)
+                                          : backward_maps_us(shape, s);
+  return maps + composition_us(shape, s);
+}
+
+double predict_batch(const ForwardShape& shape, const TwoKernels& path, const Lengths& chunks, bool cut) {
+  const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0, path.value_tile);
+  return chunk_matrices_us(shape, s) + chunk_forward_us(shape, path.value_tile, s) +
+         with_maps_us(shape, s, path.segment_chunks, cut, 1);
+}
+
+double predict_batch(const ForwardShape& shape, const BackwardPath& path, const Lengths& chunks, bool cut) {
+  const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0);
+  const double gradients = has_wide_keys(shape.K)
+                               ? kStartGradients + replay_gradients_us(shape, s) + token_gradients_us(shape, s)
                                : chunk_backward_us(shape, s);
-  if (mode.segment_chunks > 0 && !is_long) {
-    us += 2 * kIdleScan + kSlotCta * s.H_v * (s.key_tiles + 2 * s.map_tiles) * (s.N + s.total / s.segment);
-  }
-  us += composition_us(shape, s);
-  return is_long ? us + backward_maps_us(shape, s) : us;
+  return chunk_matrices_us(shape, s) + replay_states_us(shape, s) + gradients +
+         with_maps_us(shape, s, path.segment_chunks, cut, 2);
 }
 
-// predict_forward or predict_backward.
-using Predict = double (*)(const ForwardShape&, const Mode&, const Lengths&, bool is_long);
-
-// The time of a batch with this longest sequence: that of the faster way, if the device has the choice.
-double with_choice(Predict predict, const ForwardShape& shape, const Mode& mode, double longest) {
+// The time of a batch with this longest sequence. The device cuts it if that is faster, or if it has to.
+template <typename Path>
+double predict_longest(const ForwardShape& shape, const Path& path, bool always_cut, double longest) {
   const Lengths chunks = lengths(shape, longest);
-  if (!mode.has_choice() || chunks.longest <= static_cast<double>(mode.segment_chunks)) {
-    return predict(shape, mode, chunks, false);
+  const int64_t segment_chunks = segment_chunks_of(path);
+  if (segment_chunks == 0 || chunks.longest <= static_cast<double>(segment_chunks)) {
+    return predict_batch(shape, path, chunks, false);
   }
-  const double as_long = predict(shape, mode, chunks, true);
-  return mode.always_cut || !device_knows_more(shape) ? as_long
-                                                      : std::min(as_long, predict(shape, mode, chunks, false));
+  const double cut = predict_batch(shape, path, chunks, true);
+  return always_cut || !device_knows_more(shape) ? cut : std::min(cut, predict_batch(shape, path, chunks, false));
 }
 
-double expected(Predict predict, const ForwardShape& shape, const Mode& mode) {
+template <typename Path>
+double expected(const ForwardShape& shape, const Path& path, bool always_cut) {
   const auto chunks = static_cast<double>(longest_chunks(shape));
+  const double equal = predict_longest(shape, path, always_cut, chunks);
   if (!device_knows_more(shape)) {
-    return with_choice(predict, shape, mode, chunks);
+    return equal;
   }
-  const double half = std::max(2 * chunks, chunks * static_cast<double>(shape.N) / 2);
-  return (1 - kTwice - kHalf) * with_choice(predict, shape, mode, chunks) +
-         kTwice * with_choice(predict, shape, mode, 2 * chunks) + kHalf * with_choice(predict, shape, mode, half);
+  const double half = std::max(2.0, static_cast<double>(shape.N) / 2) * chunks;
+  return (1 - kSkewed) * equal + kSkewed * predict_longest(shape, path, always_cut, half);
 }
 
-int64_t find_cut_above(Predict predict, const ForwardShape& shape, const Mode& mode) {
-  if (!mode.has_choice() || mode.always_cut || !device_knows_more(shape)) {
+template <typename Path>
+int64_t most_whole_chunks(const ForwardShape& shape, const Path& path, bool always_cut) {
+  if (segment_chunks_of(path) == 0 || always_cut || !device_knows_more(shape)) {
     return 0;
   }
-  int64_t most_short = std::max<int64_t>(mode.segment_chunks, 1);
-  int64_t least_long = std::max(average_chunks(shape) * shape.N, most_short);
-  while (least_long - most_short > 1) {
-    const int64_t longest = most_short + (least_long - most_short) / 2;
+  int64_t whole = segment_chunks_of(path), cut = std::max(average_chunks(shape) * shape.N, whole);
+  while (cut - whole > 1) {
+    const int64_t longest = whole + (cut - whole) / 2;
     const Lengths chunks = lengths(shape, static_cast<double>(longest));
-    (predict(shape, mode, chunks, true) < predict(shape, mode, chunks, false) ? least_long : most_short) = longest;
+    const bool pays = predict_batch(shape, path, chunks, true) < predict_batch(shape, path, chunks, false);
+    (pays ? cut : whole) = longest;
   }
-  return most_short;
+  return whole;
 }
 
 }  // namespace
 
-double predict(const ForwardShape& shape, const Mode& mode) { return expected(predict_forward, shape, mode); }
-double predict(const BackwardShape& shape, const Mode& mode) {
-  return around_us(shape) + expected(predict_backward, shape.forward(), mode);
+double predict(const ForwardShape& shape, const ForwardPath& path, bool always_cut) {
+  return std::visit([&](const auto& found) { return expected(shape, found, always_cut); }, path);
+}
+double predict(const BackwardShape& shape, const BackwardPath& path, bool always_cut) {
+  return around_us(shape) + expected(shape.forward(), path, always_cut);
 }
 
-int64_t cut_above(const ForwardShape& shape, const Mode& mode) { return find_cut_above(predict_forward, shape, mode); }
-int64_t cut_above(const BackwardShape& shape, const Mode& mode) {
-  return find_cut_above(predict_backward, shape.forward(), mode);
+int64_t cut_above(const ForwardShape& shape, const ForwardPath& path, bool always_cut) {
+  return std::visit([&](const auto& found) { return most_whole_chunks(shape, found, always_cut); }, path);
+}
+int64_t cut_above(const BackwardShape& shape, const BackwardPath& path, bool always_cut) {
+  return most_whole_chunks(shape.forward(), path, always_cut);
 }
 
 }  // namespace flash_qla

@@ -1,4 +1,7 @@
-// The cost model: the time of a call in a mode, from its shape and the card's figures.
+// The cost model: the time of a call on a path, from its shape and the card's figures.
+//
+// always_cut: each sequence that is longer than a segment is cut. Else the device cuts a batch whose lengths only
+// cu_seqlens have where the model says that it pays.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +10,12 @@
 
 namespace flash_qla {
 
-// The expected microseconds on the GPU. If only cu_seqlens say the lengths, this is an average over likely lengths.
-double predict(const ForwardShape& shape, const Mode& mode);
-double predict(const BackwardShape& shape, const Mode& mode);
+// The expected microseconds on the GPU. If only cu_seqlens have the lengths, this is an average over likely lengths.
+double predict(const ForwardShape& shape, const ForwardPath& path, bool always_cut);
+double predict(const BackwardShape& shape, const BackwardPath& path, bool always_cut);
 
-// The most chunks of a longest sequence with which the batch is faster without cuts. 0: the device has no choice.
-int64_t cut_above(const ForwardShape& shape, const Mode& mode);
-int64_t cut_above(const BackwardShape& shape, const Mode& mode);
+// The most chunks of a longest sequence with which the batch is faster whole. 0: every long sequence is cut.
+int64_t cut_above(const ForwardShape& shape, const ForwardPath& path, bool always_cut);
+int64_t cut_above(const BackwardShape& shape, const BackwardPath& path, bool always_cut);
 
 }  // namespace flash_qla

@@ -172,11 +172,7 @@ class Grid {
 
   kernels::DecodeShares shares() const {
     const Shares found = choose();
-    return {.groups = found.groups,
-            .whole = found.whole,
-            .halvings = 1,
-            .places = found.places,
-            .early = early_places(found)};
+    return {.groups = found.groups, .whole = found.whole, .places = found.places, .early = early_places(found)};
   }
 
  private:

@@ -14,46 +14,25 @@ namespace flash_qla {
 
 namespace {
 
-// Offer the device a choice only if the predicted gain is at least 0.2 %.
-constexpr double kWorthOffering = 0.998;
-
+template <typename Path>
 struct Choice {
-  Mode mode;
+  Path path;
   double us;
 };
 
+// Whether the device has to cut each sequence that is longer than a segment.
+bool always_cut(const Shape& shape, const Override& forced) { return forced.always_cuts() || shape.in_halves; }
+
 template <typename DirectionShape>
-Choice fastest(const DirectionShape& shape, const Override& forced) {
-  std::optional<Choice> found;
-  for (const Mode& mode : modes_of(shape, forced)) {
-    const double us = predict(shape, mode);
-    const bool is_first_offer = found && device_knows_more(shape) && mode.has_choice() && !found->mode.has_choice();
-    if (!found || us < found->us * (is_first_offer ? kWorthOffering : 1)) {
-      found = {mode, us};
+auto fastest(const DirectionShape& shape, const Override& forced) {
+  const auto paths = paths_of(shape, forced);
+  Choice found = {paths.front(), predict(shape, paths.front(), always_cut(shape, forced))};
+  for (const auto& path : paths) {
+    if (const double us = predict(shape, path, always_cut(shape, forced)); us < found.us) {
+      found = {path, us};
     }
   }
-  return *found;
-}
-
-// Pieces of work of chunk_forward and fused_forward.
-int64_t pieces(const ForwardShape& shape, int64_t segments, int64_t value_tile) {
-  return segments * shape.H_v * value_tiles(shape.V, value_tile);
-}
-
-// If long sequences have a launch of their own, both launches are made. The plan's way tells which of them runs.
-void add_launches(const ForwardShape& shape, bool has_two_ways, ForwardDispatch& d) {
-  const auto ctas = [&](int64_t segments, int64_t value_tile) {
-    return std::min<int64_t>(pieces(shape, segments, value_tile), shape.card.sm_count);
-  };
-  d.ctas = ctas(d.segments, d.value_tile);
-  if (has_two_ways) {
-    d.launches = {
-        {{d.fused, d.whole_tile, ctas(shape.N, d.whole_tile), Way::kShort}, {false, d.value_tile, d.ctas, Way::kLong}}};
-    d.launch_count = 2;
-  } else {
-    d.launches = {{{d.fused, d.value_tile, d.ctas, 0}}};
-    d.launch_count = 1;
-  }
+  return found;
 }
 
 // The tokens after which chunks begin anew; 0: never.
@@ -61,13 +40,13 @@ int64_t run_of(const ForwardShape& shape) { return shape.checkpoint_every; }
 int64_t run_of(const BackwardShape&) { return 0; }
 
 // The decisions of both directions, except the workspace.
-template <typename DirectionShape>
-Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice& choice) {
+template <typename DirectionShape, typename Path>
+Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice<Path>& choice) {
   const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen, run_of(shape));
-  const int64_t segment_chunks = choice.mode.segment_chunks;
+  const int64_t segment_chunks = segment_chunks_of(choice.path);
   return {
       .segment_chunks = segment_chunks,
-      .cut_above = forced.always_cuts() || forced.chooses_whole() ? forced.cut_above : cut_above(shape, choice.mode),
+      .cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
       .chunk_slots = chunks,
       .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
       .heads_per_cta = heads_per_cta(shape, chunks),
@@ -88,23 +67,19 @@ bool puts_short_maps_last(const ForwardShape& shape, const Dispatch& d, int64_t 
 }
 
 ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
-  const Choice choice = fastest(shape, forced);
+  const auto choice = fastest(shape, forced);
   ForwardDispatch d{};
   static_cast<Dispatch&>(d) = decide_common(shape, forced, choice);
-  d.value_tile = choice.mode.value_tile;
-  d.whole_tile = choice.mode.whole_tile;
-  d.fused = choice.mode.fused;
-  d.fused_segments = choice.mode.fused_segments;
-  add_launches(shape, choice.mode.has_two_ways(), d);
-  d.short_maps_last = !d.fused_segments && puts_short_maps_last(shape, d, 1);
+  d.path = choice.path;
+  const int64_t tiles = d.segments * shape.H_v * value_tiles(shape.V, value_tile_of(d.path));
+  d.ctas = std::min<int64_t>(tiles, shape.card.sm_count);
+  d.short_maps_last = !d.fuses_segments() && puts_short_maps_last(shape, d, 1);
   d.early = d.is_only_fused() && begins_early(shape);
-  // All CTAs of chunk_matrices wait for the plan if it says whether they run, or if it alone knows where chunks begin.
-  if (d.fused || shape.resumable) {
+  // No early CTAs of chunk_matrices where they read needs_maps, or only the plan knows where chunks begin.
+  if (d.fuses_segments() || shape.resumable) {
     d.early_ctas = 0;
   }
-  const bool has_one_piece_each = d.ctas == pieces(shape, d.segments, d.value_tile);
-  d.planned =
-      !d.early || !has_one_piece_each || shape.checkpoint_every > 0 || !has_fused_kernel(shape, /*planned=*/false);
+  d.planned = !d.early || d.ctas < tiles || shape.checkpoint_every > 0 || !has_fused_kernel(shape, /*planned=*/false);
   d.workspace_bytes = ForwardWorkspace(shape, d).bytes();
   return d;
 }
@@ -123,8 +98,8 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
 bool may_cut(const ForwardShape& shape) { return shape.auto_cp && !shape.batch_invariant && !shape.resumable; }
 bool may_cut(const BackwardShape& shape) { return shape.auto_cp; }
 
-// Keeps the last decision, because a decision compares up to a hundred modes, and all layers of a model call with one
-// shape.
+// Keeps the last decision, because a decision compares up to a hundred candidates, and all layers of a model call with
+// one shape.
 template <typename Record, typename DirectionShape>
 Record decide_once(const DirectionShape& shape, Override forced) {
   struct Decision {

@@ -1,22 +1,48 @@
 // The launch record of a call. It is decided from the shape and the card's figures alone, so that the host never waits
-// for cu_seqlens. Only cu_seqlens say whether a sequence is long enough to be cut, so chunk_plan decides that on the
-// device.
+// for cu_seqlens. Where only cu_seqlens have the lengths, chunk_plan decides on the device whether sequences are cut.
 //
-// candidates.h lists the ways to run a call, cost_model.h predicts the time of each, override.h forces one. The
-// dispatch takes the fastest mode; forward.cpp or backward.cpp follows its record.
+// candidates.h lists the paths of a call, override.h forces some, cost_model.h predicts the time of each. The dispatch
+// takes the fastest; forward.cpp or backward.cpp follows its record.
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <variant>
 
 #include "gpu/shape.h"
+#include "layout.h"
 
 namespace flash_qla {
 
+// The paths of a forward.
+struct OneKernel {};            // fused_forward over whole sequences
+struct OneKernelOverSegments {  // the maps of the heads that need them, then fused_forward over segments
+  int64_t segment_chunks;
+};
+struct TwoKernels {    // chunk_matrices and chunk_forward, with the maps of all heads between if there are segments
+  int64_t value_tile;  // rows of S^T per CTA
+  int64_t segment_chunks = 0;  // 0: whole sequences
+};
+using ForwardPath = std::variant<OneKernel, OneKernelOverSegments, TwoKernels>;
+
+// The path of a backward.
+struct BackwardPath {
+  int64_t segment_chunks = 0;  // 0: whole sequences
+};
+
+inline int64_t segment_chunks_of(const OneKernel&) { return 0; }
+inline int64_t segment_chunks_of(const auto& path) { return path.segment_chunks; }
+inline int64_t segment_chunks_of(const ForwardPath& path) {
+  return std::visit([](const auto& found) { return segment_chunks_of(found); }, path);
+}
+inline bool is_fused(const ForwardPath& path) { return !std::holds_alternative<TwoKernels>(path); }
+inline int64_t value_tile_of(const ForwardPath& path) {
+  return is_fused(path) ? kWideTile : std::get<TwoKernels>(path).value_tile;
+}
+
 // The decisions of both directions.
 struct Dispatch {
-  int64_t segment_chunks;  // chunks a segment; 0 without context parallelism
-  int64_t cut_above;       // a sequence with more chunks is long; the device cuts no sequence if none is long
+  int64_t segment_chunks;  // chunks per segment; 0: whole sequences
+  int64_t cut_above;       // the device cuts no sequence if none has more chunks
   int64_t chunk_slots;     // see plan.h
   int64_t segments;        // segment slots, see plan.h
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
@@ -35,25 +61,12 @@ struct Dispatch {
 };
 
 struct ForwardDispatch : Dispatch {
-  // A launch of chunk_forward or of fused_forward.
-  struct Launch {
-    bool fused;
-    int64_t value_tile;  // rows of S^T a CTA
-    int64_t ctas;        // at most one an SM; each goes through segments, heads and tiles in turns
-    int64_t only_if;     // the Way in which the launch runs; 0: in both
-  };
+  ForwardPath path;
+  bool early;    // of fused_forward: every CTA finds its first segment by itself
+  int64_t ctas;  // of chunk_forward or fused_forward, which is persistent: at most one CTA per SM
 
-  int64_t value_tile;   // the tile of the last launch, which takes long sequences: 64 or 128
-  int64_t whole_tile;   // value tile if no sequence is long
-  bool fused;           // fused_forward replaces chunk_matrices and chunk_forward if no sequence is long
-  bool fused_segments;  // fused_forward takes segments, too; the other kernels compute the maps of heads that need them
-  bool early;           // of fused_forward: every CTA finds its first segment by itself
-  int64_t ctas;         // of the last launch
-  std::array<Launch, 2> launches;
-  int64_t launch_count;
-
-  bool is_only_fused() const { return fused && !uses_cp() && launch_count == 1; }
-  bool fuses_whole_sequences() const { return fused && !fused_segments; }
+  bool is_only_fused() const { return std::holds_alternative<OneKernel>(path); }
+  bool fuses_segments() const { return std::holds_alternative<OneKernelOverSegments>(path); }
 };
 
 struct BackwardDispatch : Dispatch {

@@ -56,13 +56,10 @@ class Forward {
     if (d_.planned) {
       pass_.make_plan(states_, SegmentFlag::kLast, memory());
     }
-    if (d_.fuses_whole_sequences()) {
-      fused_forward(d_.launches[0]);
-    }
     if (d_.is_only_fused()) {
       return;
     }
-    if (d_.fused_segments) {
+    if (d_.fuses_segments()) {
       segment_memory();
     }
     chunk_matrices();
@@ -80,14 +77,12 @@ class Forward {
 
   void finish() {
     if (d_.has_maps()) {  // in halves chunk_forward also needs the scan's wait, because it reads initial states early
-      pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*beside=*/false, memory());
+      pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*concurrent=*/false, memory());
     }
-    for (int64_t i = 0; i < d_.launch_count; ++i) {
-      if (d_.fused_segments) {
-        fused_forward(d_.launches[i]);
-      } else if (!d_.launches[i].fused) {
-        chunk_forward(d_.launches[i]);
-      }
+    if (is_fused(d_.path)) {
+      fused_forward();
+    } else {
+      chunk_forward();
     }
   }
 
@@ -111,17 +106,8 @@ class Forward {
 
   kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }
 
-  // A launch for short sequences has no other segments.
-  kernels::Sizes sizes_of(const ForwardDispatch::Launch& launch) const {
-    kernels::Sizes sizes = pass_.sizes();
-    if (launch.only_if == Way::kShort) {
-      sizes.segment_slots = call_.N;
-    }
-    return sizes;
-  }
-
-  void fused_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::fused_forward({.sizes = sizes_of(launch),
+  void fused_forward() const {
+    kernels::fused_forward({.sizes = pass_.sizes(),
                             .tokens = pass_.tokens(),
                             .gates = gates(),
                             .sequences = sequences_of(call_),
@@ -131,9 +117,8 @@ class Forward {
                             .states = states_.numbers,
                             .kept = states_.kept,
                             .outputs = outputs(),
-                            .ctas = launch.ctas,
+                            .ctas = d_.ctas,
                             .value_tiles = value_tiles(call_.V),
-                            .only_if = launch.only_if,
                             .early = d_.early,
                             .scale = static_cast<float>(*call_.scale),
                             .memory = memory(),
@@ -142,16 +127,16 @@ class Forward {
                             .K = pass_.K(),
                             .normalize = call_.use_qk_l2norm,
                             .low_level = call_.output_A,
-                            .cut = d_.fused_segments,
+                            .cut = d_.fuses_segments(),
                             .planned = d_.planned},
                            stream_);
   }
 
   kernels::Memory memory() const {
-    return d_.fused_segments ? kernels::Memory{.memory = workspace_[workspace_.memory],
-                                               .needs_maps = workspace_[workspace_.needs_maps],
-                                               .has_memory = true}
-                             : kNoMemory;
+    return d_.fuses_segments() ? kernels::Memory{.memory = workspace_[workspace_.memory],
+                                                 .needs_maps = workspace_[workspace_.needs_maps],
+                                                 .has_memory = true}
+                               : kNoMemory;
   }
 
   void segment_memory() const {
@@ -163,7 +148,7 @@ class Forward {
   // If the fused kernel takes segments, it writes A and g_cumsum.
   void chunk_matrices() const {
     kernels::Outputs written = outputs();
-    written.has_A = written.has_g_cumsum = call_.output_A && !d_.fused_segments;
+    written.has_A = written.has_g_cumsum = call_.output_A && !d_.fuses_segments();
     kernels::chunk_matrices({.chunks = pass_.chunks(),
                              .gates = gates(),
                              .sequences = sequences_of(call_),
@@ -176,7 +161,6 @@ class Forward {
                              .scale = static_cast<float>(*call_.scale),
                              .cumulative = false,
                              .gate_gradients = false,
-                             .only_if = d_.fuses_whole_sequences() ? int64_t{Way::kLong} : 0,
                              .early_ctas = d_.early_ctas,
                              .head_blocks = 0},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
@@ -188,22 +172,20 @@ class Forward {
         {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)}, stream_);
   }
 
-  void chunk_forward(const ForwardDispatch::Launch& launch) const {
-    kernels::Chunks chunks = pass_.chunks();
-    chunks.sizes = sizes_of(launch);
-    kernels::chunk_forward({.chunks = chunks,
+  void chunk_forward() const {
+    const int64_t value_tile = value_tile_of(d_.path);
+    kernels::chunk_forward({.chunks = pass_.chunks(),
                             .states = states_.numbers,
                             .kept = states_.kept,
                             .maps = pass_.maps(),
                             .o = out_.o.mutable_data_ptr(),
                             .h = data_if(call_.output_h, out_.h),
                             .has_h = call_.output_h,
-                            .ctas = launch.ctas,
-                            .value_tiles = value_tiles(call_.V, launch.value_tile),
-                            .only_if = launch.only_if,
+                            .ctas = d_.ctas,
+                            .value_tiles = value_tiles(call_.V, value_tile),
                             .rounds = states_.rounds,
                             .h_slots = call_.output_h ? call_.h_chunks : 0},
-                           {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = launch.value_tile}, stream_);
+                           {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = value_tile}, stream_);
   }
 
   const Call& call_;

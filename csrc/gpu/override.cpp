@@ -32,12 +32,8 @@ class Requirements {
   void require_segments(const Override& o) const {
     require(o.segment_chunks >= -1 && o.segment_chunks < kMost, "segment_chunks", o.segment_chunks,
             "a number of chunks, 0 for none or -1 for the cost model's choice");
-    const bool has_other_way = o.segment_chunks == 0 && o.value_tile == kNarrowTile &&
-                               (o.whole_tile == kWideTile || (o.fused == 1 && o.whole_tile == 0));
-    require(o.cut_above == 0 || (o.cut_above > 0 && o.cut_above < kMost && (o.always_cuts() || has_other_way)),
-            "cut_above", o.cut_above,
-            "0; or with segments, or with a narrow value_tile, segment_chunks = 0 and either fused = 1 or a wide "
-            "whole_tile, a number of chunks");
+    require(o.cut_above == 0 || (o.cut_above > 0 && o.cut_above < kMost && o.always_cuts()), "cut_above", o.cut_above,
+            "0 or, with segments, a number of chunks");
   }
 
  private:
@@ -51,27 +47,15 @@ void check_forward(const Override& o) {
   forward.require(o.value_tile == 0 || is_tile(o.value_tile), "value_tile", o.value_tile,
                   kTiles + ", or 0 for the cost model's choice");
   forward.require(o.fused >= -1 && o.fused <= 1, "fused", o.fused, "0, 1 or -1 for the cost model's choice");
-  const bool takes_segments = o.fused_segments == 1;
-  forward.require(o.fused_segments >= -1 && o.fused_segments <= 1, "fused_segments", o.fused_segments,
-                  "0, 1 or -1 for the cost model's choice");
-  forward.require(!takes_segments || (o.always_cuts() && o.fused != 0 && o.value_tile != kNarrowTile), "fused_segments",
-                  o.fused_segments, "1 only with segments, and neither fused = 0 nor a narrow value_tile");
-  forward.require(
-      o.fused != 1 || takes_segments || o.cut_above > 0 || (o.value_tile != kNarrowTile && !o.always_cuts()), "fused",
-      o.fused, "0 with value_tile = " + std::to_string(kNarrowTile) + " or segments, without cut_above");
-  forward.require((o.fused != 1 && !takes_segments) || o.whole_tile == 0 || o.whole_tile == kWideTile, "whole_tile",
-                  o.whole_tile, std::to_string(kWideTile) + ", the fused kernel's, or 0");
+  forward.require(o.fused != 1 || o.value_tile != kNarrowTile, "fused", o.fused,
+                  "0 with value_tile = " + std::to_string(kNarrowTile));
   forward.require_segments(o);
-  forward.require(o.whole_tile == 0 || (o.cut_above > 0 && is_tile(o.whole_tile)), "whole_tile", o.whole_tile,
-                  "0 or, with cut_above, " + kTiles);
 }
 
 void check_backward(const Override& o) {
   const Requirements backward("backward");
   backward.require(o.value_tile == 0, "value_tile", o.value_tile, "none, as it has one tile");
   backward.require(o.fused == -1, "fused", o.fused, "none, as it has no fused kernel");
-  backward.require(o.fused_segments == -1, "fused_segments", o.fused_segments, "none, as it has no fused kernel");
-  backward.require(o.whole_tile == 0, "whole_tile", o.whole_tile, "none, as it has one tile");
   backward.require_segments(o);
 }
 

@@ -9,17 +9,12 @@ namespace flash_qla {
 // The defaults leave each decision to the cost model. The backward has one value tile and no fused kernel, so its
 // override sets only segment_chunks and cut_above.
 struct Override {
-  int64_t value_tile = 0;       // value rows a CTA, 64 or 128
-  int64_t segment_chunks = -1;  // chunks a segment; 0: no context parallelism, as for a call with auto_cp = false
-  int64_t fused = -1;           // 0: never the fused kernel; 1: for every call that it can serve, with cut_above if
-                                // no sequence is long
-  int64_t fused_segments = -1;  // 0: the fused kernel takes whole sequences only; 1: it takes segments, too
-  int64_t cut_above = 0;        // the chunks of a sequence above which it is long; 0: each that segments would cut
-  int64_t whole_tile = 0;       // only with cut_above: the value tile if no sequence is long; 0: value_tile
+  int64_t value_tile = 0;       // value rows per CTA, 64 or 128
+  int64_t segment_chunks = -1;  // chunks per segment; 0: whole sequences, as for a call with auto_cp = false
+  int64_t fused = -1;           // 0: never the fused kernel; 1: for every call that it can serve
+  int64_t cut_above = 0;        // with segment_chunks: the device cuts no sequence if none has more chunks
 
   bool always_cuts() const { return segment_chunks > 0; }
-  // Whether long sequences are not cut, but take another tile, or not the fused kernel.
-  bool chooses_whole() const { return segment_chunks == 0 && cut_above > 0; }
   bool operator==(const Override&) const = default;
 };
 

@@ -80,8 +80,7 @@ kernels::Plan Pass::plan() const {
           .chunks = workspace_[workspace_.chunks],
           .segments = workspace_[workspace_.segments],
           .checkpoints = workspace_[workspace_.checkpoints],
-          .drawn = workspace_[workspace_.drawn],
-          .way = workspace_[workspace_.way]};
+          .drawn = workspace_[workspace_.drawn]};
 }
 
 kernels::Chunks Pass::chunks() const {
@@ -124,7 +123,7 @@ void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memor
   flash_qla::make_plan(call_, sizes(), states, cuts, plan(), memory, stream_);
 }
 
-void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside,
+void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool concurrent,
                 const kernels::Memory& memory) const {
   const int64_t sms = gpu_of(call_.q).card.sm_count;
   const auto pieces = [&](int64_t columns) { return call_.N * call_.H_v * ceil_div(call_.V, columns); };
@@ -138,7 +137,7 @@ void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& 
                          .states = states,
                          .memory = memory,
                          .ctas = std::min<int64_t>(pieces(instance.columns), sms),
-                         .beside = beside},
+                         .concurrent = concurrent},
                         instance, stream_);
 }
 

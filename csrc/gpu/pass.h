@@ -35,12 +35,13 @@ class Pass {
   kernels::Chunks map_chunks() const;  // have the table of segments that have maps
   kernels::Maps maps() const;          // the states' maps
 
-  // Launches chunk_plan. In halves the second table lacks the ends whose maps are wanted: `dropped` is their
+  // Launches chunk_plan. In halves the second table lacks the ends whose maps are requested: `dropped` is their
   // SegmentFlag. `memory`: the tables of segment_memory, if there are any.
   void make_plan(const States& states, int64_t dropped, const kernels::Memory& memory = kNoMemory) const;
 
-  // Launches segment_scan, of states or in reverse of their gradients. `beside`: the launch before is the other scan.
-  void scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool beside,
+  // Launches segment_scan, of states or in reverse of their gradients. `concurrent`: overlaps the
+  // preceding scan in the other direction.
+  void scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool concurrent,
             const kernels::Memory& memory = kNoMemory) const;
 
   // [sequences, H_v, V + K, K]: the maps of call.map_sequences, by compose_maps; without sequences, no launch.

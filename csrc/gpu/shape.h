@@ -33,7 +33,7 @@ struct Shape {
   Card card = kH100;
   bool auto_cp = true;
   bool varlen = true;
-  int64_t max_seqlen = 0;  // tokens of the longest sequence, if the host knows it; 0: only cu_seqlens say the lengths
+  int64_t max_seqlen = 0;  // tokens of the longest sequence, if the host knows it; 0: only cu_seqlens have the lengths
   bool use_qk_l2norm = false;
   int64_t K = 128, V = 128;
   bool fp16 = false;       // q is fp16

@@ -77,7 +77,6 @@ struct PassWorkspace : Workspace {
         segments(reserve<int32_t>(d.planned ? d.segments * SegmentColumn::kCount : 0)),
         checkpoints(reserve<int32_t>(has_checkpoints ? d.chunk_slots : 0)),
         drawn(reserve<int32_t>(d.planned ? 1 : 0)),
-        way(reserve<int32_t>(d.planned ? 1 : 0)),
         gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
         states(reserve<float>(d.map_slots() * state_rows(shape.H_v, shape.K, shape.V))),
@@ -86,7 +85,7 @@ struct PassWorkspace : Workspace {
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
         map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
 
-  const Region<int32_t> sequences, chunks, segments, checkpoints, drawn, way;  // the plan's tables
+  const Region<int32_t> sequences, chunks, segments, checkpoints, drawn;  // the plan's tables
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
   // Only with maps:
@@ -94,14 +93,14 @@ struct PassWorkspace : Workspace {
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
   // Only in halves:
-  const Region<int32_t> map_segments;  // segments, without the ends whose maps are wanted
+  const Region<int32_t> map_segments;  // segments, without the ends whose maps are requested
 };
 
 struct ForwardWorkspace : PassWorkspace {
   ForwardWorkspace(const ForwardShape& shape, const ForwardDispatch& d)
       : PassWorkspace(shape, d, shape.checkpoint_every > 0, d.is_only_fused()),
-        memory(reserve<int32_t>(d.fused_segments ? d.segments * shape.H_v : 0)),
-        needs_maps(reserve<int32_t>(d.fused_segments ? shape.N * shape.H_v : 0)) {}
+        memory(reserve<int32_t>(d.fuses_segments() ? d.segments * shape.H_v : 0)),
+        needs_maps(reserve<int32_t>(d.fuses_segments() ? shape.N * shape.H_v : 0)) {}
 
   // Only if fused_forward takes segments, the tables of segment_memory:
   const Region<int32_t> memory;      // [segments, H_v]

@@ -158,13 +158,13 @@ void add_classes(py::module_& module) {
       .field("name", &KernelInfo::name, "The instance's name.")
       .field("kernel", &KernelInfo::kernel, "The kernel's name.")
       .field("params", params_of, "The parameters that it was compiled for.")
-      .field("threads", &KernelInfo::threads, "Threads a block.")
-      .field("registers", &KernelInfo::registers, "Registers a thread, as ptxas assigned them.")
-      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Static shared memory a block.")
+      .field("threads", &KernelInfo::threads, "Threads per block.")
+      .field("registers", &KernelInfo::registers, "Registers per thread, as ptxas assigned them.")
+      .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Static shared memory per block.")
       .field("dynamic_shared_bytes", &KernelInfo::dynamic_shared_bytes,
              "Dynamic shared memory a block, requested at launch.")
       .field("spill_bytes", &KernelInfo::spill_bytes, "Bytes of spilled registers, stores and loads.")
-      .field("stack_bytes", &KernelInfo::stack_bytes, "Bytes of stack a thread.");
+      .field("stack_bytes", &KernelInfo::stack_bytes, "Bytes of stack per thread.");
 
   Record<BuildInfo>(module, "BuildInfo", "The versions of the package and of its tools.")
       .field("version", &BuildInfo::version, "The package's version.")
@@ -183,47 +183,37 @@ void add_classes(py::module_& module) {
       .field("memory_gb_s", of_card<&Card::memory_gb_s>, "Peak rate of the memory, GB/s.");
 
   Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
-      .field("segment_chunks", &Dispatch::segment_chunks, "Chunks a segment; 0 without context parallelism.")
+      .field("segment_chunks", &Dispatch::segment_chunks, "Chunks per segment; 0: whole sequences.")
       .field("cut_above", &Dispatch::cut_above,
-             "A sequence with more chunks is long. The device cuts no sequence if none is long. 0: the host decides.")
+             "The device cuts no sequence if none has more chunks. 0: each that is longer than a segment is cut.")
       .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
-      .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads a CTA of chunk_matrices.")
+      .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads per CTA of chunk_matrices.")
       .field("planned", &Dispatch::planned,
              "Whether chunk_plan runs. Without it the forward is one kernel, whose CTAs find their sequences.")
       .field("workspace_bytes", &Dispatch::workspace_bytes, "Device memory that the call takes while it runs.")
       .field("predicted_us", &Dispatch::predicted_us, "Microseconds by the cost model.");
   Record<ForwardDispatch, Dispatch>(module, "ForwardDispatch", "What a forward call launches.")
-      .field("value_tile", &ForwardDispatch::value_tile, "Rows of S^T a CTA (64 or 128).")
-      .field("whole_tile", &ForwardDispatch::whole_tile, "The value tile if no sequence is long.")
-      .field("fused", &ForwardDispatch::fused,
-             "Whether one kernel does everything after the plan, if no sequence is long.")
-      .field("fused_segments", &ForwardDispatch::fused_segments,
-             "Whether that kernel takes segments, too; the others then compute the maps of heads that need them.")
+      .field(
+          "fused", +[](const ForwardDispatch& d) { return is_fused(d.path); },
+          "Whether one kernel does everything after the plan; over segments others compute the maps first.")
+      .field(
+          "value_tile", +[](const ForwardDispatch& d) { return value_tile_of(d.path); },
+          "Rows of S^T per CTA (64 or 128).")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
   Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
   Record<Override>(module, "Override", "The decisions that are forced on the dispatch of one direction.")
-      .field("value_tile", &Override::value_tile, "Value rows a CTA (64 or 128); 0: the cost model's choice.")
+      .field("value_tile", &Override::value_tile, "Value rows per CTA (64 or 128); 0: the cost model's choice.")
       .field("segment_chunks", &Override::segment_chunks,
-             "Chunks a segment; 0: no context parallelism; -1: the cost model's choice.")
+             "Chunks per segment; 0: whole sequences; -1: the cost model's choice.")
       .field("fused", &Override::fused,
-             "1: the fused kernel for every call that it can serve, with cut_above if no sequence is long; 0: never; "
-             "-1: the cost model's choice.")
-      .field("fused_segments", &Override::fused_segments,
-             "1: the fused kernel takes segments, too; 0: whole sequences only; -1: the cost model's choice.")
-      .field(
-          "cut_above", &Override::cut_above,
-          "The chunks above which a sequence is long. If one is, segments cut the sequences; without segments the call "
-          "takes a value_tile of 64 and two kernels. 0: each sequence longer than a segment is cut.")
-      .field("whole_tile", &Override::whole_tile,
-             "The value tile if no sequence is long, only with cut_above; 0: value_tile.")
-      .made_by(
-          [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t fused_segments, int64_t cut_above,
-             int64_t whole_tile) {
-            return Override{value_tile, segment_chunks, fused, fused_segments, cut_above, whole_tile};
-          },
-          strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("fused_segments") = -1,
-          strict("cut_above") = 0, strict("whole_tile") = 0);
+             "1: the fused kernel for every call that it can serve; 0: never; -1: the cost model's choice.")
+      .field("cut_above", &Override::cut_above,
+             "With segments: the device cuts no sequence if none has more chunks. 0: each sequence longer than a "
+             "segment is cut.")
+      .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused,
+                  int64_t cut_above) { return Override{value_tile, segment_chunks, fused, cut_above}; },
+               strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0);
 }
 
 void add_functions(py::module_& module) {

@@ -7,7 +7,7 @@ import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
 from kernels_tl.core.common import C, element_type, extern, load_early, strides_of, swizzled
-from kernels_tl.layout import WIDE_TILE, SegmentColumn, Way
+from kernels_tl.layout import WIDE_TILE, SegmentColumn
 
 SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "bits16": 2, "float8": 1}
@@ -73,6 +73,12 @@ class Segment(Variables):
     def row_and_slot(self, c):
         """The first row of chunk c, and its slot."""
         return self.row + c * C, self.first + c
+
+
+def z_slot(segment, reverse=False):
+    """The slot of Maps.states that has Z of a segment, and later the state after it; in reverse dZ, and later dS'
+    before it."""
+    return segment - 1 if reverse else segment + 1
 
 
 class Pieces:
@@ -141,18 +147,6 @@ def leave_without_work(cta):
     if cta == 0:
         T.pdl_sync()
     extern("leave")
-
-
-@T.macro
-def leave_unless(only_if, cta, way):
-    """Ends a CTA of one of two ways to run a call, if the plan's way is not `only_if`. 0 never ends it. The way for
-    short sequences is launched first, and lets the kernels of the other one begin, because they may have nothing to
-    do."""
-    if only_if != 0:
-        if load_early(way[0]) != only_if:
-            leave_without_work(cta)
-        if only_if == Way.SHORT:
-            T.pdl_trigger()
 
 
 def is_never(sizes):

@@ -172,8 +172,7 @@ class DecodeShares(Bundle):
         super().__init__(
             groups=T.int32,  # groups of value rows of a tile
             whole=T.int32,  # number of the first sequences, which have one CTA for each tile
-            halvings=T.int32,  # a CTA takes 1 / 2^halvings of a tile of each other sequence
-            places=T.int32,  # whole + 2^halvings * the number of the other sequences
+            places=T.int32,  # whole + twice the number of the other sequences, of whose tiles a CTA takes half
             early=T.int32,  # the first places, whose CTAs prefetch before the preceding grid has ended
         )
 
@@ -235,7 +234,7 @@ def decode(dtype, K, state_dtype, path):
                     indices.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern(share, tile, place, shares.groups, shares.whole, shares.halvings),
+                    extern(share, tile, place, shares.groups, shares.whole),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )
@@ -270,7 +269,7 @@ def decode(dtype, K, state_dtype, path):
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),
                 T.Cast("int64", H_v) * value_dim,
-                extern(share, tile, place, shares.groups, shares.whole, shares.halvings),
+                extern(share, tile, place, shares.groups, shares.whole),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
                 T.Cast("int32", N),

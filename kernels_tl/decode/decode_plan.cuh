@@ -38,12 +38,12 @@ struct DecodeShare {
   int n, first_row, rows;
 };
 
-// The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups a tile. Each of
-// the others has 2^halvings places, which share a tile's groups. The share is computed again where it is used, because
-// one more register would spill, and shifts by launch arguments are cheap.
+// The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups per tile. Each
+// of the others has two places, which share a tile's groups. The share is computed again where it is used, because one
+// more register would spill.
 template <int kGroupRows>
-__device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
-  const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;
+__device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole) {
+  const int later = place - whole, shift = later < 0 ? 0 : 1, own = groups >> shift;
   const int part = later & ((1 << shift) - 1);
   return {(later >> shift) + whole, (tile * groups + part * own) * kGroupRows, own * kGroupRows};
 }

@@ -41,6 +41,7 @@ from kernels_tl.core.cta import (
     locate_cta,
     place_in_tiles,
     shared,
+    z_slot,
 )
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.gradients.reverse_recurrence import GateTable, begin_step, end_step, registers, wide_step
@@ -152,7 +153,7 @@ def backward_maps(dtype, K, normalize):
             stage.arrive(ready.released)
         if chunks > 0:
             for i, j in T.Parallel(V, K):
-                grad_states[segment.slot - 1, hv, v0 + i, j] = r.dS[i, j]
+                grad_states[z_slot(segment.slot, reverse=True), hv, v0 + i, j] = r.dS[i, j]
 
     @T.macro
     def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):

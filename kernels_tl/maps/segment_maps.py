@@ -33,6 +33,7 @@ from kernels_tl.core.cta import (
     locate_cta,
     place_in_tiles,
     shared,
+    z_slot,
 )
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
@@ -101,7 +102,7 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
         if start < chunks:
             if which == MAP_Z:
                 for i, j in T.Parallel(V, K):
-                    maps.states[segment.slot + 1, hv, v0 + i, j] = r.S[i, j]
+                    maps.states[z_slot(segment.slot), hv, v0 + i, j] = r.S[i, j]
             else:
                 row = m0 + warpgroup * ROWS
                 if r.is_wide:

@@ -22,7 +22,7 @@ pass.cpp launches at most a CTA for each SM. A CTA takes every ctas-th piece, an
 - M is the left factor, and S goes through shared memory between products, so that a CTA may have few columns.
 - Z arrives in shared memory by TMA. The new S takes its place and leaves by TMA. Loads and stores of 32 bytes by each
   thread would take as long as the rest.
-- With `beside`, the scan of gradients runs beside the scan of states, which is launched just before. That scan waits
+- With `concurrent`, the scan of gradients overlaps the scan of states, which is launched just before. That scan waits
   for the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
 - If a sequence's first state is FROM_SCAN (plan/chunk_plan.py), the scan copies it to its segment's slot.
 - A head that needs no maps (segment_memory) has no scan, but perhaps that copy.
@@ -33,7 +33,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Maps, Memory, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
-from kernels_tl.core.cta import Variables, fetch
+from kernels_tl.core.cta import Variables, fetch, z_slot
 from kernels_tl.core.pipeline import is_loader, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scales
@@ -41,8 +41,8 @@ from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scale
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 EARLY |= {"needs_maps": after("segment_memory")}
-EARLY |= {name: after("backward_maps", where="beside") for name in ("maps", "skips", "states")}
-EARLY |= {"initial_state": after(CALLER, where="beside")}
+EARLY |= {name: after("backward_maps") for name in ("maps", "skips", "states")}
+EARLY |= {"initial_state": after(CALLER)}
 PRELUDE = """
 #include "core/state_tiles.cuh"
 #include "maps/scans.cuh"
@@ -115,7 +115,7 @@ def segment_scan(dtype, K, reverse, columns):
         return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
 
     def read(number):
-        """An entry of a table. With `beside` the reverse reads it before the kernel ahead has ended, so from L2."""
+        """An entry of a table. With `concurrent` the reverse reads it before the kernel ahead has ended, so from L2."""
         return load_early(number) if reverse else number
 
     def is_end(flags):
@@ -134,13 +134,13 @@ def segment_scan(dtype, K, reverse, columns):
         return states[slot, hv, v0 : v0 + columns, box * BOX : box * BOX + BOX]
 
     @T.macro
-    def await_maps(beside):
-        if beside == 0:
+    def await_maps(concurrent):
+        if concurrent == 0:
             T.pdl_sync()
         T.pdl_trigger()
 
     @T.macro
-    def compute(tiles, ready, scans, initial, states, beside):
+    def compute(tiles, ready, scans, initial, states, concurrent):
         """The consumers: S from segment to segment, scan after scan."""
         piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
@@ -149,7 +149,7 @@ def segment_scan(dtype, K, reverse, columns):
         while piece < scans.pieces:
             scan = scans.at(piece)
             about = T.alloc_var("int32", init=scan.begin)
-            await_maps(beside)
+            await_maps(concurrent)
             T.clear(r.S)
             if ((about < END) | (scan.copies != 0)) & (scan.state_slot != NO_STATE):
                 initial.read_columns(r.S, scan.state_slot, scan.hv, scan.v0)
@@ -177,7 +177,7 @@ def segment_scan(dtype, K, reverse, columns):
             piece = scans.next_from(piece + scans.ctas)
 
     @T.macro
-    def load(tiles, ready, scans, segments, maps, beside):
+    def load(tiles, ready, scans, segments, maps, concurrent):
         """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
         up."""
         piece = T.alloc_var("int32", init=scans.first)
@@ -185,7 +185,7 @@ def segment_scan(dtype, K, reverse, columns):
         maps_used = T.alloc_var("int32", init=0)
         while piece < scans.pieces:
             scan = scans.at(piece)
-            await_maps(beside)
+            await_maps(concurrent)
             about = T.alloc_var("int32", init=scan.begin)
             slot = T.alloc_var("int32", init=scan.slot)
             skip = T.alloc_var("int32", init=read(maps.skips[slot, scan.hv]))
@@ -202,7 +202,7 @@ def segment_scan(dtype, K, reverse, columns):
                 if T.get_thread_binding() == CONSUMERS:
                     tiles.about[u] = about
                 for box in T.unroll(K // BOX):
-                    place = part_of(maps.states, slot + WAY, scan.hv, scan.v0, box)
+                    place = part_of(maps.states, z_slot(slot, reverse), scan.hv, scan.v0, box)
                     fetch(place, tiles.Z[u, box, :, :], ready.loaded[u])
                 stage.arrive(ready.loaded)
                 if skip == 0:
@@ -216,13 +216,13 @@ def segment_scan(dtype, K, reverse, columns):
             piece = scans.next_from(piece + scans.ctas)
 
     @T.macro
-    def store(tiles, ready, scans, states, beside):
+    def store(tiles, ready, scans, states, concurrent):
         """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
         piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         while piece < scans.pieces:
             scan = scans.at(piece)
-            await_maps(beside)
+            await_maps(concurrent)
             about = T.alloc_var("int32", init=scan.begin)
             slot = T.alloc_var("int32", init=scan.slot)
             while about < END:
@@ -232,7 +232,7 @@ def segment_scan(dtype, K, reverse, columns):
                 about = tiles.about[u]
                 if about % END != SKIP:
                     for box in T.unroll(K // BOX):
-                        place = part_of(states, slot + WAY, scan.hv, scan.v0, box)
+                        place = part_of(states, z_slot(slot, reverse), scan.hv, scan.v0, box)
                         T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
                     T.tma_store_wait(0)
                 stage.arrive(ready.stored)
@@ -248,7 +248,7 @@ def segment_scan(dtype, K, reverse, columns):
         states: States(sizes, float8=not reverse),
         memory: Memory(sizes),
         ctas: T.int32,
-        beside: T.int32,  # only with reverse
+        concurrent: T.int32,  # only with reverse
     ):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = of_map.make_tiles(tile.shared, about=([STAGES], "int32"))
@@ -259,12 +259,12 @@ def segment_scan(dtype, K, reverse, columns):
                     T.pdl_sync()
                 extern("leave")
             if T.get_thread_binding() < CONSUMERS:
-                compute(tiles, ready, scans, states.initial(), maps.states, beside)
+                compute(tiles, ready, scans, states.initial(), maps.states, concurrent)
             else:
                 if is_loader(CONSUMERS):
-                    load(tiles, ready, scans, plan.segments, maps, beside)
+                    load(tiles, ready, scans, plan.segments, maps, concurrent)
                 else:
-                    store(tiles, ready, scans, maps.states, beside)
+                    store(tiles, ready, scans, maps.states, concurrent)
                     if reverse:
                         T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
 

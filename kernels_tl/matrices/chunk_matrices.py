@@ -48,7 +48,7 @@ from kernels_tl.core.common import (
     extern,
     strides_of,
 )
-from kernels_tl.core.cta import Variables, barriers, clear_rows_after, leave_unless, shared
+from kernels_tl.core.cta import Variables, barriers, clear_rows_after, shared
 from kernels_tl.layout import (
     BLOCK,
     DIAGONAL_STRIDE,
@@ -65,7 +65,6 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # The first CTAs touch these early. g_cumsum is written.
 EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
-EARLY |= {"way": after("chunk_plan", where="only_if")}
 PRELUDE = """
 #include "core/tiles.cuh"
 #include "matrices/chunk_matrices.cuh"
@@ -301,14 +300,12 @@ def chunk_matrices(dtype, K, normalize):
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg
-        only_if: T.int32,  # the Way in which the kernel runs, after fused_forward; 0: always
         early_ctas: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
             T.annotate_min_blocks_per_sm(tile.ctas)
-            leave_unless(only_if, cta, chunks.plan.way)
             share = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", H_v), heads))  # CTAs of a chunk
             slot = T.alloc_var("int32", init=T.truncdiv(cta, share))
             first = T.alloc_var("int32", init=(cta - slot * share) * heads)

@@ -21,8 +21,6 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    multiple of C, no sequence is cut
     needs_maps [N, H_v]            zeros, for segment_memory. Written if has_memory
     drawn [1]                      0, for chunk_forward and fused_forward
-    way [1]                        Way.LONG without cu_seqlens or if some sequence has more than cut_above chunks.
-                                   Written if segment_chunks > 0 or cut_above > 0
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
@@ -53,7 +51,6 @@ from kernels_tl.layout import (
     SegmentColumn,
     SegmentFlag,
     SequenceColumn,
-    Way,
 )
 
 PRELUDE = """
@@ -70,10 +67,10 @@ def count_chunks(length, run):
 
 
 @T.macro
-def segment_size(sequences, N, segment_chunks, cut_above, way):
-    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut. Writes the way."""
+def segment_size(sequences, N, segment_chunks, cut_above):
+    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut."""
     size = T.alloc_var("int32", init=WHOLE)
-    if (segment_chunks > 0) | (cut_above > 0):
+    if segment_chunks > 0:
         longer = T.alloc_var("int32", init=T.Select((sequences.has_offsets != 0) & (cut_above > 0), 0, 1))
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
@@ -85,8 +82,7 @@ def segment_size(sequences, N, segment_chunks, cut_above, way):
                 ):
                     longer = 1
         longer = T.call_extern("int32", "__syncthreads_or", longer)
-        way[0] = T.Select(longer != 0, Way.LONG, Way.SHORT)  # all threads write it
-        if (longer != 0) & (segment_chunks > 0):
+        if longer != 0:
             size = segment_chunks
     return size
 
@@ -220,7 +216,7 @@ def chunk_plan(offset_dtype):
             tokens_before = T.alloc_var("int32", init=0)  # tokens of earlier steps
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
-            size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above, plan.way)
+            size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)
             clear_needs(memory, N, sizes.H_v, tx)
             if tx == 0:
                 plan.drawn[0] = 0

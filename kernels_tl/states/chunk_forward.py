@@ -5,8 +5,7 @@
     o   [tokens, H_v, value_dim] 16-bit
     h   [h_slots, H_v, value_dim, key_dim] 16-bit   S before each chunk, V-first, if wanted (has_h)
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles]. If the device chooses between the two value
-tiles, forward.cpp launches one kernel for each: a launch runs only if the plan's way is `only_if`.
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles].
 
 A segment is a whole sequence or, with context parallelism, a run of its chunks. A piece of work is value_tile rows of
 S^T of one head of one segment. They stay in registers from the segment's first chunk to its last. Roles of a CTA: a
@@ -44,7 +43,6 @@ from kernels_tl.core.cta import (
     clear_rows_after,
     fetch,
     kilobytes_of,
-    leave_unless,
     load_segment_early,
     shared,
     store_rows,
@@ -66,7 +64,7 @@ from kernels_tl.states.recurrence import (
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EARLY = {name: after("chunk_plan") for name in ("segments", "drawn", "way")}
+EARLY = {name: after("chunk_plan") for name in ("segments", "drawn")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
@@ -422,13 +420,11 @@ def chunk_forward(dtype, K, value_tile):
         has_h: T.int32,
         ctas: T.int32,
         value_tiles: T.int32,  # tiles of value_tile rows
-        only_if: T.int32,  # the Way in which the kernel runs; 0: always
         rounds: T.int32,
     ):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            leave_unless(only_if, cta, chunks.plan.way)
             initial = states.initial()
             if T.get_thread_binding() < CONSUMERS:
                 if HAS_REGISTERS:

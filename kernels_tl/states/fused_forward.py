@@ -67,7 +67,6 @@ from kernels_tl.core.cta import (
     fetch,
     is_never,
     kilobytes_of,
-    leave_unless,
     shared,
     store_rows,
 )
@@ -623,7 +622,6 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         outputs: Outputs(sizes, dtype),
         ctas: T.int32,
         value_tiles: T.int32,  # tiles of V rows
-        only_if: T.int32,  # the Way in which the kernel runs; 0: always
         early: T.int32,
         scale: T.float32,
         memory: Memory(sizes),  # with cut
@@ -632,10 +630,6 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         with T.Kernel(ctas, threads=TILE.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            if planned:
-                if only_if != 0:  # this kernel follows the plan
-                    T.pdl_sync()
-                leave_unless(only_if, cta, plan.way)
             queue = Queue(cta, ctas, plan.drawn, sizes.segment_slots, sizes.H_v, value_tiles)
             if not planned:
                 if T.get_thread_binding() < 32:

@@ -10,8 +10,8 @@ struct KernelInfo {
   const char* name;    // the instance's, such as replay_states_bf16_K128
   const char* kernel;  // such as replay_states
   const char* params;  // "key=value key=value"
-  int threads;         // of a CTA
-  int registers;       // of a thread, as ptxas assigned them
+  int threads;         // per CTA
+  int registers;       // per thread, as ptxas assigned them
   int static_shared_bytes;
   int dynamic_shared_bytes;
   int spill_bytes;  // stores + loads
