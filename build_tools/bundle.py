@@ -12,6 +12,9 @@ A bundle is a class whose fields are tensors and scalars. A kernel takes it as o
 The PrimFunc has a parameter for each field, under the field's name. C++ has one struct for the class, which all kernels
 share; each kernel's arguments have it as the member `matrices` (build_tools/codegen.py). A field that a kernel does not
 use costs nothing, because TileLang drops it from the device code. A field may be a bundle itself.
+
+A kernel may have several bundles of a class that sets `repeats`: their parameters have the member's name before the
+field's, `indices_kind` for the field kind of the member indices.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """A member of C++'s arguments, or of another such member: a struct of a bundle."""
+    """A member of C++'s arguments, or of another such member: a struct of a bundle, or a field of the bundle."""
 
     name: str
-    struct: str
+    struct: str  # "" for a field
 
 
 class Bundle:
+    repeats = False
+
     def __init__(self, **fields):
         """Each field is an annotation of a PrimFunc's parameter."""
         self._fields = tuple(fields)
@@ -34,7 +39,7 @@ class Bundle:
 
     def declare(self, name, add) -> dict[str, list[Member]]:
         """Replaces each field by the parameter that `add(name, annotation)` returns. Returns the members on the way to
-        each parameter, the outermost first."""
+        each parameter, the outermost first; the last is the field."""
         own = Member(name, type(self).__name__)
         found = {}
         for field in self._fields:
@@ -43,6 +48,7 @@ class Bundle:
                 found |= {inner: [own, *members] for inner, members in value.declare(field, add).items()}
             else:
                 is_dtype = callable(value) and not isinstance(value, type)
-                setattr(self, field, add(field, value() if is_dtype else value))
-                found[field] = [own]
+                parameter = f"{name}_{field}" if self.repeats else field
+                setattr(self, field, add(parameter, value() if is_dtype else value))
+                found[parameter] = [own, Member(field, "")]
         return found

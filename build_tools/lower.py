@@ -39,14 +39,15 @@ class LoweringError(Exception):
 class Field:
     """A member of the kernel's argument struct or of a bundle in it. Integers and dimensions are int64_t."""
 
-    name: str
+    name: str  # of the PrimFunc's parameter
     c_type: str
-    within: Sequence[Member] = ()  # the bundles that have the field, the outermost first
+    within: Sequence[Member] = ()  # the bundles that have the field, the outermost first, and the field
 
     @property
     def members(self) -> list[tuple[str, str]]:
         """Name and type of the member of the argument struct, then of the member inside it, down to the field."""
-        return [*self.within, (self.name, self.c_type)]
+        *bundles, (name, _) = self.within or [(self.name, "")]
+        return [*bundles, (name, self.c_type)]
 
     @property
     def path(self) -> str:

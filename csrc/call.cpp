@@ -79,7 +79,6 @@ void check_arguments(Call& call, const char* g_name = "g") {
   read_dtypes(call);
   read_sequences(call, call.cu_seqlens);
   call.varlen = call.cu_seqlens.has_value();
-  call.wide_offsets = call.varlen && has_dtype(*call.cu_seqlens, ScalarType::Long);
   if (call.max_seqlen) {
     check(*call.max_seqlen >= 0, call.op, "max_seqlen is ", *call.max_seqlen, ", expected at least 0");
   }
@@ -138,7 +137,7 @@ void make_canonical(Call& call, ScalarType g_dtype) {
     make_aligned(call.op, *call.initial_state, call.compute_dtype);
   }
   if (call.cu_seqlens) {
-    make_contiguous(call.op, *call.cu_seqlens, call.wide_offsets ? ScalarType::Long : ScalarType::Int);
+    make_contiguous(call.op, *call.cu_seqlens, call.cu_seqlens->scalar_type());
   }
 }
 

@@ -71,7 +71,6 @@ struct Call : Arguments, Tokens {
   // Chunks of h as the caller sees it: those of the whole batch; if varlen, an upper bound from T and N.
   int64_t h_chunks = 0;
   bool varlen = false;         // cu_seqlens was given
-  bool wide_offsets = false;   // cu_seqlens is int64
   ScalarType compute_dtype{};  // dtype of ready g and beta, states and arithmetic: double for double inputs, else float
   ScalarType beta_dtype{};     // dtype of beta as it is read, and of its gradient
 

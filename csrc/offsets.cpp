@@ -24,8 +24,8 @@ std::vector<int64_t> checked(const Call& call, const Offset* data) {
 std::vector<int64_t> checked_offsets(const Call& call) {
   const Tensor& given = *call.cu_seqlens;
   const Tensor offsets = given.is_cpu() ? given : to_cpu(given);
-  return call.wide_offsets ? checked(call, offsets.const_data_ptr<int64_t>())
-                           : checked(call, offsets.const_data_ptr<int32_t>());
+  return has_dtype(offsets, ScalarType::Long) ? checked(call, offsets.const_data_ptr<int64_t>())
+                                              : checked(call, offsets.const_data_ptr<int32_t>());
 }
 
 }  // namespace flash_qla

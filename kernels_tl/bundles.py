@@ -10,7 +10,7 @@ import tilelang.language as T
 from build_tools.bundle import Bundle
 from kernels_tl.core.common import C, block_row, dims, extern, load_early
 from kernels_tl.core.state_view import StateView
-from kernels_tl.layout import ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn
+from kernels_tl.layout import ChunkColumn, ForwardGate, SegmentColumn, SequenceColumn, TableKind
 
 
 class Sizes(Bundle):
@@ -94,54 +94,48 @@ class Gates(Bundle):
         )
 
 
+class IndexTable(Bundle):
+    """A table of the caller, [rows, columns] of int32 or int64 as its TableKind says; NONE: there is no table. Rows are
+    `stride` entries apart."""
+
+    repeats = True
+
+    def __init__(self):
+        super().__init__(entries=T.Tensor([1], "int32"), kind=T.int32, stride=T.int64, columns=T.int32)
+
+    @property
+    def exists(self):
+        return self.kind != TableKind.NONE
+
+    def record(self, contiguous=False):
+        """The Table of core/slots.cuh. A table that the host makes contiguous takes fewer registers."""
+        stride = self.columns if contiguous else self.stride
+        return extern("Table", T.access_ptr(self.entries[0], "r"), self.kind, stride, self.columns)
+
+
 class Sequences(Bundle):
-    """The tokens of sequences: cu_seqlens in words of `dtype` or, without cu_seqlens, `uniform_length` tokens each."""
+    """The tokens of sequences: cu_seqlens or, without it, `uniform_length` tokens each."""
 
-    def __init__(self, dtype="int32"):
-        (offset_words,) = dims("offset_words")
-        super().__init__(
-            offsets=T.Tensor([offset_words], dtype),
-            has_offsets=T.int32,
-            wide_offsets=T.int32,  # 1: offsets have 64 bits
-            uniform_length=T.int32,
-            offset_words=offset_words,
-        )
+    def __init__(self):
+        super().__init__(offsets=IndexTable(), uniform_length=T.int32)
 
-    def search(self, function, found, what, sizes, slots, *more):
-        """Calls a function of plan/plan.cuh that finds a row of the plan's tables, before chunk_plan has ended or
-        without it."""
-        return extern(
-            function,
-            found,
-            what,
-            T.access_ptr(self.offsets[0], "r"),
-            self.has_offsets,
-            self.wide_offsets,
-            T.Cast("int32", sizes.N),
-            T.Cast("int32", sizes.tokens),
-            self.uniform_length,
-            slots.table(),
-            *more,
-        )
+    def record(self, sizes):
+        """The Sequences of plan/plan.cuh, whose functions find rows of the plan's tables before chunk_plan has ended,
+        or without it."""
+        numbers = (T.Cast("int32", sizes.N), T.Cast("int32", sizes.tokens), self.uniform_length)
+        return extern("Sequences", self.offsets.record(), *numbers)
 
 
 class Slots(Bundle):
-    """The slot of each sequence's state: an entry of a strided table [N] or, without a table, the sequence's number.
-    `index_kind` is the table's TableKind. An index up to `null_index`, or not below `slots`, is no slot."""
+    """The slot of each sequence's state: an entry of a table [N] or, without a table, the sequence's number. An index
+    up to `null_index`, or not below `slots`, is no slot."""
 
-    def __init__(self, sizes):
-        super().__init__(
-            state_indices=T.Tensor([sizes.N], "int32"),
-            index_kind=T.int32,
-            index_stride=T.int64,
-            null_index=T.int64,
-            slots=T.int64,
-        )
+    def __init__(self):
+        super().__init__(state_indices=IndexTable(), null_index=T.int64, slots=T.int64)
 
-    def table(self):
-        """The table as an argument of functions of plan/plan.cuh."""
-        first = T.access_ptr(self.state_indices[0], "r")
-        return extern("Slots", first, self.index_kind, self.index_stride, self.null_index, self.slots)
+    def record(self, indices=None):
+        """The Slots of core/slots.cuh, of this table or of another one for the same states."""
+        return extern("Slots", (indices or self.state_indices).record(), self.null_index, self.slots)
 
 
 class Plan(Bundle):
@@ -190,17 +184,9 @@ class StatePresence(Bundle):
             first_states=T.int32,
             has_state=T.Tensor([sizes.N], "int32"),
             has_state_stride=T.int64,
-            first_indices=T.Tensor([sizes.N], "int32"),
-            first_index_kind=T.int32,
-            first_index_stride=T.int64,
+            first_indices=IndexTable(),
             has_final=T.int32,
         )
-
-    def first_table(self, slots):
-        """The table of first states, like Slots.table."""
-        first = T.access_ptr(self.first_indices[0], "r")
-        where = (self.first_index_kind, self.first_index_stride)
-        return extern("Slots", first, *where, slots.null_index, slots.slots)
 
     def record(self, slots):
         """The Presence of plan/plan.cuh."""
@@ -210,7 +196,7 @@ class StatePresence(Bundle):
             self.first_states,
             T.access_ptr(self.has_state[0], "r"),
             self.has_state_stride,
-            self.first_table(slots),
+            slots.record(self.first_indices),
             self.has_final != 0,
         )
 
@@ -219,14 +205,8 @@ class CheckpointTable(Bundle):
     """The slots of checkpoints: entries of a table [N, columns] or, without a table, the checkpoints' numbers in the
     order of the sequences. A number not below `checkpoint_states` is no slot."""
 
-    def __init__(self, sizes):
-        super().__init__(
-            checkpoint_indices=T.Tensor([sizes.N], "int32"),
-            checkpoint_index_kind=T.int32,
-            checkpoint_stride=T.int64,
-            checkpoint_columns=T.int32,
-            checkpoint_states=T.int64,
-        )
+    def __init__(self):
+        super().__init__(checkpoint_indices=IndexTable(), checkpoint_states=T.int64)
 
 
 class Matrices(Bundle):

@@ -44,7 +44,7 @@ def normalizations(dtype, K):
 
 
 INSTANCES = [
-    *(Instance("plan.chunk_plan", {"offset_dtype": dtype}) for dtype in ("int32", "int64")),
+    Instance("plan.chunk_plan", {}),
     Instance("tokens.copy_tokens", {}),
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),

@@ -203,18 +203,6 @@ class Activation:
     G, BETA, A_LOG, DT_BIAS = 4, 6, 8, 10
 
 
-class DecodeTable:
-    """The kinds of decode's tables of indices, as one number: each name is the first of two bits of a TableKind."""
-
-    OFFSETS, STATES, ACCEPTED, WRITES, ROWS, PARENTS = range(0, 12, 2)
-
-
-class BufferedTable:
-    """The kinds of decode_buffered's tables, as one number in the form of DecodeTable."""
-
-    STATES, POSITIONS, FLUSHES = range(0, 6, 2)
-
-
 class TokenSum:
     """The sums of chunk_backward and token_gradients for each token of a chunk, in shared memory [COUNT, CHUNK] fp32.
     chunk_backward.py explains the symbols:

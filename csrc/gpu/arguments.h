@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "call.h"
+#include "gpu/states.h"
 #include "kernels.h"
 #include "layout.h"
 
@@ -66,11 +67,7 @@ inline int64_t activations_of(const Call& call, const Tensor& g) {
 }
 
 inline kernels::Sequences sequences_of(const Call& call) {
-  return {.offsets = data(call.cu_seqlens),
-          .has_offsets = call.varlen,
-          .wide_offsets = call.wide_offsets,
-          .uniform_length = call.T,
-          .offset_words = (call.N + 1) * (call.wide_offsets ? 2 : 1)};
+  return {.offsets = index_table(call.cu_seqlens), .uniform_length = call.T};
 }
 
 // The kernel reads `g` and applies `activations` to it.

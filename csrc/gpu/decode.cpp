@@ -67,17 +67,13 @@ void check_supported(const BufferedDecodeCall& call) {
   }
 }
 
-// A table of indices as the kernel reads it; null without a table. `kinds` gets its TableKind from `bit` on.
-const void* table(const char* op, std::optional<Tensor>& tensor, int bit, int64_t& kinds) {
-  if (!tensor) {
-    return nullptr;
+// Copies the table if its rows are not contiguous.
+kernels::IndexTable readable_table(const char* op, std::optional<Tensor>& table) {
+  if (table) {
+    make_contiguous(op, *table, table->scalar_type());
   }
-  make_contiguous(op, *tensor, tensor->scalar_type());
-  kinds |= table_kind(*tensor) << bit;
-  return tensor->const_data_ptr();
+  return index_table(table);
 }
-
-int64_t columns(const std::optional<Tensor>& tensor) { return tensor && tensor->dim() > 1 ? tensor->size(1) : 1; }
 
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
@@ -270,32 +266,22 @@ kernels::DecodeInputs inputs_of(const DecodeCall& call) {
 
 void launch(DecodeCall& call, const Tensor& o) {
   make_readable(call);
-  int64_t kinds = 0;
-  const void* const offsets = table(call.op, call.cu_seqlens, DecodeTable::kOffsets, kinds);
-  const void* const states = table(call.op, call.state_indices, DecodeTable::kStates, kinds);
-  const void* const accepted = table(call.op, call.num_accepted_tokens, DecodeTable::kAccepted, kinds);
-  const void* const writes = table(call.op, call.write_indices, DecodeTable::kWrites, kinds);
-  const void* const state_rows = table(call.op, call.intermediate_indices, DecodeTable::kRows, kinds);
-  const void* const parents = table(call.op, call.parents, DecodeTable::kParents, kinds);
   const Tensor* const kept = call.intermediate_states ? &*call.intermediate_states : nullptr;
   const kernels::DecodeParams instance = instance_of(call);
   kernels::decode({.inputs = inputs_of(call),
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
-                   .indices = {.offsets = offsets,
-                               .state_indices = states,
-                               .accepted = accepted,
-                               .write_indices = writes,
-                               .state_rows = state_rows,
-                               .parents = parents,
-                               .tables = kinds,
-                               .state_columns = columns(call.state_indices),
-                               .write_columns = columns(call.write_indices),
-                               .parent_columns = columns(call.parents),
+                   .indices = {.offsets = readable_table(call.op, call.cu_seqlens),
+                               .state_indices = readable_table(call.op, call.state_indices),
+                               .accepted = readable_table(call.op, call.num_accepted_tokens),
+                               .write_indices = readable_table(call.op, call.write_indices),
+                               .state_rows = readable_table(call.op, call.intermediate_indices),
+                               .parents = readable_table(call.op, call.parents),
                                .null_index = call.null_index},
                    .length = call.T,
                    .update_state = call.writes_back(),
+                   .N = call.N,
                    .shares = Grid(call, instance).shares(),
                    .format_of_tokens = dtype_code(call.q),
                    .format_of_pool = dtype_code(call.state_pool),
@@ -305,8 +291,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .rows = kept ? kept->size(0) : 0,
                    .steps = kept ? kept->size(1) : 0,
                    .row_stride = kept ? kept->stride(0) : 0,
-                   .step_stride = kept ? kept->stride(1) : 0,
-                   .N = call.N},
+                   .step_stride = kept ? kept->stride(1) : 0},
                   instance, current_stream(call.q));
 }
 
@@ -340,20 +325,15 @@ BufferedGrid grid_of(const BufferedDecodeCall& call) {
 void launch(BufferedDecodeCall& call, const Tensor& o) {
   make_readable(call);
   std::optional<Tensor> write_pos = call.write_pos;
-  int64_t kinds = 0;
-  const void* const states = table(call.op, call.state_indices, BufferedTable::kStates, kinds);
-  const void* const positions = table(call.op, write_pos, BufferedTable::kPositions, kinds);
-  const void* const flushes = table(call.op, call.force_flush, BufferedTable::kFlushes, kinds);
   const BufferedGrid grid = grid_of(call);
   kernels::decode_buffered({.inputs = inputs_of(call),
                             .state_pool = call.state_pool.mutable_data_ptr(),
                             .backlog = {.d_cache = call.d_cache.mutable_data_ptr(),
                                         .k_cache = call.k_cache.mutable_data_ptr(),
                                         .g_cache = call.g_cache.mutable_data_ptr(),
-                                        .state_indices = states,
-                                        .write_pos = positions,
-                                        .force_flush = flushes,
-                                        .tables = kinds,
+                                        .state_indices = readable_table(call.op, call.state_indices),
+                                        .write_pos = readable_table(call.op, write_pos),
+                                        .force_flush = readable_table(call.op, call.force_flush),
                                         .null_index = call.null_index,
                                         .fp32_changes = has_dtype(call.d_cache, ScalarType::Float),
                                         .fp32_keys = has_dtype(call.k_cache, ScalarType::Float)},

@@ -37,7 +37,7 @@ void make_plan(const Call& call, const kernels::Sizes& sizes, const States& stat
                        .plan = plan,
                        .memory = memory,
                        .checkpoint_every = states.kept.checkpoint_every},
-                      {.offset_dtype = call.wide_offsets ? kernels::Dtype::kInt64 : kernels::Dtype::kInt32}, stream);
+                      {}, stream);
 }
 
 }  // namespace flash_qla

@@ -34,16 +34,14 @@ void check_supported(const PrefillCall& call) {
 }
 
 kernels::Slots slots_of(const PrefillCall& call) {
-  return {.state_indices = call.state_indices.const_data_ptr(),
-          .index_kind = table_kind(call.state_indices),
-          .index_stride = call.state_indices.stride(0),
+  return {.state_indices = index_table(call.state_indices),
           .null_index = call.null_index,
           .slots = call.state_pool.size(0)};
 }
 
 // The states of the pool. `initial_state` and `final_state` are slots of the same memory.
 States states_of(const PrefillCall& call) {
-  const auto &flags = call.has_initial_state, &first = call.initial_state_indices;
+  const auto& flags = call.has_initial_state;
   States states = states_in_order(call,
                                   {.initial_state = call.state_pool.const_data_ptr(),
                                    .final_state = call.state_pool.mutable_data_ptr(),
@@ -57,9 +55,7 @@ States states_of(const PrefillCall& call) {
                      .first_states = flags ? FirstStates::kFlagged : FirstStates::kAll,
                      .has_state = data(flags),
                      .has_state_stride = flags ? flags->stride(0) : 1,
-                     .first_indices = data(call.initial_state_indices),
-                     .first_index_kind = first ? table_kind(*first) : TableKind::kNone,
-                     .first_index_stride = first ? first->stride(0) : 1,
+                     .first_indices = index_table(call.initial_state_indices),
                      .has_final = true};
   if (call.checkpoint_every > 0) {
     const Tensor& kept = call.checkpoints ? *call.checkpoints : call.state_pool;
@@ -69,15 +65,8 @@ States states_of(const PrefillCall& call) {
                    .kept_slot_stride = kept.stride(0),
                    .kept_dtype = dtype_code(kept),
                    .checkpoint_every = checkpoint_every};
-    states.kept_in.checkpoint_states = kept.size(0);
+    states.kept_in = {.checkpoint_indices = index_table(call.checkpoint_indices), .checkpoint_states = kept.size(0)};
     states.rounds = call.batch_invariant && !has_dtype(kept, ScalarType::Float);
-    if (const auto& table = call.checkpoint_indices) {  // its rows are contiguous
-      states.kept_in = {.checkpoint_indices = table->const_data_ptr(),
-                        .checkpoint_index_kind = table_kind(*table),
-                        .checkpoint_stride = table->stride(0),
-                        .checkpoint_columns = table->size(1),
-                        .checkpoint_states = kept.size(0)};
-    }
   }
   return states;
 }
@@ -96,7 +85,6 @@ void add_padding(PrefillCall& call) {
   zero(*call.cu_seqlens);
   call.B = call.T = 1;
   call.varlen = true;
-  call.wide_offsets = false;
   call.output_h = false;
 }
 

@@ -25,8 +25,14 @@ void check_pieces(const char* op, const char* name, const Tensor& tensor, int64_
 
 }  // namespace
 
-int64_t table_kind(const Tensor& tensor) {
-  return has_dtype(tensor, ScalarType::Long) ? TableKind::kInt64 : TableKind::kInt32;
+kernels::IndexTable index_table(const std::optional<Tensor>& table) {
+  if (!table) {
+    return {.entries = nullptr, .kind = TableKind::kNone, .stride = 1, .columns = 1};
+  }
+  return {.entries = table->const_data_ptr(),
+          .kind = has_dtype(*table, ScalarType::Long) ? TableKind::kInt64 : TableKind::kInt32,
+          .stride = table->stride(0),
+          .columns = table->dim() > 1 ? table->size(1) : 1};
 }
 
 kernels::States own_states(const Call& call, const void* initial, void* final) {
@@ -40,25 +46,15 @@ kernels::States own_states(const Call& call, const void* initial, void* final) {
 
 States states_in_order(const Call& call, const kernels::States& numbers, bool has_initial, bool has_final) {
   return {.numbers = numbers,
-          .slots = {.state_indices = nullptr,
-                    .index_kind = TableKind::kNone,
-                    .index_stride = 1,
-                    .null_index = -1,
-                    .slots = call.N},
+          .slots = {.state_indices = index_table({}), .null_index = -1, .slots = call.N},
           .presence = {.on_pool = false,
                        .first_states = has_initial ? FirstStates::kAll : FirstStates::kNone,
                        .has_state = nullptr,
                        .has_state_stride = 1,
-                       .first_indices = nullptr,
-                       .first_index_kind = TableKind::kNone,
-                       .first_index_stride = 1,
+                       .first_indices = index_table({}),
                        .has_final = has_final},
           .kept = {.kept_states = nullptr, .kept_slot_stride = 0, .kept_dtype = Dtype::kFloat32, .checkpoint_every = 0},
-          .kept_in = {.checkpoint_indices = nullptr,
-                      .checkpoint_index_kind = TableKind::kNone,
-                      .checkpoint_stride = 1,
-                      .checkpoint_columns = 1,
-                      .checkpoint_states = 0}};
+          .kept_in = {.checkpoint_indices = index_table({}), .checkpoint_states = 0}};
 }
 
 States states_of(const Call& call, const ForwardOutputs& out) {

@@ -12,8 +12,8 @@
 
 namespace flash_qla {
 
-// The TableKind of a table.
-int64_t table_kind(const Tensor& tensor);
+// A table [rows] or [rows, columns] of indices whose rows are contiguous, as kernels take it.
+kernels::IndexTable index_table(const std::optional<Tensor>& table);
 
 // The states of a call as kernels take them (kernels_tl/bundles.py).
 struct States {

@@ -8,7 +8,7 @@
 
 namespace flash_qla::device {
 
-// [rows, columns] of int32 or int64, with a row's numbers side by side. TableKind::kNone: there is no table.
+// [rows, columns] of int32 or int64, with a row's numbers contiguous. TableKind::kNone: there is no table.
 struct Table {
   const void* numbers;
   int kind;
@@ -17,8 +17,6 @@ struct Table {
 
   __device__ __forceinline__ Table(const void* numbers, int kind, int64_t row_stride, int columns)
       : numbers(numbers), kind(kind), row_stride(row_stride), columns(columns) {}
-  __device__ __forceinline__ Table(const void* numbers, int kind, int columns)
-      : Table(numbers, kind, columns, columns) {}
 
   __device__ __forceinline__ explicit operator bool() const { return kind != TableKind::kNone; }
   __device__ __forceinline__ bool is_wide() const { return kind == TableKind::kInt64; }
@@ -44,8 +42,8 @@ struct Slots {
   Table indices;
   int64_t null_index, slots;
 
-  __device__ __forceinline__ Slots(const void* indices, int kind, int64_t stride, int64_t null_index, int64_t slots)
-      : indices(indices, kind, stride, 1), null_index(null_index), slots(slots) {}
+  __device__ __forceinline__ Slots(const Table& indices, int64_t null_index, int64_t slots)
+      : indices(indices), null_index(null_index), slots(slots) {}
 
   __device__ __forceinline__ int operator()(int n) const {
     return indices ? static_cast<int>(checked_slot(indices(n), null_index, slots)) : n;

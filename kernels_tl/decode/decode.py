@@ -10,8 +10,8 @@ Sums are in fp32. S [V, K] is written to each requested slot. q and k are normal
     q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], of the dtypes that activations say
     v, o           [tokens, H_v, value_dim]         A_log        [H_v] if a is raw; dt_bias, too, if there is one
     state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
-    offsets        [N + 1]                          tables of indices: int32, int64 or absent, as `tables` says
-    state_indices  [N, columns]                     (DecodeTable); without state_indices a sequence's slot is its number
+    offsets        [N + 1]                          tables of indices: int32, int64 or absent
+    state_indices  [N, columns]                     without state_indices a sequence's slot is its number
     accepted       [N]
     write_indices  [N, columns]
     state_rows     [N]
@@ -53,16 +53,17 @@ The states of the first sequences are prefetched into L2 while the preceding gri
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
+from kernels_tl.bundles import IndexTable
 from kernels_tl.config import decode_group, decode_tile
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern, memory_type
 from kernels_tl.core.cta import BYTES
 from kernels_tl.layout import (
     DECODE_TILE,
     NARROW_KEY,
-    DecodeTable,
 )
 
-EARLY = {name: after(HINT) for name in ("state_indices", "accepted", "state_pool")}  # inputs of prefetch_state
+# inputs of prefetch_state
+EARLY = {name: after(HINT) for name in ("state_indices_entries", "accepted_entries", "state_pool")}
 PRELUDE = """
 #include "decode/decode.cuh"
 """
@@ -134,35 +135,22 @@ class DecodeInputs(Bundle):
 
 
 class DecodeTables(Bundle):
-    """The tables of indices. `tables` has the TableKind of each at the bits of DecodeTable: NONE if it is absent."""
+    """The tables of indices."""
 
-    def __init__(self, N):
-        state_columns, write_columns, parent_columns = dims("state_columns", "write_columns", "parent_columns")
+    def __init__(self):
         super().__init__(
-            offsets=T.Tensor([N + 1], "int32"),
-            state_indices=T.Tensor([N, state_columns], "int32"),
-            accepted=T.Tensor([N], "int32"),
-            write_indices=T.Tensor([N, write_columns], "int32"),
-            state_rows=T.Tensor([N], "int32"),
-            parents=T.Tensor([N, parent_columns], "int32"),
-            tables=T.int32,
-            state_columns=state_columns,
-            write_columns=write_columns,
-            parent_columns=parent_columns,
+            offsets=IndexTable(),
+            state_indices=IndexTable(),
+            accepted=IndexTable(),
+            write_indices=IndexTable(),
+            state_rows=IndexTable(),
+            parents=IndexTable(),
             null_index=T.int64,
         )
 
-    def table(self, which, numbers, columns=1):
-        return extern("Table", T.access_ptr(numbers, "r"), self.tables >> which & 3, T.Cast("int32", columns))
-
     def first_slots(self, slots):
-        return extern(
-            "FirstSlots",
-            self.table(DecodeTable.STATES, self.state_indices[0, 0], self.state_columns),
-            self.table(DecodeTable.ACCEPTED, self.accepted[0]),
-            self.null_index,
-            T.Cast("int64", slots),
-        )
+        tables = (self.state_indices.record(contiguous=True), self.accepted.record(contiguous=True))
+        return extern("FirstSlots", *tables, self.null_index, T.Cast("int64", slots))
 
 
 class DecodeShares(Bundle):
@@ -183,7 +171,7 @@ def format_argument(dtype, number):
 
 
 def decode(dtype, K, state_dtype, path):
-    tokens, slots, N, rows, steps = dims("tokens", "slots", "N", "rows", "steps")
+    tokens, slots, rows, steps = dims("tokens", "slots", "rows", "steps")
     inputs = DecodeInputs(tokens, dtype)
     H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
     strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "row_stride", "step_stride")}
@@ -211,9 +199,10 @@ def decode(dtype, K, state_dtype, path):
             state_memory,
         ),
         o: T.Tensor([tokens, H_v, value_dim], memory_type(dtype)),
-        indices: DecodeTables(N),
+        indices: DecodeTables(),
         length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
+        N: T.int32,  # sequences
         shares: DecodeShares(),
         format_of_tokens: T.int32,  # Dtypes, for instances that take several
         format_of_pool: T.int32,
@@ -246,10 +235,10 @@ def decode(dtype, K, state_dtype, path):
                 extern(
                     "DecodePlan",
                     indices.first_slots(slots),
-                    indices.table(DecodeTable.OFFSETS, indices.offsets[0]),
-                    indices.table(DecodeTable.WRITES, indices.write_indices[0, 0], indices.write_columns),
-                    indices.table(DecodeTable.ROWS, indices.state_rows[0]),
-                    indices.table(DecodeTable.PARENTS, indices.parents[0, 0], indices.parent_columns),
+                    indices.offsets.record(contiguous=True),
+                    indices.write_indices.record(contiguous=True),
+                    indices.state_rows.record(contiguous=True),
+                    indices.parents.record(contiguous=True),
                     T.Cast("int32", tokens),
                     length,
                     update_state != 0,
@@ -272,7 +261,7 @@ def decode(dtype, K, state_dtype, path):
                 extern(share, tile, place, shares.groups, shares.whole),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
-                T.Cast("int32", N),
+                N,
             )
 
     return main

@@ -19,7 +19,7 @@ l2norm.
     state_pool     [slots, H_v, value_dim, key_dim]
     d_cache        [slots, H_v, length, value_dim]      k_cache     [slots, H_k, length, key_dim]
     g_cache        [slots, H_v, length]
-    state_indices, write_pos, force_flush [N]           int32, int64 or absent, as `tables` says (BufferedTable)
+    state_indices, write_pos, force_flush [N]           int32, int64 or absent
 
 d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [tiles of value rows, H_v, N] CTAs.
 
@@ -42,13 +42,15 @@ The states of the first sequences are prefetched into L2 while the preceding gri
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
+from kernels_tl.bundles import IndexTable
 from kernels_tl.config import DECODE_BUFFERED
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern
 from kernels_tl.decode.decode import DecodeInputs
-from kernels_tl.layout import DECODE_WARPS, BufferedTable
+from kernels_tl.layout import DECODE_WARPS
 
 # inputs of prefetch_state and prefetch_backlog
-EARLY = {name: after(HINT) for name in ("state_indices", "state_pool", "write_pos", "d_cache", "k_cache", "g_cache")}
+EARLY = {name: after(HINT) for name in ("state_indices_entries", "write_pos_entries", "state_pool")}
+EARLY |= {name: after(HINT) for name in ("d_cache", "k_cache", "g_cache")}
 PRELUDE = """
 #include "decode/decode_buffered.cuh"
 """
@@ -68,21 +70,17 @@ class DecodeBacklog(Bundle):
                 [slots, H_k, length, key_dim], (strides["k_slot"], length * key_dim, key_dim, 1), "float32"
             ),
             g_cache=T.StridedTensor([slots, H_v, length], (strides["g_slot"], length, 1), "float32"),
-            state_indices=T.Tensor([N], "int32"),
-            write_pos=T.Tensor([N], "int32"),
-            force_flush=T.Tensor([N], "int32"),
-            tables=T.int32,
+            state_indices=IndexTable(),
+            write_pos=IndexTable(),
+            force_flush=IndexTable(),
             null_index=T.int64,
             fp32_changes=T.int32,
             fp32_keys=T.int32,
         )
 
-    def table(self, which, numbers):
-        return extern("Table", T.access_ptr(numbers, "r"), self.tables >> which & 3, 1)
-
     def first_slots(self, slots):
-        states = self.table(BufferedTable.STATES, self.state_indices[0])
-        return extern("FirstSlots", states, extern("no_table"), self.null_index, T.Cast("int64", slots))
+        tables = (self.state_indices.record(contiguous=True), extern("no_table"))
+        return extern("FirstSlots", *tables, self.null_index, T.Cast("int64", slots))
 
     def of_head(self, strides, hv, group, length):
         return extern(
@@ -91,8 +89,8 @@ class DecodeBacklog(Bundle):
             T.access_ptr(self.k_cache[0, 0, 0, 0], "rw"),
             T.access_ptr(self.g_cache[0, hv, 0], "rw"),
             *(strides[name] for name in ("d_slot", "k_slot", "g_slot")),
-            self.table(BufferedTable.POSITIONS, self.write_pos[0]),
-            self.table(BufferedTable.FLUSHES, self.force_flush[0]),
+            self.write_pos.record(contiguous=True),
+            self.force_flush.record(contiguous=True),
             T.Cast("int32", length),
             T.truncdiv(hv, group),
             T.truncmod(hv, group) == 0,

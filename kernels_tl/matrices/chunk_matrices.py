@@ -63,7 +63,8 @@ from kernels_tl.layout import (
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # The first CTAs touch these early. g_cumsum is written.
-EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "g", "beta", "A_log", "dt_bias", "g_cumsum")}
+EARLY = {name: after(CALLER) for name in ("offsets_entries", "state_indices_entries", "g_cumsum")}
+EARLY |= {name: after(CALLER) for name in ("g", "beta", "A_log", "dt_bias")}
 EARLY |= {name: after(CALLER, "l2norm") for name in ("q", "k")}
 PRELUDE = """
 #include "core/tiles.cuh"
@@ -103,7 +104,7 @@ def chunk_matrices(dtype, K, normalize):
         """The chunk in a slot: first row, length, sequence."""
         found = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
-            sequences.search("find_chunk", found.data, slot, sizes, slots)
+            extern("find_chunk", found.data, slot, sequences.record(sizes), slots.record())
         else:
             T.pdl_sync()
             for i in T.unroll(ChunkColumn.COUNT):
@@ -291,7 +292,7 @@ def chunk_matrices(dtype, K, normalize):
         chunks: Chunks(sizes, dtype),  # matrices are written
         gates: Gates(sizes),
         sequences: Sequences(),
-        slots: Slots(sizes),
+        slots: Slots(),
         outputs: Outputs(sizes, dtype),
         backward: BackwardTables(sizes, NormalizedGate if normalize else BackwardGate),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows

@@ -23,7 +23,7 @@ clipped to [0, tokens] and replaced by their running maximum.
     drawn [1]                      0, for chunk_forward and fused_forward
 
 plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
-rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
+rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens every sequence
 has `uniform_length` tokens.
 
 A sequence's states are in the slot with the sequence's number or, on a pool, in the slot that state_indices give. Its
@@ -62,6 +62,10 @@ THREADS = CHUNK_PLAN.threads  # a step takes one sequence for each thread
 WHOLE = WHOLE_SEQUENCE // C  # chunks of a segment where no sequence is cut
 
 
+def offset_of(sequences, n):
+    return extern("offset_of", sequences.offsets.record(), n, returns="int64")
+
+
 def count_chunks(length, run):
     return extern("chunks_in_runs", length, run, returns="int32")
 
@@ -71,15 +75,12 @@ def segment_size(sequences, N, segment_chunks, cut_above):
     """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut."""
     size = T.alloc_var("int32", init=WHOLE)
     if segment_chunks > 0:
-        longer = T.alloc_var("int32", init=T.Select((sequences.has_offsets != 0) & (cut_above > 0), 0, 1))
+        longer = T.alloc_var("int32", init=T.Select(sequences.offsets.exists & (cut_above > 0), 0, 1))
         if longer == 0:
             for step in T.serial(T.ceildiv(N, THREADS)):
                 n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
                 # Invalid offsets may give any difference. Both choices are safe.
-                if (
-                    sequences.offsets[n + 1] - sequences.offsets[n]
-                    > T.Cast(str(sequences.offsets.dtype), cut_above) * C
-                ):
+                if offset_of(sequences, n + 1) - offset_of(sequences, n) > T.Cast("int64", cut_above) * C:
                     longer = 1
         longer = T.call_extern("int32", "__syncthreads_or", longer)
         if longer != 0:
@@ -177,17 +178,17 @@ def write_unused_chunks(chunks, chunk_slots, chunks_before, tx, begin, tokens):
             extern("put_padding", T.access_ptr(chunks[chunks_before + chunk, 0], "w"), begin, tokens, chunk)
 
 
-def chunk_plan(offset_dtype):
+def chunk_plan():
     sizes = Sizes()
     N = sizes.N
 
     @T.prim_func
     def main(
         sizes: sizes,
-        sequences: Sequences(offset_dtype),
-        slots: Slots(sizes),
+        sequences: Sequences(),
+        slots: Slots(),
         presence: StatePresence(sizes),
-        to: CheckpointTable(sizes),
+        to: CheckpointTable(),
         cuts: Cuts(),
         plan: Plan(sizes),
         memory: Memory(sizes),
@@ -225,8 +226,8 @@ def chunk_plan(offset_dtype):
                 n = step * THREADS + tx
                 end = tokens_before
                 if n < N:
-                    if sequences.has_offsets != 0:
-                        offset = T.Cast("int64", sequences.offsets[n + 1])
+                    if sequences.offsets.exists:
+                        offset = offset_of(sequences, n + 1)
                         end = extern("clip_offset", offset, tokens_before, sizes.tokens, returns="int32")
                     else:
                         end = (n + 1) * sequences.uniform_length
@@ -241,13 +242,13 @@ def chunk_plan(offset_dtype):
                 own = NO_STATE
                 initial = NO_STATE
                 if n < N:
-                    own = extern("slot_of", slots.table(), n, returns="int32")
+                    own = extern("slot_of", slots.record(), n, returns="int32")
                     part = T.Select(own == NO_STATE, 1, T.max(T.truncdiv(count + size - 1, size), 1))
                     initial = extern("first_state_slot", presence.record(slots), own, n, returns="int32")
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
-                ranks[tx] = T.Select((own == NO_STATE) & (sequences.has_offsets != 0), 0, count)
+                ranks[tx] = T.Select((own == NO_STATE) & sequences.offsets.exists, 0, count)
                 sums[tx] = up_to
                 parts[tx] = part
                 owned[tx] = own
@@ -264,13 +265,7 @@ def chunk_plan(offset_dtype):
                 total = T.alloc_var("int32", init=sums[THREADS - 1])
                 of = SimpleNamespace(begins=begins, ends=ends, counts=counts, sums=sums, slots=owned, rows=rows)
                 kept_in = SimpleNamespace(
-                    indices=extern(
-                        "Table",
-                        T.access_ptr(to.checkpoint_indices[0], "r"),
-                        to.checkpoint_index_kind,
-                        to.checkpoint_stride,
-                        to.checkpoint_columns,
-                    ),
+                    indices=to.checkpoint_indices.record(),
                     null_index=slots.null_index,
                     slots=to.checkpoint_states,
                     every=checkpoint_every,

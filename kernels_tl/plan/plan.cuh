@@ -1,7 +1,6 @@
 // Rows of chunk_plan's tables. chunk_plan writes them; warps that begin before it has ended compute their own.
 //
-// `offsets` is cu_seqlens, of 32 or 64 bits (`wide`). Without cu_seqlens all N sequences have `uniform_length` tokens,
-// together `tokens`. The contents of cu_seqlens may be wrong: see chunk_plan.py.
+// The contents of cu_seqlens may be wrong: see chunk_plan.py.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +8,15 @@
 #include "core/slots.cuh"
 
 namespace flash_qla::device {
+
+// N sequences with `tokens` tokens in all: their cu_seqlens or, without this table, `uniform_length` tokens each.
+struct Sequences {
+  Table offsets;
+  int N, tokens, uniform_length;
+
+  __device__ __forceinline__ Sequences(const Table& offsets, int N, int tokens, int uniform_length)
+      : offsets(offsets), N(N), tokens(tokens), uniform_length(uniform_length) {}
+};
 
 __device__ __forceinline__ int chunks_of(int length) { return (length + kChunk - 1) / kChunk; }
 
@@ -39,6 +47,7 @@ __device__ __forceinline__ void put_padding(int* row, int begin, int tokens, int
 }
 
 __device__ __forceinline__ int slot_of(const Slots& slots, int n) { return slots(n); }
+__device__ __forceinline__ int64_t offset_of(const Table& offsets, int n) { return offsets(n); }
 
 // The slot that a sequence with a slot `own` starts from: that of the table or, without a table, its own.
 __device__ __forceinline__ int first_slot_of(const Slots& first, int own, int n) {
@@ -95,15 +104,10 @@ struct Extent {
 
 // The extent of sequence n + lane, by one warp. Sequences before n end at `tokens_before`. From sequence N on it is
 // empty.
-__device__ __forceinline__ Extent lane_extent(const void* offsets, int wide, int N, int tokens, int n,
-                                              int tokens_before) {
+__device__ __forceinline__ Extent lane_extent(const Sequences& sequences, int n, int tokens_before) {
   const int lane = threadIdx.x & 31;
-  int64_t offset = 0;
-  if (n + lane < N) {
-    offset =
-        wide ? static_cast<const int64_t*>(offsets)[n + lane + 1] : static_cast<const int32_t*>(offsets)[n + lane + 1];
-  }
-  int end = clip_offset(offset, tokens_before, tokens);
+  const int64_t offset = n + lane < sequences.N ? sequences.offsets(n + lane + 1) : 0;
+  int end = clip_offset(offset, tokens_before, sequences.tokens);
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) {
     const int y = __shfl_up_sync(~0u, end, step);
@@ -123,10 +127,11 @@ __device__ __forceinline__ int sum_up_to_lane(int x) {
 }
 
 // row = the row of a slot of `chunks`. Each warp that needs the row calls it.
-__device__ __forceinline__ void find_chunk(int* row, int slot, const void* offsets, int has_offsets, int wide, int N,
-                                           int tokens, int uniform_length, const Slots& slots) {
+__device__ __forceinline__ void find_chunk(int* row, int slot, const Sequences& sequences, const Slots& slots) {
+  const int N = sequences.N, tokens = sequences.tokens;
   const auto sequence = [&](int n) { return slots(n) == kNoState ? int{kPadding} : n; };
-  if (!has_offsets) {
+  if (!sequences.offsets) {
+    const int uniform_length = sequences.uniform_length;
     const int chunks = chunks_of(uniform_length);
     const int n = slot / max(chunks, 1);
     if (slot < N * chunks) {
@@ -138,7 +143,7 @@ __device__ __forceinline__ void find_chunk(int* row, int slot, const void* offse
   }
   int tokens_before = 0, chunks_before = 0;  // tokens and chunks of the sequences before n
   for (int n = 0; n < N; n += kLanes) {
-    const Extent extent = lane_extent(offsets, wide, N, tokens, n, tokens_before);
+    const Extent extent = lane_extent(sequences, n, tokens_before);
     const int chunks = chunks_of(extent.end - extent.begin);
     const int sum = chunks_before + sum_up_to_lane(chunks);
     const unsigned up_to_here = __ballot_sync(~0u, slot < sum);
@@ -169,28 +174,27 @@ __device__ __forceinline__ int owner_of(int slot, const Extent& extent, int N, c
 
 // found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. If lengths
 // differ, it assumes what owner_of does. A sequence without a slot has no tokens in the table.
-__device__ __forceinline__ void find_segment(int* found, int slot, const void* offsets, int has_offsets, int wide,
-                                             int N, int tokens, int uniform_length, const Slots& slots) {
-  if (!has_offsets) {
-    found[0] = slot * uniform_length;
-    found[1] = slots(slot) == kNoState ? 0 : uniform_length;
+__device__ __forceinline__ void find_segment(int* found, int slot, const Sequences& sequences, const Slots& slots) {
+  if (!sequences.offsets) {
+    found[0] = slot * sequences.uniform_length;
+    found[1] = slots(slot) == kNoState ? 0 : sequences.uniform_length;
     return;
   }
-  const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
-  const int owner = owner_of(slot, extent, N, slots);
+  const Extent extent = lane_extent(sequences, 0, 0);
+  const int owner = owner_of(slot, extent, sequences.N, slots);
   found[0] = __shfl_sync(~0u, extent.begin, owner);
   found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
 }
 
 // Writes to `to` what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it. OwnSegment has
 // two more columns. One warp calls it. It assumes what find_segment does.
-__device__ __forceinline__ void find_own_segment(void* to, int slot, const void* offsets, int has_offsets, int wide,
-                                                 int N, int tokens, int uniform_length, const Slots& slots,
+__device__ __forceinline__ void find_own_segment(void* to, int slot, const Sequences& sequences, const Slots& slots,
                                                  const Presence& presence) {
-  int n = slot, begin = slot * uniform_length, end = begin + uniform_length, covered = tokens;
-  if (has_offsets) {
-    const Extent extent = lane_extent(offsets, wide, N, tokens, 0, 0);
-    n = owner_of(slot, extent, N, slots);
+  int n = slot, begin = slot * sequences.uniform_length, end = begin + sequences.uniform_length;
+  int covered = sequences.tokens;
+  if (sequences.offsets) {
+    const Extent extent = lane_extent(sequences, 0, 0);
+    n = owner_of(slot, extent, sequences.N, slots);
     begin = __shfl_sync(~0u, extent.begin, n);
     end = __shfl_sync(~0u, extent.end, n);
     covered = __shfl_sync(~0u, extent.end, kLanes - 1);

@@ -101,8 +101,8 @@ from kernels_tl.states.recurrence import (
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # In a CTA that finds its first segment itself, the loader and the gates' warp touch these early. g_cumsum is written.
-EARLY = {name: after(CALLER) for name in ("offsets", "state_indices", "q", "k", "v", "g", "beta", "A_log", "dt_bias")}
-EARLY |= {"g_cumsum": after(CALLER)}
+EARLY = {name: after(CALLER) for name in ("offsets_entries", "state_indices_entries", "g_cumsum")}
+EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
 PRELUDE = """
 #include "states/fused_forward.cuh"
 #include "plan/plan.cuh"
@@ -614,7 +614,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         tokens: Tokens(sizes, dtype),
         gates: Gates(sizes),
         sequences: Sequences(),
-        slots: Slots(sizes),
+        slots: Slots(),
         presence: StatePresence(sizes),
         plan: Plan(sizes),
         states: States(sizes),
@@ -635,7 +635,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 if T.get_thread_binding() < 32:
                     segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
                     row = T.access_ptr(tiles.own[0], "w")
-                    sequences.search("find_own_segment", row, segment, sizes, slots, presence.record(slots))
+                    found = (sequences.record(sizes), slots.record(), presence.record(slots))
+                    extern("find_own_segment", row, segment, *found)
                 T.sync_threads()
             segments = plan.segments if planned else OnlySegment(tiles.own)
             if T.get_thread_binding() < CONSUMERS:
@@ -650,7 +651,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 if planned:
                     if (early != 0) & ((warp == LOADER) | (warp == GATES)):
                         segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
-                        sequences.search("find_segment", extent.data, segment, sizes, slots)
+                        extern("find_segment", extent.data, segment, sequences.record(sizes), slots.record())
                     else:
                         T.pdl_sync()
                 # A role begins with the CTA's own piece. For the other warps its loop is empty.
