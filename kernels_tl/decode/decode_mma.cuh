@@ -1,5 +1,12 @@
-// Two to eight tokens of a sequence on value rows of its state, by tensor cores: 16 rows a warp. Tokens and states are
-// in bf16, so they become factors without a conversion; see decode/decode.py.
+// Two to eight tokens of a sequence on value rows of its state, by tensor cores: 16 rows per warp at a time. Tokens and
+// states are in bf16, so they are operands without a conversion; see decode/decode.py. A warp's timeline, in which only
+// the tokens are shared with other warps:
+//
+//   cp.async    tokens, rows 0, rows 1
+//   warp        gates, places|products, pairs       |rows 0: S0 k, S0 q, changes|o|states 0, 1, ...|rows 1: ...
+//   waits for                |tokens, __syncthreads |rows 0                     | |                |rows 1
+//
+// A state costs one MMA per 16 rows and 8 channels, and leaves from the tile of the rows.
 #pragma once
 
 #include "core/warp.cuh"

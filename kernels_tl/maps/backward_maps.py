@@ -11,8 +11,15 @@ state after it, and in reverse dS' -> M^T dS' + dZ for their gradients.
     reverse_skips [segment_slots, H_v] int32    1 where they make M negligible to the gradient of the state before it
                                                 (maps/segments.cuh)
 
+Timeline of dZ with K = 128 (core/pipeline.py), chunk 0 being the last one; Z and M as in segment_maps:
+
+    producer warp    tiles 0, 1, 2|        |   |    |tiles 3 |   |    |tiles 4 |
+    warpgroups 0, 1               |dV_new 0|U 0|dS 0|dV_new 1|U 1|dS 1|dV_new 2|    then dZ to memory
+
+    tiles K, Q, dO, L, P, gates: released>, >loaded     dV_new: loaded>     dS: >released
+
 Where skips is 1, Z comes from the last few chunks alone. Where reverse_skips is 1, dZ comes from the first few chunks.
-Where both are 1, M is left out. Both flags agree unless the bounds of some chunks let the state grow. The last segment
+Where both are 1, M is skipped. Both flags agree unless the bounds of some chunks let the state grow. The last segment
 of a sequence has no Z, the first segment no dZ. The only segment of a sequence has no M.
 
 backward.cpp launches [segments * H_v * (K / V + 2 * value tiles)] CTAs: a CTA computes V rows of M^T, Z^T or dZ^T, a
@@ -156,7 +163,7 @@ def backward_maps(dtype, K, normalize):
 
     @T.macro
     def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
-        """The loader: the chunks' operands, the last chunk's first."""
+        """The producer warp: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(T.if_then_else(is_loader(CONSUMERS), chunks, 0)):
             s = T.alloc_var("int32", init=step % STAGES)

@@ -13,17 +13,26 @@
 `states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of
 the final state, and `skips` are the reverse skips. Comments below say S and Z for dS' and dZ too.
 
-A piece of work is one sequence and `columns` columns of one head's S: 32, or 16 where so many pieces find an SM each.
-pass.cpp launches at most a CTA for each SM. A CTA takes every ctas-th piece, and passes over sequences that are not cut
-(maps/scans.cuh). Roles: two consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp that stores S.
+Timeline (core/pipeline.py), 64 rows of S per warpgroup, for segments 0, 1, ... with K = 128:
 
-- M and S are two 16-bit parts each (maps/map_step.py), because one part would have no more digits than the 16-bit S
-  that the outputs take.
+    producer warp  Z 0, M 0, Z 1, M 1, Z 2|     |M 2  |     |Z 3, M 3|     |Z 4, M 4|
+    warpgroups                            |M S 0|+ Z 0|M S 1|+ Z 1   |M S 2|+ Z 2   |
+    epilogue warp                         |     |     |S 0  |        |S 1  |        |
+
+    Z: stored>, >loaded                         M: map_released>, >map_loaded
+    M S: loaded>, map_loaded>, >map_released    + Z, in Z's tile: >made          S: made>, >stored
+
+A work tile is one sequence and `columns` columns of one head's S: 32, or 16 when all CTAs fit in one wave. pass.cpp
+launches at most one CTA per SM. A CTA takes every ctas-th work tile, and skips sequences that are not split
+(maps/scans.cuh).
+
+- M and S are two 16-bit parts each (maps/map_step.py), because one part would be no more accurate than the 16-bit S
+  from which O is computed.
 - M is the left factor, and S goes through shared memory between products, so that a CTA may have few columns.
-- Z arrives in shared memory by TMA. The new S takes its place and leaves by TMA. Loads and stores of 32 bytes by each
-  thread would take as long as the rest.
-- With `beside`, the scan of gradients runs beside the scan of states, which is launched just before. That scan waits
-  for the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
+- Z arrives in shared memory by TMA, and the new S leaves from there. Loads and stores of 32 bytes per thread would
+  take as long as the rest.
+- With `beside`, the scan of gradients is concurrent with the scan of states, which is launched just before. That scan
+  waits for its predecessors before it triggers this one, so the inputs are there. Otherwise this kernel waits itself.
 - If a sequence's first state is FROM_SCAN (plan/chunk_plan.py), the scan copies it to its segment's slot.
 - A head that needs no maps (segment_memory) has no scan, but perhaps that copy.
 """

@@ -3,22 +3,29 @@
     V_new^T, O^T, S'^T = f(S^T, Q, K, V, L, P, gates)      states/recurrence.py has f; chunk_matrices computes L and P
 
     o   [tokens, H_v, value_dim] 16-bit
-    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S before each chunk, V-first, if wanted (has_h)
+    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S before each chunk, V-first, if requested (has_h)
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles]. If the device chooses between the two value
-tiles, forward.cpp launches one kernel for each: a launch runs only if the plan's way is `only_if`.
+Timeline (core/pipeline.py), a warpgroup and an epilogue warp for each 64 rows of S^T:
 
-A segment is a whole sequence or, with context parallelism, a run of its chunks. A piece of work is value_tile rows of
-S^T of one head of one segment. They stay in registers from the segment's first chunk to its last. Roles of a CTA: a
-consumer warpgroup for each 64 rows, a warp that stores O for each consumer warpgroup, and a warp that loads. The
-warpgroups share only the loader's stages.
+    producer warp    S, Q V L 0, K P 0, Q V L 1, K P 1| |       |Q V L 2|K P 2  |Q V L 3|K P 3  |
+    warpgroup w                                       |S|V_new 0|S O 0  |V_new 1|S O 1  |V_new 2|
+    epilogue warp w                                   | |       |       |O 0    |       |O 1    |
 
-- The loader draws the CTA's pieces from a queue that all CTAs share (states/piece_queue.cuh), and crosses their
-  borders: the state and the first chunks of the next piece arrive while the last chunks of this piece are computed.
+    S: taken>, >begun      Q V L: released_early>           K P, gates: released>, >loaded
+    S: begun>, >taken      V_new: loaded>, >released_early  S O: >released, stored>, >staged        O: staged>, >stored
+
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles]: persistent, each looping over work tiles. If
+the device chooses between the two value tiles, there is a launch for each, which runs only if plan.way is `only_if`.
+
+A segment is a whole sequence or, with context parallelism, a run of its chunks. A work tile is value_tile rows of S^T
+of one head of one segment. They stay in registers from the segment's first chunk to its last.
+
+- The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and prefetches across
+  them: the next one's state and first chunks arrive while this one's last chunks are computed.
 - With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
   few heads.
-- Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
-- All roles take a segment in runs of chunks, each up to the next checkpoint, so the last chunk of a run may be short
+- Segment, state, K, Q and V of the first work tile are loaded while the kernel before this one still runs.
+- All roles process a segment in runs of chunks, each up to the next checkpoint, so the last chunk of a run may be short
   (plan/runs.cuh). After each run the consumers write the state.
 - If `rounds` is set, the recurrence goes on with the state as it was stored, rounded. A call that starts from the
   checkpoint then computes the same as the rest of this call.

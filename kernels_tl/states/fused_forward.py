@@ -1,4 +1,4 @@
-"""The whole forward of a segment in one kernel: chunk_forward whose warpgroups also compute the chunks' matrices.
+"""The whole forward of a segment in one kernel: like chunk_forward, with warpgroups that also compute L and P.
 
     P = scale tril(Q K^T) * D,   L = A * D - I     both transposed, from K K^T and K Q^T (states/fused_forward.cuh)
     O, S' from S, Q, K, V, L, P and gates          states/recurrence.py
@@ -7,28 +7,38 @@
     A         [tokens, H_v, C] 16-bit         with low_level
     g_cumsum  [tokens, H_v] fp32              with low_level
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A piece of work is a tile of a head of a
-segment. Each tile of a head computes the head's L and P again. A CTA goes through several pieces. It counts chunks
-through all of them: the last steps of one piece compute the matrices of the next piece's first chunks.
+Timeline (core/pipeline.py). The warpgroups ping-pong: while one runs a step, the other builds L and P two chunks ahead.
 
-A segment is a whole sequence or, in the instances `cut`, a run of its chunks. With `cut` a piece begins `memory` chunks
-before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes from
-the caller or from segment_scan.
+    producer warp   K Q 0, V 0, K Q 1, V 1, K Q 2   |      |V 2, K Q 3|      |V 3, K Q 4|V 4, K Q 5|      |V 5, K Q 6|
+    gates warp      gates 0, gates 1, gates 2       |      |gates 3   |      |gates 4   |gates 5   |      |gates 6   |
+    warpgroup 0     L P 0                           |step 0|L P 2     |step 1|step 2    |L P 4     |step 3|step 4    |
+    warpgroup 1     L P 1                           |step 0|step 1    |L P 3 |step 2    |step 3    |L P 5 |step 4    |
+    epilogue warp 0                                 |      |O 0       |      |O 1       |O 2       |      |O 3       |
+    epilogue warp 1                                 |      |O 0       |O 1   |          |O 2       |O 3   |          |
 
-With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
-The kernel writes no h.
+    K Q: released>, >loaded   V: released_v>, >loaded_v   gates: released>, >gated   L P: gated>, loaded>, >made
+    step: made>, loaded_v>, V_new, >released_v, stored>, S and O, >released, >staged     O: staged>, >stored
 
-Without `planned` chunk_plan does not run, and each CTA has one piece. A warp writes the row of its segment to shared
-memory first.
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]: persistent, each looping over work tiles
+(segment, head, tile). Each tile of a head computes the head's L and P again. The chunks of all tiles of a CTA are one
+sequence: the last steps of a work tile build L and P of the next one's first chunks.
 
-The loader draws the CTA's pieces from a queue that all CTAs share (states/piece_queue.cuh), and puts their numbers into
-a ring for the other roles. Pieces without tokens would keep it from loading ahead. It leaves them out at first. At the
-end each CTA takes some of those that have a last state to write.
+A segment is a whole sequence or, in the instances `cut`, a run of its chunks. With `cut` a work tile begins `memory`
+chunks before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes
+from the caller or from segment_scan.
 
-Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
-steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
-computes the chunks' tables of gates. With low_level A leaves through O's tiles: a warpgroup's storer then has an A to
-store for every other O.
+With `early` a CTA finds its first work tile in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get
+zeros. The kernel writes no h.
+
+Without `planned` chunk_plan does not run, and each CTA has one work tile. A warp first writes the row of its segment to
+shared memory.
+
+The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and passes their numbers
+to the other roles through a ring (`drawn`, `taken`). Empty tiles would stall prefetching, so the producer skips them;
+each CTA handles its share at the end, if they have a final state to write.
+
+A warpgroup carries 64 rows of the state. With low_level, A is stored through the tiles of O: a warpgroup's epilogue
+warp then has an A to store for every other O.
 
 Why one kernel: with two kernels, chunk_matrices computes K K^T and Q K^T once for a group of heads. But then K and Q
 are loaded a second time, and the matrices are written and read. The cost model (csrc/gpu/cost_model.cpp) chooses.
@@ -39,8 +49,6 @@ With the l2norm and r = diag(1 / |k_i|), K stays as it is, because
 
 so the inverse needs the norms of its own rows only. The other norms are factors of the gates (normalize in
 states/fused_forward.cuh).
-
-This file is long because it has all roles of a kernel that does the work of two.
 """
 
 import tilelang.language as T
