@@ -9,12 +9,12 @@ class BackwardMode(TypedDict, total=False):
     """How the backward runs. The cost model decides the fields that are left out.
 
     Attributes:
-        segment_chunks: chunks of 64 tokens in a segment. 0 cuts no sequence into segments. auto_cp=False of a call does
-            the same, and wins over this field.
-        cut_above: chunks of 64 tokens. A sequence with more of them is long. The device cuts sequences only if one is
-            long. 0, the default, cuts every sequence that is longer than a segment. The forward also takes it with
-            segment_chunks of 0. Nothing is cut then. Calls with a long sequence take value_tile, which must be 64, and
-            the others take the one kernel (fused) or whole_tile, which must be 128.
+        segment_chunks: chunks of 64 tokens per split. 0 splits no sequence. auto_cp=False of a call does the same, and
+            wins over this field.
+        cut_above: a sequence with more chunks of 64 tokens is long, and the device splits sequences only if one is
+            long. 0, the default, splits every sequence that is longer than a split. In the forward also with
+            segment_chunks of 0: nothing is split, calls with a long sequence take value_tile, which must be 64, and the
+            others take the one kernel (fused) or whole_tile, which must be 128.
     """
 
     segment_chunks: int
@@ -25,13 +25,12 @@ class ForwardMode(BackwardMode, total=False):
     """How the forward runs: the fields of BackwardMode, and these.
 
     Attributes:
-        value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128; with keys of more than 128
-            channels only 128.
+        value_tile: rows of a head's state (channels of its values) per CTA, 64 or 128; with K > 128 only 128.
         fused: True: one kernel does all, for every call that it supports. False: for no call. With cut_above the kernel
-            runs if no sequence is long; without, True excludes segments and a value_tile of 64.
-        fused_segments: True: the one kernel takes segments, too, for every call that it supports; only with
+            runs if no sequence is long; without, True excludes splits and a value_tile of 64.
+        fused_segments: True: the one kernel runs over splits, too, for every call that it supports; only with
             segment_chunks. False: whole sequences only.
-        whole_tile: rows in a CTA, 64 or 128, if no sequence is long; only with cut_above. 0, the default, is
+        whole_tile: rows per CTA, 64 or 128, if no sequence is long; only with cut_above. 0, the default, is
             value_tile, or with fused 128.
     """
 
@@ -51,7 +50,7 @@ def forced_dispatch(*, forward: ForwardMode | None = None, backward: BackwardMod
     Blocks nest. Each restores the previous modes at its end, after an exception too. A mode holds for all threads of
     the process, because autograd runs the backward of GPU tensors in a thread of its own; so use one thread at a time.
     Calls on the CPU do not change. The bits of a result may depend on the mode. flash_qla._C.forward_dispatch and
-    backward_dispatch say which kernels a call then launches.
+    backward_dispatch return which kernels a call then launches.
 
     Args:
         forward: the mode of the forward. {} gives all decisions back to the cost model, None keeps the current mode.

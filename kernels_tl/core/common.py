@@ -42,7 +42,7 @@ def swizzled(buffer):
 
 
 def accumulator(shape):
-    """The layout of an accumulator of WGMMA, for a matrix that no gemm reads or writes: 64 rows a warpgroup."""
+    """The layout of an accumulator of WGMMA, for a matrix that no gemm reads or writes: 64 rows per warpgroup."""
     return tilelang.layout.Fragment(
         shape, lambda i, j: (32 * (i // 16) + i % 8 * 4 + j % 8 // 2, j // 8 * 4 + i % 16 // 8 * 2 + j % 2)
     )

@@ -41,11 +41,11 @@ def stage_of(n, stages, index=None):
     return Stage(n % stages if index is None else index, (n // stages) % 2)
 
 
-def is_loader(consumers):
+def is_producer_warp(consumers):
     """Whether a producer thread is in the producer warp, the first one after the consumers."""
     return T.get_thread_binding() < consumers + WARP
 
 
-def storer(consumers):
+def epilogue_warp(consumers):
     """The consumer warpgroup whose epilogue warp the thread is in: the warps after the producer warp, which is -1."""
     return T.truncdiv(T.get_thread_binding() - consumers, WARP) - 1

@@ -51,7 +51,7 @@ struct Relations {
 // kDecodeWarpRows value rows of an fp32 state in a warp's registers, from `row` of the CTA's rows on. kDecodeLanes
 // lanes share a row: each has every kDecodeLanes-th quad of its channels. A lane has kDecodeLaneRows rows,
 // kDecodeGroups apart. Rows go to and from memory through a tile in shared memory, where they lie as in the state:
-// memory is faster with 512 neighbouring bytes a warp.
+// memory is faster with 512 neighbouring bytes per warp.
 template <int K>
 class StateBlock {
  public:

@@ -77,7 +77,7 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import barriers, fetch, grid_of_tiles, load_segment_early, locate_cta, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.gradients.backward_outputs import GATE_THREADS, VALUE_THREADS, output_roles
 from kernels_tl.gradients.backward_state import STATE_THREADS, state_role
 from kernels_tl.gradients.reverse_recurrence import GateTable
@@ -236,7 +236,7 @@ def chunk_backward(dtype, K, normalize):
                     outputs.make_keys(tiles, ready, cta, chunks.plan.segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
-                    if is_loader(CONSUMERS):
+                    if is_producer_warp(CONSUMERS):
                         load(
                             tiles,
                             ready,

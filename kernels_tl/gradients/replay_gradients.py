@@ -30,7 +30,7 @@ from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, Sta
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import registers, wide_step
 from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier
 from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
@@ -180,7 +180,7 @@ def replay_gradients(dtype, K):
                 compute(tiles, ready, piece, segment, final, initial, grad_states, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, chunks.tokens, output_gradient.grad_o, chunks.matrices)
                 else:
                     state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)

@@ -36,7 +36,7 @@ from kernels_tl.bundles import Chunks, Gradients, OutputGradient, Replay, Revers
 from kernels_tl.config import TOKEN_GRADIENTS as TILE, key_parts
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, SWIZZLE_128B, C, descriptor, dims, element_type, extern
 from kernels_tl.core.cta import Variables, barriers, clear_rows_after, fetch, fragments, shared
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate_row
 from kernels_tl.layout import KEY_PART, PADDING, BackwardGate, ChunkColumn, NamedBarrier, TokenSum
 
@@ -267,7 +267,7 @@ def token_gradients(dtype, K):
             extern(f"store_value_sums<{element}>", sums(tiles, TokenSum.VALUE), dots.data, *beta_and_rows)
         T.barrier_arrive(ready.sums_made)
 
-    def add_rows(tiles, rows, work, hk, own):
+    def add_rows(tiles, rows, work, hk, turn):
         return extern(
             f"add_rows<{element}>",
             descriptor(rows, [C, 1, C], SWIZZLE_128B),
@@ -279,7 +279,7 @@ def token_gradients(dtype, K):
             T.Cast("int32", sizes.key_dim),
             work.part * KEY_PART,
             work.length,
-            own == 0,
+            turn == 0,
         )
 
     @T.macro
@@ -299,15 +299,15 @@ def token_gradients(dtype, K):
             T.Cast("int32", H_v),
             work.length,
         )
-        own = T.alloc_var("int32", init=work.hv - hk * sizes.group)
+        turn = T.alloc_var("int32", init=work.hv - hk * sizes.group)
         counter = T.alloc_var("int32", init=work.slot * PARTS + work.part)
         T.barrier_wait(ready.keys_staged, 0)
-        extern("wait_for_turn", T.access_ptr(turns[counter, hk], "r"), own)
-        add_rows(tiles.h, gradients.dq, work, hk, own)
-        add_rows(tiles.dS, gradients.dk, work, hk, own)
+        extern("wait_for_turn", T.access_ptr(turns[counter, hk], "r"), turn)
+        add_rows(tiles.h, gradients.dq, work, hk, turn)
+        add_rows(tiles.dS, gradients.dk, work, hk, turn)
         extern("wait_for_boxes")
         extern("wait_until_stored")
-        extern("end_turn", T.access_ptr(turns[counter, hk], "w"), own, sizes.group)
+        extern("end_turn", T.access_ptr(turns[counter, hk], "w"), turn, sizes.group)
 
     @T.prim_func
     def main(
@@ -339,7 +339,7 @@ def token_gradients(dtype, K):
                 compute(tiles, ready, work, turns_of_values, scale)
             else:
                 T.dec_max_nreg(OTHER_REGISTERS)
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     replays = (replay, reverse_replay)
                     load(
                         tiles,

@@ -1,6 +1,6 @@
-// Turns: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of value rows. The
-// CTAs of these heads and tiles add one after the other, in a fixed order, so the sums have the same bits every time.
-// turns[chunk, H_k] counts the CTAs that have added.
+// Ordered accumulation: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of
+// value rows. The CTAs of these heads and tiles add one after the other, in a fixed order, so the sums have the same
+// bits every time. turns[chunk, H_k] counts the CTAs that have added.
 //
 // A CTA only waits for CTAs with lower numbers. The GPU begins CTAs in the order of their numbers, so the CTAs that it
 // waits for run already, or have ended.

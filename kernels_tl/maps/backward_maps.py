@@ -49,7 +49,7 @@ from kernels_tl.core.cta import (
     place_in_tiles,
     shared,
 )
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import GateTable, begin_step, end_step, registers, wide_step
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.maps.segment_maps import (
@@ -165,7 +165,7 @@ def backward_maps(dtype, K, normalize):
     def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
         """The producer warp: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for step in T.serial(T.if_then_else(is_loader(CONSUMERS), chunks, 0)):
+        for step in T.serial(T.if_then_else(is_producer_warp(CONSUMERS), chunks, 0)):
             s = T.alloc_var("int32", init=step % STAGES)
             c = chunks - 1 - step
             t, slot = segment.row_and_slot(c)
@@ -201,13 +201,13 @@ def backward_maps(dtype, K, normalize):
             ready = make_barriers(STAGES)
             value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
             heads = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v))
-            of_dZ = T.alloc_var("int32", init=heads * value_tiles)  # CTAs
-            of_all = T.alloc_var("int32", init=heads * (M_TILES + 2 * value_tiles))
-            is_second = T.alloc_var("int32", init=T.Select(cta < of_all, 0, 1))
-            work = T.alloc_var("int32", init=cta - is_second * of_all)
-            is_dZ = T.alloc_var("int32", init=T.Select(work < of_dZ, 1, 0))
+            dZ_ctas = T.alloc_var("int32", init=heads * value_tiles)  # CTAs
+            first_ctas = T.alloc_var("int32", init=heads * (M_TILES + 2 * value_tiles))
+            is_second = T.alloc_var("int32", init=T.Select(cta < first_ctas, 0, 1))
+            work = T.alloc_var("int32", init=cta - is_second * first_ctas)
+            is_dZ = T.alloc_var("int32", init=T.Select(work < dZ_ctas, 1, 0))
             has_M = T.alloc_var("int32", init=1 - T.max(is_dZ, is_second))
-            piece = locate_cta(work - (1 - is_dZ) * of_dZ, H_v, value_tiles + has_M * M_TILES)
+            piece = locate_cta(work - (1 - is_dZ) * dZ_ctas, H_v, value_tiles + has_M * M_TILES)
             is_M = T.alloc_var("int32", init=T.Select(piece.tile >= value_tiles, 1, 0))  # M comes after the tiles of Z
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))

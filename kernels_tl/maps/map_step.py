@@ -80,8 +80,8 @@ def map_step(dtype, K, reverse, tile):
     def make_barriers(**more):
         return barriers(
             **more,
-            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
-            map_released=[consumers(K)] * MAP_STAGES,  # consumers to loader
+            map_loaded=[32] * MAP_STAGES,  # producer warp to consumers: M
+            map_released=[consumers(K)] * MAP_STAGES,  # consumers to producer warp
         )
 
     def make_registers():

@@ -40,7 +40,7 @@ from kernels_tl.core.cta import (
     place_in_tiles,
     shared,
 )
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -80,10 +80,10 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
 
-    def store_map(r, place):
+    def store_map(r, to):
         if r.is_wide:
-            return extern(f"round_and_store_state<{r.element}, {K}>", r.S.data, place, K, ROWS, K)
-        return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
+            return extern(f"round_and_store_state<{r.element}, {K}>", r.S.data, to, K, ROWS, K)
+        return extern(f"store_state<{K}>", r.S_16.data, to, K, ROWS, K)
 
     @T.macro
     def compute(tiles, ready, start, chunks, which, segment, hv, v0, m0, maps):
@@ -126,7 +126,7 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
     def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
         """The producer warp: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(is_loader(CONSUMERS), chunks, start)):
+        for c in T.serial(start, T.if_then_else(is_producer_warp(CONSUMERS), chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             t, slot = segment.row_and_slot(c)
             stage = stage_of(c - start, STAGES, s)
@@ -204,12 +204,12 @@ def segment_maps(dtype, K, partial):
             tiles = make_tiles()
             ready = make_barriers(STAGES)
             value_tiles = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", value_rows), V))
-            of_all = T.alloc_var(
+            first_ctas = T.alloc_var(
                 "int32", init=T.Cast("int32", sizes.segment_slots * H_v) * (M_TILES + value_tiles)
             )  # CTAs
-            is_second = T.alloc_var("int32", init=T.Select(cta < of_all, 0, 1))
+            is_second = T.alloc_var("int32", init=T.Select(cta < first_ctas, 0, 1))
             piece = locate_cta(  # M comes after the tiles of Z
-                cta - is_second * of_all, H_v, T.Select(is_second != 0, value_tiles, M_TILES + value_tiles)
+                cta - is_second * first_ctas, H_v, T.Select(is_second != 0, value_tiles, M_TILES + value_tiles)
             )
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))

@@ -8,7 +8,7 @@
 
 namespace flash_qla::device {
 
-// The raw inputs of the bounds. A key has `key_dim` channels, a multiple of 8. Keys of tokens are k_row elements apart,
+// The inputs of the bounds. A key has `key_dim` channels, a multiple of 8. Keys of tokens are k_row elements apart,
 // of heads k_head.
 struct BoundInputs {
   const void *k, *g, *beta, *A_log, *dt_bias;

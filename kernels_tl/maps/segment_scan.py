@@ -43,7 +43,7 @@ from kernels_tl.bundles import Maps, Memory, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import Variables, fetch
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scales
 
@@ -57,46 +57,44 @@ PRELUDE = """
 #include "maps/scans.cuh"
 """
 
-# Producers: a loader and a storer.
 SKIP, END = 1, 2  # flags in `about` of a segment: M is negligible; the next segment is the last, and has no map
 
 
 class Scans:
-    """The pieces of work of a CTA. A CTA goes to every ctas-th piece, and passes over those of sequences that are not
-    cut."""
+    """The work tiles of a CTA: every ctas-th one, without those of sequences that are not split."""
 
     def __init__(self, cta, ctas, sizes, plan, memory, reverse, columns):
         self.ctas, self.plan, self.memory, self.reverse, self.columns = ctas, plan, memory, reverse, columns
         self.H_v = T.Cast("int32", sizes.H_v)
         parts = T.truncdiv(sizes.value_dim + (columns - 1), columns)
-        self.of_all = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
-        self.of_all.and_also(first=self.next_from(cta))
+        self.totals = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
+        self.totals.and_also(first=self.next_from(cta))
 
     @property
     def first(self):
-        return self.of_all.first
+        return self.totals.first
 
     @property
     def pieces(self):
-        return self.of_all.pieces
+        return self.totals.pieces
 
     def next_from(self, piece):
-        """The first of the CTA's pieces from `piece` on whose sequence is cut, or `pieces`."""
+        """The first of the CTA's work tiles from `piece` on whose sequence is split, or `pieces`."""
         sequences = T.access_ptr(self.plan.sequences[0, 0], "r")
         segments = T.access_ptr(self.plan.segments[0, 0], "r")
-        of_sequence = self.of_all.parts * self.H_v
+        of_sequence = self.totals.parts * self.H_v
         return extern("next_scan", sequences, segments, piece, self.ctas, self.pieces, of_sequence, returns="int32")
 
     @T.inline
     def at(self, number):
-        """A piece: value head, first column, slots of its first segment and of its first state, whether it copies that
-        state to the segment's slot, and how `about` begins: END if it only copies, or has nothing to do."""
-        part = T.alloc_var("int32", init=T.truncdiv(number, self.of_all.parts))
+        """A work tile: value head, first column, slots of its first segment and of its first state, whether it copies
+        that state to the segment's slot, and how `about` begins: END if it only copies, or has nothing to do."""
+        part = T.alloc_var("int32", init=T.truncdiv(number, self.totals.parts))
         n = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
-        found = Variables(hv=part - n * self.H_v, v0=(number - part * self.of_all.parts) * self.columns)
+        scan = Variables(hv=part - n * self.H_v, v0=(number - part * self.totals.parts) * self.columns)
         slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, SequenceColumn.SEGMENT]))
-        given = SequenceColumn.FINAL if self.reverse else SequenceColumn.INITIAL
-        state_slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, given]))
+        column = SequenceColumn.FINAL if self.reverse else SequenceColumn.INITIAL
+        state_slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, column]))
         copies = T.alloc_var("int32", init=0)
         begin = T.alloc_var("int32", init=0)
         if self.reverse:  # all segments but the last are as long as the first
@@ -105,9 +103,9 @@ class Scans:
         else:
             first_state = load_early(self.plan.segments[slot, SegmentColumn.INITIAL])
             copies = T.Select(first_state == FROM_SCAN, 1, 0)
-            if self.memory.lacks_maps(n, found.hv):
+            if self.memory.lacks_maps(n, scan.hv):
                 begin = END
-        return found.and_also(slot=slot, state_slot=state_slot, copies=copies, begin=begin)
+        return scan.and_also(slot=slot, state_slot=state_slot, copies=copies, begin=begin)
 
 
 def segment_scan(dtype, K, reverse, columns):
@@ -133,9 +131,9 @@ def segment_scan(dtype, K, reverse, columns):
 
     def make_barriers():
         return of_map.make_barriers(
-            loaded=[32] * STAGES,  # loader to the others: Z and about
-            made=[CONSUMERS] * STAGES,  # consumers to storer: S in the place of Z
-            stored=[32] * STAGES,  # storer to loader: the stage is free
+            loaded=[32] * STAGES,  # producer warp to the others: Z and about
+            made=[CONSUMERS] * STAGES,  # consumers to epilogue warp: S in the place of Z
+            stored=[32] * STAGES,  # epilogue warp to producer warp: the stage is free
         )
 
     def part_of(states, slot, hv, v0, box):
@@ -187,8 +185,8 @@ def segment_scan(dtype, K, reverse, columns):
 
     @T.macro
     def load(tiles, ready, scans, segments, maps, beside):
-        """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
-        up."""
+        """The producer warp: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would
+        add up."""
         piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
@@ -211,8 +209,8 @@ def segment_scan(dtype, K, reverse, columns):
                 if T.get_thread_binding() == CONSUMERS:
                     tiles.about[u] = about
                 for box in T.unroll(K // BOX):
-                    place = part_of(maps.states, slot + WAY, scan.hv, scan.v0, box)
-                    fetch(place, tiles.Z[u, box, :, :], ready.loaded[u])
+                    box_of_S = part_of(maps.states, slot + WAY, scan.hv, scan.v0, box)
+                    fetch(box_of_S, tiles.Z[u, box, :, :], ready.loaded[u])
                 stage.arrive(ready.loaded)
                 if skip == 0:
                     m = maps_used % MAP_STAGES
@@ -226,7 +224,7 @@ def segment_scan(dtype, K, reverse, columns):
 
     @T.macro
     def store(tiles, ready, scans, states, beside):
-        """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
+        """The epilogue warp: S after each segment. If M is negligible, S = Z is in its slot already."""
         piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         while piece < scans.pieces:
@@ -241,8 +239,8 @@ def segment_scan(dtype, K, reverse, columns):
                 about = tiles.about[u]
                 if about % END != SKIP:
                     for box in T.unroll(K // BOX):
-                        place = part_of(states, slot + WAY, scan.hv, scan.v0, box)
-                        T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
+                        box_of_S = part_of(states, slot + WAY, scan.hv, scan.v0, box)
+                        T.tma_copy(tiles.Z[u, box, :, :], box_of_S, leader_scope_threads=32)
                     T.tma_store_wait(0)
                 stage.arrive(ready.stored)
                 step = step + 1
@@ -270,7 +268,7 @@ def segment_scan(dtype, K, reverse, columns):
             if T.get_thread_binding() < CONSUMERS:
                 compute(tiles, ready, scans, states.initial(), maps.states, beside)
             else:
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     load(tiles, ready, scans, plan.segments, maps, beside)
                 else:
                     store(tiles, ready, scans, maps.states, beside)

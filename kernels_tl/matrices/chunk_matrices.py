@@ -108,21 +108,21 @@ def chunk_matrices(dtype, K, normalize):
     @T.macro
     def find_chunk(slot, early, chunks, sequences, slots):
         """The chunk in a slot: first row, length, sequence."""
-        found = T.alloc_local([ChunkColumn.COUNT], "int32")
+        columns = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
-            sequences.search("find_chunk", found.data, slot, sizes, slots)
+            sequences.search("find_chunk", columns.data, slot, sizes, slots)
         else:
             T.pdl_sync()
             for i in T.unroll(ChunkColumn.COUNT):
-                found[i] = chunks[slot, i]
+                columns[i] = chunks[slot, i]
         return Variables(
-            row=found[ChunkColumn.ROW], length=found[ChunkColumn.LENGTH], sequence=found[ChunkColumn.SEQUENCE]
+            row=columns[ChunkColumn.ROW], length=columns[ChunkColumn.LENGTH], sequence=columns[ChunkColumn.SEQUENCE]
         )
 
     def clear_rows(rows, chunk, head):
-        place = T.access_ptr(rows[chunk.row, head, 0], "w")
+        begin = T.access_ptr(rows[chunk.row, head, 0], "w")
         stride, columns = T.Cast("int64", strides_of(rows)[0]), T.Cast("int32", rows.shape[2])
-        return extern("clear_rows", place, stride, columns, chunk.length)
+        return extern("clear_rows", begin, stride, columns, chunk.length)
 
     @T.macro
     def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
@@ -303,11 +303,11 @@ def chunk_matrices(dtype, K, normalize):
         backward: BackwardTables(sizes, NormalizedGate if normalize else BackwardGate),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows
         memory: Memory(sizes),
-        heads: T.int32,  # heads a CTA: a divisor of group, at most 4
+        heads: T.int32,  # heads per CTA: a divisor of group, at most 4
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg
-        only_if: T.int32,  # the Way in which the kernel runs, after fused_forward; 0: always
+        only_if: T.int32,  # the Way with which the kernel runs, after fused_forward; 0: always
         early_ctas: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:

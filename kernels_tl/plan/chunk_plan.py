@@ -24,7 +24,7 @@ clipped to [0, tokens] and replaced by their running maximum.
     way [1]                        Way.LONG without cu_seqlens or if some sequence has more than cut_above chunks.
                                    Written if segment_chunks > 0 or cut_above > 0
 
-plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
+plan.cpp launches one CTA, once per call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens (has_offsets = 0) every sequence
 has `uniform_length` tokens.
 
@@ -71,7 +71,7 @@ def count_chunks(length, run):
 
 @T.macro
 def segment_size(sequences, N, segment_chunks, cut_above, way):
-    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut. Writes the way."""
+    """Chunks of a segment, the same in all threads: WHOLE if no sequence is split. Writes plan.way."""
     size = T.alloc_var("int32", init=WHOLE)
     if (segment_chunks > 0) | (cut_above > 0):
         longer = T.alloc_var("int32", init=T.Select((sequences.has_offsets != 0) & (cut_above > 0), 0, 1))

@@ -54,7 +54,7 @@ def tile_of_scales(dtype, rows):
 def registers(rows, K, dtype, early, output=True, exact=False):
     """Registers of the warpgroups that carry `rows` rows of S^T. `early` of the residual's eight quadruples of factors
     are loaded before the first product (core/tiles.cuh: load_minuend). More of them may spill."""
-    made = fragments(
+    r = fragments(
         S=([rows, K], "float32"),  # S^T
         **({} if is_wide(K) else {"S_16": ([rows, K], dtype)}),
         V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
@@ -71,14 +71,14 @@ def registers(rows, K, dtype, early, output=True, exact=False):
         decays=T.alloc_local([16], "float32"),
         **({"queries": T.alloc_local([16], "float32")} if output else {}),
     )
-    vars(made).update(vars(ahead))
-    made.has_scales = has_scales(dtype, output)
-    if made.has_scales:
-        vars(made).update(vars(named(scaled=T.alloc_local([1], "int32"))))  # whether a row of the warp has a scale
+    vars(r).update(vars(ahead))
+    r.has_scales = has_scales(dtype, output)
+    if r.has_scales:
+        vars(r).update(vars(named(scaled=T.alloc_local([1], "int32"))))  # whether a row of the warp has a scale
         early = max(early - 1, 0)  # or chunk_forward spills
-    made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
-    made.K, made.is_wide = K, is_wide(K)
-    return made
+    r.element, r.early, r.output, r.exact = element_type(dtype), early, output, exact
+    r.K, r.is_wide = K, is_wide(K)
+    return r
 
 
 def scales_of(tiles):
@@ -92,8 +92,8 @@ def copy_of(r):
 
 def has_large(r):
     """Whether the warp's part of S has a number that may need a scale."""
-    name, numbers = (f"has_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"has_large<{r.K // 4}, true>", r.S_16)
-    return extern(name, numbers.data, returns="bool")
+    name, state = (f"has_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"has_large<{r.K // 4}, true>", r.S_16)
+    return extern(name, state.data, returns="bool")
 
 
 @T.macro
