@@ -273,7 +273,7 @@ class States(Bundle):
         self._sizes, self._float8 = sizes, float8
 
     def view(self, elements, *where):
-        """A StateView of `numbers` in this layout. `where` is slot_stride and Dtype; without it: one run in fp32."""
+        """A StateView of `elements` in this layout. `where` is slot_stride and Dtype; without it: one run in fp32."""
         strides = (self.state_stride_v, self.state_stride_k)
         dims = (self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim)
         return StateView(elements, *dims, strides, *where, float8=self._float8)

@@ -3,7 +3,7 @@
 Numbers that CUDA and C++ need too are in layout.py; the table uses their names. The tables hold for both 16-bit
 dtypes; a table keyed by K has a row for each K. `python -m flash_qla` prints what the compiler made of them.
 
-    tile           extent of a CTA's tile, in value rows unless a comment says otherwise
+    tile           extent of a CTA's tile, in value rows unless a comment names another unit
     stages         stages of the ring of operands in shared memory
     consumers      threads that compute
     producers      threads that load, store and compute tables; setmaxnreg needs whole warpgroups

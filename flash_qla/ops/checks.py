@@ -75,7 +75,7 @@ IGNORED = {
     "head_first": (False,),
     "transpose_state_layout": (False,),
 }
-_INSTEAD = {"transpose_state_layout": "; state_v_first=True says the same"}
+_INSTEAD = {"transpose_state_layout": "; state_v_first=True is the same"}
 
 
 def check_ignored(function: Callable, keywords: dict[str, object]) -> None:

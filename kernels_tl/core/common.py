@@ -18,7 +18,7 @@ from kernels_tl.layout import BLOCK, CHUNK, TRIANGLE
 C = CHUNK
 
 # Index arithmetic is in bounds by construction (the plan clamps), so the compiler's own bounds checks are not
-# wanted; warp specialisation is written out, never inferred.
+# needed; warp specialisation is written out, never inferred.
 PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_warp_specialized": True,

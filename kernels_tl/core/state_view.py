@@ -70,7 +70,7 @@ def chosen(first, a, b):
 
 class FirstState:
     """The first state of a work tile: in the caller's slot `slot` of `initial` or, FROM_SCAN, in segment_scan's
-    tensor `scanned`, which is V-first, in fp32, with K channels a row."""
+    tensor `scanned`, which is V-first, in fp32, with K channels per row."""
 
     def __init__(self, slot, initial, scanned):
         self.slot, self.initial, self.scanned = slot, initial, scanned

@@ -1,4 +1,4 @@
-// Several tokens of a sequence through its state together, in blocks; see decode/decode.py.
+// Several tokens of a sequence processed together, in blocks; see decode/decode.py.
 #pragma once
 
 #include "decode/decode_rows.cuh"
@@ -97,7 +97,7 @@ class StateBlock {
     });
   }
 
-  // Takes the state S through kTokens tokens from `first` on, each the successor of the one before. With several tokens
+  // Applies kTokens tokens from `first` on to the state S, each the successor of the one before. With several tokens
   // `first` is the first token of a block.
   //
   //   S_t = decay_t S_t-1 + change_t k_t^T

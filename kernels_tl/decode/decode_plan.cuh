@@ -9,7 +9,7 @@ namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
-// A group: the value rows that a CTA has at a time. Wide keys with one token have smaller groups (decode_group of
+// A group: the value rows that a CTA has at a time. With K > 128 and one token groups are smaller (decode_group of
 // kernels_tl/config.py).
 constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;
 
@@ -38,9 +38,9 @@ struct DecodeShare {
   int n, first_row, rows;
 };
 
-// The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups a tile. Each of
-// the others has 2^halvings places, which share a tile's groups. The share is computed again where it is used, because
-// one more register would spill, and shifts by launch arguments are cheap.
+// The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups per tile. Each
+// of the others has 2^halvings places, which share a tile's groups. The share is computed again where it is used,
+// because one more register would spill, and shifts by launch arguments are cheap.
 template <int kGroupRows>
 __device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole, int halvings) {
   const int later = place - whole, shift = later < 0 ? 0 : halvings, own = groups >> shift;

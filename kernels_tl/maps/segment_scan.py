@@ -11,7 +11,7 @@
     dS' after segment s - 1 = M_s^T dS' after s + dZ_s
 
 `states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of
-the final state, and `skips` are the reverse skips. Comments below say S and Z for dS' and dZ too.
+the final state, and `skips` are the reverse skips. Comments below write S and Z for dS' and dZ too.
 
 Timeline (core/pipeline.py), 64 rows of S per warpgroup, for segments 0, 1, ... with K = 128:
 
@@ -122,7 +122,7 @@ def segment_scan(dtype, K, reverse, columns):
         return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
 
     def read(number):
-        """An entry of a table. With `beside` the reverse reads it before the kernel ahead has ended, so from L2."""
+        """An entry of a table. With `beside` the reverse reads it before its predecessor has ended, so from L2."""
         return load_early(number) if reverse else number
 
     def is_end(flags):

@@ -4,7 +4,7 @@
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
 // The inverse consists of 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
-// one lane a column and two blocks a warp. One warp then computes a block column of A from top to bottom,
+// one lane per column and two blocks per warp. One warp then computes a block column of A from top to bottom,
 //
 //   A_ij = -A_ii (B_ij A_jj + ... + B_i,i-1 A_i-1,j),   B_ij block (i, j) of diag(beta) K K^T,
 //

@@ -106,7 +106,7 @@ def chunk_forward(dtype, K, value_tile):
         return T.Select(dtype == Dtype.FLOAT32, 4, T.Select(dtype >= Dtype.FLOAT8_E4M3FN, 1, 2))
 
     def pitch(columns, size=4):
-        """Numbers from one row of a state in shared memory to the next."""
+        """The stride of a state's rows in shared memory, in elements."""
         return columns + STATE_PAD // size
 
     def make_tiles():
@@ -152,7 +152,7 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def await_turn(ready, turn):
-        """Another role than the producer waits for a work tile's segment."""
+        """Waits for a work tile's segment, in the other roles."""
         Stage(0, turn % 2).wait_for(ready.begun)
         extern("forget_memory")  # a wait alone does not keep the loads after it
 
