@@ -1,4 +1,4 @@
-"""The Gated Delta Rule for inference engines, whose states lie in a pool [slots, H_v, V, K].
+"""The Gated Delta Rule for inference engines, on states in a pool [slots, H_v, V, K].
 
 The functions are thin: the ops torch.ops.flash_qla.* check the arguments and do the work. Each function has its op's
 parameters in the op's order, which is the published interface.

@@ -2,7 +2,7 @@
 
 `kernels.h` has a C++ struct of each bundle, which the host fills. Sizes that a call decides are run-time numbers: head
 counts, lengths, strides. What the compiler must know (dtype, K, value tile) is a parameter of the kernel's function.
-Where a tensor's dtype is a run-time number, it stands here as fp32.
+A tensor whose dtype is a run-time number is declared as fp32.
 """
 
 import tilelang.language as T

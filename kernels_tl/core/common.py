@@ -116,7 +116,7 @@ def extern(name, *args, returns="handle"):
     return T.call_extern(returns, f"flash_qla::device::{name}", *args)
 
 
-# A kernel that calls pdl_sync may start before the kernel ahead of it has ended. EARLY of its module names the
+# A kernel that calls pdl_sync may start before its predecessor has ended. EARLY of its module names the
 # parameters that it touches before pdl_sync, and why that is safe for each:
 #
 #   the name of a kernel   that kernel's last launch before this one has ended by then

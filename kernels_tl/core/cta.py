@@ -184,7 +184,7 @@ def clear_rows_after(tile, valid, threads, *stage):
 @T.macro
 def store_rows(tiles, w, rows, row, hv, column, valid):
     """rows[row + i, hv, column + j] = tiles[w, i, j] for i < valid and j < 64, within rows' width. One warp calls it. A
-    chunk with fewer tokens takes no box of TMA, because the box would go on into the next sequence."""
+    chunk with fewer tokens is not stored by TMA, because the box would reach into the next sequence."""
     if valid >= C:
         T.fence_proxy_async()
         T.tma_copy(tiles[w, :, :], rows[row : row + C, hv, column : column + C], leader_scope_threads=32)

@@ -1,4 +1,4 @@
-"""The recurrence over one or a few tokens of each sequence, on states that lie in a pool: with gamma = exp(g),
+"""The recurrence over one or a few tokens of each sequence, on states in a pool: with gamma = exp(g),
 
     g, beta  = a and b or, by `activations`, their activations
     change   = beta (v - gamma S k)
@@ -41,11 +41,11 @@ instances.py). The paths:
   (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
   queries. Each extra state costs one MMA: changes (two 16-bit parts) times keys.
 - key_first, on states [.., key_dim, value_dim]: as rows, also for one token (decode/decode_key_first.cuh). Value rows
-  lie side by side in memory, so a CTA moves its 32 rows together, through shared memory: 128 neighbouring bytes of a
+  are adjacent in memory, so a CTA moves its 32 rows together, through shared memory: 128 neighbouring bytes of a
   key in fp32. The registers, and so the sums, are the same as in rows on fp32 states.
 
 Every path but key_first takes a sequence of one token as one_token does, and a sequence of more than eight tokens as
-rows does. The order of all sums is the same wherever a sequence lies in a batch.
+rows does. The order of all sums does not depend on the batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """

@@ -13,8 +13,8 @@ them under context parallelism.
 `reverse` is the instance for gradients, from the last segment to the first: M_s^T takes the place of M_s, dZ_s^T that
 of Z_s^T, and `composed` has rows of dZ^T, then rows of M. A sequence without tokens has Z = S and M = I.
 
-pass.cpp launches [mapped * H_v * (value_dim / 32 + key_dim / 32)] CTAs: a CTA goes through one sequence with 32 rows of
-the map of one head.
+pass.cpp launches [mapped * H_v * (value_dim / 32 + key_dim / 32)] CTAs: a CTA processes one sequence, 32 rows of the
+map of one head.
 
 Rows of S^T do not depend on each other. So rows of M^T are computed like rows of S^T that start from I, with Z_s = 0.
 The roles and the arithmetic are those of segment_scan, without an epilogue warp: the consumers store the result.

@@ -273,6 +273,6 @@ def segment_scan(dtype, K, reverse, columns):
                 else:
                     store(tiles, ready, scans, maps.states, beside)
                     if reverse:
-                        T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
+                        T.pdl_sync()  # because the next kernel relies on the end of this one's predecessor
 
     return main
