@@ -35,7 +35,7 @@ shared memory.
 
 The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and passes their numbers
 to the other roles through a ring (`drawn`, `taken`). Empty tiles would stall prefetching, so the producer skips them;
-each CTA handles its share at the end, if they have a final state to write.
+each CTA handles its share of those with a final state at the end.
 
 A warpgroup carries 64 rows of the state. With low_level, A is stored through the tiles of O: a warpgroup's epilogue
 warp then has an A to store for every other O.
@@ -150,7 +150,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
-        few = {"pieces": ([TURNS], "int32")} if planned else {"segment": ([OwnSegment.COUNT], "int32")}
+        few = {"pieces": ([TURNS], "int32")} if planned else {"row_of_segment": ([OwnSegment.COUNT], "int32")}
         few |= tile_of_scales(dtype, V)
         if low_level:  # the first row of A of a stage's chunk, or NO_ROW; its head
             few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
@@ -166,7 +166,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             gates=([STAGES, FusedGate.COUNT, C], "float32"),
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
             # A consumer's work tile, and the tokens of its segment so far: here, because the steps take all registers.
-            current=([CONSUMERS], "int32"),
+            piece_numbers=([CONSUMERS], "int32"),
             done=([CONSUMERS], "int32"),
             swizzle=("V", "O"),
             **few,
@@ -315,9 +315,9 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
         if planned:
             T.pdl_sync()
-        tiles.current[tx] = queue.cta
-        while tiles.current[tx] != NO_PIECE:
-            piece = queue.at(tiles.current[tx])
+        tiles.piece_numbers[tx] = queue.cta
+        while tiles.piece_numbers[tx] != NO_PIECE:
+            piece = queue.at(tiles.piece_numbers[tx])
             extra = extra_tokens(memory, segments, piece)
             read_first_state(r, segments, piece, extra, states.initial(), scanned)
             T.copy(r.S, r.S_16)
@@ -325,7 +325,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             tiles.done[tx] = -extra
             is_end = T.alloc_var("int32", init=0)
             while is_end == 0:
-                begin = queue.at(tiles.current[tx])
+                begin = queue.at(tiles.piece_numbers[tx])
                 left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
                 until = T.alloc_var("int32", init=kept.checkpoint_every)
                 if cut:
@@ -347,7 +347,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     left -= C
                 end_scales(r, tiles)
 
-                end = queue.at(tiles.current[tx])
+                end = queue.at(tiles.piece_numbers[tx])
                 done = T.alloc_var("int32", init=tiles.done[tx])
                 length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
                 is_end = T.Select(done >= length, 1, 0)
@@ -368,7 +368,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             if planned:
                 take_piece(tiles, ready, at_place.turn(place), number)
                 place = next_turn(place)
-            tiles.current[tx] = number_of(number)
+            tiles.piece_numbers[tx] = number_of(number)
 
     def is_unknown(early, queue, number):
         """Whether the warp has not found the work tile itself."""
@@ -648,10 +648,10 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             if not planned:
                 if T.get_thread_binding() < 32:
                     segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
-                    row = T.access_ptr(tiles.segment[0], "w")
+                    row = T.access_ptr(tiles.row_of_segment[0], "w")
                     sequences.search("find_own_segment", row, segment, sizes, slots, presence.record(slots))
                 T.sync_threads()
-            segments = plan.segments if planned else OnlySegment(tiles.segment)
+            segments = plan.segments if planned else OnlySegment(tiles.row_of_segment)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 of_states = (states, kept, plan.checkpoints, maps.states)
@@ -679,6 +679,6 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 if planned:
                     clear_padding(queue, warp, plan.chunks, outputs)
                 else:
-                    clear_unplanned_padding(queue, warp, tiles.segment, outputs)
+                    clear_unplanned_padding(queue, warp, tiles.row_of_segment, outputs)
 
     return main
